@@ -1,0 +1,3 @@
+"""moefold: plan, prove and train Mixture-of-Experts language models."""
+
+__version__ = "0.1.0"

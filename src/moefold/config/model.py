@@ -1,0 +1,34 @@
+"""The whole model, layer by layer, in the sizes that a paper's table gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.strict import STRICT
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer; layers after the first `num_dense_layers` are mixtures of experts."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    vocab_size: int = 256
+    width: int = 64
+    num_layers: int = 2
+    attention: Annotated[GQAConfig | MLAConfig, Field(discriminator="kind")] = field(default_factory=GQAConfig)
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    moe: MoEConfig | None = field(default_factory=MoEConfig)
+    num_dense_layers: int = 0
+    dense_width: int = 128
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return self.moe is not None and layer >= self.num_dense_layers

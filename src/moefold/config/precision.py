@@ -1,0 +1,22 @@
+"""Number formats of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moefold.config.strict import STRICT
+
+Format = Literal["float64", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Parameters, gradients and their reduction live in `params`; activations and matmuls in `compute`."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    params: Format = "float32"
+    compute: Format = "float32"
+    # sequential: one matmul per expert, the reference. grouped: one call for all experts of the rank.
+    experts: Literal["sequential", "grouped"] = "grouped"

@@ -1,0 +1,28 @@
+"""One run: the root of the configuration tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.optim import OptimConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.strict import STRICT
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is; two runs with equal configs and worlds compute the same thing."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    name: str = "run"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
