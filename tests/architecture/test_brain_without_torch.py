@@ -1,0 +1,53 @@
+"""Every module of the brain imports on a machine that has no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SRC = Path(__file__).parents[2] / "src"
+BRAIN = (
+    "errors",
+    "units",
+    "tables",
+    "config",
+    "topology",
+    "blueprint",
+    "schedule",
+    "hardware",
+    "checks",
+    "plan",
+    "recipes",
+)
+
+IMPORT_ALL = """
+import importlib, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ImportError(f"the brain asked for {name}")
+
+sys.meta_path.insert(0, NoTorch())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def brain_modules() -> list[str]:
+    found = []
+    for part in BRAIN:
+        package = SRC / "moefold" / part
+        for path in sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]:
+            if path.exists():
+                found.append(".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"))
+    return found
+
+
+def test_the_brain_imports_without_torch() -> None:
+    modules = brain_modules()
+    assert "moefold.config.run" in modules and "moefold.topology.layout" in modules
+    command = [sys.executable, "-c", IMPORT_ALL, *modules]
+    done = subprocess.run(command, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
