@@ -1,0 +1,89 @@
+"""Typed errors, written for the person who reads them.
+
+An error says what happened, where in the configuration, with the actual numbers, and what would work. Whatever is wrong
+with a configuration is reported at once, not one problem per attempt. The command line prints these without a
+traceback; any other exception is a defect of moefold itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Longer words are not typing mistakes, and comparing them takes time.
+_LONGEST_WORD = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the dotted key it is about, what is wrong with it, and what would work."""
+
+    path: str
+    message: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" + (f"; {self.fix}" if self.fix else "")
+
+
+class MoefoldError(Exception):
+    """The base of every error that a user can cause and mend."""
+
+
+class ProblemsError(MoefoldError):
+    """Carries every problem that was found; `path`, `message` and `fix` are those of the first."""
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    @property
+    def path(self) -> str:
+        return self.problems[0].path
+
+    @property
+    def message(self) -> str:
+        return self.problems[0].message
+
+    @property
+    def fix(self) -> str:
+        return self.problems[0].fix
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
+
+
+class ConfigError(ProblemsError):
+    """The configuration cannot be read, or says something that no run can mean."""
+
+
+class LayoutError(ProblemsError):
+    """These sizes do not make two grids over this many ranks."""
+
+
+class BackendError(MoefoldError):
+    """A backend is missing on this machine; the message names the alternatives."""
+
+
+class UnknownNameError(MoefoldError):
+    """A name that is in no catalog."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        super().__init__(
+            f"no {kind} named {name[:_LONGEST_WORD]!r}; {did_you_mean(name, known)}known: {', '.join(known)}"
+        )
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` was probably meant to be."""
+    if len(word) > _LONGEST_WORD:
+        return None
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A phrase to put in front of a list of what is known; empty when nothing is near."""
+    found = nearest(word, known)
+    return f"did you mean {found!r}? " if found else ""
