@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.dispatch.contract import Routing
+from moefold.dispatch.local import LocalDispatcher
+
+EXPERTS, WIDTH = 6, 4
+
+
+def routing_for(num_tokens: int, dropping: bool) -> Routing:
+    torch.manual_seed(num_tokens)
+    expert = torch.rand(num_tokens, EXPERTS - 1).argsort(1)[:, :2]
+    weight = torch.rand(num_tokens, 2, dtype=torch.float64, requires_grad=True)
+    return Routing(expert, weight, (torch.rand(num_tokens, 2) < 0.5) if dropping else None)
+
+
+def through(dispatcher: LocalDispatcher, x: Tensor, routing: Routing) -> Tensor:
+    """Experts that multiply by their own number + 1 and by the routing weight."""
+    arrived = dispatcher.dispatch(x, routing)
+    assert arrived.rows_per_expert == arrived.rows_per_expert_e.tolist()
+    factor = torch.arange(1.0, EXPERTS + 1, dtype=x.dtype).repeat_interleave(arrived.rows_per_expert_e)
+    return dispatcher.combine(arrived.rows_RD * (factor * arrived.weight_R)[:, None], arrived.ticket)
+
+
+def token_by_token(x: Tensor, routing: Routing) -> Tensor:
+    kept = torch.ones_like(routing.expert_tK, dtype=torch.bool) if routing.kept_tK is None else routing.kept_tK
+    return x * ((routing.expert_tK + 1) * routing.weight_tK * kept).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("pad_to", [None, lambda tokens: tokens + 1], ids=["sorted", "padded"])
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 11])
+def test_there_and_back_equals_token_by_token(
+    pad_to: Callable[[int], int] | None, dropping: bool, num_tokens: int
+) -> None:
+    routing = routing_for(num_tokens, dropping)
+    x = torch.randn(num_tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+    got, expected = through(LocalDispatcher(EXPERTS, pad_to), x, routing), token_by_token(x, routing)
+    torch.testing.assert_close(got, expected)
+    upstream, inputs = torch.randn_like(got), (x, routing.weight_tK)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_two_microbatches_can_be_under_way() -> None:
+    dispatcher = LocalDispatcher(EXPERTS)
+    x = [torch.randn(n, WIDTH, dtype=torch.float64) for n in (3, 8)]
+    routing = [routing_for(3, False), routing_for(8, True)]
+    arrived = [dispatcher.dispatch(*pair) for pair in zip(x, routing, strict=True)]
+    home = [dispatcher.combine(a.rows_RD, a.ticket) for a in arrived]
+    torch.testing.assert_close(home[0], 2 * x[0])
+    assert routing[1].kept_tK is not None
+    torch.testing.assert_close(home[1], x[1] * routing[1].kept_tK.sum(1, keepdim=True))
