@@ -1,0 +1,1 @@
+"""What a model consists of and how it is cut, known before anything is built."""

@@ -1,0 +1,64 @@
+"""How large a model is, to the digit, and what the different ways of counting leave out.
+
+`total` counts every trained parameter; it is what `sum(p.numel() for p in model.parameters())` gives, here and in
+transformers. `active` takes away the experts that a token does not choose, (E - top_k)/E of the routed experts'
+parameters, and keeps everything else, the embedding and the head included. The loss-free bias is a buffer in both
+worlds and in neither number. `matrices` and `active_matrices` leave out all vectors (norms, biases, sinks), as tables
+of published runs do.
+
+DeepSeek-V3 without multi-token prediction shows how published numbers differ:
+
+    671,026,404,352  total
+        - 1,006,592  weights of norms: 61 * (2*7168 + 1536 + 512) + 7168
+    671,025,397,760  matrices, the published number
+    671,026,419,200  total + 14,848 = 58 * 256 entries of the loss-free bias, for those who count the buffer
+
+     37,552,282,624  active
+        - 1,006,592  the same norms, all of which every token uses
+     37,551,276,032  active matrices, the published number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
+from moefold.config.model import ModelConfig
+
+VECTORS = frozenset({"norm", "bias", "sink"})
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of parameters; `experts` are the routed experts with their biases, all layers together."""
+
+    total: int
+    active: int
+    matrices: int
+    active_matrices: int
+    experts: int
+    by_kind: Mapping[str, int]
+
+
+def count_parameters(model: ModelConfig) -> Counts:
+    specs = parameters(model)
+    by_kind: dict[str, int] = {}
+    for spec in specs:
+        by_kind[spec.kind] = by_kind.get(spec.kind, 0) + spec.size
+    matrices = [spec for spec in specs if spec.kind not in VECTORS]
+    return Counts(
+        total=sum(spec.size for spec in specs),
+        active=sum(active_size(spec, model) for spec in specs),
+        matrices=sum(spec.size for spec in matrices),
+        active_matrices=sum(active_size(spec, model) for spec in matrices),
+        experts=sum(spec.size for spec in specs if is_expert(spec.name)),
+        by_kind=by_kind,
+    )
+
+
+def active_size(spec: ParameterSpec, model: ModelConfig) -> int:
+    """What one token uses; exact, for a stack of E equal experts divides by E."""
+    if model.moe is None or not is_expert(spec.name):
+        return spec.size
+    return spec.size // model.moe.num_experts * model.moe.top_k

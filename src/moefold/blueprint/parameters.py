@@ -1,0 +1,137 @@
+"""Every parameter of a model: its name, global shape and kind, before anything is built.
+
+    D width, V vocabulary, H heads, G key/value heads, d head dim, E experts, F (expert) width, L latent width or D
+
+Names and shapes are those of the built model's `named_parameters()`; weights are [out, in]. All experts of a layer are
+one stacked tensor, so the list of a 61-layer model with 256 experts has about a thousand entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+
+Kind = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert", "sink"]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """`kind` says what the tensor is for: an expert's bias is a "bias", and lives with the experts by its name."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+def parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """Everything that is trained, in the order of the forward pass."""
+    return tuple(_parameters(model))
+
+
+def buffers(model: ModelConfig) -> tuple[ParameterSpec, ...]:
+    """What is saved but not trained: the loss-free bias of every router that has one."""
+    moe = model.moe
+    if moe is None or not moe.router.expert_bias:
+        return ()
+    layers = (layer for layer in range(model.num_layers) if model.is_moe_layer(layer))
+    return tuple(
+        ParameterSpec(f"layers.{layer}.feed_forward.router.expert_bias", (moe.num_experts,), "bias") for layer in layers
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to routed experts: cut over ep and etp, replicated over edp."""
+    return ".experts." in name
+
+
+def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
+    D = model.width
+    yield ParameterSpec("embedding.weight", (model.vocab_size, D), "embedding")
+    for layer in range(model.num_layers):
+        yield from layer_parameters(model, layer)
+    yield ParameterSpec("final_norm.weight", (D,), "norm")
+    if not model.tied_embeddings:
+        yield ParameterSpec("head.weight", (model.vocab_size, D), "head")
+
+
+def layer_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
+    prefix = f"layers.{layer}."
+    yield ParameterSpec(prefix + "attention_norm.weight", (model.width,), "norm")
+    attention = model.attention
+    if isinstance(attention, MLAConfig):
+        yield from _mla(prefix + "attention.", attention, model.width)
+    else:
+        yield from _gqa(prefix + "attention.", attention, model.width)
+    yield ParameterSpec(prefix + "feed_forward_norm.weight", (model.width,), "norm")
+    if model.moe is not None and model.is_moe_layer(layer):
+        yield from _moe(prefix + "feed_forward.", model.moe, model.width)
+    else:
+        yield from _gated(prefix + "feed_forward.", model.dense_width, model.width)
+
+
+def _gqa(prefix: str, attention: GQAConfig, D: int) -> Iterator[ParameterSpec]:
+    Hd, Gd = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    for name, rows in (("q", Hd), ("k", Gd), ("v", Gd)):
+        yield ParameterSpec(f"{prefix}{name}.weight", (rows, D), "matrix")
+        if attention.qkv_bias:
+            yield ParameterSpec(f"{prefix}{name}.bias", (rows,), "bias")
+    if attention.qk_norm != "none":
+        per_head = attention.qk_norm == "head"
+        yield ParameterSpec(prefix + "q_norm.weight", (attention.head_dim if per_head else Hd,), "norm")
+        yield ParameterSpec(prefix + "k_norm.weight", (attention.head_dim if per_head else Gd,), "norm")
+    if attention.sinks:
+        yield ParameterSpec(prefix + "sinks", (attention.num_heads,), "sink")
+    yield ParameterSpec(prefix + "out.weight", (D, Hd), "matrix")
+    if attention.out_bias:
+        yield ParameterSpec(prefix + "out.bias", (D,), "bias")
+
+
+def _mla(prefix: str, attention: MLAConfig, D: int) -> Iterator[ParameterSpec]:
+    H, query_dim = attention.num_heads, attention.nope_dim + attention.rope_dim
+    if attention.q_latent is None:
+        yield ParameterSpec(prefix + "q.weight", (H * query_dim, D), "matrix")
+    else:
+        yield ParameterSpec(prefix + "q_down.weight", (attention.q_latent, D), "matrix")
+        yield ParameterSpec(prefix + "q_norm.weight", (attention.q_latent,), "norm")
+        yield ParameterSpec(prefix + "q_up.weight", (H * query_dim, attention.q_latent), "matrix")
+    # One matrix gives the latent and the rotated slice of the key that all heads share.
+    yield ParameterSpec(prefix + "kv_down.weight", (attention.kv_latent + attention.rope_dim, D), "matrix")
+    yield ParameterSpec(prefix + "kv_norm.weight", (attention.kv_latent,), "norm")
+    rebuilt = H * (attention.nope_dim + attention.value_dim)
+    yield ParameterSpec(prefix + "kv_up.weight", (rebuilt, attention.kv_latent), "matrix")
+    yield ParameterSpec(prefix + "out.weight", (D, H * attention.value_dim), "matrix")
+
+
+def _moe(prefix: str, moe: MoEConfig, D: int) -> Iterator[ParameterSpec]:
+    E, F, L = moe.num_experts, moe.expert_width, moe.latent_width or D
+    yield ParameterSpec(prefix + "router.weight", (E, D), "router")
+    if moe.router.logit_bias:
+        yield ParameterSpec(prefix + "router.bias", (E,), "bias")
+    yield ParameterSpec(prefix + "experts.gate_up", (E, 2, F, L), "expert")
+    yield ParameterSpec(prefix + "experts.down", (E, L, F), "expert")
+    if moe.expert_bias:
+        yield ParameterSpec(prefix + "experts.gate_up_bias", (E, 2, F), "bias")
+        yield ParameterSpec(prefix + "experts.down_bias", (E, L), "bias")
+    if moe.shared_width:
+        yield from _gated(prefix + "shared.", moe.shared_width, D)
+    if moe.shared_gate:
+        yield ParameterSpec(prefix + "shared_gate.weight", (1, D), "matrix")
+    if moe.latent_width is not None:
+        yield ParameterSpec(prefix + "latent_down.weight", (L, D), "matrix")
+        yield ParameterSpec(prefix + "latent_up.weight", (D, L), "matrix")
+
+
+def _gated(prefix: str, F: int, D: int) -> Iterator[ParameterSpec]:
+    """A SwiGLU's two projections; gate and up are stacked so that a cut over F gives a rank both halves."""
+    yield ParameterSpec(prefix + "gate_up", (2, F, D), "matrix")
+    yield ParameterSpec(prefix + "down", (D, F), "matrix")

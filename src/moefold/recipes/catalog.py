@@ -1,0 +1,45 @@
+"""All named runs. A recipe is a function without arguments; its name is the function's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moefold.config.run import RunConfig
+from moefold.errors import UnknownNameError
+from moefold.recipes import debug, deepseek, gpt_oss, kimi_k2, mixtral, olmoe, qwen3_moe
+
+Recipe = Callable[[], RunConfig]
+
+RECIPES: dict[str, Recipe] = {
+    "debug_tiny": debug.debug_tiny,
+    "debug_small": debug.debug_small,
+    "debug_mla": debug.debug_mla,
+    "mixtral_8x7b": mixtral.mixtral_8x7b,
+    "mixtral_8x7b_proxy": mixtral.mixtral_8x7b_proxy,
+    "mixtral_8x22b": mixtral.mixtral_8x22b,
+    "mixtral_8x22b_proxy": mixtral.mixtral_8x22b_proxy,
+    "qwen3_30b_a3b": qwen3_moe.qwen3_30b_a3b,
+    "qwen3_30b_a3b_proxy": qwen3_moe.qwen3_30b_a3b_proxy,
+    "qwen3_235b_a22b": qwen3_moe.qwen3_235b_a22b,
+    "qwen3_235b_a22b_proxy": qwen3_moe.qwen3_235b_a22b_proxy,
+    "deepseek_v2_lite": deepseek.deepseek_v2_lite,
+    "deepseek_v2_lite_proxy": deepseek.deepseek_v2_lite_proxy,
+    "deepseek_v3": deepseek.deepseek_v3,
+    "deepseek_v3_proxy": deepseek.deepseek_v3_proxy,
+    "olmoe_1b_7b": olmoe.olmoe_1b_7b,
+    "olmoe_1b_7b_proxy": olmoe.olmoe_1b_7b_proxy,
+    "gpt_oss_20b": gpt_oss.gpt_oss_20b,
+    "gpt_oss_20b_proxy": gpt_oss.gpt_oss_20b_proxy,
+    "gpt_oss_120b": gpt_oss.gpt_oss_120b,
+    "gpt_oss_120b_proxy": gpt_oss.gpt_oss_120b_proxy,
+    "kimi_k2": kimi_k2.kimi_k2,
+    "kimi_k2_proxy": kimi_k2.kimi_k2_proxy,
+}
+
+
+def recipe(name: str) -> RunConfig:
+    """Dashes and capitals are accepted, for that is how models are written elsewhere: DeepSeek-V3 is deepseek_v3."""
+    found = RECIPES.get(name.lower().replace("-", "_"))
+    if found is None:
+        raise UnknownNameError("recipe", name, RECIPES)
+    return found()

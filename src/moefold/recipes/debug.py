@@ -1,0 +1,63 @@
+"""Runs for trying things out: seconds on one core, with every part that a large run has."""
+
+from __future__ import annotations
+
+from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.run import RunConfig
+
+
+def debug_tiny() -> RunConfig:
+    """Two layers and eight experts: the smallest run that still routes."""
+    return RunConfig(
+        name="debug_tiny",
+        model=ModelConfig(moe=MoEConfig(router=RouterConfig(normalize=True), balance=BalanceConfig(microbatch=0.01))),
+    )
+
+
+def debug_small() -> RunConfig:
+    """A few million parameters: large enough to learn something on a laptop."""
+    return RunConfig(
+        name="debug_small",
+        model=ModelConfig(
+            vocab_size=512,
+            width=128,
+            num_layers=4,
+            attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=24),
+            moe=MoEConfig(
+                num_experts=16,
+                top_k=4,
+                expert_width=96,
+                router=RouterConfig(normalize=True),
+                balance=BalanceConfig(global_batch=0.01, z=1e-3),
+            ),
+        ),
+        data=DataConfig(seq_len=128, global_batch=16),
+    )
+
+
+def debug_mla() -> RunConfig:
+    """Latent attention, a dense layer, a shared expert, expert groups and the loss-free bias, at the smallest size."""
+    return RunConfig(
+        name="debug_mla",
+        model=ModelConfig(
+            num_layers=3,
+            attention=MLAConfig(),
+            rope=RopeConfig(interleaved=True),
+            moe=MoEConfig(
+                shared_width=32,
+                router=RouterConfig(
+                    score="sigmoid",
+                    normalize=True,
+                    num_groups=4,
+                    top_groups=2,
+                    group_score="top2_sum",
+                    expert_bias=True,
+                ),
+                balance=BalanceConfig(sequence=1e-4),
+            ),
+            num_dense_layers=1,
+        ),
+    )

@@ -1,0 +1,153 @@
+"""DeepSeek: latent attention, dense layers first, a shared expert.
+
+V3 scores with a sigmoid, opens only some groups of experts to a token, and balances by a bias instead of a loss; it is listed without its multi-token-prediction layer.
+"""
+
+from __future__ import annotations
+
+from moefold.config.attention import MLAConfig, RopeConfig, YarnConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+
+
+def deepseek_v2_lite() -> RunConfig:
+    """15.7 B parameters, 2.7 B of them used by a token; queries without a latent, plain softmax weights."""
+    return RunConfig(
+        name="deepseek_v2_lite",
+        model=ModelConfig(
+            vocab_size=102_400,
+            width=2048,
+            num_layers=27,
+            attention=MLAConfig(num_heads=16, q_latent=None, kv_latent=512, nope_dim=128, rope_dim=64, value_dim=128),
+            rope=_v2_rope(original_context=4096),
+            moe=MoEConfig(num_experts=64, top_k=6, expert_width=1408, balance=_V2_BALANCE, shared_width=2 * 1408),
+            num_dense_layers=1,
+            dense_width=10_944,
+        ),
+        parallel=ParallelConfig(ep=8),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=4608),
+    )
+
+
+def deepseek_v2_lite_proxy() -> RunConfig:
+    """Two shared experts in one, one dense layer first."""
+    return RunConfig(
+        name="deepseek_v2_lite_proxy",
+        model=ModelConfig(
+            vocab_size=256,
+            width=64,
+            num_layers=3,
+            attention=MLAConfig(num_heads=4, q_latent=None, kv_latent=32, nope_dim=16, rope_dim=8, value_dim=12),
+            rope=_v2_rope(original_context=64),
+            moe=MoEConfig(num_experts=16, top_k=3, expert_width=40, balance=_V2_BALANCE, shared_width=2 * 40),
+            num_dense_layers=1,
+            dense_width=160,
+        ),
+    )
+
+
+def deepseek_v3() -> RunConfig:
+    """671 B parameters, 37.6 B of them used by a token; the pipeline and expert sizes of DeepSeek's own run."""
+    return RunConfig(
+        name="deepseek_v3",
+        model=v3_shape(
+            vocab=129_280,
+            width=7168,
+            layers=61,
+            dense_layers=3,
+            attention=MLAConfig(num_heads=128, q_latent=1536, kv_latent=512, nope_dim=128, rope_dim=64, value_dim=128),
+            rope=_v3_rope(original_context=4096),
+            experts=256,
+            top_k=8,
+            expert_width=2048,
+            dense_width=18_432,
+            groups=(8, 4),
+            scale=2.5,
+        ),
+        parallel=ParallelConfig(pp=16, ep=64),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=15_360),
+    )
+
+
+def deepseek_v3_proxy() -> RunConfig:
+    """Half of the expert groups are open to a token, as in V3."""
+    return RunConfig(
+        name="deepseek_v3_proxy",
+        model=v3_shape(
+            vocab=256,
+            width=64,
+            layers=3,
+            dense_layers=1,
+            attention=MLAConfig(num_heads=4, q_latent=48, kv_latent=32, nope_dim=16, rope_dim=8, value_dim=12),
+            rope=_v3_rope(original_context=64),
+            experts=16,
+            top_k=4,
+            expert_width=24,
+            dense_width=160,
+            groups=(4, 2),
+            scale=2.5,
+        ),
+    )
+
+
+def v3_shape(
+    *,
+    vocab: int,
+    width: int,
+    layers: int,
+    dense_layers: int,
+    attention: MLAConfig,
+    rope: RopeConfig,
+    experts: int,
+    top_k: int,
+    expert_width: int,
+    dense_width: int,
+    groups: tuple[int, int],
+    scale: float,
+) -> ModelConfig:
+    """What V3 and its descendants have in common; `groups` is (number of groups, groups open to a token)."""
+    num_groups, top_groups = groups
+    return ModelConfig(
+        vocab_size=vocab,
+        width=width,
+        num_layers=layers,
+        attention=attention,
+        rope=rope,
+        moe=MoEConfig(
+            num_experts=experts,
+            top_k=top_k,
+            expert_width=expert_width,
+            router=RouterConfig(
+                score="sigmoid",
+                normalize=True,
+                scale=scale,
+                num_groups=num_groups,
+                top_groups=top_groups,
+                group_score="top2_sum",
+                expert_bias=True,
+            ),
+            balance=BalanceConfig(sequence=1e-4),
+            shared_width=expert_width,
+        ),
+        num_dense_layers=dense_layers,
+        dense_width=dense_width,
+    )
+
+
+_V2_BALANCE = BalanceConfig(sequence=1e-3)
+
+
+def _v2_rope(*, original_context: int) -> RopeConfig:
+    yarn = YarnConfig(factor=40.0, original_context=original_context, mscale=0.707, mscale_all_dim=0.707)
+    return RopeConfig(interleaved=True, yarn=yarn)
+
+
+def _v3_rope(*, original_context: int) -> RopeConfig:
+    yarn = YarnConfig(factor=40.0, original_context=original_context, mscale=1.0, mscale_all_dim=1.0)
+    return RopeConfig(interleaved=True, yarn=yarn)

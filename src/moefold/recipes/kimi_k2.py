@@ -1,0 +1,62 @@
+"""Kimi-K2: DeepSeek-V3's shape with half the heads, 1.5 times the experts, one dense layer, no expert groups."""
+
+from __future__ import annotations
+
+from moefold.config.attention import MLAConfig, RopeConfig, YarnConfig
+from moefold.config.data import DataConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+from moefold.recipes.deepseek import v3_shape
+
+
+def kimi_k2() -> RunConfig:
+    """1.03 T parameters, 32.9 B of them used by a token."""
+    return RunConfig(
+        name="kimi_k2",
+        model=v3_shape(
+            vocab=163_840,
+            width=7168,
+            layers=61,
+            dense_layers=1,
+            attention=MLAConfig(num_heads=64, q_latent=1536, kv_latent=512, nope_dim=128, rope_dim=64, value_dim=128),
+            rope=_rope(original_context=4096),
+            experts=384,
+            top_k=8,
+            expert_width=2048,
+            dense_width=18_432,
+            groups=(1, 1),
+            scale=2.827,
+        ),
+        parallel=ParallelConfig(pp=16, ep=16),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=16_384),
+    )
+
+
+def kimi_k2_proxy() -> RunConfig:
+    """Three times a power of two of experts, so that layouts which assume powers of two are found out."""
+    return RunConfig(
+        name="kimi_k2_proxy",
+        model=v3_shape(
+            vocab=256,
+            width=64,
+            layers=3,
+            dense_layers=1,
+            attention=MLAConfig(num_heads=2, q_latent=48, kv_latent=32, nope_dim=16, rope_dim=8, value_dim=20),
+            rope=_rope(original_context=64),
+            experts=12,
+            top_k=3,
+            expert_width=24,
+            dense_width=160,
+            groups=(1, 1),
+            scale=2.827,
+        ),
+    )
+
+
+def _rope(*, original_context: int) -> RopeConfig:
+    yarn = YarnConfig(
+        factor=32.0, original_context=original_context, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
+    )
+    return RopeConfig(theta=50_000.0, interleaved=True, yarn=yarn)

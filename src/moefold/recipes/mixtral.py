@@ -1,0 +1,91 @@
+"""Mixtral: eight wide experts per layer, two chosen, the softmax taken over the two chosen logits."""
+
+from __future__ import annotations
+
+from moefold.config.attention import GQAConfig, RopeConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+
+
+def mixtral_8x7b() -> RunConfig:
+    """46.7 B parameters, 12.9 B of them used by a token."""
+    return RunConfig(
+        name="mixtral_8x7b",
+        model=_mixtral(
+            vocab=32_000,
+            width=4096,
+            layers=32,
+            attention=GQAConfig(num_heads=32, num_kv_heads=8, head_dim=128),
+            expert_width=14_336,
+        ),
+        parallel=ParallelConfig(pp=4, ep=8),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=256),
+    )
+
+
+def mixtral_8x22b() -> RunConfig:
+    """140.6 B parameters, 39.2 B of them used by a token; the first release's vocabulary of 32,000."""
+    return RunConfig(
+        name="mixtral_8x22b",
+        model=_mixtral(
+            vocab=32_000,
+            width=6144,
+            layers=56,
+            attention=GQAConfig(num_heads=48, num_kv_heads=8, head_dim=128),
+            expert_width=16_384,
+        ),
+        parallel=ParallelConfig(tp=2, pp=8, ep=8),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=256),
+    )
+
+
+def mixtral_8x7b_proxy() -> RunConfig:
+    """Four query heads per key/value head, as in 8x7B."""
+    return RunConfig(
+        name="mixtral_8x7b_proxy",
+        model=_mixtral(
+            vocab=256,
+            width=64,
+            layers=2,
+            attention=GQAConfig(num_heads=8, num_kv_heads=2, head_dim=12),
+            expert_width=112,
+        ),
+    )
+
+
+def mixtral_8x22b_proxy() -> RunConfig:
+    """Six query heads per key/value head, as in 8x22B."""
+    return RunConfig(
+        name="mixtral_8x22b_proxy",
+        model=_mixtral(
+            vocab=256,
+            width=96,
+            layers=3,
+            attention=GQAConfig(num_heads=12, num_kv_heads=2, head_dim=10),
+            expert_width=128,
+        ),
+    )
+
+
+def _mixtral(*, vocab: int, width: int, layers: int, attention: GQAConfig, expert_width: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        width=width,
+        num_layers=layers,
+        attention=attention,
+        rope=RopeConfig(theta=1e6),
+        moe=MoEConfig(
+            num_experts=8,
+            top_k=2,
+            expert_width=expert_width,
+            router=RouterConfig(score_when="after_topk"),
+            balance=BalanceConfig(microbatch=0.02),
+        ),
+        norm_eps=1e-5,
+    )

@@ -1,0 +1,48 @@
+"""OLMoE: sixty-four small experts, raw softmax weights, and the whole query and key normalised, not each head."""
+
+from __future__ import annotations
+
+from moefold.config.attention import GQAConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+
+
+def olmoe_1b_7b() -> RunConfig:
+    """6.9 B parameters, 1.3 B of them used by a token."""
+    return RunConfig(
+        name="olmoe_1b_7b",
+        model=_olmoe(vocab=50_304, width=2048, layers=16, heads=16, experts=64, top_k=8, expert_width=1024),
+        parallel=ParallelConfig(ep=8),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=1024),
+    )
+
+
+def olmoe_1b_7b_proxy() -> RunConfig:
+    """One key/value head per query head, an eighth of the experts chosen."""
+    return RunConfig(
+        name="olmoe_1b_7b_proxy",
+        model=_olmoe(vocab=256, width=64, layers=2, heads=4, experts=16, top_k=2, expert_width=40),
+    )
+
+
+def _olmoe(
+    *, vocab: int, width: int, layers: int, heads: int, experts: int, top_k: int, expert_width: int
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        width=width,
+        num_layers=layers,
+        attention=GQAConfig(num_heads=heads, num_kv_heads=heads, head_dim=width // heads, qk_norm="full"),
+        moe=MoEConfig(
+            num_experts=experts,
+            top_k=top_k,
+            expert_width=expert_width,
+            balance=BalanceConfig(microbatch=0.01, z=1e-3),
+        ),
+        norm_eps=1e-5,
+    )

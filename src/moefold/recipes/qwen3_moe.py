@@ -1,0 +1,115 @@
+"""Qwen3-MoE: many narrow experts, every head's query and key normalised, chosen weights made to sum to one."""
+
+from __future__ import annotations
+
+from moefold.config.attention import GQAConfig, RopeConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+
+
+def qwen3_30b_a3b() -> RunConfig:
+    """30.5 B parameters, 3.4 B of them used by a token."""
+    return RunConfig(
+        name="qwen3_30b_a3b",
+        model=_qwen3(
+            vocab=151_936,
+            width=2048,
+            layers=48,
+            attention=GQAConfig(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm="head"),
+            experts=128,
+            top_k=8,
+            expert_width=768,
+            dense_width=6144,
+        ),
+        parallel=ParallelConfig(ep=8),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=512),
+    )
+
+
+def qwen3_235b_a22b() -> RunConfig:
+    """235 B parameters, 22 B of them used by a token."""
+    return RunConfig(
+        name="qwen3_235b_a22b",
+        model=_qwen3(
+            vocab=151_936,
+            width=4096,
+            layers=94,
+            attention=GQAConfig(num_heads=64, num_kv_heads=4, head_dim=128, qk_norm="head"),
+            experts=128,
+            top_k=8,
+            expert_width=1536,
+            dense_width=12_288,
+        ),
+        parallel=ParallelConfig(tp=2, pp=8, ep=32),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=4096, global_batch=2048),
+    )
+
+
+def qwen3_30b_a3b_proxy() -> RunConfig:
+    """Eight query heads per key/value head, and heads that together are wider than the model."""
+    return RunConfig(
+        name="qwen3_30b_a3b_proxy",
+        model=_qwen3(
+            vocab=256,
+            width=64,
+            layers=2,
+            attention=GQAConfig(num_heads=16, num_kv_heads=2, head_dim=8, qk_norm="head"),
+            experts=16,
+            top_k=4,
+            expert_width=24,
+            dense_width=192,
+        ),
+    )
+
+
+def qwen3_235b_a22b_proxy() -> RunConfig:
+    """Sixteen query heads per key/value head."""
+    return RunConfig(
+        name="qwen3_235b_a22b_proxy",
+        model=_qwen3(
+            vocab=256,
+            width=96,
+            layers=3,
+            attention=GQAConfig(num_heads=32, num_kv_heads=2, head_dim=6, qk_norm="head"),
+            experts=16,
+            top_k=4,
+            expert_width=40,
+            dense_width=288,
+        ),
+    )
+
+
+def _qwen3(
+    *,
+    vocab: int,
+    width: int,
+    layers: int,
+    attention: GQAConfig,
+    experts: int,
+    top_k: int,
+    expert_width: int,
+    dense_width: int,
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab,
+        width=width,
+        num_layers=layers,
+        attention=attention,
+        rope=RopeConfig(theta=1e6),
+        moe=MoEConfig(
+            num_experts=experts,
+            top_k=top_k,
+            expert_width=expert_width,
+            router=RouterConfig(normalize=True),
+            balance=BalanceConfig(global_batch=1e-3),
+        ),
+        # Every layer is a mixture; the published configuration names a dense width all the same.
+        dense_width=dense_width,
+        norm_eps=1e-6,
+    )

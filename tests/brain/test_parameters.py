@@ -1,0 +1,130 @@
+"""The list of parameters, and counts that can be checked by hand or against published numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.parameters import buffers, parameters
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig, RouterConfig
+from moefold.recipes.catalog import RECIPES, recipe
+
+# Counts of published runs, which leave out every vector: norms, biases, sinks.
+PUBLISHED = {
+    "deepseek_v3": (671_025_397_760, 37_551_276_032),
+    "kimi_k2": (1_026_407_202_816, 32_860_471_296),
+    "qwen3_30b_a3b": (30_531_911_680, 3_352_821_760),
+    "qwen3_235b_a22b": (235_092_836_352, 22_189_965_312),
+    "mixtral_8x22b": (140_619_939_840, 39_151_337_472),
+    "gpt_oss_20b": (20_907_786_240, 4_186_275_840),
+    "gpt_oss_120b": (116_788_838_400, 5_710_233_600),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_matrices_equal_published_counts(name: str) -> None:
+    counts = count_parameters(recipe(name).model)
+    assert (counts.matrices, counts.active_matrices) == PUBLISHED[name]
+
+
+def test_deepseek_v3_to_the_digit() -> None:
+    model = recipe("deepseek_v3").model
+    counts = count_parameters(model)
+    norms = 61 * (2 * 7168 + 1536 + 512) + 7168
+    loss_free_bias = 58 * 256
+    assert (counts.by_kind["norm"], sum(spec.size for spec in buffers(model))) == (norms, loss_free_bias)
+    assert (norms, loss_free_bias) == (1_006_592, 14_848)
+    assert counts.total == counts.matrices + norms == 671_026_404_352
+    assert counts.total + loss_free_bias == 671_026_419_200
+    assert counts.active == counts.active_matrices + norms == 37_552_282_624
+    assert counts.total - counts.active == 58 * (256 - 8) * 3 * 7168 * 2048
+
+
+def test_listing_a_large_model_is_instant() -> None:
+    model = recipe("deepseek_v3").model
+    started = time.perf_counter()
+    listed = parameters(model)
+    assert time.perf_counter() - started < 0.1
+    assert len(listed) < 1000
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_names_are_unique_and_layers_complete(name: str) -> None:
+    model = RECIPES[name]().model
+    names = [spec.name for spec in parameters(model)]
+    assert len(set(names)) == len(names)
+    assert {int(n.split(".")[1]) for n in names if n.startswith("layers.")} == set(range(model.num_layers))
+
+
+def test_gqa_with_every_option() -> None:
+    attention = GQAConfig(
+        num_heads=4, num_kv_heads=2, head_dim=6, qk_norm="full", qkv_bias=True, out_bias=True, sinks=True
+    )
+    expert = MoEConfig(
+        num_experts=3,
+        top_k=1,
+        expert_width=5,
+        router=RouterConfig(logit_bias=True, expert_bias=True),
+        shared_width=7,
+        shared_gate=True,
+        latent_width=11,
+    )
+    model = ModelConfig(
+        vocab_size=32,
+        width=16,
+        num_layers=1,
+        attention=attention,
+        moe=replace(expert, expert_bias=True),
+        tied_embeddings=True,
+    )
+    assert {spec.name: spec.shape for spec in parameters(model)} == {
+        "embedding.weight": (32, 16),
+        "layers.0.attention_norm.weight": (16,),
+        "layers.0.attention.q.weight": (24, 16),
+        "layers.0.attention.q.bias": (24,),
+        "layers.0.attention.k.weight": (12, 16),
+        "layers.0.attention.k.bias": (12,),
+        "layers.0.attention.v.weight": (12, 16),
+        "layers.0.attention.v.bias": (12,),
+        "layers.0.attention.q_norm.weight": (24,),
+        "layers.0.attention.k_norm.weight": (12,),
+        "layers.0.attention.sinks": (4,),
+        "layers.0.attention.out.weight": (16, 24),
+        "layers.0.attention.out.bias": (16,),
+        "layers.0.feed_forward_norm.weight": (16,),
+        "layers.0.feed_forward.router.weight": (3, 16),
+        "layers.0.feed_forward.router.bias": (3,),
+        "layers.0.feed_forward.experts.gate_up": (3, 2, 5, 11),
+        "layers.0.feed_forward.experts.down": (3, 11, 5),
+        "layers.0.feed_forward.experts.gate_up_bias": (3, 2, 5),
+        "layers.0.feed_forward.experts.down_bias": (3, 11),
+        "layers.0.feed_forward.shared.gate_up": (2, 7, 16),
+        "layers.0.feed_forward.shared.down": (16, 7),
+        "layers.0.feed_forward.shared_gate.weight": (1, 16),
+        "layers.0.feed_forward.latent_down.weight": (11, 16),
+        "layers.0.feed_forward.latent_up.weight": (16, 11),
+        "final_norm.weight": (16,),
+    }
+    assert [(spec.name, spec.shape) for spec in buffers(model)] == [("layers.0.feed_forward.router.expert_bias", (3,))]
+
+
+def test_mla_and_a_dense_layer() -> None:
+    attention = MLAConfig(num_heads=2, q_latent=10, kv_latent=9, nope_dim=6, rope_dim=4, value_dim=5)
+    model = ModelConfig(vocab_size=32, width=16, num_layers=1, attention=attention, num_dense_layers=1, dense_width=24)
+    shapes = {spec.name.removeprefix("layers.0."): spec.shape for spec in parameters(model)}
+    assert shapes["attention.q_down.weight"] == (10, 16)
+    assert shapes["attention.q_norm.weight"] == (10,)
+    assert shapes["attention.q_up.weight"] == (20, 10)
+    assert shapes["attention.kv_down.weight"] == (13, 16)
+    assert shapes["attention.kv_norm.weight"] == (9,)
+    assert shapes["attention.kv_up.weight"] == (22, 9)
+    assert shapes["attention.out.weight"] == (16, 10)
+    assert shapes["feed_forward.gate_up"] == (2, 24, 16)
+    assert shapes["feed_forward.down"] == (16, 24)
+    direct = replace(model, attention=replace(attention, q_latent=None))
+    assert "layers.0.attention.q.weight" in {spec.name for spec in parameters(direct)}
