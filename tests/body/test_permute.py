@@ -1,26 +1,33 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
-from moefold.ops.permute import add_empty_row, group_by_expert, group_by_loop, group_padded, put_back, take_rows
+from moefold.ops.permute import group_by_expert, group_by_loop, group_padded, put_back, take_rows, take_weights
 
 EXPERTS = 5
 
 
-def draw(num_tokens: int, dropping: bool) -> tuple[Tensor, Tensor | None]:
+class Drawn(NamedTuple):
+    expert_tK: Tensor
+    kept_tK: Tensor | None
+
+
+def draw(num_tokens: int, dropping: bool) -> Drawn:
     torch.manual_seed(num_tokens)
     expert_tK = torch.rand(num_tokens, EXPERTS - 1).argsort(1)[:, :3]  # the last expert gets nothing
-    return expert_tK, (torch.rand(num_tokens, 3) < 0.6) if dropping else None
+    return Drawn(expert_tK, (torch.rand(num_tokens, 3) < 0.6) if dropping else None)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 13])
 @pytest.mark.parametrize("dropping", [False, True])
 def test_groups_equal_the_loop(num_tokens: int, dropping: bool) -> None:
-    expert, kept = draw(num_tokens, dropping)
-    expected = group_by_loop(expert, kept, EXPERTS)
-    groups = group_by_expert(expert, kept, EXPERTS)
+    routing = draw(num_tokens, dropping)
+    expected = group_by_loop(routing, EXPERTS)
+    groups = group_by_expert(routing, EXPERTS)
     assert [part.tolist() for part in groups.choice_N.split(groups.rows_per_expert_E.tolist())] == expected
     assert groups.token_N.tolist() == [choice // 3 for group in expected for choice in group]
 
@@ -29,18 +36,19 @@ def test_groups_equal_the_loop(num_tokens: int, dropping: bool) -> None:
 @pytest.mark.parametrize("dropping", [False, True])
 @pytest.mark.parametrize("capacity", [1, 4, 20])
 def test_padded_groups_are_the_same_rows_with_empty_slots(num_tokens: int, dropping: bool, capacity: int) -> None:
-    expert, kept = draw(num_tokens, dropping)
-    groups = group_padded(expert, kept, EXPERTS, capacity)
-    found = groups.choice_P.view(EXPERTS, capacity).tolist()
-    for slots, choices in zip(found, group_by_loop(expert, kept, EXPERTS), strict=True):
+    routing = draw(num_tokens, dropping)
+    groups = group_padded(routing, EXPERTS, capacity)
+    found = groups.choice_N.view(EXPERTS, capacity).tolist()
+    for slots, choices in zip(found, group_by_loop(routing, EXPERTS), strict=True):
         assert slots == (choices + [3 * num_tokens] * capacity)[:capacity]
-    assert torch.equal(groups.filled_P, groups.choice_P < 3 * num_tokens)
-    assert torch.equal(groups.token_P[~groups.filled_P], torch.full_like(groups.token_P[~groups.filled_P], num_tokens))
+    assert torch.equal(groups.token_N, groups.choice_N // 3)
+    assert groups.rows_per_expert_E.tolist() == [capacity] * EXPERTS
 
 
-def test_put_back_is_the_gradient_of_take_rows() -> None:
-    expert, kept = draw(13, True)
-    groups = group_by_expert(expert, kept, EXPERTS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_put_back_is_the_gradient_of_take_rows(padded: bool) -> None:
+    routing = draw(13, True)
+    groups = group_padded(routing, EXPERTS, 20) if padded else group_by_expert(routing, EXPERTS)
     x = torch.randn(13, 4, dtype=torch.float64, requires_grad=True)
     rows = take_rows(x, groups.token_N)
     upstream = torch.randn_like(rows)
@@ -48,18 +56,29 @@ def test_put_back_is_the_gradient_of_take_rows() -> None:
     torch.testing.assert_close(grad, put_back(upstream, groups.token_N, 13))
     by_loop = torch.zeros_like(x)
     for row, token in enumerate(groups.token_N.tolist()):
-        by_loop[token] += upstream[row]
+        if token < 13:
+            by_loop[token] += upstream[row]
     torch.testing.assert_close(grad, by_loop, rtol=0, atol=0)
 
 
 def test_empty_slots_read_zeros_and_return_nothing() -> None:
-    expert, kept = draw(13, True)
-    groups = group_padded(expert, kept, EXPERTS, 20)
+    routing = draw(13, True)
+    assert routing.kept_tK is not None
+    groups = group_padded(routing, EXPERTS, 20)
+    empty_N = groups.token_N == 13
     x = torch.randn(13, 4, dtype=torch.float64, requires_grad=True)
-    rows = take_rows(add_empty_row(x), groups.token_P)
-    assert (rows[~groups.filled_P] == 0).all()
-    home = put_back(rows, groups.token_P, 14)[:13]
-    assert kept is not None
-    torch.testing.assert_close(home, x * kept.sum(1, keepdim=True))
+    weight = torch.rand(13, 3, dtype=torch.float64)
+    rows = take_rows(x, groups.token_N)
+    assert (rows[empty_N] == 0).all()
+    assert (take_weights(weight, groups.choice_N)[empty_N] == 0).all()
+    home = put_back(rows + empty_N[:, None] * 1e9, groups.token_N, 13)
+    torch.testing.assert_close(home, x * routing.kept_tK.sum(1, keepdim=True))
     home.sum().backward()
-    torch.testing.assert_close(x.grad, kept.sum(1, keepdim=True).expand(13, 4).double())
+    torch.testing.assert_close(x.grad, routing.kept_tK.sum(1, keepdim=True).expand(13, 4).double())
+
+
+def test_weights_follow_their_choices() -> None:
+    routing, weight = draw(13, True), torch.rand(13, 3)
+    groups = group_by_expert(routing, EXPERTS)
+    expected = [weight.flatten()[choice].item() for group in group_by_loop(routing, EXPERTS) for choice in group]
+    assert take_weights(weight, groups.choice_N).tolist() == expected

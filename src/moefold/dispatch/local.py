@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from moefold.dispatch.contract import Arrived, Routing
-from moefold.ops.permute import add_empty_row, group_by_expert, group_padded, put_back, take_rows
+from moefold.ops.permute import group_by_expert, group_padded, put_back, take_rows, take_weights
 
 
 class LocalTicket(NamedTuple):
-    """Whose answer each row is; token number ``num_tokens`` stands for an empty slot."""
-
     token_R: Tensor
     num_tokens: int
 
@@ -30,31 +27,21 @@ class LocalDispatcher:
         self.pad_to = pad_to
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
+        num_tokens = x_tD.shape[0]
         if self.pad_to is None:
-            return self._sorted(x_tD, routing)
-        return self._padded(x_tD, routing, self.pad_to(x_tD.shape[0]))
-
-    def combine(self, rows_RD: Tensor, ticket: LocalTicket) -> Tensor:
-        if self.pad_to is None:
-            return put_back(rows_RD, ticket.token_R, ticket.num_tokens)
-        return put_back(rows_RD, ticket.token_R, ticket.num_tokens + 1)[: ticket.num_tokens]
-
-    def _sorted(self, x_tD: Tensor, routing: Routing) -> Arrived:
-        groups = group_by_expert(routing.expert_tK, routing.kept_tK, self.num_experts)
+            groups = group_by_expert(routing, self.num_experts)
+            rows_per_expert = groups.rows_per_expert_E.tolist()
+        else:
+            capacity = self.pad_to(num_tokens)
+            groups = group_padded(routing, self.num_experts, capacity)
+            rows_per_expert = [capacity] * self.num_experts
         return Arrived(
             take_rows(x_tD, groups.token_N),
-            take_rows(routing.weight_tK.flatten(), groups.choice_N),
+            take_weights(routing.weight_tK, groups.choice_N),
             groups.rows_per_expert_E,
-            groups.rows_per_expert_E.tolist(),
-            LocalTicket(groups.token_N, x_tD.shape[0]),
+            rows_per_expert,
+            LocalTicket(groups.token_N, num_tokens),
         )
 
-    def _padded(self, x_tD: Tensor, routing: Routing, capacity: int) -> Arrived:
-        groups = group_padded(routing.expert_tK, routing.kept_tK, self.num_experts, capacity)
-        return Arrived(
-            take_rows(add_empty_row(x_tD), groups.token_P),
-            take_rows(add_empty_row(routing.weight_tK.flatten()), groups.choice_P),
-            torch.full((self.num_experts,), capacity, device=x_tD.device),
-            [capacity] * self.num_experts,
-            LocalTicket(groups.token_P, x_tD.shape[0]),
-        )
+    def combine(self, rows_RD: Tensor, ticket: LocalTicket) -> Tensor:
+        return put_back(rows_RD, ticket.token_R, ticket.num_tokens)

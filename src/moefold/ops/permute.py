@@ -1,21 +1,30 @@
 """Rows sorted by expert, and back to tokens.
 
-t tokens, K choices per token, choice number token*K + k, N rows sorted by expert, E experts, C rows per expert where
-every expert gets the same, P = E*C slots, D width.
+t tokens, K choices per token, choice number token*K + k, N rows sorted by expert, E experts, D width.
 
 Sorting is stable: an expert sees its tokens in their own order, so the same routing gives the same bits. There are two
-forms. ``group_by_expert`` has as many rows as there are kept choices. ``group_padded`` gives every expert C slots, so
-no shape depends on the data; an empty slot points one past the end, at the row that ``add_empty_row`` puts there.
+forms. ``group_by_expert`` has as many rows as there are kept choices. ``group_padded`` gives every expert the same
+number of slots, so no shape depends on the data. An empty slot has choice number t*K and token number t, one past the
+end: it reads zeros and has weight 0, and what it holds on the way back goes nowhere.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moefold.ops.segments import count_keys, rank_within_key, stable_order
+
+
+class Choices(Protocol):
+    """What is needed of a routing: each token's experts, and which of these choices were not dropped."""
+
+    @property
+    def expert_tK(self) -> Tensor: ...
+    @property
+    def kept_tK(self) -> Tensor | None: ...
 
 
 class Grouped(NamedTuple):
@@ -24,63 +33,60 @@ class Grouped(NamedTuple):
     rows_per_expert_E: Tensor
 
 
-class PaddedGroups(NamedTuple):
-    """Empty slots hold choice number t*K and token number t."""
-
-    choice_P: Tensor
-    token_P: Tensor
-    filled_P: Tensor
-
-
-def group_by_expert(expert_tK: Tensor, kept_tK: Tensor | None, num_experts: int) -> Grouped:
+def group_by_expert(routing: Choices, num_experts: int) -> Grouped:
     """Kept choices in the order of their experts. Where some were dropped, the number of the rest is read back."""
-    key_N = _expert_or_none(expert_tK, kept_tK, num_experts)
+    key_N = _expert_or_none(routing, num_experts)
     rows_per_key = count_keys(key_N, num_experts + 1)
     choice_N = stable_order(key_N, num_experts + 1)
-    if kept_tK is not None:
+    if routing.kept_tK is not None:
         choice_N = choice_N[: int(rows_per_key[:num_experts].sum())]
-    return Grouped(choice_N, choice_N // expert_tK.shape[1], rows_per_key[:num_experts])
+    return Grouped(choice_N, choice_N // routing.expert_tK.shape[1], rows_per_key[:num_experts])
 
 
-def group_padded(expert_tK: Tensor, kept_tK: Tensor | None, num_experts: int, capacity: int) -> PaddedGroups:
+def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
     """Slots expert by expert, ``capacity`` each, without a look at the data.
 
     Choices beyond an expert's slots have no place and are left out: drop by capacity before, so that there are none.
     """
+    expert_tK, device = routing.expert_tK, routing.expert_tK.device
     num_choices, num_slots = expert_tK.numel(), num_experts * capacity
-    key_N = _expert_or_none(expert_tK, kept_tK, num_experts)
+    key_N = _expert_or_none(routing, num_experts)
     place_N = rank_within_key(key_N, num_experts + 1)
     slot_N = (key_N * capacity + place_N).where((key_N < num_experts) & (place_N < capacity), num_slots)
     # One slot more than there are: choices without a place overwrite one another there, and it is cut off.
-    choice_P = torch.full((num_slots + 1,), num_choices, device=expert_tK.device)
-    choice_P = choice_P.scatter(0, slot_N, torch.arange(num_choices, device=expert_tK.device))[:num_slots]
-    return PaddedGroups(choice_P, choice_P // expert_tK.shape[1], choice_P < num_choices)
-
-
-def _expert_or_none(expert_tK: Tensor, kept_tK: Tensor | None, num_experts: int) -> Tensor:
-    """Dropped choices get the number after the last expert, so that they sort behind all others."""
-    return (expert_tK if kept_tK is None else expert_tK.where(kept_tK, num_experts)).flatten()
-
-
-def add_empty_row(x_tD: Tensor) -> Tensor:
-    """One row of zeros at the end, for empty slots to point at."""
-    return torch.cat([x_tD, x_tD.new_zeros(1, *x_tD.shape[1:])])
+    choices = torch.full((num_slots + 1,), num_choices, device=device)
+    choices = choices.scatter(0, slot_N, torch.arange(num_choices, device=device))[:num_slots]
+    return Grouped(choices, choices // expert_tK.shape[1], torch.full((num_experts,), capacity, device=device))
 
 
 def take_rows(x_tD: Tensor, token_N: Tensor) -> Tensor:
-    return x_tD.index_select(0, token_N)
+    """Each slot's token; zeros for an empty slot."""
+    return torch.cat([x_tD, x_tD.new_zeros(1, *x_tD.shape[1:])]).index_select(0, token_N)
+
+
+def take_weights(weight_tK: Tensor, choice_N: Tensor) -> Tensor:
+    """Each slot's routing weight; 0 for an empty slot."""
+    return take_rows(weight_tK.flatten(), choice_N)
 
 
 def put_back(rows_ND: Tensor, token_N: Tensor, num_tokens: int) -> Tensor:
     """Add up the rows of each token, in the order in which they stand. The gradient of ``take_rows``."""
-    return rows_ND.new_zeros(num_tokens, *rows_ND.shape[1:]).index_add(0, token_N, rows_ND)
+    return rows_ND.new_zeros(num_tokens + 1, *rows_ND.shape[1:]).index_add(0, token_N, rows_ND)[:num_tokens]
 
 
-def group_by_loop(expert_tK: Tensor, kept_tK: Tensor | None, num_experts: int) -> list[list[int]]:
+def group_by_loop(routing: Choices, num_experts: int) -> list[list[int]]:
     """The twin of both groupings: the choice numbers of every expert."""
     groups: list[list[int]] = [[] for _ in range(num_experts)]
-    kept = torch.ones_like(expert_tK, dtype=torch.bool) if kept_tK is None else kept_tK
-    for choice, (expert, keep) in enumerate(zip(expert_tK.flatten().tolist(), kept.flatten().tolist(), strict=True)):
-        if keep:
+    kept_tK = torch.ones_like(routing.expert_tK, dtype=torch.bool) if routing.kept_tK is None else routing.kept_tK
+    choices = zip(routing.expert_tK.flatten().tolist(), kept_tK.flatten().tolist(), strict=True)
+    for choice, (expert, kept) in enumerate(choices):
+        if kept:
             groups[expert].append(choice)
     return groups
+
+
+def _expert_or_none(routing: Choices, num_experts: int) -> Tensor:
+    """Dropped choices get the number after the last expert, so that they sort behind all others."""
+    if routing.kept_tK is None:
+        return routing.expert_tK.flatten()
+    return routing.expert_tK.where(routing.kept_tK, num_experts).flatten()
