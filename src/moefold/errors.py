@@ -66,6 +66,14 @@ class BackendError(MoefoldError):
     """A backend is missing on this machine; the message names the alternatives."""
 
 
+class ExchangeError(MoefoldError):
+    """Ranks disagree about what travels between them."""
+
+
+class RankError(MoefoldError):
+    """A rank failed; the message is the first one's own."""
+
+
 class UnknownNameError(MoefoldError):
     """A name that is in no catalog."""
 

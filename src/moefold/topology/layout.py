@@ -1,0 +1,176 @@
+"""One world, two grids: where every rank stands, as integer arithmetic.
+
+The last axis of a grid varies fastest, so a rank's coordinates are the digits of its number in a mixed base and a group
+is a start plus a fixed list of offsets. Nothing here is as long as the world: a question about one rank of a hundred
+thousand costs as much as about one of eight. No process group is made here; `comm` makes those this rank is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from moefold.config.parallel import ParallelConfig
+from moefold.errors import LayoutError, Problem
+from moefold.topology.axes import ATTENTION_AXES, EXPERT_AXES, GROUPS, GroupSpec
+
+_DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "edp_replicate")
+# How far and how many sizes that would work are looked for and listed.
+_SEARCHED, _LISTED = 4096, 16
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Axes with their sizes, from outermost to innermost."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @cached_property
+    def world(self) -> int:
+        return prod(size for _, size in self.axes)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, int]]:
+        """Axis -> (size, distance between neighbours along it)."""
+        sizes = [size for _, size in self.axes]
+        return {name: (size, prod(sizes[i + 1 :])) for i, (name, size) in enumerate(self.axes)}
+
+    def size(self, axis: str) -> int:
+        return self._places[axis][0]
+
+    def stride(self, axis: str) -> int:
+        """How far apart in rank number two neighbours along this axis are."""
+        return self._places[axis][1]
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        size, stride = self._places[axis]
+        return rank // stride % size
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        return {name: self.coordinate(rank, name) for name in self._places}
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank with these coordinates; an axis that is not named counts as 0."""
+        return sum(position * self.stride(axis) for axis, position in coordinates.items())
+
+    def offsets(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """How far each member of a group is from its first, in group order: ascending in rank."""
+        chosen = [name for name, _ in self.axes if name in axes]
+        steps = [range(0, self.size(name) * self.stride(name), self.stride(name)) for name in chosen]
+        return tuple(map(sum, product(*steps)))
+
+    def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from this one only along `axes`, itself among them."""
+        first = rank - sum(self.coordinate(rank, axis) * self.stride(axis) for axis in axes)
+        return tuple(first + offset for offset in self.offsets(axes))
+
+    def groups(self, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """All groups along `axes`; together they are the world, each rank once."""
+        offsets = self.offsets(axes)
+        for first in self.offsets(tuple(name for name, _ in self.axes if name not in axes)):
+            yield tuple(first + offset for offset in offsets)
+
+
+@dataclass(frozen=True)
+class FoldedLayout:
+    """The same ranks in the attention grid and in the expert grid; see `axes.GROUPS` for the names of groups."""
+
+    attention: Grid
+    expert: Grid
+
+    @property
+    def world(self) -> int:
+        return self.attention.world
+
+    def grid_of(self, spec: GroupSpec) -> Grid:
+        return self.attention if spec.grid == "attention" else self.expert
+
+    def ranks(self, name: str, rank: int) -> tuple[int, ...]:
+        """The group called `name` that this rank is in, ascending."""
+        spec = GROUPS[name]
+        return self.grid_of(spec).group_of(rank, spec.axes)
+
+    def size(self, name: str) -> int:
+        """How many ranks each group called `name` has."""
+        spec = GROUPS[name]
+        return prod(self.grid_of(spec).size(axis) for axis in spec.axes)
+
+    def index(self, name: str, rank: int) -> int:
+        """This rank's position within its group called `name`."""
+        spec = GROUPS[name]
+        grid, position = self.grid_of(spec), 0
+        for axis in (axis for axis, _ in grid.axes if axis in spec.axes):
+            position = position * grid.size(axis) + grid.coordinate(rank, axis)
+        return position
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where this rank stands along one axis of either grid."""
+        grid = self.attention if axis in ATTENTION_AXES else self.expert
+        return grid.coordinate(rank, axis)
+
+
+def fold(parallel: ParallelConfig, world: int) -> FoldedLayout:
+    """Lay both grids over `world` ranks; dp and edp are what is left."""
+    problems = tuple(_size_problems(parallel, world)) or tuple(_fold_problems(parallel, world))
+    if problems:
+        raise LayoutError(*problems)
+    p, stage = parallel, world // parallel.pp
+    dp_shard = stage // (p.tp * p.cp * p.dp_replicate)
+    edp_shard = stage // (p.ep * p.etp * p.edp_replicate)
+    return FoldedLayout(
+        attention=Grid(tuple(zip(ATTENTION_AXES, (p.pp, p.dp_replicate, dp_shard, p.cp, p.tp)))),
+        expert=Grid(tuple(zip(EXPERT_AXES, (p.pp, p.edp_replicate, edp_shard, p.ep, p.etp)))),
+    )
+
+
+def _size_problems(parallel: ParallelConfig, world: int) -> Iterator[Problem]:
+    sizes = {"world": world} | {f"parallel.{axis}": getattr(parallel, axis) for axis in _DEGREES}
+    for path, size in sizes.items():
+        if size < 1:
+            yield Problem(path, f"a size cannot be {size}", "use 1 or more")
+
+
+def _fold_problems(p: ParallelConfig, world: int) -> Iterator[Problem]:
+    model = p.tp * p.cp * p.pp
+    if world % model:
+        yield Problem(
+            "world",
+            f"attention does not fit: tp*cp*pp = {p.tp}*{p.cp}*{p.pp} = {model} does not divide the world of {world}",
+            f"use a multiple of {model} ranks, such as {-(-world // model) * model}",
+        )
+        return
+    dp = world // model
+    stage = world // p.pp
+    if dp % p.dp_replicate:
+        yield Problem(
+            "parallel.dp_replicate",
+            f"{p.dp_replicate} copies do not divide dp = {world}/({p.tp}*{p.cp}*{p.pp}) = {dp}",
+            f"choose dp_replicate from {_divisors(dp)}",
+        )
+    if stage % (p.etp * p.ep):
+        yield _expert_problem(p, stage, dp)
+    elif (edp := stage // (p.etp * p.ep)) % p.edp_replicate:
+        yield Problem(
+            "parallel.edp_replicate",
+            f"{p.edp_replicate} copies do not divide edp = {stage}/({p.etp}*{p.ep}) = {edp}",
+            f"choose edp_replicate from {_divisors(edp)}",
+        )
+
+
+def _expert_problem(p: ParallelConfig, stage: int, dp: int) -> Problem:
+    what = (
+        f"experts cannot fold: etp*ep = {p.etp}*{p.ep} does not divide tp*cp*dp = {p.tp}*{p.cp}*{dp} = {stage}, "
+        f"the ranks of one stage"
+    )
+    if stage % p.etp:
+        return Problem("parallel.etp", what, f"choose etp from {_divisors(stage)}")
+    return Problem("parallel.ep", what, f"choose ep from {_divisors(stage // p.etp)}")
+
+
+def _divisors(number: int) -> str:
+    found = [n for n in range(1, min(number, _SEARCHED) + 1) if number % n == 0]
+    more = len(found) > _LISTED or number > _SEARCHED
+    return f"[{', '.join(map(str, found[:_LISTED]))}{', ...' if more else ''}]"
