@@ -1,0 +1,1 @@
+"""How tokens look at each other: projections around one attention core."""

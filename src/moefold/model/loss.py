@@ -1,0 +1,30 @@
+"""The language-model loss, summed over tokens: whoever calls divides it once, by the labels of the whole step.
+
+T tokens of a microbatch, t the tokens of this rank, v this rank's vocabulary rows, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moefold.model.batch import IGNORED, Batch
+from moefold.model.seams import TokenSeam, VocabSeam
+from moefold.ops.cross_entropy import vocab_stats
+
+
+class LanguageLoss(nn.Module):
+    """Every rank takes all tokens over its own vocabulary rows; merged, every rank holds the same sum."""
+
+    def __init__(self, tokens: TokenSeam, vocab: VocabSeam, chunk: int = 8192) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.vocab = vocab
+        self.chunk = chunk
+
+    def forward(self, x_tD: Tensor, weight_vD: Tensor, batch: Batch) -> Tensor:
+        x_TD = self.tokens.gather(x_tD)
+        target_T = batch.labels_T - self.vocab.first_row(weight_vD.shape[0])
+        lse_T, target_logit_T = vocab_stats(x_TD, weight_vD, target_T, self.chunk)
+        loss_T = self.vocab.merge_logsumexp(lse_T) - self.vocab.merge_sum(target_logit_T)
+        return torch.where(batch.labels_T != IGNORED, loss_T, 0.0).sum()
