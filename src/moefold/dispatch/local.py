@@ -5,7 +5,6 @@ t tokens, K choices per token, R rows, E experts, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,27 +19,25 @@ class LocalTicket(NamedTuple):
 
 
 class LocalDispatcher:
-    """With ``pad_to`` (tokens here -> rows per expert) every shape is known beforehand and nothing is read back."""
+    """With a ``capacity`` every expert gets exactly that many rows: shapes are known, and nothing is read back."""
 
-    def __init__(self, num_experts: int, pad_to: Callable[[int], int] | None = None) -> None:
+    def __init__(self, num_experts: int, capacity: int | None = None) -> None:
         self.num_experts = num_experts
-        self.pad_to = pad_to
+        self.capacity = capacity
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
-        num_tokens = x_tD.shape[0]
-        if self.pad_to is None:
+        if self.capacity is None:
             groups = group_by_expert(routing, self.num_experts)
             rows_per_expert = groups.rows_per_expert_E.tolist()
         else:
-            capacity = self.pad_to(num_tokens)
-            groups = group_padded(routing, self.num_experts, capacity)
-            rows_per_expert = [capacity] * self.num_experts
+            groups = group_padded(routing, self.num_experts, self.capacity)
+            rows_per_expert = [self.capacity] * self.num_experts
         return Arrived(
             take_rows(x_tD, groups.token_N),
             take_weights(routing.weight_tK, groups.choice_N),
             groups.rows_per_expert_E,
             rows_per_expert,
-            LocalTicket(groups.token_N, num_tokens),
+            LocalTicket(groups.token_N, x_tD.shape[0]),
         )
 
     def combine(self, rows_RD: Tensor, ticket: LocalTicket) -> Tensor:

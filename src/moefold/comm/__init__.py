@@ -1,0 +1,1 @@
+"""Ranks, groups and the few collectives everything else is made of."""

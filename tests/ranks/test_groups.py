@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefold.comm.exchange import exchange_rows
+from moefold.comm.launch import fork_ranks
+from moefold.comm.mesh import Groups
+from moefold.errors import ExchangeError, RankError
+from tests.support import on_ranks
+
+
+def test_each_distinct_rank_list_gets_one_handle_and_lone_ranks_none() -> None:
+    def work(groups: Groups) -> bool:
+        # tp=2 and etp=2 are the same neighbours; cp=1 is a lone rank.
+        assert groups["tp"].handle is groups["etp"].handle
+        assert groups["cp"].handle is None
+        return groups["ep"].handle is not groups["dp"].handle or groups["ep"].ranks == groups["dp"].ranks
+
+    assert all(on_ranks(work, 4, tp=2, ep=2, etp=2))
+
+
+def test_rows_change_owners_and_their_gradients_come_back() -> None:
+    """Rank r sends r + p rows to peer p: uneven, and nothing at all from 0 to 0."""
+
+    def work(groups: Groups) -> None:
+        ep = groups["ep"]
+        send = tuple(ep.index + peer for peer in range(ep.size))
+        recv = tuple(peer + ep.index for peer in range(ep.size))
+        rows = torch.full((sum(send), 2), float(ep.index)).requires_grad_()
+        arrived = exchange_rows(rows, send=send, recv=recv, group=ep)
+        assert arrived[:, 0].tolist() == [float(peer) for peer, count in enumerate(recv) for _ in range(count)]
+        (arrived * (ep.index + 1)).sum().backward()
+        assert rows.grad is not None
+        assert rows.grad[:, 0].tolist() == [peer + 1.0 for peer, count in enumerate(send) for _ in range(count)]
+
+    on_ranks(work, 3, ep=3)
+
+
+def test_counts_that_do_not_add_up_are_refused_before_anything_moves() -> None:
+    def work(groups: Groups) -> None:
+        with pytest.raises(ExchangeError, match="add up to 3 but there are 2 rows"):
+            exchange_rows(torch.zeros(2, 1), send=(1, 2), recv=(1, 2), group=groups["ep"])
+
+    on_ranks(work, 2, ep=2)
+
+
+def test_the_first_rank_to_fail_is_the_one_named() -> None:
+    def work(rank: int) -> None:
+        if rank == 2:
+            raise ValueError("the cause")
+        torch.distributed.barrier()
+
+    with pytest.raises(RankError, match="rank 2: ValueError: the cause"):
+        fork_ranks(work, 3, seconds=20)
+
+
+def test_a_silent_rank_is_named_when_the_time_is_up() -> None:
+    def work(rank: int) -> None:
+        while rank == 1:
+            pass
+
+    with pytest.raises(RankError, match="no answer within 1 s"):
+        fork_ranks(work, 2, seconds=1.0)
