@@ -1,0 +1,1 @@
+"""One mixture-of-experts layer: who goes where, what keeps it balanced, and the experts."""

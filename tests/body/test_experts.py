@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.config.moe import MoEConfig
+from moefold.dispatch.contract import Arrived
+from moefold.model.moe.experts import Experts
+from moefold.ops.grouped_matmul import BACKENDS, sequential
+from moefold.ops.swiglu import ACTIVATIONS
+
+CONFIG = MoEConfig(num_experts=4, expert_width=8)
+WIDTH = 16
+
+
+def build(
+    config: MoEConfig, dtype: torch.dtype = torch.float64, backend: str = "sequential", share: float = 1.0
+) -> Experts:
+    torch.manual_seed(0)
+    experts = Experts(config, WIDTH, BACKENDS[backend], share).to(dtype)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return experts
+
+
+def arrive(counts: list[int], dtype: torch.dtype = torch.float64, weights: torch.dtype = torch.float64) -> Arrived:
+    torch.manual_seed(1)
+    rows = torch.randn(sum(counts), WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.rand(sum(counts), dtype=weights, requires_grad=True)
+    return Arrived(rows, weight, torch.tensor(counts), counts, None)
+
+
+def row_by_row(experts: Experts, arrived: Arrived, config: MoEConfig) -> Tensor:
+    of_row = [expert for expert, count in enumerate(arrived.rows_per_expert_e.tolist()) for _ in range(count)]
+    out = [arrived.rows_RD.new_zeros(0, WIDTH)]
+    for row, weight, e in zip(arrived.rows_RD, arrived.weight_R, of_row, strict=True):
+        gate, up = experts.gate_up[e] @ row
+        if experts.gate_up_bias is not None:
+            gate, up = gate + experts.gate_up_bias[e, 0], up + experts.gate_up_bias[e, 1]
+        answer = experts.down[e] @ ACTIVATIONS[config.activation](gate, up)
+        if experts.down_bias is not None:
+            answer = answer + experts.down_bias[e]
+        out.append((weight * answer)[None])
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 2], [0, 0, 0, 1]])
+@pytest.mark.parametrize(
+    ("weight_at", "bias", "activation"),
+    list(product(("activation", "output"), (False, True), ("swiglu", "clamped_swiglu"))),
+)
+def test_experts_equal_one_row_at_a_time(counts: list[int], weight_at: str, bias: bool, activation: str) -> None:
+    config = replace(CONFIG, weight_at=weight_at, expert_bias=bias, activation=activation)
+    experts, arrived = build(config), arrive(counts)
+    out, expected = experts(arrived), row_by_row(experts, arrived, config)
+    torch.testing.assert_close(out, expected)
+    inputs = (arrived.rows_RD, arrived.weight_R, *experts.parameters())
+    upstream = torch.randn_like(out)
+    ours = torch.autograd.grad(out, inputs, upstream)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, inputs, upstream))
+
+
+@pytest.mark.parametrize("weight_at", ["activation", "output"])
+def test_a_rank_without_rows_takes_part_in_backward(weight_at: str) -> None:
+    experts = build(replace(CONFIG, expert_bias=True, weight_at=weight_at), share=0.0)
+    experts(arrive([0, 0, 0, 0])).sum().backward()
+    assert all(p.grad is not None and (p.grad == 0).all() for p in experts.parameters())
+
+
+@pytest.mark.parametrize("weight_at", ["activation", "output"])
+def test_split_experts_add_up_to_whole_ones(weight_at: str) -> None:
+    config = replace(CONFIG, expert_bias=True, weight_at=weight_at)
+    whole, arrived = build(config), arrive([3, 0, 4, 2])
+    parts = []
+    for index, share in enumerate((1.0, 0.0)):
+        part = build(config, share=share)
+        cut = slice(4 * index, 4 * index + 4)
+        part.gate_up.data, part.down.data = whole.gate_up.data[:, :, cut], whole.down.data[:, :, cut]
+        assert part.gate_up_bias is not None and whole.gate_up_bias is not None
+        part.gate_up_bias.data = whole.gate_up_bias.data[:, :, cut]
+        parts.append(part(arrived))
+    torch.testing.assert_close(parts[0] + parts[1], whole(arrived))
+
+
+def test_a_share_of_the_experts_runs_with_the_same_code() -> None:
+    whole, part = build(CONFIG), build(CONFIG)
+    part.gate_up.data, part.down.data = whole.gate_up.data[2:], whole.down.data[2:]
+    rows = arrive([0, 0, 4, 2])
+    torch.testing.assert_close(
+        part(rows._replace(rows_per_expert_e=torch.tensor([4, 2]), rows_per_expert=[4, 2])), whole(rows)
+    )
+
+
+def test_narrow_rows_and_wide_weights() -> None:
+    config = replace(CONFIG, expert_bias=True)
+    arrived = arrive([8, 0, 4, 3], torch.bfloat16, torch.float32)
+    experts = build(config, torch.float32, "grouped")
+    out = experts(arrived)
+    assert out.dtype == torch.bfloat16
+    twin = build(config)
+    twin.load_state_dict(experts.state_dict())
+    exact = twin(Arrived(arrived.rows_RD.double(), arrived.weight_R.double(), *arrived[2:]))
+    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.1)
+    out.backward(torch.ones_like(out))
+    assert arrived.weight_R.grad is not None and arrived.weight_R.grad.dtype == torch.float32
+
+
+def bytes_saved(weight_at: str) -> tuple[int, int]:
+    """All bytes kept for backward beside the inputs, and how many tensors of the shape of the output are among them."""
+    config = replace(CONFIG, weight_at=weight_at)
+    experts, arrived = Experts(config, WIDTH, sequential).double(), arrive([5, 1, 4, 2])
+    known = {t.untyped_storage().data_ptr() for t in (arrived.rows_RD, arrived.weight_R, *experts.parameters())}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        experts(arrived)
+    return sum(t.untyped_storage().nbytes() for t in kept.values()), sum(t.shape == (12, WIDTH) for t in kept.values())
+
+
+def test_weighing_the_activation_saves_nothing_as_wide_as_the_output() -> None:
+    (inside, wide_inside), (outside, wide_outside) = bytes_saved("activation"), bytes_saved("output")
+    assert (wide_inside, wide_outside) == (0, 1)
+    # The weighed activation is kept instead of the output: R x F for R x L.
+    assert outside - inside == 12 * (WIDTH - CONFIG.expert_width) * 8
