@@ -27,6 +27,8 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     kind: Kind
+    # A norm over all heads' dims at once, which tensor parallelism cuts with the heads; its name alone cannot tell.
+    spans_heads: bool = False
 
     @property
     def size(self) -> int:
@@ -86,9 +88,9 @@ def _gqa(prefix: str, attention: GQAConfig, D: int) -> Iterator[ParameterSpec]:
         if attention.qkv_bias:
             yield ParameterSpec(f"{prefix}{name}.bias", (rows,), "bias")
     if attention.qk_norm != "none":
-        per_head = attention.qk_norm == "head"
-        yield ParameterSpec(prefix + "q_norm.weight", (attention.head_dim if per_head else Hd,), "norm")
-        yield ParameterSpec(prefix + "k_norm.weight", (attention.head_dim if per_head else Gd,), "norm")
+        full = attention.qk_norm == "full"
+        yield ParameterSpec(prefix + "q_norm.weight", (Hd if full else attention.head_dim,), "norm", full)
+        yield ParameterSpec(prefix + "k_norm.weight", (Gd if full else attention.head_dim,), "norm", full)
     if attention.sinks:
         yield ParameterSpec(prefix + "sinks", (attention.num_heads,), "sink")
     yield ParameterSpec(prefix + "out.weight", (D, Hd), "matrix")

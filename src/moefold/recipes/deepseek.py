@@ -1,6 +1,7 @@
 """DeepSeek: latent attention, dense layers first, a shared expert.
 
-V3 scores with a sigmoid, opens only some groups of experts to a token, and balances by a bias instead of a loss; it is listed without its multi-token-prediction layer.
+V3 scores with a sigmoid, opens only some groups of experts to a token, and balances by a bias instead of a loss; it is
+listed without its multi-token-prediction layer.
 """
 
 from __future__ import annotations

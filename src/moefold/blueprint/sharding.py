@@ -1,0 +1,108 @@
+"""How tensor and expert parallelism cut each parameter: one table from name patterns to (axis, dim).
+
+    tp  cuts dense matrices by heads or width, and the vocabulary
+    ep  cuts the stack of experts
+    etp cuts every expert's width
+
+What no rule cuts is replicated along the axis. The same table is read for bytes, for placements and for checkpoints.
+Sharded data parallelism then cuts once more whatever is left, along `shard_dim`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from moefold.blueprint.parameters import ParameterSpec, is_expert
+from moefold.topology.axes import GridName
+from moefold.topology.layout import FoldedLayout
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Equal contiguous pieces of `dim`, one per position along `axis`."""
+
+    axis: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """Names that match `pattern` (one layer's name without its number) are cut over `axis` along `dim`."""
+
+    pattern: str
+    axis: str
+    dim: int
+
+
+RULES = (
+    ShardRule("embedding.weight", "tp", 0),
+    ShardRule("head.weight", "tp", 0),
+    # Heads: projections to them by rows, from them by columns.
+    ShardRule("attention.[qkv].weight", "tp", 0),
+    ShardRule("attention.[qkv].bias", "tp", 0),
+    ShardRule("attention.q_up.weight", "tp", 0),
+    ShardRule("attention.kv_up.weight", "tp", 0),
+    ShardRule("attention.sinks", "tp", 0),
+    ShardRule("attention.out.weight", "tp", 1),
+    # Widths: gate and up are stacked [2, F, D], so dim 1 gives a rank the same columns of both.
+    ShardRule("feed_forward.gate_up", "tp", 1),
+    ShardRule("feed_forward.down", "tp", 1),
+    ShardRule("feed_forward.shared.gate_up", "tp", 1),
+    ShardRule("feed_forward.shared.down", "tp", 1),
+    # Experts, and inside each its width.
+    ShardRule("feed_forward.experts.*", "ep", 0),
+    ShardRule("feed_forward.experts.gate_up", "etp", 2),
+    ShardRule("feed_forward.experts.gate_up_bias", "etp", 2),
+    ShardRule("feed_forward.experts.down", "etp", 2),
+)
+
+
+def rules_for(name: str) -> tuple[ShardRule, ...]:
+    inner = name.split(".", 2)[2] if name.startswith("layers.") else name
+    return tuple(rule for rule in RULES if fnmatchcase(inner, rule.pattern))
+
+
+def cuts(spec: ParameterSpec) -> tuple[Cut, ...]:
+    """The table, and one case no name can tell: a norm over all heads at once is cut with the heads."""
+    if spec.spans_heads:
+        return (Cut("tp", 0),)
+    return tuple(Cut(rule.axis, rule.dim) for rule in rules_for(spec.name))
+
+
+def grid_of(name: str) -> GridName:
+    return "expert" if is_expert(name) else "attention"
+
+
+def partial_axes(spec: ParameterSpec) -> tuple[str, ...]:
+    """Axes along which the parameter is repeated but fed by different tokens, heads or partial sums.
+
+    Gradients must be summed over them, beside the data-parallel axes. A dense parameter that tp does not cut sees each
+    rank's share of the tokens (norms, router, latent projections) or of the heads (a norm per head). An expert's output
+    bias joins outputs that are partial sums over etp: however the ranks share adding it, they share its gradient.
+    """
+    axis = "etp" if is_expert(spec.name) else "tp"
+    return () if any(cut.axis == axis for cut in cuts(spec)) else (axis,)
+
+
+def local_shape(spec: ParameterSpec, layout: FoldedLayout) -> tuple[int, ...]:
+    """What any one rank holds before sharded data parallelism; all ranks hold equally much."""
+    shape = list(spec.shape)
+    for cut in cuts(spec):
+        ways = layout.size(cut.axis)
+        assert shape[cut.dim] % ways == 0, f"{spec.name} {spec.shape} does not divide over {cut.axis}={ways}"
+        shape[cut.dim] //= ways
+    return tuple(shape)
+
+
+def local_slices(spec: ParameterSpec, layout: FoldedLayout, rank: int) -> tuple[slice, ...]:
+    """The region of the global tensor that this rank holds before sharded data parallelism."""
+    local = local_shape(spec, layout)
+    position = {cut.dim: layout.coordinate(rank, cut.axis) for cut in cuts(spec)}
+    starts = [position.get(dim, 0) * size for dim, size in enumerate(local)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, local))
+
+
+def shard_dim(local_shape: tuple[int, ...], ways: int) -> int:
+    """The dim that sharded data parallelism cuts: the first that divides evenly, else dim 0 unevenly."""
+    return next((dim for dim, size in enumerate(local_shape) if size % ways == 0), 0)
