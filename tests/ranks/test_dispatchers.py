@@ -1,0 +1,73 @@
+"""Wherever experts live, a token gets the same answer, and so do its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.comm.mesh import Groups
+from moefold.dispatch.all_gather import AllGatherDispatcher
+from moefold.dispatch.all_to_all import AllToAllDispatcher
+from moefold.dispatch.contract import Dispatcher, Routing
+from moefold.dispatch.local import LocalDispatcher
+from tests.support import on_ranks
+
+EXPERTS, CHOICES, WIDTH = 8, 2, 3
+TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same
+
+
+def everything(dropping: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(3)
+    total = sum(TOKENS_OF_RANK)
+    x = torch.randn(total, WIDTH, dtype=torch.float64, generator=generator)
+    # The last expert is never chosen.
+    expert = torch.rand(total, EXPERTS - 1, generator=generator).argsort(1)[:, :CHOICES]
+    weight = torch.rand(total, CHOICES, dtype=torch.float64, generator=generator)
+    kept = torch.rand(total, CHOICES, generator=generator) < 0.6 if dropping else None
+    return x, expert, weight, kept
+
+
+def answer(dispatcher: Dispatcher, x: Tensor, routing: Routing, first_expert: int, share: float) -> Tensor:
+    """Expert e multiplies by e + 1; a split expert's part gives its share of that."""
+    arrived = dispatcher.dispatch(x, routing)
+    numbers = torch.arange(len(arrived.rows_per_expert_e), dtype=x.dtype) + first_expert + 1
+    factor = numbers.repeat_interleave(arrived.rows_per_expert_e) * arrived.weight_R * share
+    return dispatcher.combine(arrived.rows_RD * factor[:, None], arrived.ticket)
+
+
+def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
+    if kind == "all_to_all":
+        return AllToAllDispatcher(EXPERTS, groups["ep"], groups["etp"], capacity)
+    block = groups["expert_block"]
+    tokens = tuple(TOKENS_OF_RANK[rank] for rank in block.ranks)
+    return AllGatherDispatcher(EXPERTS, block, groups["etp"].size, tokens, capacity)
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (1, 4), (2, 1)])
+@pytest.mark.parametrize("capacity", [None, 14], ids=["sorted", "padded"])
+@pytest.mark.parametrize("dropping", [False, True])
+def test_every_dispatcher_equals_the_local_one(
+    kind: str, ep: int, etp: int, capacity: int | None, dropping: bool
+) -> None:
+    def work(groups: Groups) -> None:
+        x, expert, weight, kept = everything(dropping)
+        x_all, weight_all = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        expected = answer(LocalDispatcher(EXPERTS), x_all, Routing(expert, weight_all, kept), 0, 1.0)
+        expected.square().sum().backward()
+
+        start = sum(TOKENS_OF_RANK[: groups.rank])
+        mine = slice(start, start + TOKENS_OF_RANK[groups.rank])
+        x_mine, weight_mine = x[mine].clone().requires_grad_(), weight[mine].clone().requires_grad_()
+        routing = Routing(expert[mine], weight_mine, None if kept is None else kept[mine])
+        first = groups["ep"].index * (EXPERTS // ep)
+        # The parts of a split expert differ, as weight slices do, and add up to one.
+        share = (groups["etp"].index + 1) * 2 / (etp * (etp + 1))
+        got = answer(make(kind, groups, capacity), x_mine, routing, first, share)
+        got.square().sum().backward()
+        torch.testing.assert_close(got, expected[mine])
+        torch.testing.assert_close(x_mine.grad, x_all.grad[mine])
+        torch.testing.assert_close(weight_mine.grad, weight_all.grad[mine])
+
+    on_ranks(work, 4, ep=ep, etp=etp)
