@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from tests.body.model_inputs import batch_of, fill
 from torch import Tensor, nn
 
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -13,7 +14,6 @@ from moefold.model.attention.core import LocalCore
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.seams import WholeTokens
-from tests.body.model_inputs import batch_of, fill
 
 WIDTH = 12
 GQAS = {

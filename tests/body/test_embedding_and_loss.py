@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from tests.body.model_inputs import batch_of, fill
 from torch import Tensor, nn
 
 from moefold.model.embedding import Embedding
 from moefold.model.loss import LanguageLoss
 from moefold.model.seams import WholeTokens, WholeVocab
-from tests.body.model_inputs import batch_of, fill
 
 
 class _VocabFrom(WholeVocab):
