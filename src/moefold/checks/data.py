@@ -1,0 +1,35 @@
+"""Rules about the batch: whole microbatches, the same number on every data-parallel rank."""
+
+from __future__ import annotations
+
+from moefold.checks.divide import divides, divisors
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+from moefold.topology.layout import FoldedLayout
+
+
+def microbatches_fill_the_batch(run: RunConfig) -> Problem | None:
+    data = run.data
+    if divides(data.micro_batch, data.global_batch):
+        return None
+    return Problem(
+        "data.micro_batch",
+        f"{data.global_batch} sequences of a step do not divide into microbatches of {data.micro_batch}",
+        f"use {divisors(data.global_batch)}",
+    )
+
+
+def every_rank_gets_as_many_microbatches(run: RunConfig, layout: FoldedLayout) -> Problem | None:
+    data, dp = run.data, layout.size("dp")
+    one_round = data.micro_batch * dp
+    if divides(one_round, data.global_batch) or not divides(data.micro_batch, data.global_batch):
+        return None
+    return Problem(
+        "data.global_batch",
+        f"{data.global_batch} sequences do not divide over micro_batch * dp = {data.micro_batch} * {dp} = {one_round}",
+        f"use a multiple of {one_round}, such as {-(-data.global_batch // one_round) * one_round}",
+    )
+
+
+RULES = (microbatches_fill_the_batch,)
+RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)

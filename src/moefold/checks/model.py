@@ -1,0 +1,180 @@
+"""Rules about a model by itself: heads, routing, capacity, positions."""
+
+from __future__ import annotations
+
+from moefold.checks.divide import divides, divisors
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+
+def kv_heads_divide_heads(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    if isinstance(attention, MLAConfig) or divides(attention.num_kv_heads, attention.num_heads):
+        return None
+    return Problem(
+        "model.attention.num_kv_heads",
+        f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key/value heads evenly",
+        f"use {divisors(attention.num_heads)}",
+    )
+
+
+def rotated_dims_are_even(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    field = "head_dim" if isinstance(attention, GQAConfig) else "rope_dim"
+    dim: int = getattr(attention, field)
+    if dim % 2 == 0:
+        return None
+    return Problem(
+        f"model.attention.{field}", f"is {dim}, but positions rotate pairs of dims", f"use {dim - 1} or {dim + 1}"
+    )
+
+
+def yarn_stretches(run: RunConfig) -> Problem | None:
+    yarn = run.model.rope.yarn
+    if yarn is None or yarn.factor >= 1:
+        return None
+    return Problem("model.rope.yarn.factor", f"is {yarn.factor:g}, which would shrink the context", "use 1 or more")
+
+
+def experts_are_used(run: RunConfig) -> Problem | None:
+    model = run.model
+    if model.moe is None or model.num_dense_layers < model.num_layers:
+        return None
+    return Problem(
+        "model.num_dense_layers",
+        f"all {model.num_layers} layers are dense ({model.num_dense_layers} dense layers), so model.moe is never used",
+        f"use at most {model.num_layers - 1}, or set model.moe to null",
+    )
+
+
+def top_k_fits_experts(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.top_k <= moe.num_experts:
+        return None
+    return Problem(
+        "model.moe.top_k", f"{moe.top_k} choices among {moe.num_experts} experts", f"use at most {moe.num_experts}"
+    )
+
+
+def groups_divide_experts(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or divides(moe.router.num_groups, moe.num_experts):
+        return None
+    return Problem(
+        "model.moe.router.num_groups",
+        f"{moe.num_experts} experts do not divide into {moe.router.num_groups} groups",
+        f"use {divisors(moe.num_experts)}",
+    )
+
+
+def open_groups_exist(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.router.top_groups <= moe.router.num_groups:
+        return None
+    return Problem(
+        "model.moe.router.top_groups",
+        f"{moe.router.top_groups} groups are to be chosen among {moe.router.num_groups}",
+        f"use at most {moe.router.num_groups}",
+    )
+
+
+def open_groups_hold_top_k(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.router.num_groups < 1:
+        return None
+    per_group = moe.num_experts // moe.router.num_groups
+    within_reach = moe.router.top_groups * per_group
+    if within_reach >= moe.top_k or moe.top_k > moe.num_experts:
+        return None
+    return Problem(
+        "model.moe.router.top_groups",
+        f"{moe.router.top_groups} groups of {per_group} hold {within_reach} experts, fewer than top_k = {moe.top_k}",
+        f"use at least {-(-moe.top_k // max(per_group, 1))} groups",
+    )
+
+
+def a_group_has_two_to_add(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.router.num_groups <= 1 or moe.router.group_score != "top2_sum":
+        return None
+    if moe.num_experts >= 2 * moe.router.num_groups:
+        return None
+    return Problem(
+        "model.moe.router.group_score",
+        f"top2_sum adds two experts' scores, but {moe.router.num_groups} groups of {moe.num_experts} experts hold one",
+        "use max, or fewer groups",
+    )
+
+
+def only_topk_limits_groups(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.router.num_groups <= 1 or moe.router.kind == "topk":
+        return None
+    return Problem(
+        "model.moe.router.num_groups",
+        f"{moe.router.num_groups} groups limit a token's choice, which {moe.router.kind} routing does not make",
+        "use num_groups 1, or kind topk",
+    )
+
+
+def only_topk_has_an_expert_bias(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or not moe.router.expert_bias or moe.router.kind == "topk":
+        return None
+    return Problem(
+        "model.moe.router.expert_bias",
+        f"the loss-free bias shifts a token's choice, which {moe.router.kind} routing does not make",
+        "use expert_bias false, or kind topk",
+    )
+
+
+def expert_choice_has_its_own_capacity(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.capacity is None or moe.router.kind != "expert_choice":
+        return None
+    return Problem(
+        "model.moe.capacity",
+        "experts that choose take tokens * top_k / experts each, so a capacity has nothing to bound",
+        "set model.moe.capacity to null",
+    )
+
+
+def device_groups_divide_experts(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or divides(moe.balance.device_groups, moe.num_experts):
+        return None
+    return Problem(
+        "model.moe.balance.device_groups",
+        f"{moe.num_experts} experts do not divide over {moe.balance.device_groups} devices",
+        f"use {divisors(moe.num_experts)}",
+    )
+
+
+def a_gate_has_something_to_weigh(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or not moe.shared_gate or moe.shared_width > 0:
+        return None
+    return Problem(
+        "model.moe.shared_gate",
+        "there is no shared expert to weigh (shared_width is 0)",
+        "set model.moe.shared_width, or shared_gate false",
+    )
+
+
+RULES = (
+    kv_heads_divide_heads,
+    rotated_dims_are_even,
+    yarn_stretches,
+    experts_are_used,
+    top_k_fits_experts,
+    groups_divide_experts,
+    open_groups_exist,
+    open_groups_hold_top_k,
+    a_group_has_two_to_add,
+    only_topk_limits_groups,
+    only_topk_has_an_expert_bias,
+    expert_choice_has_its_own_capacity,
+    device_groups_divide_experts,
+    a_gate_has_something_to_weigh,
+)

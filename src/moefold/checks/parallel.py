@@ -1,0 +1,125 @@
+"""Rules about cutting a model over ranks: what must divide, what must fold, what cannot run yet."""
+
+from __future__ import annotations
+
+from moefold.checks.divide import divides, divisors
+from moefold.config.attention import GQAConfig
+from moefold.config.run import RunConfig
+from moefold.errors import LayoutError, Problem
+from moefold.topology.layout import FoldedLayout, fold
+
+
+def heads_divide_over_tp(run: RunConfig) -> Problem | None:
+    return _divides_over_tp(run, run.model.attention.num_heads, "heads", "model.attention.num_heads")
+
+
+def kv_heads_divide_over_tp(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    if not isinstance(attention, GQAConfig):
+        return None
+    return _divides_over_tp(run, attention.num_kv_heads, "key/value heads", "model.attention.num_kv_heads")
+
+
+def vocabulary_divides_over_tp(run: RunConfig) -> Problem | None:
+    return _divides_over_tp(run, run.model.vocab_size, "vocabulary rows", "model.vocab_size")
+
+
+def dense_width_divides_over_tp(run: RunConfig) -> Problem | None:
+    if run.model.moe is not None and run.model.num_dense_layers == 0:
+        return None
+    return _divides_over_tp(run, run.model.dense_width, "columns of the dense layers", "model.dense_width")
+
+
+def shared_width_divides_over_tp(run: RunConfig) -> Problem | None:
+    if run.model.moe is None:
+        return None
+    return _divides_over_tp(run, run.model.moe.shared_width, "columns of the shared expert", "model.moe.shared_width")
+
+
+def experts_divide_over_ep(run: RunConfig) -> Problem | None:
+    moe, ep = run.model.moe, run.parallel.ep
+    if moe is None or divides(ep, moe.num_experts):
+        return None
+    return Problem(
+        "parallel.ep", f"{moe.num_experts} experts do not divide over ep={ep}", f"use {divisors(moe.num_experts)}"
+    )
+
+
+def expert_width_divides_over_etp(run: RunConfig) -> Problem | None:
+    moe, etp = run.model.moe, run.parallel.etp
+    if moe is None or divides(etp, moe.expert_width):
+        return None
+    return Problem(
+        "parallel.etp",
+        f"{moe.expert_width} columns of an expert do not divide over etp={etp}",
+        f"use {divisors(moe.expert_width)}",
+    )
+
+
+def expert_axes_have_experts(run: RunConfig) -> Problem | None:
+    ep, etp = run.parallel.ep, run.parallel.etp
+    if run.model.moe is not None or ep * etp <= 1:
+        return None
+    path = "parallel.ep" if ep > 1 else "parallel.etp"
+    return Problem(path, f"ep={ep}, etp={etp}, but the model has no experts (model.moe is null)", "use ep 1 and etp 1")
+
+
+def every_stage_has_a_layer(run: RunConfig) -> Problem | None:
+    layers, pp = run.model.num_layers, run.parallel.pp
+    if pp <= layers:
+        return None
+    return Problem("parallel.pp", f"{pp} stages for {layers} layers", f"use at most {layers}")
+
+
+def sequences_divide_over_cp(run: RunConfig) -> Problem | None:
+    seq_len, cp = run.data.seq_len, run.parallel.cp
+    if divides(cp, seq_len):
+        return None
+    return Problem("parallel.cp", f"{seq_len} positions do not divide over cp={cp}", f"use {divisors(seq_len)}")
+
+
+RULES = (
+    heads_divide_over_tp,
+    kv_heads_divide_over_tp,
+    vocabulary_divides_over_tp,
+    dense_width_divides_over_tp,
+    shared_width_divides_over_tp,
+    experts_divide_over_ep,
+    expert_width_divides_over_etp,
+    expert_axes_have_experts,
+    every_stage_has_a_layer,
+    sequences_divide_over_cp,
+)
+
+
+def layout_or_problems(run: RunConfig, world: int) -> tuple[FoldedLayout | None, list[Problem]]:
+    """Both grids over this many ranks, or why not."""
+    try:
+        return fold(run.parallel, world), []
+    except LayoutError as error:
+        return None, list(error.problems)
+
+
+def pipelines_do_not_run_yet(run: RunConfig) -> Problem | None:
+    return _not_yet("pp", run.parallel.pp, "pipeline")
+
+
+def context_parallelism_does_not_run_yet(run: RunConfig) -> Problem | None:
+    return _not_yet("cp", run.parallel.cp, "context")
+
+
+# True of this version of the body, not of configurations: a plan may use them, a run may not.
+NOT_YET = (pipelines_do_not_run_yet, context_parallelism_does_not_run_yet)
+
+
+def _not_yet(axis: str, size: int, what: str) -> Problem | None:
+    if size <= 1:
+        return None
+    return Problem(f"parallel.{axis}", f"{axis}={size}, but {what} parallelism is planned, not executed yet", "use 1")
+
+
+def _divides_over_tp(run: RunConfig, whole: int, what: str, path: str) -> Problem | None:
+    tp = run.parallel.tp
+    if divides(tp, whole):
+        return None
+    return Problem("parallel.tp", f"{whole} {what} ({path}) do not divide over tp={tp}", f"use {divisors(whole)}")

@@ -1,0 +1,54 @@
+"""Rules about number formats, among them what torch's grouped matmul can take."""
+
+from __future__ import annotations
+
+from moefold.config.precision import Format
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+BYTES: dict[Format, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+# grouped_mm reads rows in pieces of this many bytes and refuses others.
+ROW_BYTES = 16
+
+
+def compute_is_not_wider_than_params(run: RunConfig) -> Problem | None:
+    params, compute = run.precision.params, run.precision.compute
+    if BYTES[compute] <= BYTES[params]:
+        return None
+    return Problem(
+        "precision.compute", f"{compute} is wider than the parameters' {params}", f"use {params}, or params {compute}"
+    )
+
+
+def grouped_experts_are_not_float64(run: RunConfig) -> Problem | None:
+    if run.model.moe is None or run.precision.experts != "grouped" or run.precision.compute != "float64":
+        return None
+    return Problem(
+        "precision.experts", "torch's grouped matmul has no float64 kernel", "use sequential, or compute float32"
+    )
+
+
+def grouped_rows_are_aligned(run: RunConfig) -> list[Problem]:
+    """Rows of experts' matrices are as long as what goes in: the (latent) width, and this rank's expert width."""
+    moe, precision = run.model.moe, run.precision
+    if moe is None or precision.experts != "grouped" or precision.compute == "float64":
+        return []
+    multiple = ROW_BYTES // BYTES[precision.compute]
+    inner = "model.width" if moe.latent_width is None else "model.moe.latent_width"
+    rows = {
+        inner: moe.latent_width or run.model.width,
+        "model.moe.expert_width": moe.expert_width // max(run.parallel.etp, 1),
+    }
+    return [
+        Problem(
+            path,
+            f"rows of {size} {precision.compute} numbers (experts, etp={run.parallel.etp}) are not a multiple of "
+            f"{ROW_BYTES} bytes, which the grouped matmul needs",
+            f"make it a multiple of {multiple}, or use precision.experts sequential",
+        )
+        for path, size in rows.items()
+        if size % multiple
+    ]
+
+
+RULES = (compute_is_not_wider_than_params, grouped_experts_are_not_float64, grouped_rows_are_aligned)

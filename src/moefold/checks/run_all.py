@@ -1,0 +1,43 @@
+"""All problems of a run at once; none means that it can be planned, or started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from moefold.checks import data, model, parallel, precision
+from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+Found = Problem | list[Problem] | None
+Rule = Callable[[RunConfig], Found]
+
+RULES: tuple[Rule, ...] = (*model.RULES, *parallel.RULES, *data.RULES, *precision.RULES)
+
+
+def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
+    """Everything wrong with the run; with a world size also whether its grids fold and its batch divides."""
+    absurd = sizes_can_be_handled(run, world)
+    if absurd:
+        return absurd
+    sizes = sizes_mean_something(run)
+    found = sizes + _flat(rule(run) for rule in RULES)
+    # The layout has its own words for sizes below one, and they have been said.
+    if world is None or any(problem.path.startswith("parallel.") for problem in sizes):
+        return found
+    layout, unfolded = parallel.layout_or_problems(run, world)
+    if layout is None:
+        return found + unfolded
+    return found + _flat(rule(run, layout) for rule in data.RULES_WITH_LAYOUT)
+
+
+def executable_problems(run: RunConfig, world: int | None = None) -> list[Problem]:
+    """The same, and what can be planned but not carried out yet."""
+    return problems(run, world) + _flat(rule(run) for rule in parallel.NOT_YET)
+
+
+def _flat(results: Iterable[Found]) -> list[Problem]:
+    flat: list[Problem] = []
+    for found in results:
+        flat += found if isinstance(found, list) else [found] if found is not None else []
+    return flat

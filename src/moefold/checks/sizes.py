@@ -1,0 +1,71 @@
+"""Numbers that mean something: sizes are positive, coefficients finite and not negative, nothing is absurdly large.
+
+One walk over the whole tree, so a field added tomorrow is checked tomorrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from math import isfinite
+from typing import Any
+
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+LARGEST = 2**48
+MOST_LAYERS = 10_000
+
+# Integers that may be zero, and floats that may not.
+MAY_BE_ZERO = frozenset({"model.num_dense_layers", "model.moe.shared_width", "seed"})
+MUST_BE_POSITIVE = frozenset(
+    {
+        "model.rope.theta",
+        "model.rope.yarn.factor",
+        "model.rope.yarn.beta_fast",
+        "model.rope.yarn.beta_slow",
+        "model.norm_eps",
+        "model.moe.capacity.factor",
+        "model.moe.router.scale",
+        "optim.eps",
+        "optim.clip_norm",
+    }
+)
+
+
+def sizes_mean_something(run: RunConfig) -> list[Problem]:
+    return [found for path, value in leaves(run) if (found := _problem(path, value)) is not None]
+
+
+def sizes_can_be_handled(run: RunConfig, world: int | None) -> list[Problem]:
+    """Found first and alone: arithmetic and printing of other rules need numbers of a human size."""
+    bounds = {"model.num_layers": MOST_LAYERS}
+    return [
+        Problem(path, f"is beyond {bounds.get(path, LARGEST):,}", "use a number that a machine could hold")
+        for path, value in (("world", world), *leaves(run))
+        if isinstance(value, int) and abs(value) > bounds.get(path, LARGEST)
+    ]
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of the tree with its dotted path."""
+    for field in fields(node):
+        value, inner = getattr(node, field.name), f"{path}.{field.name}" if path else field.name
+        if is_dataclass(value):
+            yield from leaves(value, inner)
+        else:
+            yield inner, value
+
+
+def _problem(path: str, value: object) -> Problem | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        smallest = 0 if path in MAY_BE_ZERO else 1
+        return None if value >= smallest else Problem(path, f"is {value}", f"use {smallest} or more")
+    if isinstance(value, float):
+        positive = path in MUST_BE_POSITIVE
+        if isfinite(value) and (value > 0 or (value == 0 and not positive)):
+            return None
+        return Problem(path, f"is {value:g}", "use a positive number" if positive else "use 0 or a positive number")
+    return None

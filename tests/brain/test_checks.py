@@ -1,0 +1,278 @@
+"""Every rule has an example that passes and one that fails, at the expected path, with numbers and a fix."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from moefold.checks import data, model, parallel, precision
+from moefold.checks.divide import divisors
+from moefold.checks.run_all import RULES, executable_problems, problems
+from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+from moefold.recipes.catalog import RECIPES
+
+
+def with_model(**fields: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(**fields))
+
+
+def with_moe(**fields: Any) -> RunConfig:
+    return with_model(moe=MoEConfig(**fields))
+
+
+def with_router(**fields: Any) -> RunConfig:
+    return with_moe(router=RouterConfig(**fields))
+
+
+def with_tp(tp: int, **fields: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(**fields), parallel=ParallelConfig(tp=tp))
+
+
+def with_moe_over(moe: MoEConfig | None, **degrees: int) -> RunConfig:
+    return RunConfig(model=ModelConfig(moe=moe), parallel=ParallelConfig(**degrees))
+
+
+def in_formats(moe: MoEConfig | None = None, width: int = 64, **formats: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(moe=moe or MoEConfig(), width=width), precision=PrecisionConfig(**formats))
+
+
+HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.router"
+# rule, a run that keeps it, a run that breaks it, where the problem is reported
+CASES = [
+    (model.kv_heads_divide_heads, with_model(), with_model(attention=GQAConfig(num_heads=4, num_kv_heads=3)), HEADS),
+    (
+        model.rotated_dims_are_even,
+        with_model(attention=MLAConfig(nope_dim=7)),
+        with_model(attention=MLAConfig(rope_dim=7)),
+        "model.attention.rope_dim",
+    ),
+    (
+        model.yarn_stretches,
+        with_model(rope=RopeConfig(yarn=YarnConfig())),
+        with_model(rope=RopeConfig(yarn=YarnConfig(factor=0.5))),
+        "model.rope.yarn.factor",
+    ),
+    (model.experts_are_used, with_model(num_dense_layers=1), with_model(num_dense_layers=2), "model.num_dense_layers"),
+    (model.top_k_fits_experts, with_moe(top_k=8), with_moe(top_k=9), f"{MOE}.top_k"),
+    (model.groups_divide_experts, with_router(num_groups=4), with_router(num_groups=3), f"{ROUTER}.num_groups"),
+    (
+        model.open_groups_exist,
+        with_router(num_groups=2, top_groups=2),
+        with_router(num_groups=2, top_groups=3),
+        f"{ROUTER}.top_groups",
+    ),
+    (
+        model.open_groups_hold_top_k,
+        with_router(num_groups=4, top_groups=1),
+        with_router(num_groups=8, top_groups=1),
+        f"{ROUTER}.top_groups",
+    ),
+    (
+        model.a_group_has_two_to_add,
+        with_router(num_groups=4, group_score="top2_sum"),
+        with_router(num_groups=8, top_groups=2, group_score="top2_sum"),
+        f"{ROUTER}.group_score",
+    ),
+    (
+        model.only_topk_limits_groups,
+        with_router(num_groups=2),
+        with_router(kind="sinkhorn", num_groups=2),
+        f"{ROUTER}.num_groups",
+    ),
+    (
+        model.only_topk_has_an_expert_bias,
+        with_router(expert_bias=True),
+        with_router(kind="expert_choice", expert_bias=True),
+        f"{ROUTER}.expert_bias",
+    ),
+    (
+        model.expert_choice_has_its_own_capacity,
+        with_moe(capacity=CapacityConfig()),
+        with_moe(capacity=CapacityConfig(), router=RouterConfig(kind="expert_choice")),
+        f"{MOE}.capacity",
+    ),
+    (
+        model.device_groups_divide_experts,
+        with_moe(balance=BalanceConfig(device_groups=4)),
+        with_moe(balance=BalanceConfig(device_groups=3)),
+        f"{MOE}.balance.device_groups",
+    ),
+    (
+        model.a_gate_has_something_to_weigh,
+        with_moe(shared_gate=True, shared_width=32),
+        with_moe(shared_gate=True),
+        f"{MOE}.shared_gate",
+    ),
+    (parallel.heads_divide_over_tp, with_tp(4), with_tp(3), "parallel.tp"),
+    (parallel.kv_heads_divide_over_tp, with_tp(4, attention=MLAConfig()), with_tp(4), "parallel.tp"),
+    (parallel.vocabulary_divides_over_tp, with_tp(2), with_tp(2, vocab_size=255), "parallel.tp"),
+    (
+        parallel.dense_width_divides_over_tp,
+        with_tp(2, dense_width=127),
+        with_tp(2, dense_width=127, num_dense_layers=1),
+        "parallel.tp",
+    ),
+    (
+        parallel.shared_width_divides_over_tp,
+        with_tp(2),
+        with_tp(2, moe=MoEConfig(shared_width=31)),
+        "parallel.tp",
+    ),
+    (
+        parallel.experts_divide_over_ep,
+        with_moe_over(MoEConfig(), ep=8),
+        with_moe_over(MoEConfig(), ep=3),
+        "parallel.ep",
+    ),
+    (
+        parallel.expert_width_divides_over_etp,
+        with_moe_over(MoEConfig(), etp=4),
+        with_moe_over(MoEConfig(), etp=3),
+        "parallel.etp",
+    ),
+    (parallel.expert_axes_have_experts, with_moe_over(None), with_moe_over(None, ep=2), "parallel.ep"),
+    (
+        parallel.every_stage_has_a_layer,
+        with_moe_over(MoEConfig(), pp=2),
+        with_moe_over(MoEConfig(), pp=3),
+        "parallel.pp",
+    ),
+    (
+        parallel.sequences_divide_over_cp,
+        with_moe_over(MoEConfig(), cp=4),
+        with_moe_over(MoEConfig(), cp=3),
+        "parallel.cp",
+    ),
+    (
+        data.microbatches_fill_the_batch,
+        RunConfig(data=DataConfig(micro_batch=4)),
+        RunConfig(data=DataConfig(micro_batch=3)),
+        "data.micro_batch",
+    ),
+    (
+        precision.compute_is_not_wider_than_params,
+        in_formats(compute="bfloat16"),
+        in_formats(compute="float32", params="bfloat16"),
+        "precision.compute",
+    ),
+    (
+        precision.grouped_experts_are_not_float64,
+        in_formats(compute="float64", params="float64", experts="sequential"),
+        in_formats(compute="float64", params="float64"),
+        "precision.experts",
+    ),
+    (
+        precision.grouped_rows_are_aligned,
+        in_formats(MoEConfig(expert_width=12)),
+        in_formats(MoEConfig(expert_width=12), compute="bfloat16"),
+        "model.moe.expert_width",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "good", "bad", "path"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
+    assert rule(good) in (None, [])
+    found = rule(bad)
+    (found,) = found if isinstance(found, list) else [found]
+    assert found.path == path and found.message and found.fix
+    assert found in problems(bad)
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case[0] for case in CASES} == set(RULES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_have_no_problems(name: str) -> None:
+    run = RECIPES[name]()
+    stage = run.parallel.ep * run.parallel.etp * run.parallel.tp
+    assert problems(run, world=None) == []
+    assert problems(run, world=stage * run.parallel.pp) == []
+
+
+def test_proxies_can_be_executed() -> None:
+    assert all(executable_problems(make(), 1) == [] for name, make in RECIPES.items() if "proxy" in name)
+
+
+@pytest.mark.parametrize(("degree", "path"), [({"pp": 2}, "parallel.pp"), ({"cp": 2}, "parallel.cp")])
+def test_plans_may_use_what_runs_may_not(degree: dict[str, int], path: str) -> None:
+    run = RunConfig(parallel=ParallelConfig(**degree))
+    assert problems(run, world=4) == []
+    assert [problem.path for problem in executable_problems(run, world=4)] == [path]
+
+
+def test_worlds_that_fold_and_that_do_not() -> None:
+    run = RunConfig(parallel=ParallelConfig(tp=2, ep=4))
+    assert problems(run, world=8) == []
+    assert [problem.path for problem in problems(run, world=6)] == ["parallel.ep"]
+    assert [problem.path for problem in problems(run, world=7)] == ["world"]
+    assert [problem.path for problem in problems(run, world=0)] == ["world"]
+
+
+def test_copies_divide_data_parallel_axes() -> None:
+    run = RunConfig(parallel=ParallelConfig(dp_replicate=3, edp_replicate=3))
+    paths = [problem.path for problem in problems(run, world=8)]
+    assert paths == ["parallel.dp_replicate", "parallel.edp_replicate"]
+
+
+def test_every_rank_gets_as_many_microbatches() -> None:
+    run = RunConfig(data=DataConfig(global_batch=8, micro_batch=2))
+    assert problems(run, world=4) == []
+    (problem,) = problems(run, world=8)
+    assert problem.path == "data.global_batch" and "16" in problem.fix
+
+
+def test_all_problems_come_at_once() -> None:
+    run = RunConfig(
+        model=ModelConfig(width=0, norm_eps=-1.0, attention=GQAConfig(num_heads=4, num_kv_heads=3, head_dim=5)),
+        parallel=ParallelConfig(ep=3, etp=0),
+        precision=PrecisionConfig(params="bfloat16"),
+    )
+    assert {problem.path for problem in problems(run, world=8)} == {
+        "model.width",
+        "model.norm_eps",
+        "model.attention.num_kv_heads",
+        "model.attention.head_dim",
+        "parallel.ep",
+        "parallel.etp",
+        "precision.compute",
+    }
+
+
+@pytest.mark.parametrize(
+    ("run", "path"),
+    [
+        (with_moe(capacity=CapacityConfig(factor=0.0)), "model.moe.capacity.factor"),
+        (with_moe(capacity=CapacityConfig(factor=float("nan"))), "model.moe.capacity.factor"),
+        (with_moe(balance=BalanceConfig(z=float("inf"))), "model.moe.balance.z"),
+        (with_moe(latent_width=0), "model.moe.latent_width"),
+        (with_model(attention=GQAConfig(window=0)), "model.attention.window"),
+        (RunConfig(seed=-1), "seed"),
+    ],
+)
+def test_numbers_must_mean_something(run: RunConfig, path: str) -> None:
+    assert path in {problem.path for problem in problems(run)}
+
+
+@pytest.mark.parametrize("digits", [15, 20, 6000])
+def test_huge_numbers_are_told_quickly(digits: int) -> None:
+    size, started = 10**digits, time.perf_counter()
+    run = RunConfig(model=ModelConfig(num_layers=size, vocab_size=size), parallel=ParallelConfig(tp=size, pp=size))
+    assert {problem.path for problem in problems(run, world=size)} >= {"world", "model.num_layers", "model.vocab_size"}
+    assert time.perf_counter() - started < 0.2
+
+
+def test_divisors_are_listed_when_few() -> None:
+    assert divisors(6) == "1, 2, 3 or 6"
+    assert divisors(1) == "1"
+    assert divisors(12, 8) == "1, 2 or 4"
+    assert divisors(10**15) == "a divisor"
