@@ -88,7 +88,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` was probably meant to be."""
     if len(word) > _LONGEST_WORD:
         return None
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    # People get the first letter right.
+    return min(close, key=lambda found: found[0] != word[0], default=None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -1,0 +1,257 @@
+"""Text or plain data -> RunConfig and back; every problem at once, each with its dotted key and what would work.
+
+Three steps. `strict_yaml` turns text into plain data. A copy keeps only what a configuration can hold. pydantic then
+fills the dataclasses in strict mode, so text is never taken for a number; it is given JSON, because that is the form in
+which a strict dataclass may be written as a mapping. Whether sizes make sense together is not asked here: see `checks`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache, reduce
+from math import isfinite
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from moefold.config.run import RunConfig
+from moefold.config.strict_yaml import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_VALUES,
+    ROOT,
+    ScalarError,
+    joined,
+    read_scalar,
+    read_yaml,
+    shown,
+)
+from moefold.errors import ConfigError, Problem, did_you_mean
+
+_MAX_PROBLEMS = 50
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dataclass_type": "a section of keys",
+    "dict_type": "a section of keys",
+}
+
+
+def load_run(path: str | Path) -> RunConfig:
+    """The run that a YAML file describes."""
+    try:
+        with open(path, "rb") as file:
+            # One byte more than allowed is enough to know.
+            return parse_run(file.read(MAX_BYTES + 1).decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(Problem(ROOT, f"cannot read {path}: {error.strerror}")) from None
+    except ValueError as error:
+        raise ConfigError(Problem(ROOT, f"cannot read {path}: {error}", "save it as UTF-8 text")) from None
+
+
+def parse_run(text: str) -> RunConfig:
+    """The run that YAML text describes."""
+    try:
+        data, problems = read_yaml(text)
+    except ScalarError as error:
+        raise ConfigError(Problem(ROOT, str(error))) from None
+    return run_from_mapping({} if data is None else data, problems)
+
+
+def run_from_mapping(data: object, earlier: Sequence[Problem] = ()) -> RunConfig:
+    """The run that nested dicts describe; what is not said has its default. `earlier` problems are reported as well."""
+    copier = _PlainCopy(list(earlier))
+    plain = copier.copy(data, ROOT, 0)
+    problems, more = copier.problems, 0
+    try:
+        run = _adapter().validate_json(json.dumps(plain), strict=True)
+        if not problems:
+            return run
+    except ValidationError as error:
+        # Explaining takes longer than finding: a file of ten thousand wrong keys gets an answer too.
+        problems += map(_explained, error.errors(include_url=False)[:_MAX_PROBLEMS])
+        more = max(0, error.error_count() - _MAX_PROBLEMS)
+    more += max(0, len(problems) - _MAX_PROBLEMS)
+    rest = [Problem(ROOT, f"and {more} more problems")] if more else []
+    raise ConfigError(*problems[:_MAX_PROBLEMS], *rest)
+
+
+def override(run: RunConfig, changes: Sequence[str] | Mapping[str, object]) -> RunConfig:
+    """The run with some dotted keys changed: `["--parallel.ep", "8"]`, `["parallel.ep=8"]` or `{"parallel.ep": "8"}`.
+
+    A section that is null comes to life with its defaults when one of its keys is set.
+    """
+    pairs = list(changes.items() if isinstance(changes, Mapping) else _pairs(changes))
+    tree, problems = asdict(run), []
+    # A change of kind first: it clears its section, and the other keys then mean the new kind's.
+    for path, value in sorted(pairs, key=lambda pair: not pair[0].endswith(".kind")):
+        try:
+            _set(tree, path.split("."), _read_word(value) if isinstance(value, str) else value)
+        except ScalarError as error:
+            problems.append(Problem(shown(path), str(error)))
+    return run_from_mapping(tree, problems)
+
+
+def dump_run(run: RunConfig) -> str:
+    """YAML text that `parse_run` reads back as the same run."""
+    return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that our own rules would read as something else."""
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    try:
+        plain = text.isprintable() and read_scalar(text) == text
+    except ScalarError:
+        plain = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+class _PlainCopy:
+    """Copies what a configuration can hold and notes what it cannot."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self.num_values = 0
+
+    def copy(self, value: object, path: str, depth: int) -> object:
+        self.num_values += 1
+        # Also what ends a mapping that contains itself.
+        if depth > MAX_DEPTH or self.num_values > MAX_VALUES:
+            raise ConfigError(Problem(path, f"more than {MAX_DEPTH} levels or {MAX_VALUES:,} values"))
+        if isinstance(value, Mapping):
+            inner = [(str(key), joined(path, str(key)), item) for key, item in value.items()]
+            return {key: self.copy(item, at, depth + 1) for key, at, item in inner if self.fits(key, item, at)}
+        if isinstance(value, list | tuple):
+            return [self.copy(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+        return value if self.fits("", value, path) else None
+
+    def fits(self, key: str, value: object, path: str) -> bool:
+        wrong = None
+        if _SURROGATE.search(key) or (isinstance(value, str) and _SURROGATE.search(value)):
+            wrong = "text that is not Unicode"
+        elif isinstance(value, float) and not isfinite(value):
+            wrong = f"{value} is not a finite number"
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            wrong = f"a whole number of {value.bit_length()} bits does not fit into 64"
+        elif not isinstance(value, str | int | float | Mapping | list | tuple | None):
+            wrong = f"a {type(value).__name__} cannot be part of a configuration"
+        if wrong:
+            self.problems.append(Problem(path, wrong))
+        return wrong is None
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    rest = iter(words)
+    for word in rest:
+        path, equals, value = word.removeprefix("--").partition("=")
+        following = value if equals else next(rest, None)
+        if following is None:
+            raise ConfigError(Problem(shown(path), "no value given", f"write --{shown(path)} VALUE"))
+        pairs.append((path, following))
+    return pairs
+
+
+def _read_word(text: str) -> object:
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else read_scalar(text)
+
+
+def _set(tree: dict[str, Any], parts: list[str], value: object) -> None:
+    section = tree
+    for i, part in enumerate(parts[:-1]):
+        if section.get(part) is None:
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
+            raise ScalarError(f"{shown('.'.join(parts[: i + 1]))} is a value, not a section of keys")
+    if parts[-1] == "kind" and section.get("kind") != value and len(_locate(parts[:-1])[1]) > 1:
+        section.clear()
+    section[parts[-1]] = value
+
+
+def _explained(found: Any) -> Problem:
+    """One of pydantic's findings in our words."""
+    names, sections, parent = _locate(found["loc"])
+    path = reduce(joined, names, ROOT)
+    kind, given = found["type"], found["input"]
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        known = [field.name for field in fields(parent)]
+        return Problem(path, "unknown key", f"{did_you_mean(names[-1], known)}known here: {', '.join(known)}")
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        kinds = list(_kinds(sections))
+        given = given.get("kind") if isinstance(given, dict) else given
+        missing = "is missing" if kind == "union_tag_not_found" else f"cannot be {_quoted(given)}"
+        return Problem(f"{path}.kind", missing, f"{did_you_mean(str(given), kinds)}choose from {', '.join(kinds)}")
+    if kind == "literal_error":
+        return Problem(path, f"cannot be {_quoted(given)}", f"choose {found['ctx']['expected']}")
+    if kind in _WANTED:
+        quotes = isinstance(given, str) and not isinstance(_safely_read(given), str)
+        return Problem(path, f"must be {_WANTED[kind]}, not {_quoted(given)}", "remove the quotes" if quotes else "")
+    return Problem(path, found["msg"])
+
+
+def _quoted(given: object) -> str:
+    if given is None or isinstance(given, bool):
+        return json.dumps(given)
+    if isinstance(given, dict):
+        return "a section of keys"
+    return "a list" if isinstance(given, list) else shown(repr(given))
+
+
+def _safely_read(text: str) -> object:
+    try:
+        return read_scalar(text)
+    except ScalarError:
+        return text
+
+
+def _locate(loc: Sequence[str | int]) -> tuple[list[str], tuple[type, ...], type]:
+    """Names down to a place, the sections that may stand there, and the section around it.
+
+    Where a section is one of several kinds, pydantic puts the kind into the path; users never wrote it, so it goes.
+    """
+    names: list[str] = []
+    here: tuple[type, ...] = (RunConfig,)
+    parent: type = RunConfig
+    for part in loc:
+        if len(here) > 1 and part in _kinds(here):
+            here = (_kinds(here)[str(part)],)
+            continue
+        names.append(str(part))
+        if here:
+            parent = here[0]
+            here = _sections(get_type_hints(parent).get(str(part)))
+    return names, here, parent
+
+
+def _sections(hint: object) -> tuple[type, ...]:
+    """The dataclasses that a type hint allows."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return (hint,)
+    return tuple(section for part in get_args(hint) for section in _sections(part))
+
+
+def _kinds(sections: tuple[type, ...]) -> dict[str, type]:
+    """The name by which each section that has a `kind` is chosen."""
+    return {str(field.default): section for section in sections for field in fields(section) if field.name == "kind"}
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
