@@ -1,0 +1,135 @@
+"""The losses against their definition, written out with loops over sets, experts and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from tests.thread_ranks import CutTokens, on_threads
+from torch import Tensor
+
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.model.batch import Batch, TokenSets
+from moefold.model.moe.balance import BalanceLosses, balance_losses, update_expert_bias
+from moefold.model.moe.select import Choice
+from moefold.model.seams import WholeTokens
+
+EXPERTS, TOP_K, STEP_TOKENS = 6, 2, 60
+ALL_ON = BalanceConfig(microbatch=0.5, sequence=0.25, global_batch=2.0, device=3.0, device_groups=3, z=0.125)
+CONFIG = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, balance=ALL_ON)
+
+
+def batch_of(num_tokens: int = 20, sequences: int = 4, microbatches: int = 2) -> Batch:
+    token = torch.arange(num_tokens)
+    return Batch(token, token, token % (num_tokens // sequences), sequences, microbatches, 1, STEP_TOKENS, STEP_TOKENS)
+
+
+def draw(num_tokens: int = 20, by_experts: bool = False) -> tuple[Tensor, Choice]:
+    torch.manual_seed(3)
+    logits = torch.randn(num_tokens, EXPERTS, dtype=torch.float64, requires_grad=True)
+    if by_experts:
+        kept = torch.rand(num_tokens, EXPERTS) < 0.3
+        kept[:5] = False  # a sequence that no expert wants
+        return logits, Choice(torch.arange(EXPERTS).expand(num_tokens, EXPERTS), kept)
+    return logits, Choice(torch.rand(num_tokens, EXPERTS).argsort(1)[:, :TOP_K])
+
+
+def chosen_by(token: int, choice: Choice) -> list[int]:
+    experts = choice.expert_tK[token].tolist()
+    kept = [True] * len(experts) if choice.kept_tK is None else choice.kept_tK[token].tolist()
+    return [expert for expert, yes in zip(experts, kept, strict=True) if yes]
+
+
+def by_definition(p: Tensor, choice: Choice, sets: TokenSets, groups: list[list[int]], earlier: list[int]) -> Tensor:
+    """sum_s (n_s / n) sum_g (mean of f over g) * (sum of P over g), f_e = E c_e / (K n_s), P_e = mean of p_e."""
+    total = p.new_zeros(())
+    for token_set, size in enumerate(sets.sizes):
+        members = [token for token in range(p.shape[0]) if sets.set_of_token[token] == token_set]
+        counts = [earlier[e] + sum(e in chosen_by(token, choice) for token in members) for e in range(EXPERTS)]
+        if sum(counts) == 0:
+            continue
+        # K n_s is the number of all choices; with earlier microbatches n_s grows but only these tokens have gradients.
+        f = [EXPERTS * count / sum(counts) for count in counts]
+        mean_p = [sum(p[token, e] for token in members) / size for e in range(EXPERTS)]
+        for group in groups:
+            mean_f = sum(f[e] for e in group) / len(group)
+            total = total + size / STEP_TOKENS * mean_f * sum(mean_p[e] for e in group)
+    return total
+
+
+def expected(logits: Tensor, choice: Choice, batch: Batch, kind: str, earlier: Tensor | None) -> BalanceLosses:
+    scores = logits.exp() if kind == "softmax" else logits.sigmoid()
+    p = scores / scores.sum(1, keepdim=True)
+    alone, none = [[e] for e in range(EXPERTS)], [0] * EXPERTS
+    devices = [[0, 1], [2, 3], [4, 5]]
+    everything = TokenSets(torch.zeros(batch.num_tokens, dtype=torch.int64), (batch.num_tokens,))
+    z = sum(row.exp().sum().log() ** 2 for row in logits) / STEP_TOKENS
+    assert isinstance(z, Tensor)
+    return BalanceLosses(
+        ALL_ON.microbatch * by_definition(p, choice, batch.microbatches, alone, none),
+        ALL_ON.sequence * by_definition(p, choice, batch.sequences, alone, none),
+        ALL_ON.global_batch
+        * by_definition(p, choice, everything, alone, none if earlier is None else earlier.tolist()),
+        ALL_ON.device * by_definition(p, choice, batch.microbatches, devices, none),
+        ALL_ON.z * z,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_experts", "earlier"),
+    list(product(("softmax", "sigmoid"), (False, True), (None, torch.tensor([7, 0, 3, 1, 0, 9])))),
+)
+def test_losses_and_gradients_equal_the_definition(kind: str, by_experts: bool, earlier: Tensor | None) -> None:
+    config, batch = replace(CONFIG, router=RouterConfig(score=kind)), batch_of()  # type: ignore[arg-type]
+    logits, choice = draw(by_experts=by_experts)
+    ours = balance_losses(config, logits, choice, batch, WholeTokens(), earlier)
+    theirs = expected(logits, choice, batch, kind, earlier)
+    for name, a, b in zip(BalanceLosses._fields, ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+        (grad_a,), (grad_b,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (a, b))
+        torch.testing.assert_close(grad_a, grad_b, msg=lambda text, name=name: f"{name}, gradient: {text}")
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
+    """Seven tokens over eight ranks leave one with none."""
+    logits, choice = draw(7)
+    batch, earlier = batch_of(7, 1, 1), torch.tensor([7, 0, 3, 1, 0, 9])
+
+    def part(tokens: CutTokens) -> BalanceLosses:
+        mine = Choice(tokens.mine(choice.expert_tK))
+        first = tokens.rank == 0  # what came earlier happened to be all on the first rank
+        return balance_losses(CONFIG, tokens.mine(logits), mine, batch, tokens, earlier if first else earlier * 0)
+
+    whole = torch.stack(balance_losses(CONFIG, logits, choice, batch, WholeTokens(), earlier))
+    parts = torch.stack([torch.stack(losses) for losses in on_threads(7, world, part)]).sum(0)
+    torch.testing.assert_close(parts, whole)
+    grads = [torch.autograd.grad(losses, logits, torch.arange(5.0).double())[0] for losses in (parts, whole)]
+    torch.testing.assert_close(*grads)
+
+
+def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
+    class Silent(WholeTokens):
+        def sum_counts(self, counts: Tensor, reach: str) -> Tensor:
+            raise AssertionError("no loss, no exchange")
+
+    logits, choice = draw()
+    losses = balance_losses(replace(CONFIG, balance=BalanceConfig()), logits, choice, batch_of(), Silent(), None)
+    assert [loss.item() for loss in losses] == [0.0] * 5
+
+
+def test_an_even_load_costs_exactly_the_coefficient() -> None:
+    logits = torch.zeros(12, EXPERTS, dtype=torch.float64)
+    choice = Choice(torch.arange(24).view(12, 2) % EXPERTS)
+    batch = replace(batch_of(12, 1, 1), step_tokens=12)
+    losses = balance_losses(CONFIG, logits, choice, batch, WholeTokens(), None)
+    assert [round(loss.item(), 12) for loss in losses[:4]] == [0.5, 0.25, 2.0, 3.0]
+
+
+def test_the_bias_moves_against_the_load() -> None:
+    bias = torch.tensor([0.5, 0.0, -0.25, 0.0])
+    moved = update_expert_bias(bias, torch.tensor([10, 2, 6, 6]), 0.125)
+    assert moved.tolist() == [0.375, 0.125, -0.25, 0.0]
+    assert bias.tolist() == [0.5, 0.0, -0.25, 0.0]
