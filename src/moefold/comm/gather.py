@@ -22,6 +22,10 @@ from moefold.comm.group import Group
 
 Sizes = tuple[int, ...]
 
+# torch 2.13 renamed both and warns about the old names; 2.11 knows only those.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def gather_rows(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """All rows, for work that differs between ranks; backward adds gradients up and cuts them (reduce-scatter)."""
@@ -116,7 +120,7 @@ def _gather(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     mine = _padded(rows, max(sizes))
     group.ledger.record("all_gather", group.name, mine)
     everyone = mine.new_empty(group.size * max(sizes), *mine.shape[1:])
-    dist.all_gather_into_tensor(everyone, mine, group=group.handle)
+    _all_gather(everyone, mine, group=group.handle)
     return _strip(everyone, sizes)
 
 
@@ -126,7 +130,7 @@ def _reduce(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
         wide = torch.cat([_padded(part, max(sizes)) for part in wide.split(sizes)])
     group.ledger.record("reduce_scatter", group.name, wide)
     mine = wide.new_empty(max(sizes), *wide.shape[1:])
-    dist.reduce_scatter_tensor(mine, wide.contiguous(), group=group.handle)
+    _reduce_scatter(mine, wide.contiguous(), group=group.handle)
     return mine[: sizes[group.index]].to(partial.dtype)
 
 

@@ -1,0 +1,33 @@
+"""AdamW, with decay on matrices only.
+
+Norms, biases and sinks are scales and offsets: pulling them to zero changes what the model can say, not how big it is.
+Sharded and plain parameters are kept in groups of their own, because one fused update cannot mix the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from moefold.config.optim import OptimConfig
+
+UNDECAYED = frozenset({"norm", "bias", "sink"})
+
+
+def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -> optim.AdamW:
+    """``parameters`` come with their kind, as the blueprint names it."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter, kind in parameters:
+        groups.setdefault((kind not in UNDECAYED, isinstance(parameter, DTensor)), []).append(parameter)
+    return optim.AdamW(
+        [
+            {"params": members, "weight_decay": config.weight_decay if decayed else 0.0}
+            for (decayed, _), members in groups.items()
+        ],
+        lr=config.rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        foreach=True,
+    )

@@ -1,0 +1,31 @@
+"""One norm over all gradients, wherever their parts lie.
+
+Each rank adds up the squares of the parts it speaks for: of a part that several ranks repeat, exactly one speaks. One
+sum over all ranks then counts every element of the model once, across grids, stages and shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from moefold.comm.gather import sum_plain
+from moefold.comm.group import Group
+
+
+@torch.no_grad()
+def gradient_norm(spoken_for: Iterable[Tensor], world: Group) -> Tensor:
+    """The norm of the whole model's gradient, from the parts this rank speaks for."""
+    squares = [part.double().square().sum() for part in spoken_for]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    return sum_plain(total, world).sqrt()
+
+
+@torch.no_grad()
+def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, bound: float) -> None:
+    """Scale in place so that the norm is at most ``bound``; every rank computes the same factor."""
+    factor = (bound / norm).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))

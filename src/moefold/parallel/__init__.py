@@ -1,0 +1,1 @@
+"""A model written for one device becomes one rank's share of a parallel one."""

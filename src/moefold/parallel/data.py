@@ -1,0 +1,44 @@
+"""Sharded data parallelism on two grids: dense parameters over (dp, cp), experts over edp.
+
+Gradients are sums. The loss was divided once, by the global number of labels, so every reduction here is a plain sum:
+divide factor 1, forced sum. Groups of one rank are left out: a parameter with no peers stays a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
+
+from moefold.blueprint.sharding import shard_dim
+from moefold.comm.mesh import Groups
+from moefold.model.decoder import Decoder
+from moefold.parallel.placements import DATA_GROUPS
+
+
+def shard_over_data(model: Decoder, groups: Groups, device_type: str) -> None:
+    """Wrap experts, then blocks, then the rest; outer wraps leave alone what inner ones took."""
+    dense = groups.device_mesh(device_type, *DATA_GROUPS["attention"])
+    expert = groups.device_mesh(device_type, *DATA_GROUPS["expert"])
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    for module in experts:
+        _shard(module, expert, groups["expert_shard"].size, set())
+    loose = {parameter for module in experts for parameter in module.parameters()} if expert is None else set()
+    for module in (*model.layers, model):
+        _shard(module, dense, groups["dense_shard"].size, loose)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh | None, ways: int, loose: set[nn.Parameter]) -> None:
+    if mesh is not None:
+        fully_shard(module, mesh=mesh, shard_placement_fn=_placement(ways), ignored_params=loose)
+
+
+def _placement(ways: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(shard_dim(tuple(parameter.shape), ways))

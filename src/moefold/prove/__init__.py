@@ -1,0 +1,1 @@
+"""Does a layout compute what one process computes? Run both and compare everything."""

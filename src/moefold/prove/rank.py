@@ -1,0 +1,79 @@
+"""What one rank of a proof does: take its share, run one step, hold every number against the reference."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moefold.blueprint.parameters import buffers, parameters
+from moefold.comm.ledger import Ledger
+from moefold.comm.mesh import Groups
+from moefold.optim.adamw import adamw
+from moefold.parallel.apply import Share, take_share
+from moefold.parallel.placements import local_part
+from moefold.parallel.step import StepResult, count_step_labels, run_step
+from moefold.prove.batches import labels_of_rank, rank_batch
+from moefold.prove.cases import Case
+from moefold.prove.compare import Difference, difference
+from moefold.prove.replay import replay_choices
+from moefold.prove.start import busy_values
+
+_PATIENCE = timedelta(seconds=60)
+
+
+def compare_rank(case: Case, reference: Path, rank: int) -> dict[str, Any]:
+    """Differences by quantity, as plain JSON."""
+    expected = load_file(reference)
+    groups = Groups(case.layout, rank, Ledger(), _PATIENCE)
+    share = take_share(case.run, groups, torch.device("cpu"), busy_values)
+    kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
+    optimizer = adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), case.run.optim)
+    index = groups["dp"].index
+    labels = count_step_labels(labels_of_rank(case, index), groups)
+    batches = [rank_batch(case, wave, index, labels) for wave in range(case.num_waves)]
+    if case.run.precision.compute == "bfloat16":
+        replay_choices(share.model, expected, index, batches)
+    seen: dict[str, Difference] = {}
+
+    def look(gradients: dict[str, Tensor]) -> None:
+        seen.update(_parts(share, "gradient", gradients, expected))
+
+    result = run_step(share, optimizer, batches, look)
+    seen |= _parts(share, "parameter", dict(share.model.named_parameters()), expected)
+    seen |= _states(share, optimizer, expected)
+    seen |= _whole(share, result, expected, speaks=rank == 0)
+    return {name: [item.largest, item.squares, item.elements, item.speaks] for name, item in seen.items()}
+
+
+def _parts(share: Share, what: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Difference]:
+    """Compare each parameter-like tensor with the box of the reference that this rank holds."""
+    return {
+        f"{what}/{name}": difference(
+            local_part(tensor.detach()), expected[f"{what}/{name}"][share.held[name].box], share.held[name].speaks
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _states(share: Share, optimizer: Optimizer, expected: dict[str, Tensor]) -> dict[str, Difference]:
+    seen: dict[str, Difference] = {}
+    for what in ("exp_avg", "exp_avg_sq"):
+        states = {name: optimizer.state[parameter][what] for name, parameter in share.model.named_parameters()}
+        seen |= _parts(share, what, states, expected)
+    return seen
+
+
+def _whole(share: Share, result: StepResult, expected: dict[str, Tensor], speaks: bool) -> dict[str, Difference]:
+    """Numbers that every rank must hold in full."""
+    sums = result.sums
+    mine = {"loss": sums.loss, "norm": result.norm, "counts": sums.counts_LE, "dropped": sums.dropped}
+    mine |= {f"balance/{name}": value for name, value in sums.balance._asdict().items()}
+    state = dict(share.model.named_buffers())
+    mine |= {f"expert_bias/{spec.name}": state[spec.name] for spec in buffers(share.run.model)}
+    return {name: difference(value, expected[name], speaks) for name, value in mine.items()}

@@ -1,0 +1,64 @@
+"""Record which experts the reference chose, and let the ranks choose the same.
+
+In bfloat16 two layouts round activations differently, and a token whose two best experts score almost alike may go one
+way here and the other way there. That is not an error of the layout, yet it changes everything after it. So a proof in
+bfloat16 compares the arithmetic under equal choices; whether choices agree is what the float64 proof shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from moefold.model.batch import Batch
+from moefold.model.decoder import Decoder
+from moefold.model.moe.router import Router
+from moefold.model.moe.select import Choice, ReplaySelect, Selector
+from moefold.model.seams import TokenSeam
+
+
+def named_routers(model: Decoder) -> dict[str, Router]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+
+
+class _Recorder:
+    """Selects as ``inner`` does, and writes down what it chose."""
+
+    def __init__(self, inner: Selector, name: str, into: dict[str, Tensor]) -> None:
+        self.inner, self.name, self.into = inner, name, into
+
+    def select(
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
+    ) -> Choice:
+        choice = self.inner.select(logits_tE, scores_tE, bias_E, batch, tokens)
+        self.into[f"{self.name}/expert"] = choice.expert_tK.contiguous()
+        if choice.kept_tK is not None:
+            self.into[f"{self.name}/kept"] = choice.kept_tK.contiguous()
+        return choice
+
+
+@contextmanager
+def record_choices(model: Decoder) -> Iterator[dict[str, Tensor]]:
+    """The last choices of every router made inside the block."""
+    choices: dict[str, Tensor] = {}
+    routers = named_routers(model)
+    before = {name: router.selector for name, router in routers.items()}
+    for name, router in routers.items():
+        router.selector = _Recorder(router.selector, name, choices)
+    yield choices
+    for name, router in routers.items():
+        router.selector = before[name]
+
+
+def replay_choices(model: Decoder, recorded: dict[str, Tensor], dp_index: int, batches: Sequence[Batch]) -> None:
+    """Hand every router its part of the recorded choices; one wave only, so that there is one choice per router."""
+    (batch,) = batches
+    rows = slice(dp_index * batch.num_tokens, (dp_index + 1) * batch.num_tokens)
+    for name, router in named_routers(model).items():
+        kept = recorded.get(f"choice/{name}/kept")
+        mine = router.tokens.mine
+        router.selector = ReplaySelect(
+            Choice(mine(recorded[f"choice/{name}/expert"][rows]), None if kept is None else mine(kept[rows]))
+        )

@@ -1,0 +1,130 @@
+"""Prove one case: fork the reference, fork the ranks, and judge what came back."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from math import sqrt
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from moefold.comm.launch import fork_ranks
+from moefold.errors import RankError
+from moefold.prove.cases import Case
+from moefold.prove.compare import (
+    Difference,
+    Yardstick,
+    floors,
+    relative_error,
+    relative_norm_error,
+    uncovered,
+    yardstick,
+)
+from moefold.prove.rank import compare_rank
+from moefold.prove.reference import write_reference
+
+EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared quantity."""
+
+    quantity: str
+    error: float
+    tolerance: float
+    # Elements that no rank holds, or that two ranks count; any at all is a failure.
+    uncovered: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.tolerance and self.uncovered == 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All rows, worst first; ``failure`` is the error of a run that did not get to the end."""
+
+    case: Case
+    rows: tuple[Row, ...] = ()
+    facts: frozenset[str] = field(default_factory=frozenset)
+    failure: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.failure is None and bool(self.rows) and all(row.holds for row in self.rows)
+
+    @property
+    def worst(self) -> float:
+        return max((row.error for row in self.rows), default=float("inf"))
+
+    @property
+    def culprit(self) -> str:
+        """The quantity, or the error, that a failed proof is about."""
+        if self.failure is not None:
+            return self.failure.splitlines()[0]
+        return next((row.quantity for row in self.rows if not row.holds), "")
+
+
+def prove(case: Case, seconds: float = 120.0) -> Verdict:
+    """The one-process answer, then the parallel one, compared quantity by quantity."""
+    with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
+        path = Path(folder) / "reference.safetensors"
+        try:
+            fork_ranks(lambda _: write_reference(case, path), 1, seconds=seconds)
+            answers = fork_ranks(lambda rank: compare_rank(case, path, rank), case.world, seconds=seconds)
+        except RankError as error:
+            return Verdict(case, failure=str(error))
+        expected = load_file(path)
+    sizes = {name: yardstick(tensor) for name, tensor in expected.items() if not name.startswith("choice/")}
+    seen = {name: [Difference(*answer[name]) for answer in answers] for name in answers[0]}
+    rows = _judge(case, seen, sizes)
+    return Verdict(case, rows, facts_of(case, expected["counts"], int(expected["dropped"])))
+
+
+def _judge(case: Case, seen: dict[str, list[Difference]], sizes: dict[str, Yardstick]) -> tuple[Row, ...]:
+    exact = case.run.precision.compute != "bfloat16"
+    measure = relative_error if exact else relative_norm_error
+    floor = floors(sizes)
+    rows = [
+        Row(
+            name,
+            measure(seen[name], size, floor.get(name.partition("/")[0], 0.0)),
+            EXACT if exact else rounding_tolerance(case, name),
+            uncovered(seen[name], size),
+        )
+        for name, size in sizes.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.holds, -row.error / max(row.tolerance, 1e-300))))
+
+
+def rounding_tolerance(case: Case, quantity: str) -> float:
+    """How far two orders of the same bfloat16 arithmetic may drift apart, relative in norm.
+
+    Every stored activation is rounded to 8 bits, a relative error of at most u = 2**-9 in a random direction. About a
+    dozen tensors are rounded per layer on the way forward and twice as many on the way back, so a quantity has r = 36
+    roundings per layer behind it and their random sum is u * sqrt(r). Summing over n tokens keeps that relative error
+    while the terms agree and lets it grow when they cancel; cancellation down to the size of one term in sqrt(n)
+    is common and is allowed for by the fourth root of n. Twice that is the bound.
+    """
+    tokens = case.run.data.global_batch * case.run.data.seq_len
+    roundings = 36 * case.run.model.num_layers + 12
+    return 2 * 2**-9 * sqrt(roundings) * tokens**0.25
+
+
+def facts_of(case: Case, counts_ME: object, dropped: int) -> frozenset[str]:
+    """Odd things that really happened in this case, for the coverage table."""
+    facts = set()
+    tokens = case.run.data.micro_batch * case.run.data.seq_len
+    if tokens % case.run.parallel.tp:
+        facts.add("token counts that do not divide over tp")
+    if counts_ME.numel():
+        if (counts_ME == 0).any():
+            facts.add("an expert that receives no token")
+        per_rank = counts_ME.view(counts_ME.shape[0], case.run.parallel.ep, -1).sum(-1)
+        if (per_rank == 0).any():
+            facts.add("a rank that receives no token")
+    if dropped:
+        facts.add("tokens dropped")
+    return frozenset(facts)
