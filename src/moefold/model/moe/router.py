@@ -1,0 +1,71 @@
+"""Scores every token against every expert and says where it goes, with what weight.
+
+t tokens of this rank, D width, E experts, K choices per token.
+
+The choice is a decision and has no gradient; the router learns through the weights of the chosen experts and through
+the balance losses. It is computed in float32: rounded scores flip choices, and a flipped choice is not a small error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.config.moe import MoEConfig
+from moefold.dispatch.contract import Routing
+from moefold.model.batch import Batch
+from moefold.model.moe.balance import RoutingReport, balance_losses, count_choices
+from moefold.model.moe.select import CapacityDrop, Choice, Selector, build_selector
+from moefold.model.seams import TokenSeam
+from moefold.ops.topk import score
+
+
+class Router(nn.Module):
+    expert_bias: Tensor | None
+
+    def __init__(self, config: MoEConfig, width: int, tokens: TokenSeam, selector: Selector | None = None) -> None:
+        """``selector`` is the one the config names, unless another is given."""
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, width))
+        self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router.logit_bias else None
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts) if config.router.expert_bias else None)
+        self.bias_rate = config.router.bias_rate
+        self.tokens = tokens
+        self.selector = build_selector(config) if selector is None else selector
+        self.drop = None if config.capacity is None else CapacityDrop(config, config.capacity)
+
+    def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> tuple[Routing, RoutingReport]:
+        logits_tE = self._logits(x_tD)
+        scores_tE = score(logits_tE, self.config.router.score)
+        choice = self.selector.select(logits_tE.detach(), scores_tE.detach(), self.expert_bias, batch, self.tokens)
+        weight_tK = self._weights(logits_tE, scores_tE, choice)
+        kept_tK = choice.kept_tK
+        # A selector that says who is kept has seen to the capacities itself.
+        if self.drop is not None and kept_tK is None:
+            kept_tK = self.drop.kept(choice.expert_tK, scores_tE.detach(), batch, self.tokens)
+
+        routing = Routing(choice.expert_tK, weight_tK, kept_tK)
+        counts_E = count_choices(choice, self.config.num_experts)
+        dropped = counts_E.sum() - count_choices(routing, self.config.num_experts).sum()
+        losses = balance_losses(self.config, logits_tE, choice, batch, self.tokens, earlier_E)
+        return routing, RoutingReport(counts_E, dropped, losses)
+
+    def _logits(self, x_tD: Tensor) -> Tensor:
+        dtype = torch.promote_types(x_tD.dtype, torch.float32) if self.config.router.fp32 else x_tD.dtype
+        return F.linear(x_tD.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+    def _weights(self, logits_tE: Tensor, scores_tE: Tensor, choice: Choice) -> Tensor:
+        """What each chosen expert's answer counts for; dropping later does not change it."""
+        router = self.config.router
+        if router.score_when == "after_topk":
+            weight_tK = score(logits_tE.gather(1, choice.expert_tK), router.score)
+        else:
+            weight_tK = scores_tE.gather(1, choice.expert_tK)
+        if choice.kept_tK is not None:
+            weight_tK = weight_tK * choice.kept_tK
+        if router.normalize:
+            # The tiny term is for tokens that no expert chose.
+            weight_tK = weight_tK / (weight_tK.sum(-1, keepdim=True) + 1e-20)
+        return weight_tK * router.scale

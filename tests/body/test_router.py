@@ -1,0 +1,178 @@
+"""The router against a token-by-token one, written from the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.thread_ranks import CutTokens, on_threads
+from torch import Tensor
+
+from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.dispatch.contract import Routing
+from moefold.model.batch import Batch
+from moefold.model.moe.balance import RoutingReport
+from moefold.model.moe.router import Router
+from moefold.model.moe.select import Choice, ReplaySelect
+from moefold.model.seams import WholeTokens
+
+WIDTH = 5
+CONFIG = MoEConfig(num_experts=8, top_k=3)
+KINDS: dict[str, RouterConfig] = {
+    "mixtral": RouterConfig(score_when="after_topk"),
+    "qwen3": RouterConfig(normalize=True),
+    "olmoe": RouterConfig(),
+    "deepseek_v2": RouterConfig(num_groups=4, top_groups=2, scale=16.0),
+    "deepseek_v3": RouterConfig(
+        score="sigmoid", normalize=True, scale=2.5, num_groups=4, top_groups=2, group_score="top2_sum", expert_bias=True
+    ),
+    "gpt_oss": RouterConfig(score_when="after_topk", logit_bias=True),
+}
+
+
+def batch_of(num_tokens: int, shards: int = 1) -> Batch:
+    token = torch.arange(num_tokens)
+    return Batch(token, token, token, 1, 1, shards, num_tokens, num_tokens)
+
+
+def build(config: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
+    torch.manual_seed(0)
+    router = Router(config, WIDTH, WholeTokens())
+    for parameter in router.parameters():
+        torch.nn.init.normal_(parameter)
+    if router.expert_bias is not None:
+        router.expert_bias.normal_(std=0.2)
+    return router.to(dtype)
+
+
+def draw(num_tokens: int) -> Tensor:
+    torch.manual_seed(num_tokens)
+    return torch.randn(num_tokens, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+def one_token(x_D: Tensor, router: Router, config: MoEConfig) -> tuple[list[int], Tensor]:
+    rule = config.router
+    logits = torch.stack([x_D @ w for w in router.weight])
+    if router.bias is not None:
+        logits = logits + router.bias
+    scores = logits.exp() / logits.exp().sum() if rule.score == "softmax" else 1 / (1 + (-logits).exp())
+    rank = (logits if rule.score_when == "after_topk" else scores).tolist()
+    if router.expert_bias is not None:
+        rank = [v + b for v, b in zip(rank, router.expert_bias.tolist(), strict=True)]
+    size = len(rank) // rule.num_groups
+    groups = [list(range(g * size, g * size + size)) for g in range(rule.num_groups)]
+    best = 1 if rule.group_score == "max" else 2
+    groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:best]))
+    allowed = [e for group in groups[: rule.top_groups] for e in group]
+    chosen = sorted(allowed, key=lambda e: -rank[e])[: config.top_k]
+    if rule.score_when == "after_topk":
+        weight = logits[chosen].exp() / logits[chosen].exp().sum()
+    else:
+        weight = scores[chosen]
+    return chosen, (weight / weight.sum() if rule.normalize else weight) * rule.scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_routing_equals_token_by_token(kind: str) -> None:
+    config = replace(CONFIG, router=KINDS[kind])
+    router, x = build(config), draw(13)
+    routing, report = router(x, batch_of(13), None)
+    expected = [one_token(row, router, config) for row in x]
+    assert routing.expert_tK.tolist() == [experts for experts, _ in expected]
+    weight = torch.stack([w for _, w in expected])
+    torch.testing.assert_close(routing.weight_tK, weight)
+    inputs, upstream = (x, *router.parameters()), torch.randn_like(weight)
+    ours = torch.autograd.grad(routing.weight_tK, inputs, upstream)
+    torch.testing.assert_close(ours, torch.autograd.grad(weight, inputs, upstream))
+    assert report.counts_E.tolist() == routing.expert_tK.flatten().bincount(minlength=8).tolist()
+    assert (report.dropped.item(), routing.kept_tK) == (0, None)
+
+
+@pytest.mark.parametrize("kind", ["topk", "sinkhorn", "expert_choice", "balanced"])
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.5), CapacityConfig(factor=0.5, scope="local")])
+@pytest.mark.parametrize("world", [2, 8])
+def test_ranks_together_route_as_one(kind: Any, capacity: CapacityConfig | None, world: int) -> None:
+    balance = BalanceConfig(microbatch=1, sequence=1, global_batch=1, device=1, device_groups=2, z=1)
+    config = replace(CONFIG, router=RouterConfig(kind=kind, normalize=True), capacity=capacity, balance=balance)
+    x, batch, router = draw(7), batch_of(7, shards=world), build(config)
+    whole, report = router(x, batch, None)
+
+    def part(tokens: CutTokens) -> tuple[Routing, RoutingReport]:
+        copy = Router(config, WIDTH, tokens).double()
+        copy.load_state_dict(router.state_dict())
+        return copy(tokens.mine(x), batch, None)
+
+    parts = on_threads(7, world, part)
+    assert torch.equal(torch.cat([r.expert_tK for r, _ in parts]), whole.expert_tK)
+    torch.testing.assert_close(torch.cat([r.weight_tK for r, _ in parts]), whole.weight_tK)
+    if whole.kept_tK is not None:
+        assert torch.equal(torch.cat([r.kept_tK for r, _ in parts if r.kept_tK is not None]), whole.kept_tK)
+    assert torch.equal(torch.stack([p.counts_E for _, p in parts]).sum(0), report.counts_E)
+    assert sum(p.dropped.item() for _, p in parts) == report.dropped.item()
+    losses = torch.stack([torch.stack(p.losses) for _, p in parts]).sum(0)
+    torch.testing.assert_close(losses, torch.stack(report.losses))
+
+
+def test_expert_choice_gives_weight_only_where_it_took_the_token() -> None:
+    config = replace(
+        CONFIG, router=RouterConfig(kind="expert_choice", normalize=True), capacity=CapacityConfig(factor=0.4)
+    )
+    x = draw(40)
+    routing, report = build(config)(x, batch_of(40), None)
+    assert routing.kept_tK is not None
+    assert torch.equal(routing.weight_tK > 0, routing.kept_tK)
+    taken = routing.kept_tK.any(1)
+    assert not taken.all(), "the case needs a token that nobody wants"
+    torch.testing.assert_close(routing.weight_tK.sum(1), taken.double())
+    assert report.counts_E.tolist() == [6] * 8
+    routing.weight_tK.masked_select(routing.kept_tK).square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_dropping_leaves_counts_and_weights_alone() -> None:
+    x, batch = draw(30), batch_of(30)
+    free, free_report = build(CONFIG)(x, batch, None)
+    tight, report = build(replace(CONFIG, capacity=CapacityConfig(factor=0.5)))(x, batch, None)
+    assert torch.equal(tight.weight_tK, free.weight_tK)
+    assert torch.equal(report.counts_E, free_report.counts_E)
+    assert tight.kept_tK is not None
+    assert report.dropped.item() == (~tight.kept_tK).sum().item() > 0
+
+
+@pytest.mark.parametrize(("fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_number_formats(fp32: bool, expected: torch.dtype) -> None:
+    router = build(replace(CONFIG, router=RouterConfig(fp32=fp32)), dtype=torch.float32)
+    routing, _ = router(draw(4).bfloat16(), batch_of(4), None)
+    assert routing.weight_tK.dtype == expected
+
+
+def test_recorded_choices_are_repeated_with_fresh_weights() -> None:
+    x, batch = draw(9), batch_of(9)
+    router = build(CONFIG)
+    first, _ = router(x, batch, None)
+    router.selector = ReplaySelect(Choice(first.expert_tK))
+    with torch.no_grad():
+        router.weight.neg_()
+    again, report = router(x, batch, None)
+    assert torch.equal(again.expert_tK, first.expert_tK)
+    assert not torch.equal(again.weight_tK, first.weight_tK)
+    assert report.counts_E.sum().item() == 27
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_tokens_takes_part_in_backward(kind: str) -> None:
+    balance = BalanceConfig(microbatch=1, sequence=1, global_batch=1, device=1, device_groups=2, z=1)
+    config = replace(CONFIG, router=KINDS[kind], balance=balance, capacity=CapacityConfig(scope="local"))
+    router = build(config)
+
+    class LastOfThree(WholeTokens):
+        def mine(self, x_T: Tensor) -> Tensor:
+            return x_T[:0]
+
+    router.tokens = LastOfThree()
+    routing, report = router(draw(2)[:0], batch_of(2, shards=3), None)
+    (routing.weight_tK.sum() + sum(report.losses)).backward()
+    assert routing.expert_tK.shape == (0, 3)
+    assert all(p.grad is not None and (p.grad == 0).all() for p in router.parameters())

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.thread_ranks import CutTokens, on_threads
+from torch import Tensor
+
+from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
+from moefold.model.batch import Batch
+from moefold.model.moe.select import SELECTORS, CapacityDrop, Choice, ReplaySelect, TopK, build_selector
+from moefold.model.seams import WholeTokens
+from moefold.ops.capacity import capacity_of
+
+CONFIG = MoEConfig(num_experts=8, top_k=2)
+
+
+def batch_of(num_tokens: int, microbatches: int = 1, shards: int = 1) -> Batch:
+    token = torch.arange(num_tokens)
+    return Batch(token, token, token, microbatches, microbatches, shards, num_tokens, num_tokens)
+
+
+def draw(num_tokens: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(num_tokens)
+    logits = torch.randn(num_tokens, 8, dtype=torch.float64)
+    return logits, logits.softmax(-1)
+
+
+def choose(config: MoEConfig, num_tokens: int = 11, bias: Tensor | None = None) -> tuple[Tensor, list[list[int]]]:
+    logits, scores = draw(num_tokens)
+    choice = build_selector(config).select(logits, scores, bias, batch_of(num_tokens), WholeTokens())
+    return scores, choice.expert_tK.tolist()
+
+
+def test_the_bias_shifts_choices() -> None:
+    bias = torch.tensor([0.0, 0, 0, 10, 0, 0, -10, 0])
+    _, chosen = choose(CONFIG, bias=bias)
+    assert all(experts[0] == 3 and 6 not in experts for experts in chosen)
+
+
+def test_groups_limit_the_choice() -> None:
+    router = RouterConfig(num_groups=4, top_groups=1, group_score="top2_sum")
+    scores, chosen = choose(replace(CONFIG, router=router))
+    for row, experts in zip(scores, chosen, strict=True):
+        best = row.view(4, 2).sum(1).argmax().item()
+        assert {expert // 2 for expert in experts} == {best}
+
+
+def test_choosing_on_logits_or_scores() -> None:
+    """The same without a bias; with one, it is added to what is compared."""
+    logits, scores = draw(11)
+    bias = torch.linspace(-0.3, 0.3, 8, dtype=torch.float64)
+    for when, values in (("before_topk", scores), ("after_topk", logits)):
+        config = replace(CONFIG, router=RouterConfig(score_when=when))  # type: ignore[arg-type]
+        choice = TopK(config).select(logits, scores, bias, batch_of(11), WholeTokens())
+        assert torch.equal(choice.expert_tK, (values + bias).topk(2).indices)
+
+
+def test_sinkhorn_chooses_more_evenly_than_topk() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, 8, dtype=torch.float64) + torch.linspace(0, 3, 8)
+    spread = {}
+    for kind in ("topk", "sinkhorn"):
+        selector = build_selector(replace(CONFIG, router=RouterConfig(kind=kind)))  # type: ignore[arg-type]
+        expert = selector.select(logits, logits.softmax(-1), None, batch_of(64, 2), WholeTokens()).expert_tK
+        spread[kind] = expert.flatten().bincount(minlength=8).max().item()
+    assert spread["sinkhorn"] < 24 < spread["topk"]
+
+
+@pytest.mark.parametrize("capacity", [None, CapacityConfig(factor=0.5)])
+def test_every_expert_chooses_its_capacity_in_every_microbatch(capacity: CapacityConfig | None) -> None:
+    config = replace(CONFIG, router=RouterConfig(kind="expert_choice"), capacity=capacity)
+    logits, scores = draw(22)
+    choice = build_selector(config).select(logits, scores, None, batch_of(22, 2), WholeTokens())
+    assert choice.kept_tK is not None
+    taken = capacity_of(11, 0.5 if capacity else 1.0, 2, 8)
+    assert (choice.kept_tK.view(2, 11, 8).sum(1) == taken).all()
+
+
+def test_replay_repeats() -> None:
+    choice = Choice(torch.zeros(3, 2, dtype=torch.int64))
+    assert ReplaySelect(choice).select(*draw(3), None, batch_of(3), WholeTokens()) is choice
+
+
+@pytest.mark.parametrize("kind", SELECTORS)
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_no_cut_changes_a_choice(kind: Any, world: int) -> None:
+    """Seven tokens: uneven shares, and none for the last of eight."""
+    selector = build_selector(replace(CONFIG, router=RouterConfig(kind=kind)))
+    logits, scores = draw(7)
+    whole = selector.select(logits, scores, None, batch_of(7), WholeTokens())
+
+    def part(tokens: CutTokens) -> Choice:
+        return selector.select(tokens.mine(logits), tokens.mine(scores), None, batch_of(7), tokens)
+
+    parts = on_threads(7, world, part)
+    assert torch.equal(torch.cat([choice.expert_tK for choice in parts]), whole.expert_tK)
+    if whole.kept_tK is not None:
+        assert torch.equal(torch.cat([c.kept_tK for c in parts if c.kept_tK is not None]), whole.kept_tK)
+
+
+@pytest.mark.parametrize("scope", ["full", "local"])
+@pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_no_cut_changes_who_is_dropped(scope: Any, drop: Any, world: int) -> None:
+    """A shard's own capacity depends on the shards; the one-process reference is told them and drops alike."""
+    capacity = CapacityConfig(factor=0.5, scope=scope, drop=drop)
+    dropper, (_, scores) = CapacityDrop(CONFIG, capacity), draw(27)
+    expert = scores.topk(2).indices
+    batch = batch_of(27, shards=world)
+    whole = dropper.kept(expert, scores, batch, WholeTokens())
+    parts = on_threads(27, world, lambda t: dropper.kept(t.mine(expert), t.mine(scores), batch, t))
+    assert torch.equal(torch.cat(list(parts)), whole)
+    assert not whole.all()
+
+
+def test_microbatches_side_by_side_drop_as_they_would_alone() -> None:
+    dropper, (_, scores) = CapacityDrop(CONFIG, CapacityConfig(factor=0.75)), draw(26)
+    expert = scores.topk(2).indices
+    together = dropper.kept(expert, scores, batch_of(26, 2), WholeTokens())
+    alone = [
+        dropper.kept(e, s, batch_of(13), WholeTokens()) for e, s in zip(expert.split(13), scores.split(13), strict=True)
+    ]
+    assert torch.equal(together, torch.cat(alone))
