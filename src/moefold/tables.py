@@ -1,15 +1,17 @@
 """Tables for every printed report, as plain text for a terminal and as Markdown for a page.
 
-Cells are text; whoever fills the table has already formatted its numbers. A column in which every filled cell starts
-with a digit or a sign is a column of numbers and is aligned on the right.
+Cells are text; whoever fills the table has already formatted its numbers. A column in which every filled cell is a
+number, perhaps with a unit, is aligned on the right.
 """
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 
 GAP = "  "
+_NUMBER = re.compile(r"[-+<>~= ]*[0-9][0-9.,_]*([eE][-+]?[0-9]+)?( ?[A-Za-z%/]{1,7})?")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -38,7 +40,7 @@ def _as_text(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[li
 
 def _holds_numbers(column: Sequence[str]) -> bool:
     filled = [cell for cell in column if cell not in ("", "-")]
-    return bool(filled) and all(cell.lstrip("+-<>~=").strip()[:1].isdigit() for cell in filled)
+    return bool(filled) and all(_NUMBER.fullmatch(cell) for cell in filled)
 
 
 def _pad(cell: str, width: int, to_right: bool) -> str:
