@@ -16,7 +16,7 @@ from moefold.config.run import RunConfig
 
 
 def deepseek_v2_lite() -> RunConfig:
-    """15.7 B parameters, 2.7 B of them used by a token; queries without a latent, plain softmax weights."""
+    """Queries without a latent, two shared experts, plain softmax weights."""
     return RunConfig(
         name="deepseek_v2_lite",
         model=ModelConfig(
@@ -36,7 +36,7 @@ def deepseek_v2_lite() -> RunConfig:
 
 
 def deepseek_v2_lite_proxy() -> RunConfig:
-    """Two shared experts in one, one dense layer first."""
+    """V2-Lite's shape: two shared experts in one, one dense layer first."""
     return RunConfig(
         name="deepseek_v2_lite_proxy",
         model=ModelConfig(
@@ -53,7 +53,7 @@ def deepseek_v2_lite_proxy() -> RunConfig:
 
 
 def deepseek_v3() -> RunConfig:
-    """671 B parameters, 37.6 B of them used by a token; the pipeline and expert sizes of DeepSeek's own run."""
+    """256 experts in eight groups, three dense layers; pp and ep as in DeepSeek's own run."""
     return RunConfig(
         name="deepseek_v3",
         model=v3_shape(
@@ -77,7 +77,7 @@ def deepseek_v3() -> RunConfig:
 
 
 def deepseek_v3_proxy() -> RunConfig:
-    """Half of the expert groups are open to a token, as in V3."""
+    """V3's shape: half of the expert groups are open to a token."""
     return RunConfig(
         name="deepseek_v3_proxy",
         model=v3_shape(

@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def gpt_oss_20b() -> RunConfig:
-    """20.9 B parameters, 4.2 B of them used by a token."""
+    """24 layers of 32 experts, four chosen."""
     return RunConfig(
         name="gpt_oss_20b",
         model=_full_size(layers=24, experts=32),
@@ -23,7 +23,7 @@ def gpt_oss_20b() -> RunConfig:
 
 
 def gpt_oss_120b() -> RunConfig:
-    """116.8 B parameters, 5.7 B of them used by a token."""
+    """36 layers of 128 experts, four chosen."""
     return RunConfig(
         name="gpt_oss_120b",
         model=_full_size(layers=36, experts=128),
@@ -34,7 +34,7 @@ def gpt_oss_120b() -> RunConfig:
 
 
 def gpt_oss_20b_proxy() -> RunConfig:
-    """A window shorter than the proxy's sequences, in layers 0 and 2."""
+    """gpt-oss's shape: a window shorter than the sequences, in layers 0 and 2."""
     return RunConfig(name="gpt_oss_20b_proxy", model=_proxy_size(experts=8))
 
 

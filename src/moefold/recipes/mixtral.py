@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def mixtral_8x7b() -> RunConfig:
-    """46.7 B parameters, 12.9 B of them used by a token."""
+    """Four query heads per key/value head; experts three and a half times as wide as the model."""
     return RunConfig(
         name="mixtral_8x7b",
         model=_mixtral(
@@ -29,7 +29,7 @@ def mixtral_8x7b() -> RunConfig:
 
 
 def mixtral_8x22b() -> RunConfig:
-    """140.6 B parameters, 39.2 B of them used by a token; the first release's vocabulary of 32,000."""
+    """Six query heads per key/value head; the first release's vocabulary of 32,000."""
     return RunConfig(
         name="mixtral_8x22b",
         model=_mixtral(
@@ -46,7 +46,7 @@ def mixtral_8x22b() -> RunConfig:
 
 
 def mixtral_8x7b_proxy() -> RunConfig:
-    """Four query heads per key/value head, as in 8x7B."""
+    """8x7B's shape: four query heads per key/value head."""
     return RunConfig(
         name="mixtral_8x7b_proxy",
         model=_mixtral(
@@ -60,7 +60,7 @@ def mixtral_8x7b_proxy() -> RunConfig:
 
 
 def mixtral_8x22b_proxy() -> RunConfig:
-    """Six query heads per key/value head, as in 8x22B."""
+    """8x22B's shape: six query heads per key/value head."""
     return RunConfig(
         name="mixtral_8x22b_proxy",
         model=_mixtral(

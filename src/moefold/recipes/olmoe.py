@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def olmoe_1b_7b() -> RunConfig:
-    """6.9 B parameters, 1.3 B of them used by a token."""
+    """Sixteen heads without grouping, an eighth of 64 experts chosen."""
     return RunConfig(
         name="olmoe_1b_7b",
         model=_olmoe(vocab=50_304, width=2048, layers=16, heads=16, experts=64, top_k=8, expert_width=1024),
@@ -23,7 +23,7 @@ def olmoe_1b_7b() -> RunConfig:
 
 
 def olmoe_1b_7b_proxy() -> RunConfig:
-    """One key/value head per query head, an eighth of the experts chosen."""
+    """OLMoE's shape: one key/value head per query head, an eighth of the experts chosen."""
     return RunConfig(
         name="olmoe_1b_7b_proxy",
         model=_olmoe(vocab=256, width=64, layers=2, heads=4, experts=16, top_k=2, expert_width=40),

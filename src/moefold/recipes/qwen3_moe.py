@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """30.5 B parameters, 3.4 B of them used by a token."""
+    """128 experts, eight chosen; eight query heads per key/value head."""
     return RunConfig(
         name="qwen3_30b_a3b",
         model=_qwen3(
@@ -32,7 +32,7 @@ def qwen3_30b_a3b() -> RunConfig:
 
 
 def qwen3_235b_a22b() -> RunConfig:
-    """235 B parameters, 22 B of them used by a token."""
+    """The same number of experts, twice as wide; sixteen query heads per key/value head."""
     return RunConfig(
         name="qwen3_235b_a22b",
         model=_qwen3(
@@ -52,7 +52,7 @@ def qwen3_235b_a22b() -> RunConfig:
 
 
 def qwen3_30b_a3b_proxy() -> RunConfig:
-    """Eight query heads per key/value head, and heads that together are wider than the model."""
+    """30B-A3B's shape: heads that together are wider than the model."""
     return RunConfig(
         name="qwen3_30b_a3b_proxy",
         model=_qwen3(
@@ -69,7 +69,7 @@ def qwen3_30b_a3b_proxy() -> RunConfig:
 
 
 def qwen3_235b_a22b_proxy() -> RunConfig:
-    """Sixteen query heads per key/value head."""
+    """235B-A22B's shape: sixteen query heads per key/value head."""
     return RunConfig(
         name="qwen3_235b_a22b_proxy",
         model=_qwen3(

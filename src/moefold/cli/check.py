@@ -1,0 +1,155 @@
+"""`moefold check`: every problem of a run, or, when there is none, how large the run is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from moefold.blueprint.counts import Counts, active_size, count_parameters
+from moefold.blueprint.held import RankShare, largest_share
+from moefold.blueprint.parameters import buffers, layer_parameters
+from moefold.checks.precision import BYTES
+from moefold.checks.run_all import problems
+from moefold.cli.run_argument import add_run_argument, find_run
+from moefold.config.model import ModelConfig
+from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.recipes.catalog import RECIPES
+from moefold.tables import text_table
+from moefold.topology.layout import fold
+from moefold.units import format_bytes, format_count
+
+EXAMPLES = """examples:
+  moefold check deepseek_v3
+  moefold check mixtral_8x7b --world 64 --parallel.ep 4 --parallel.etp 2
+  moefold check my_run.yaml --world 512 --json
+  moefold check --list
+
+exits with 0 when there is no problem, 1 when there is one, 2 when the command cannot be understood"""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="list every problem of a run, or its parameters when there is none",
+        description="List every problem of a run, or, when there is none, how large it is.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_run_argument(parser, optional=True)
+    parser.add_argument("--world", type=int, metavar="N", help="number of ranks: also check that the layout folds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--list", action="store_true", help="list the recipes with their sizes")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        return list_recipes(args.json)
+    if args.name is None:
+        raise MoefoldError("which run? name a recipe or a YAML file; `moefold check --list` shows the recipes")
+    return check(args.name, args.changes, args.world, args.json)
+
+
+def check(name: str, changes: list[str], world: int | None, as_json: bool) -> int:
+    """Print the answer about one run and return the exit code."""
+    try:
+        run = find_run(name, changes)
+    except ConfigError as error:
+        return _report_problems(name, list(error.problems), as_json)
+    found = problems(run, world)
+    if found:
+        return _report_problems(run.name, found, as_json)
+    share = largest_share(run.model, fold(run.parallel, world)) if world is not None else None
+    print(json.dumps(_as_dict(run, world, share), indent=2) if as_json else "\n\n".join(_report(run, world, share)))
+    return 0
+
+
+def list_recipes(as_json: bool) -> int:
+    counts = {name: count_parameters(make().model) for name, make in RECIPES.items()}
+    if as_json:
+        print(json.dumps({name: {"total": c.total, "active": c.active} for name, c in counts.items()}, indent=2))
+        return 0
+    rows = [
+        (name, format_count(count.total), format_count(count.active), (RECIPES[name].__doc__ or "").splitlines()[0])
+        for name, count in counts.items()
+    ]
+    print(text_table(("recipe", "total", "active", "about"), rows))
+    return 0
+
+
+def _report_problems(name: str, found: list[Problem], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({"run": name, "problems": [asdict(problem) for problem in found]}, indent=2))
+        return 1
+    for problem in found:
+        print(f"{problem.path}: {problem.message}" + (f"\n    fix: {problem.fix}" if problem.fix else ""))
+    print(f"{name}: {len(found)} problem{'s' if len(found) > 1 else ''}")
+    return 1
+
+
+def _report(run: RunConfig, world: int | None, share: RankShare | None) -> Iterator[str]:
+    counts = count_parameters(run.model)
+    yield f"{run.name}: no problems"
+    yield _sizes_table(run, counts)
+    kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
+    yield text_table(("kind", "parameters", "share"), [(kind, f"{n:,}", _percent(n, counts)) for kind, n in kinds])
+    yield text_table(("layers", "feed-forward", "parameters of each", "active"), list(_layer_rows(run.model)))
+    if share is not None:
+        yield _share_table(run, world, share)
+
+
+def _sizes_table(run: RunConfig, counts: Counts) -> str:
+    rows = [
+        ("total", counts.total, "every trained parameter"),
+        ("active", counts.active, "used by one token: all but the experts it does not choose"),
+        ("experts", counts.experts, f"routed experts, {_percent(counts.experts, counts)} of the total"),
+        ("total, matrices", counts.matrices, "without norms, biases and sinks, as published tables count"),
+        ("active, matrices", counts.active_matrices, "the same of what a token uses"),
+    ]
+    table = text_table(
+        ("parameters", "exactly", "about", "what"), [(a, f"{n:,}", format_count(n), b) for a, n, b in rows]
+    )
+    weight = format_bytes(counts.total * BYTES[run.precision.params])
+    bias = sum(spec.size for spec in buffers(run.model))
+    untrained = f"; beside them {bias:,} entries of the loss-free bias, which is not trained" if bias else ""
+    return f"{table}\n\n{weight} in {run.precision.params}{untrained}"
+
+
+def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
+    """One row for the dense layers and one for the mixtures: within each, all layers are alike."""
+    first_moe = min(model.num_dense_layers, model.num_layers) if model.moe is not None else model.num_layers
+    for first, end, kind in ((0, first_moe, "dense"), (first_moe, model.num_layers, "mixture")):
+        if first < end:
+            specs = list(layer_parameters(model, first))
+            total, active = sum(s.size for s in specs), sum(active_size(s, model) for s in specs)
+            yield (f"{first}-{end - 1}" if end - first > 1 else f"{first}", kind, f"{total:,}", f"{active:,}")
+
+
+def _share_table(run: RunConfig, world: int | None, share: RankShare) -> str:
+    rows = [
+        (what, f"{n:,}", format_count(n), format_bytes(n * BYTES[run.precision.params]))
+        for what, n in (("after tp, ep, etp, pp", share.computed), ("at rest, data sharded", share.at_rest))
+    ]
+    stage = f", a rank of stage {share.stage}" if run.parallel.pp > 1 else ""
+    return text_table((f"largest of {world:,} ranks{stage}", "parameters", "about", run.precision.params), rows)
+
+
+def _percent(part: int, counts: Counts) -> str:
+    return f"{100 * part / counts.total:.2f} %"
+
+
+def _as_dict(run: RunConfig, world: int | None, share: RankShare | None) -> dict[str, object]:
+    counts = count_parameters(run.model)
+    return {
+        "run": run.name,
+        "problems": [],
+        "parameters": asdict(counts),
+        "buffers": sum(spec.size for spec in buffers(run.model)),
+        "bytes": {run.precision.params: counts.total * BYTES[run.precision.params]},
+        "world": world,
+        "largest_rank": asdict(share) if share else None,
+    }

@@ -1,0 +1,57 @@
+"""What every verb about a run shares: RUN is a recipe's name or a YAML file, and dotted options change it.
+
+moefold check deepseek_v3 --parallel.ep 32 --data.micro_batch=2
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moefold.config.load import load_run, override
+from moefold.config.run import RunConfig
+from moefold.recipes.catalog import recipe
+
+RUN_HELP = "a recipe's name (see `moefold check --list`) or the path of a YAML file"
+
+
+def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Declares RUN (`args.name`) and lets dotted options through (`args.changes`)."""
+    parser.add_argument("name", nargs="?" if optional else None, metavar="RUN", help=RUN_HELP)
+    note = "Any key of the run can be changed: --parallel.ep 8 --model.num_layers 4"
+    parser.description = f"{parser.description} {note}" if parser.description else note
+    parse = parser.parse_known_args
+
+    # Which dotted keys exist depends on the run, and `override` explains a wrong one better than argparse could. They
+    # are taken out before argparse looks, or it would take their values for RUN.
+    def without_changes(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        words, changes = split_changes(args or ())
+        found, rest = parse(words, namespace)
+        found.changes = changes
+        return found, rest
+
+    parser.parse_known_args = without_changes  # type: ignore[method-assign, assignment]
+
+
+def split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Other words, and `--dotted.key VALUE` or `--dotted.key=VALUE` pairs."""
+    others: list[str] = []
+    changes: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        key, equals, _ = word.partition("=")
+        if not (key.startswith("--") and "." in key):
+            others.append(word)
+            continue
+        changes.append(word)
+        if not equals:
+            changes += [value for value in (next(rest, None),) if value is not None]
+    return others, changes
+
+
+def find_run(name: str, changes: Sequence[str] = ()) -> RunConfig:
+    is_file = Path(name).suffix in (".yaml", ".yml") or "/" in name
+    run = load_run(name) if is_file else recipe(name)
+    return override(run, changes) if changes else run

@@ -1,0 +1,117 @@
+"""`moefold check` as a user meets it: text, JSON, exit codes, and an answer within a second."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moefold.blueprint.held import by_stage, largest_share
+from moefold.blueprint.parameters import parameters
+from moefold.cli.main import main
+from moefold.cli.run_argument import split_changes
+from moefold.config.load import dump_run
+from moefold.config.parallel import ParallelConfig
+from moefold.recipes.catalog import RECIPES, recipe
+from moefold.topology.layout import fold
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_sizes_are_exact(capsys: Output) -> None:
+    assert main(["check", "deepseek_v3"]) == 0
+    printed = capsys.readouterr().out
+    for number in ("671,026,404,352", "37,552,282,624", "671,025,397,760", "37,551,276,032", "671.0B", "14,848"):
+        assert number in printed
+
+
+def test_json_with_a_world(capsys: Output) -> None:
+    assert main(["check", "deepseek_v3", "--world", "1024", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == [] and told["parameters"]["total"] == 671_026_404_352
+    assert 0 < told["largest_rank"]["at_rest"] < told["largest_rank"]["computed"] < 2e9
+
+
+def test_problems_come_with_paths_and_fixes(capsys: Output) -> None:
+    assert main(["check", "--parallel.ep", "3", "debug_tiny", "--model.moe.top_k=9"]) == 1
+    printed = capsys.readouterr().out
+    assert "parallel.ep: 8 experts do not divide over ep=3\n    fix: use 1, 2, 4 or 8" in printed
+    assert "model.moe.top_k" in printed and "2 problems" in printed
+
+
+def test_problems_as_json(capsys: Output) -> None:
+    assert main(["check", "debug_tiny", "--json", "--parallel.epp", "2"]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["path"] == "parallel.epp" and "'ep'" in problem["fix"]
+
+
+def test_a_yaml_file(tmp_path: Path, capsys: Output) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(dump_run(recipe("kimi_k2_proxy")))
+    assert main(["check", str(path)]) == 0
+    path.write_text("model: {widht: 3}")
+    assert main(["check", str(path)]) == 1
+    assert "did you mean 'width'?" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["deepsek_v3"], ["--world", "8"]])
+def test_wrong_usage(words: list[str], capsys: Output) -> None:
+    assert main(["check", *words]) == 2
+    assert capsys.readouterr().err
+
+
+def test_unknown_recipes_are_guessed(capsys: Output) -> None:
+    main(["check", "deepsek_v3"])
+    assert "did you mean 'deepseek_v3'?" in capsys.readouterr().err
+
+
+def test_names_as_written_elsewhere() -> None:
+    assert recipe("DeepSeek-V3") == recipe("deepseek_v3")
+
+
+def test_the_list_has_every_recipe(capsys: Output) -> None:
+    assert main(["check", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_named_as_listed(name: str) -> None:
+    assert RECIPES[name]().name == name and RECIPES[name].__doc__
+
+
+def test_cold_start_is_quick_and_without_torch() -> None:
+    code = "import sys; from moefold.cli.main import main; code = main(['check', 'deepseek_v3', '--world', '2048']);"
+    code += "assert 'torch' not in sys.modules; sys.exit(code)"
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        took.append(time.perf_counter() - started)
+    assert min(took) < 1.0
+
+
+def test_changes_are_taken_out_wherever_they_stand() -> None:
+    words, changes = split_changes(["--a.b", "1", "RUN", "--c.d=2", "--world", "8", "--e.f"])
+    assert words == ["RUN", "--world", "8"]
+    assert changes == ["--a.b", "1", "--c.d=2", "--e.f"]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", ["deepseek_v3_proxy", "gpt_oss_20b_proxy"])
+def test_stages_hold_every_parameter_once(name: str, stages: int) -> None:
+    model = recipe(name).model
+    dealt = [spec for specs in by_stage(model, stages) for spec in specs]
+    assert sorted(spec.name for spec in dealt) == sorted(spec.name for spec in parameters(model))
+
+
+def test_the_largest_share_of_one_rank_is_everything() -> None:
+    model = recipe("mixtral_8x7b_proxy").model
+    share = largest_share(model, fold(ParallelConfig(), 1))
+    assert share.computed == share.at_rest == sum(spec.size for spec in parameters(model))
+    halves = largest_share(model, fold(ParallelConfig(ep=2), 2))
+    assert halves.computed < share.computed and halves.at_rest * 2 == share.at_rest
