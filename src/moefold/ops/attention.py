@@ -28,10 +28,10 @@ def attend(
     q, k, v = (_by_head(x, num_sequences) for x in (q_THd, k_TGd, v_TGv))
     length, value_dim = q.shape[2], v.shape[-1]
     mask = None
-    if sinks_H is not None or (window is not None and window < length):
-        mask = visible(length, window, q.device)
     if sinks_H is not None:
-        q, k, v, mask = _with_sink_key(q, k, v, mask, sinks_H / scale)
+        q, k, v, mask = _with_sink_key(q, k, v, visible(length, window, q.device), sinks_H / scale)
+    elif window is not None and window < length:
+        mask = visible(length, window, q.device)
     # The fused kernels want one width for keys and values; zeros in the value change nothing.
     v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
     gqa = q.shape[1] != k.shape[1]

@@ -1,0 +1,88 @@
+"""One transformer layer: attention, then a dense or a routed feed-forward, each on top of what came in.
+
+t tokens of this rank, D width, E experts.
+
+A block's forward is its list of phases. What a mixture of experts does between its phases travels in the carry, next to
+the stream that its answer will be added to.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.attention.mla import LatentAttention
+from moefold.model.batch import Batch
+from moefold.model.feed_forward import FeedForward
+from moefold.model.moe.balance import RoutingReport
+from moefold.model.moe.layer import MoELayer
+from moefold.model.norm import RMSNorm
+from moefold.model.phase import Lane, Phase, run_in_order
+
+
+class BlockOutput(NamedTuple):
+    x_tD: Tensor
+    report: RoutingReport | None
+
+
+class Underway(NamedTuple):
+    """Between two phases of a mixture: the stream that waits, and what the mixture hands itself."""
+
+    x_tD: Tensor
+    inner: Any
+
+
+class Block(nn.Module):
+    def __init__(
+        self,
+        attention_norm: RMSNorm,
+        attention: GroupedQueryAttention | LatentAttention,
+        feed_forward_norm: RMSNorm,
+        feed_forward: FeedForward | MoELayer,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.feed_forward_norm = feed_forward_norm
+        self.feed_forward = feed_forward
+
+    @property
+    def is_moe(self) -> bool:
+        return isinstance(self.feed_forward, MoELayer)
+
+    def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> BlockOutput:
+        output: BlockOutput = run_in_order(self.phases(batch, earlier_E), x_tD)
+        return output
+
+    def phases(self, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
+        attention = Phase("attention", Lane.COMPUTE, partial(self._attention, batch))
+        if isinstance(self.feed_forward, FeedForward):
+            return attention, Phase("feed_forward", Lane.COMPUTE, self._dense)
+        first, *middle, last = self.feed_forward.phases(batch, earlier_E)
+        return (
+            attention,
+            Phase(first.name, first.lane, partial(self._enter, first)),
+            *(Phase(phase.name, phase.lane, partial(_within, phase)) for phase in middle),
+            Phase(last.name, last.lane, partial(_leave, last)),
+        )
+
+    def _attention(self, batch: Batch, x_tD: Tensor) -> Tensor:
+        return x_tD + self.attention(self.attention_norm(x_tD), batch)
+
+    def _dense(self, x_tD: Tensor) -> BlockOutput:
+        return BlockOutput(x_tD + self.feed_forward(self.feed_forward_norm(x_tD)), None)
+
+    def _enter(self, phase: Phase, x_tD: Tensor) -> Underway:
+        return Underway(x_tD, phase.run(self.feed_forward_norm(x_tD)))
+
+
+def _within(phase: Phase, carry: Underway) -> Underway:
+    return Underway(carry.x_tD, phase.run(carry.inner))
+
+
+def _leave(phase: Phase, carry: Underway) -> BlockOutput:
+    y_tD, report = phase.run(carry.inner)
+    return BlockOutput(carry.x_tD + y_tD, report)

@@ -1,0 +1,66 @@
+"""A mixture against its formula, token by token: latent width, shared expert and gate included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.body.model_inputs import batch_of, fill
+from torch import Tensor
+
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.moe.layer import MoELayer
+
+MIXTURES = {
+    "plain": MoEConfig(),
+    "shared": MoEConfig(shared_width=10),
+    "gated": MoEConfig(shared_width=10, shared_gate=True),
+    "latent": MoEConfig(latent_width=6),
+    "everything": MoEConfig(shared_width=10, shared_gate=True, latent_width=6, weight_at="output"),
+}
+
+
+def _layer(moe: MoEConfig) -> MoELayer:
+    model = ModelConfig(width=12, num_layers=1, moe=moe)
+    layer = build_decoder(model, torch.float64, "sequential", one_process_seams()).double().layers[0].feed_forward
+    fill(layer)
+    return layer
+
+
+def _by_token(layer: MoELayer, x_tD: Tensor, top_k: int) -> Tensor:
+    return torch.stack([_one_token(layer, x_D, top_k) for x_D in x_tD])
+
+
+def _one_token(layer: MoELayer, x_D: Tensor, top_k: int) -> Tensor:
+    weight_K, expert_K = (layer.router.weight @ x_D).softmax(-1).topk(top_k)
+    row_L = x_D if layer.latent_down is None else layer.latent_down.weight @ x_D
+    answer_L = torch.zeros_like(row_L)
+    for weight, expert in zip(weight_K, expert_K.tolist()):
+        answer_L = answer_L + weight * _gated(layer.experts.gate_up[expert], layer.experts.down[expert], row_L)
+    answer_D = answer_L if layer.latent_up is None else layer.latent_up.weight @ answer_L
+    if layer.shared is None:
+        return answer_D
+    shared_D = _gated(layer.shared.gate_up, layer.shared.down, x_D)
+    return answer_D + (shared_D if layer.shared_gate is None else (layer.shared_gate.weight @ x_D).sigmoid() * shared_D)
+
+
+def _gated(gate_up_2FD: Tensor, down_DF: Tensor, x_D: Tensor) -> Tensor:
+    return down_DF @ (F.silu(gate_up_2FD[0] @ x_D) * (gate_up_2FD[1] @ x_D))
+
+
+@pytest.mark.parametrize("moe", MIXTURES.values(), ids=MIXTURES.keys())
+def test_equals_its_formula(moe: MoEConfig) -> None:
+    layer = _layer(moe)
+    generator = torch.Generator().manual_seed(4)
+    x, grad = (torch.randn(15, 12, dtype=torch.float64, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+    ours, report = layer(x, batch_of(3, 5, 11), None)
+    expected = _by_token(layer, x, moe.top_k)
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-13)
+    assert report.counts_E.sum() == 15 * moe.top_k and report.dropped == 0
+    our_grads, their_grads = (torch.autograd.grad(y, leaves, grad, materialize_grads=True) for y in (ours, expected))
+    for a, b in zip(our_grads, their_grads):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
