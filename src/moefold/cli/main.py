@@ -1,0 +1,70 @@
+"""`moefold VERB ...`: finds the verb's file, runs it, and turns errors into one clear message.
+
+A verb is a module with `add_to(commands)`, which declares its arguments, and `run(args)`, which returns the exit code.
+Only the verb that is asked for is imported, and a verb imports what is heavy inside `run`, so that help and the
+torch-free verbs answer at once. Exit codes: 0 done, 1 the answer is no, 2 the question was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from moefold import __version__
+from moefold.errors import MoefoldError, did_you_mean
+
+VERBS = {
+    "check": "moefold.cli.check",
+    "layout": "moefold.cli.layout",
+    "prove": "moefold.cli.prove",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = words[0] if words else ""
+    if verb and not verb.startswith("-") and verb not in VERBS:
+        hint = did_you_mean(verb, VERBS)
+        print(f"moefold: no verb {verb[:64]!r}; {hint}known: {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    asked = [verb] if verb in VERBS else [] if verb == "--version" else list(VERBS)
+    parser = _parser(asked)
+    args = parser.parse_args(words)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 2
+    return _run(args)
+
+
+def _parser(verbs: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moefold",
+        description="Plan, prove and train Mixture-of-Experts language models.",
+        epilog="example: moefold layout --world 64 --tp 2 --ep 8",
+    )
+    parser.add_argument("--version", action="version", version=f"moefold {__version__}")
+    commands = parser.add_subparsers(metavar="VERB", title="verbs")
+    for verb in verbs:
+        importlib.import_module(VERBS[verb]).add_to(commands)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        return int(args.run(args))
+    except MoefoldError as error:
+        print(f"moefold: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader of our output went away (`moefold ... | head`); that is its right.
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        print("moefold: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
