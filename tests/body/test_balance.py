@@ -120,6 +120,22 @@ def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
     assert [loss.item() for loss in losses] == [0.0] * 5
 
 
+def test_counts_meet_where_their_tokens_are() -> None:
+    """Only the global batch asks everyone; other data-parallel ranks hold other microbatches."""
+    asked = []
+
+    class Listening(WholeTokens):
+        def sum_counts(self, counts: Tensor, reach: str) -> Tensor:
+            asked.append(reach)
+            return counts
+
+    logits, choice = draw()
+    for name in ("microbatch", "sequence", "global_batch", "device"):
+        config = replace(CONFIG, balance=replace(BalanceConfig(device_groups=3), **{name: 1.0}))
+        balance_losses(config, logits, choice, batch_of(), Listening(), None)
+    assert asked == ["microbatch", "microbatch", "everyone", "microbatch"]
+
+
 def test_an_even_load_costs_exactly_the_coefficient() -> None:
     logits = torch.zeros(12, EXPERTS, dtype=torch.float64)
     choice = Choice(torch.arange(24).view(12, 2) % EXPERTS)

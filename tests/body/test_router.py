@@ -131,10 +131,12 @@ def test_expert_choice_gives_weight_only_where_it_took_the_token() -> None:
     assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_dropping_leaves_counts_and_weights_alone() -> None:
+def test_dropping_leaves_weights_counts_and_losses_alone() -> None:
     x, batch = draw(30), batch_of(30)
-    free, free_report = build(CONFIG)(x, batch, None)
-    tight, report = build(replace(CONFIG, capacity=CapacityConfig(factor=0.5)))(x, batch, None)
+    config = replace(CONFIG, balance=BalanceConfig(microbatch=1, sequence=1, global_batch=1, device=1, device_groups=2))
+    free, free_report = build(config)(x, batch, None)
+    tight, report = build(replace(config, capacity=CapacityConfig(factor=0.5)))(x, batch, None)
+    assert torch.equal(torch.stack(report.losses), torch.stack(free_report.losses))
     assert torch.equal(tight.weight_tK, free.weight_tK)
     assert torch.equal(report.counts_E, free_report.counts_E)
     assert tight.kept_tK is not None

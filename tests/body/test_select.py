@@ -101,6 +101,17 @@ def test_no_cut_changes_a_choice(kind: Any, world: int) -> None:
         assert torch.equal(torch.cat([c.kept_tK for c in parts if c.kept_tK is not None]), whole.kept_tK)
 
 
+@pytest.mark.parametrize("kind", SELECTORS)
+def test_microbatches_side_by_side_choose_as_they_would_alone(kind: Any) -> None:
+    selector, (logits, scores) = build_selector(replace(CONFIG, router=RouterConfig(kind=kind))), draw(26)
+    together = selector.select(logits, scores, None, batch_of(26, 2), WholeTokens())
+    halves = zip(logits.split(13), scores.split(13), strict=True)
+    alone = [selector.select(half, score, None, batch_of(13), WholeTokens()) for half, score in halves]
+    assert torch.equal(together.expert_tK, torch.cat([choice.expert_tK for choice in alone]))
+    if together.kept_tK is not None:
+        assert torch.equal(together.kept_tK, torch.cat([c.kept_tK for c in alone if c.kept_tK is not None]))
+
+
 @pytest.mark.parametrize("scope", ["full", "local"])
 @pytest.mark.parametrize("drop", ["probability", "position"])
 @pytest.mark.parametrize("world", [2, 3, 8])
