@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support import on_ranks
 from torch import Tensor
 
 from moefold.comm.mesh import Groups
@@ -11,7 +12,6 @@ from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Dispatcher, Routing
 from moefold.dispatch.local import LocalDispatcher
-from tests.support import on_ranks
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
 TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support import on_ranks
 
 from moefold.comm.gather import gather_rows, gather_same, reduce_rows, sum_partial, sum_same
 from moefold.comm.mesh import Groups
 from moefold.topology.shares import share_sizes
-from tests.support import on_ranks
 
 TOKENS, WIDTH = 7, 3
 

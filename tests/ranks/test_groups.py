@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.support import on_ranks
 
 from moefold.comm.exchange import exchange_rows
 from moefold.comm.launch import fork_ranks
 from moefold.comm.mesh import Groups
 from moefold.errors import ExchangeError, RankError
-from tests.support import on_ranks
 
 
 def test_each_distinct_rank_list_gets_one_handle_and_lone_ranks_none() -> None:

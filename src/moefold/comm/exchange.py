@@ -21,8 +21,8 @@ def exchange_rows(rows: Tensor, *, send: Sizes, recv: Sizes, group: Group) -> Te
     """
     if sum(send) != rows.shape[0]:
         raise ExchangeError(
-            f"exchange_rows over {group.name}: the counts to send add up to {sum(send)} but there are {rows.shape[0]} rows "
-            f"(send={list(send)}, group size {group.size})"
+            f"exchange_rows over {group.name}: the counts to send add up to {sum(send)} but there are {rows.shape[0]} "
+            f"rows (send={list(send)}, group size {group.size})"
         )
     return rows if group.alone else _ExchangeRows.apply(rows, send, recv, group)
 

@@ -24,5 +24,11 @@ class Group:
         return len(self.ranks)
 
     @property
+    def connected(self) -> ProcessGroup:
+        """The handle, where the caller has made sure that there are peers."""
+        assert self.handle is not None, f"group {self.name} has one rank and no handle"
+        return self.handle
+
+    @property
     def alone(self) -> bool:
         return len(self.ranks) == 1

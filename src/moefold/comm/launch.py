@@ -21,13 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo  # the first optimizer step of a process would import it, at a cost of seconds
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moefold.errors import RankError
 
@@ -76,14 +77,14 @@ def _fork(work: Callable[[int], Any], rank: int, world: int, meeting: Path, seco
     _live(work, rank, world, meeting, seconds, writing)
 
 
-def _live(work: Callable[[int], Any], rank: int, world: int, meeting: Path, seconds: float, pipe: int) -> None:
+def _live(work: Callable[[int], Any], rank: int, world: int, meeting: Path, seconds: float, pipe: int) -> NoReturn:
     """A rank's whole life; it never returns into the code that forked it."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.FileStore(str(meeting / "store"), world)
+        store = FileStore(str(meeting / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
         answer = json.dumps({"answer": work(rank)})
         # A rank that leaves early takes its connections along; the slowest must be done first.

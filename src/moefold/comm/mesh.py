@@ -42,19 +42,20 @@ class Groups:
         if outer.alone and inner.alone:
             return None
         if outer.alone:
-            return DeviceMesh.from_group(inner.handle, device_type, mesh_dim_names=(shard,))
+            return DeviceMesh.from_group(inner.connected, device_type, mesh_dim_names=(shard,))
         if inner.alone:
             # Copies without shards: torch still wants a shard dimension, so this one gets a group of its own.
             lone = dist.new_group([self.rank], use_local_synchronization=True)
             ranks = torch.tensor(outer.ranks).unsqueeze(1)
-            return DeviceMesh.from_group([outer.handle, lone], device_type, ranks, mesh_dim_names=(replicate, shard))
+            return DeviceMesh.from_group([outer.connected, lone], device_type, ranks, mesh_dim_names=(replicate, shard))
         ranks = torch.tensor([self.layout.ranks(shard, rank) for rank in outer.ranks])
         return DeviceMesh.from_group(
-            [outer.handle, inner.handle], device_type, ranks, mesh_dim_names=(replicate, shard)
+            [outer.connected, inner.connected], device_type, ranks, mesh_dim_names=(replicate, shard)
         )
 
 
 def _open(ranks: tuple[int, ...], world: int, timeout: timedelta) -> dist.ProcessGroup:
     if len(ranks) == world:
+        assert dist.group.WORLD is not None, "the default group is made by the launcher"
         return dist.group.WORLD
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
 
+RouterKind = Literal["topk", "sinkhorn", "expert_choice", "balanced"]
+
 
 @dataclass(frozen=True)
 class RouterConfig:
@@ -16,7 +18,7 @@ class RouterConfig:
 
     # topk: every token takes its best experts. sinkhorn: the choice is balanced by optimal transport first.
     # expert_choice: every expert takes its best tokens. balanced: a fixed round robin, for benchmarks.
-    kind: Literal["topk", "sinkhorn", "expert_choice", "balanced"] = "topk"
+    kind: RouterKind = "topk"
     score: Literal["softmax", "sigmoid"] = "softmax"
     # after_topk: choose on raw logits, then score only the chosen ones.
     score_when: Literal["before_topk", "after_topk"] = "before_topk"

@@ -62,7 +62,9 @@ class Batch:
 
     @cached_property
     def shards(self) -> TokenSets:
-        sizes = share_sizes(self.num_tokens // self.num_microbatches, self.shards_per_microbatch) * self.num_microbatches
+        sizes = (
+            share_sizes(self.num_tokens // self.num_microbatches, self.shards_per_microbatch) * self.num_microbatches
+        )
         device = self.tokens_T.device
         ids = torch.arange(len(sizes), device=device)
         of_token = ids.repeat_interleave(torch.tensor(sizes, device=device), output_size=self.num_tokens)

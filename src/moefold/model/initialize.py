@@ -30,7 +30,8 @@ def normal_part(seed: int, name: str, shape: tuple[int, ...], box: Box, std: flo
         stop = min(start + _CHUNK, flat.numel())
         index = _global_index(torch.arange(start, stop, device=into.device), shape, box)
         first, second = _mix(index * 2 + key), _mix(index * 2 + 1 + key)
-        total = sum((word >> shift) & 0xFFFF for word in (first, second) for shift in (0, 16, 32, 48))
+        terms = [(word >> shift) & 0xFFFF for word in (first, second) for shift in (0, 16, 32, 48)]
+        total = torch.stack(terms).sum(0)
         flat[start:stop] = ((total.double() - _CENTRE) * (std / _SPREAD)).to(into.dtype)
 
 

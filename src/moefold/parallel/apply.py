@@ -27,6 +27,7 @@ from moefold.parallel.expert import dispatcher_for, microbatch_tokens
 from moefold.parallel.placements import Held, cut_parameters, held_parameters, local_part
 from moefold.parallel.tensor import TokenShards, VocabShards
 from moefold.precision.formats import TORCH_FORMATS
+from moefold.precision.weights import hold_in
 
 FirstValues = Callable[[str, int, str, tuple[int, ...], Box, float, Tensor], None]
 
@@ -48,7 +49,8 @@ def take_share(run: RunConfig, groups: Groups, device: torch.device, start: Firs
         model = build_decoder(
             run.model, TORCH_FORMATS[run.precision.compute], run.precision.experts, seams_of(run, groups)
         )
-    cut_parameters(model, held, TORCH_FORMATS[run.precision.params])
+    hold_in(model, TORCH_FORMATS[run.precision.params])
+    cut_parameters(model, held)
     shard_over_data(model, groups, device.type)
     model.to_empty(device=device)
     fill(run, model, held, start)

@@ -71,10 +71,10 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_parameters(model: nn.Module, held: dict[str, Held], dtype: torch.dtype) -> None:
+def cut_parameters(model: nn.Module, held: dict[str, Held]) -> None:
     """Replace every parameter of a model on the meta device by one of this rank's size."""
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         sizes = [part.stop - part.start for part in held[name].cut]
-        empty = torch.empty(sizes, dtype=dtype, device=parameter.device)
+        empty = torch.empty(sizes, dtype=parameter.dtype, device=parameter.device)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))

@@ -20,14 +20,14 @@ from moefold.comm.mesh import Groups
 from moefold.model.batch import Batch
 from moefold.model.decoder import Decoder, DecoderOutput
 from moefold.model.moe.balance import BalanceLosses, update_expert_bias
-from moefold.model.moe.router import Router
 from moefold.optim.clip import clip_gradients, gradient_norm
 from moefold.parallel.apply import Share
 from moefold.parallel.gradients import finish_gradients
+from moefold.parallel.placements import Held
 
 
 class StepSums(NamedTuple):
-    """What the forwards of a step added up to; ``loss`` is per label, balance losses are per token, both of the step."""
+    """What the forwards of a step added up to: the loss per label of the step, balance losses per token of it."""
 
     loss: Tensor
     balance: BalanceLosses
@@ -55,12 +55,16 @@ def run_step(
     sums = over_ranks(accumulate(share.model, batches), share.groups)
     gradients = finish_gradients(share.model, share.held)
     look(gradients)
-    spoken_for = [gradient for name, gradient in gradients.items() if share.held[name].speaks]
-    norm = gradient_norm(spoken_for, share.groups["world"])
+    norm = gradient_norm(spoken_for(gradients, share.held), share.groups["world"])
     clip_gradients(gradients.values(), norm, share.run.optim.clip_norm)
     optimizer.step()
     move_expert_biases(share.model, sums.counts_LE)
     return StepResult(sums, norm)
+
+
+def spoken_for(gradients: dict[str, Tensor], held: dict[str, Held]) -> list[Tensor]:
+    """The parts that enter the norm here; whatever several ranks repeat enters on one of them."""
+    return [gradient for name, gradient in gradients.items() if held[name].speaks]
 
 
 def accumulate(model: Decoder, batches: Sequence[Batch]) -> StepSums:
@@ -104,8 +108,7 @@ def over_ranks(sums: StepSums, groups: Groups) -> StepSums:
 @torch.no_grad()
 def move_expert_biases(model: Decoder, counts_LE: Tensor) -> None:
     """The loss-free bias moves against the load of the whole step, the same on every rank."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router, counts_E in zip(routers, counts_LE, strict=True):
+    for router, counts_E in zip(model.routers(), counts_LE, strict=True):
         if router.expert_bias is not None:
             router.expert_bias.copy_(update_expert_bias(router.expert_bias, counts_E, router.bias_rate))
 

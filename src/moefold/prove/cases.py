@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import lcm
 
-from moefold.config.attention import MLAConfig
+from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
+from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.topology.layout import FoldedLayout, fold
 
@@ -39,14 +40,19 @@ _MOST_LAYERS, _MOST_EXPERTS, _MOST_WIDTH, _MOST_VOCABULARY = 3, 16, 64, 256
 PROVING_OPTIM = OptimConfig(rate=1e-2, clip_norm=0.5)
 
 
-def reduce_run(run: RunConfig, world: int, dtype: str = "float64") -> Case:
+def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     """The same run with its sizes cut down: structure, routing and layout stay, numbers shrink."""
     parallel, model = run.parallel, _reduce_model(run.model, run)
     dp = fold(parallel, world).size("dp")
     data = DataConfig(seq_len=11, global_batch=2 * dp, micro_batch=1)
-    experts = "sequential" if dtype == "float64" else run.precision.experts
-    precision = replace(run.precision, params=dtype, compute=dtype, experts=experts)
-    return Case(replace(run, model=model, data=data, precision=precision, optim=PROVING_OPTIM), world)
+    return Case(replace(run, model=model, data=data, precision=proving_precision(dtype), optim=PROVING_OPTIM), world)
+
+
+def proving_precision(dtype: Format) -> PrecisionConfig:
+    """float64 has no grouped kernel and needs none; bfloat16 keeps its parameters in float32, as training does."""
+    if dtype == "float64":
+        return PrecisionConfig("float64", "float64", "sequential")
+    return PrecisionConfig("float32", dtype, "grouped")
 
 
 def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
@@ -81,7 +87,7 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
     )
 
 
-def _reduce_attention(model: ModelConfig, tp: int) -> object:
+def _reduce_attention(model: ModelConfig, tp: int) -> AttentionConfig:
     attention = model.attention
     if isinstance(attention, MLAConfig):
         q_latent = None if attention.q_latent is None else 20

@@ -18,6 +18,7 @@ from moefold.model.decoder import Decoder
 from moefold.model.moe.balance import BalanceLosses, update_expert_bias
 from moefold.optim.adamw import UNDECAYED
 from moefold.precision.formats import TORCH_FORMATS
+from moefold.precision.weights import hold_in
 from moefold.prove.batches import labels_of_batch, wave_batch
 from moefold.prove.cases import Case
 from moefold.prove.replay import record_choices
@@ -38,19 +39,19 @@ def reference(case: Case) -> Answer:
         answer |= _forward_and_backward(case, model)
     answer |= {f"choice/{name}": choice for name, choice in choices.items()}
     named = dict(model.named_parameters())
-    answer |= {f"gradient/{name}": parameter.grad.clone() for name, parameter in named.items()}
-    gradients = [parameter.grad for parameter in named.values()]
-    answer["norm"] = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt()
+    gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    answer |= {f"gradient/{name}": gradient.clone() for name, gradient in gradients.items()}
+    answer["norm"] = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
     factor = min(1.0, case.run.optim.clip_norm / answer["norm"].item())
-    for gradient in gradients:
-        gradient *= factor
+    for gradient in gradients.values():
+        gradient.mul_(factor)
     return answer | _update(case, model, answer["counts"])
 
 
 def reference_model(case: Case) -> Decoder:
     run = case.run
     model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], run.precision.experts, one_process_seams())
-    model.to(TORCH_FORMATS[run.precision.params])
+    hold_in(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for spec in (*parameters(run.model), *buffers(run.model)):
@@ -60,22 +61,24 @@ def reference_model(case: Case) -> Decoder:
 
 
 def _forward_and_backward(case: Case, model: Decoder) -> Answer:
-    loss, balance, counts_ME, dropped = 0.0, [0.0] * len(BalanceLosses._fields), None, 0
+    """Gradients add up in the model; sums add up here."""
+    mixtures = sum(case.run.model.is_moe_layer(layer) for layer in range(case.run.model.num_layers))
+    experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
+    answer = {"counts": torch.zeros(mixtures, experts, dtype=torch.int64), "dropped": torch.tensor(0)}
+    answer |= {name: torch.tensor(0.0) for name in ("loss", *(f"balance/{field}" for field in BalanceLosses._fields))}
     for wave in range(case.num_waves):
         batch = wave_batch(case, wave, labels_of_batch(case))
-        output = model(batch, counts_ME)
-        part = output.loss_sum / batch.step_labels
-        parts = [sum(report.losses[i] for report in output.reports) for i in range(len(balance))]
-        (part + sum(parts)).backward()
-        loss = loss + part.detach()
-        balance = (
-            [total + part.detach() for total, part in zip(balance, parts, strict=True)] if output.reports else balance
-        )
-        counts = torch.stack([report.counts_E for report in output.reports]) if output.reports else torch.zeros(0, 0)
-        counts_ME = counts if counts_ME is None else counts_ME + counts
-        dropped = dropped + sum(report.dropped for report in output.reports)
-    answer = {"loss": loss, "counts": counts_ME, "dropped": torch.as_tensor(dropped)}
-    return answer | {f"balance/{k}": torch.as_tensor(v) for k, v in zip(BalanceLosses._fields, balance, strict=True)}
+        output = model(batch, answer["counts"] if wave else None)
+        parts = {"loss": output.loss_sum / batch.step_labels}
+        for report in output.reports:
+            for field, loss in report.losses._asdict().items():
+                parts[f"balance/{field}"] = parts.get(f"balance/{field}", 0.0) + loss
+            answer["dropped"] = answer["dropped"] + report.dropped
+        torch.stack(list(parts.values())).sum().backward()
+        answer |= {name: answer[name] + part.detach() for name, part in parts.items()}
+        if output.reports:
+            answer["counts"] = answer["counts"] + torch.stack([report.counts_E for report in output.reports])
+    return answer
 
 
 def _update(case: Case, model: Decoder, counts_ME: Tensor) -> Answer:
@@ -97,9 +100,7 @@ def _update(case: Case, model: Decoder, counts_ME: Tensor) -> Answer:
         state = optimizer.state[parameter]
         answer[f"parameter/{name}"] = parameter.detach()
         answer[f"exp_avg/{name}"], answer[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
-    for index, spec in enumerate(buffers(case.run.model)):
-        bias_E = dict(model.named_buffers())[spec.name]
-        answer[f"expert_bias/{spec.name}"] = update_expert_bias(
-            bias_E, counts_ME[index], case.run.model.moe.router.bias_rate
-        )
+    state = dict(model.named_buffers())
+    for router, counts_E, spec in zip(model.routers(), counts_ME, buffers(case.run.model), strict=False):
+        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], counts_E, router.bias_rate)
     return answer

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.model.batch import Batch
 from moefold.model.decoder import Decoder
 from moefold.model.moe.router import Router
-from moefold.model.moe.select import Choice, ReplaySelect, Selector
+from moefold.model.moe.select import Choice, Dropper, ReplaySelect, Selector
 from moefold.model.seams import TokenSeam
 
 
@@ -39,17 +39,40 @@ class _Recorder:
         return choice
 
 
+class _DropRecorder:
+    """The same for who was dropped."""
+
+    def __init__(self, inner: Dropper, name: str, into: dict[str, Tensor]) -> None:
+        self.inner, self.name, self.into = inner, name, into
+
+    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+        kept_tK = self.inner.kept(expert_tK, scores_tE, batch, tokens)
+        self.into[f"{self.name}/within_capacity"] = kept_tK.contiguous()
+        return kept_tK
+
+
+class _ReplayDrop:
+    """Drops whom the reference dropped."""
+
+    def __init__(self, kept_tK: Tensor) -> None:
+        self.kept_tK = kept_tK
+
+    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+        return self.kept_tK
+
+
 @contextmanager
 def record_choices(model: Decoder) -> Iterator[dict[str, Tensor]]:
     """The last choices of every router made inside the block."""
     choices: dict[str, Tensor] = {}
     routers = named_routers(model)
-    before = {name: router.selector for name, router in routers.items()}
+    before = {name: (router.selector, router.drop) for name, router in routers.items()}
     for name, router in routers.items():
         router.selector = _Recorder(router.selector, name, choices)
+        router.drop = None if router.drop is None else _DropRecorder(router.drop, name, choices)
     yield choices
     for name, router in routers.items():
-        router.selector = before[name]
+        router.selector, router.drop = before[name]
 
 
 def replay_choices(model: Decoder, recorded: dict[str, Tensor], dp_index: int, batches: Sequence[Batch]) -> None:
@@ -57,8 +80,10 @@ def replay_choices(model: Decoder, recorded: dict[str, Tensor], dp_index: int, b
     (batch,) = batches
     rows = slice(dp_index * batch.num_tokens, (dp_index + 1) * batch.num_tokens)
     for name, router in named_routers(model).items():
-        kept = recorded.get(f"choice/{name}/kept")
-        mine = router.tokens.mine
-        router.selector = ReplaySelect(
-            Choice(mine(recorded[f"choice/{name}/expert"][rows]), None if kept is None else mine(kept[rows]))
-        )
+        mine = {
+            what: router.tokens.mine(recorded[f"choice/{name}/{what}"][rows])
+            for what in ("expert", "kept", "within_capacity")
+            if f"choice/{name}/{what}" in recorded
+        }
+        router.selector = ReplaySelect(Choice(mine["expert"], mine.get("kept")))
+        router.drop = _ReplayDrop(mine["within_capacity"]) if "within_capacity" in mine else None

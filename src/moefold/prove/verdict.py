@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from moefold.comm.launch import fork_ranks
 from moefold.errors import RankError
@@ -67,13 +70,25 @@ class Verdict:
         return next((row.quantity for row in self.rows if not row.holds), "")
 
 
-def prove(case: Case, seconds: float = 120.0) -> Verdict:
-    """The one-process answer, then the parallel one, compared quantity by quantity."""
+def leave_alone() -> None:
+    """What a rank does before it starts, unless a seeded fault says otherwise."""
+
+
+def prove(case: Case, seconds: float = 120.0, sabotage: Callable[[], None] = leave_alone) -> Verdict:
+    """The one-process answer, then the parallel one, compared quantity by quantity.
+
+    ``sabotage`` runs on every rank, never in the reference: it seeds a fault that the proof must find.
+    """
+
+    def compare(rank: int) -> dict[str, Any]:
+        sabotage()
+        return compare_rank(case, path, rank)
+
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
         path = Path(folder) / "reference.safetensors"
         try:
             fork_ranks(lambda _: write_reference(case, path), 1, seconds=seconds)
-            answers = fork_ranks(lambda rank: compare_rank(case, path, rank), case.world, seconds=seconds)
+            answers = fork_ranks(compare, case.world, seconds=seconds)
         except RankError as error:
             return Verdict(case, failure=str(error))
         expected = load_file(path)
@@ -96,24 +111,50 @@ def _judge(case: Case, seen: dict[str, list[Difference]], sizes: dict[str, Yards
         )
         for name, size in sizes.items()
     ]
-    return tuple(sorted(rows, key=lambda row: (row.holds, -row.error / max(row.tolerance, 1e-300))))
+    return tuple(sorted(rows, key=_causes_first))
+
+
+# What goes wrong early drags everything later along, so the first kind that fails is where to look.
+_ORDER = (
+    "counts",
+    "dropped",
+    "loss",
+    "balance",
+    "gradient",
+    "norm",
+    "expert_bias",
+    "exp_avg",
+    "exp_avg_sq",
+    "parameter",
+)
+
+
+def _causes_first(row: Row) -> tuple[bool, int, float]:
+    """Failures before the rest; among failures causes before effects; the worst first."""
+    excess = -row.error / max(row.tolerance, 1e-300)
+    return (True, 0, excess) if row.holds else (False, _ORDER.index(row.quantity.partition("/")[0]), excess)
 
 
 def rounding_tolerance(case: Case, quantity: str) -> float:
     """How far two orders of the same bfloat16 arithmetic may drift apart, relative in norm.
 
-    Every stored activation is rounded to 8 bits, a relative error of at most u = 2**-9 in a random direction. About a
-    dozen tensors are rounded per layer on the way forward and twice as many on the way back, so a quantity has r = 36
-    roundings per layer behind it and their random sum is u * sqrt(r). Summing over n tokens keeps that relative error
-    while the terms agree and lets it grow when they cancel; cancellation down to the size of one term in sqrt(n)
-    is common and is allowed for by the fourth root of n. Twice that is the bound.
+    Every stored activation is rounded to 8 bits: a relative error of at most 2**-9, of 2**-9 / sqrt(3) on average, in
+    a random direction. About a dozen tensors are rounded per layer on the way forward and twice as many on the way
+    back, so r = 36 roundings per layer lie behind a gradient, and their random sum is sqrt(r) of one. A gradient then
+    adds up n tokens' terms; while they agree the relative error stays, where they cancel it grows, and cancellation to
+    the square root of their number is allowed for by the fourth root of n. The bound is six times that. A squared
+    gradient has twice the relative error. Counts are integers and must be equal.
     """
+    kind = quantity.partition("/")[0]
+    if kind in ("counts", "dropped"):
+        return 0.0
     tokens = case.run.data.global_batch * case.run.data.seq_len
     roundings = 36 * case.run.model.num_layers + 12
-    return 2 * 2**-9 * sqrt(roundings) * tokens**0.25
+    one = 2**-9 / sqrt(3)
+    return 6 * one * sqrt(roundings) * tokens**0.25 * (2 if kind == "exp_avg_sq" else 1)
 
 
-def facts_of(case: Case, counts_ME: object, dropped: int) -> frozenset[str]:
+def facts_of(case: Case, counts_ME: Tensor, dropped: int) -> frozenset[str]:
     """Odd things that really happened in this case, for the coverage table."""
     facts = set()
     tokens = case.run.data.micro_batch * case.run.data.seq_len

@@ -16,7 +16,7 @@ from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Routing
 from moefold.model.batch import Batch
 from moefold.model.moe.balance import RoutingReport, balance_losses, count_choices
-from moefold.model.moe.select import CapacityDrop, Choice, Selector, build_selector
+from moefold.model.moe.select import CapacityDrop, Choice, Dropper, Selector, build_selector
 from moefold.model.seams import TokenSeam
 from moefold.ops.topk import score
 
@@ -34,7 +34,7 @@ class Router(nn.Module):
         self.bias_rate = config.router.bias_rate
         self.tokens = tokens
         self.selector = build_selector(config) if selector is None else selector
-        self.drop = None if config.capacity is None else CapacityDrop(config, config.capacity)
+        self.drop: Dropper | None = None if config.capacity is None else CapacityDrop(config, config.capacity)
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> tuple[Routing, RoutingReport]:
         logits_tE = self._logits(x_tD)

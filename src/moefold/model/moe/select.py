@@ -110,6 +110,12 @@ class ReplaySelect:
         return self.choice
 
 
+class Dropper(Protocol):
+    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+        """True for the choices that stay."""
+        ...
+
+
 class CapacityDrop:
     """Drops the choices that an expert has no room for, counted over the microbatch or over each rank's shard."""
 

@@ -1,0 +1,194 @@
+"""Random legal cases: every kind of model, routing, dispatcher and layout, in sizes that do not divide nicely.
+
+Layouts are dealt like a deck: all legal ones, shuffled, each once before any comes twice. Everything else is drawn
+anew for each case and repaired until the run has no problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from moefold.checks.run_all import executable_problems
+from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import Format
+from moefold.config.run import RunConfig
+from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision
+
+_DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class _Deal:
+    world: int
+    tp: int
+    ep: int
+    etp: int
+
+
+def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64") -> Iterator[Case]:
+    random = Random(seed)
+    deck: list[_Deal] = []
+    for number in range(count):
+        if not deck:
+            deck = list(_all_deals(max_world))
+            random.shuffle(deck)
+        yield _draw(random, deck.pop(), seed * 100_003 + number, dtype)
+
+
+def _all_deals(max_world: int) -> Iterator[_Deal]:
+    for world in (size for size in _DEGREES if size <= max_world):
+        for tp in (size for size in _DEGREES if world % size == 0):
+            for ep in (size for size in _DEGREES if world % size == 0):
+                for etp in (size for size in _DEGREES if world // ep % size == 0):
+                    yield _Deal(world, tp, ep, etp)
+
+
+def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
+    """Draw until the checks agree; most draws are legal, so this ends quickly."""
+    while True:
+        run = RunConfig(
+            name=f"case {seed}",
+            seed=seed,
+            model=_model(random, deal, dtype),
+            parallel=_parallel(random, deal),
+            data=_data(random, deal, dtype),
+            precision=proving_precision(dtype),
+            optim=PROVING_OPTIM,
+        )
+        if not executable_problems(run, deal.world):
+            return Case(run, deal.world)
+
+
+def _parallel(random: Random, deal: _Deal) -> ParallelConfig:
+    dp, edp = deal.world // deal.tp, deal.world // (deal.ep * deal.etp)
+    return ParallelConfig(
+        tp=deal.tp,
+        ep=deal.ep,
+        etp=deal.etp,
+        dp_replicate=_copies(random, dp),
+        edp_replicate=_copies(random, edp),
+        dispatcher=random.choice(("all_to_all", "all_gather")),
+    )
+
+
+def _copies(random: Random, ways: int) -> int:
+    """Mostly fully sharded, sometimes hybrid, sometimes copies only."""
+    divisors = [size for size in _DEGREES if ways % size == 0]
+    return random.choice(divisors) if random.random() < 0.4 else 1
+
+
+def _data(random: Random, deal: _Deal, dtype: Format) -> DataConfig:
+    dp, micro_batch = deal.world // deal.tp, random.choice((1, 1, 2, 3))
+    # Recorded choices are kept for one wave only.
+    waves = 1 if dtype == "bfloat16" else random.choice((1, 2))
+    return DataConfig(
+        seq_len=random.choice((5, 7, 8, 9, 11)), global_batch=waves * dp * micro_batch, micro_batch=micro_batch
+    )
+
+
+def _model(random: Random, deal: _Deal, dtype: Format) -> ModelConfig:
+    num_layers = random.choice((1, 2, 2, 3))
+    return ModelConfig(
+        vocab_size=8 * random.choice((5, 7)),
+        width=random.choice((24, 32)),
+        num_layers=num_layers,
+        attention=_attention(random, deal.tp),
+        rope=_rope(random),
+        moe=_moe(random, deal, dtype),
+        num_dense_layers=random.choice((0, 0, 1)) if num_layers > 1 else 0,
+        dense_width=8 * random.choice((3, 5)),
+        tied_embeddings=random.random() < 0.25,
+        init_std=0.2,
+    )
+
+
+def _attention(random: Random, tp: int) -> AttentionConfig:
+    if random.random() < 0.45:
+        return MLAConfig(
+            num_heads=max(2, tp), q_latent=random.choice((None, 20)), kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6
+        )
+    kv_heads = max(2, tp)
+    return GQAConfig(
+        num_heads=kv_heads * random.choice((1, 2)),
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        qk_norm=random.choice(("none", "head", "full")),
+        qkv_bias=random.random() < 0.4,
+        out_bias=random.random() < 0.4,
+        sinks=random.random() < 0.3,
+        window=random.choice((None, None, 4)),
+        window_every=random.choice((1, 2)),
+    )
+
+
+def _rope(random: Random) -> RopeConfig:
+    yarn = YarnConfig(factor=4.0, original_context=8, mscale=1.0, mscale_all_dim=0.7) if random.random() < 0.3 else None
+    return RopeConfig(theta=100.0, interleaved=random.random() < 0.4, yarn=yarn)
+
+
+def _moe(random: Random, deal: _Deal, dtype: Format) -> MoEConfig:
+    num_experts = max(deal.ep, random.choice((8, 16)))
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=random.choice((1, 2, 3)),
+        expert_width=deal.etp * (8 if dtype == "bfloat16" else random.choice((3, 8))),
+        router=_router(random, num_experts),
+        balance=_balance(random, num_experts),
+        capacity=_capacity(random),
+        shared_width=random.choice((0, 8 * deal.tp)),
+        shared_gate=random.random() < 0.5,
+        latent_width=random.choice((None, None, 16)),
+        activation=random.choice(("swiglu", "swiglu", "clamped_swiglu")),
+        expert_bias=random.random() < 0.4,
+        weight_at=random.choice(("activation", "output")),
+    )
+
+
+def _router(random: Random, num_experts: int) -> RouterConfig:
+    kinds: tuple[RouterKind, ...] = ("topk", "topk", "sinkhorn", "expert_choice", "balanced")
+    kind = random.choice(kinds)
+    grouped = kind == "topk" and random.random() < 0.4
+    return RouterConfig(
+        kind=kind,
+        score=random.choice(("softmax", "sigmoid")),
+        score_when="before_topk" if kind == "expert_choice" else random.choice(("before_topk", "after_topk")),
+        normalize=random.random() < 0.5,
+        scale=random.choice((1.0, 2.5)),
+        num_groups=4 if grouped else 1,
+        top_groups=2 if grouped else 1,
+        group_score=random.choice(("max", "top2_sum")) if grouped else "max",
+        logit_bias=random.random() < 0.3,
+        expert_bias=kind == "topk" and random.random() < 0.5,
+        bias_rate=1e-2,
+    )
+
+
+def _balance(random: Random, num_experts: int) -> BalanceConfig:
+    def coefficient() -> float:
+        return random.choice((0.0, 0.1, 0.3))
+
+    return BalanceConfig(
+        microbatch=coefficient(),
+        sequence=coefficient(),
+        global_batch=coefficient(),
+        device=coefficient(),
+        device_groups=random.choice((2, 4)),
+        z=coefficient() / 10,
+    )
+
+
+def _capacity(random: Random) -> CapacityConfig | None:
+    if random.random() < 0.5:
+        return None
+    return CapacityConfig(
+        factor=random.choice((0.7, 1.0, 1.5)),
+        drop=random.choice(("probability", "position")),
+        scope=random.choice(("full", "local")),
+        pad=random.random() < 0.5,
+    )

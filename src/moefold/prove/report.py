@@ -1,0 +1,80 @@
+"""Verdicts as tables for people and as plain data for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from moefold.prove.coverage import coverage
+from moefold.prove.meaning import meaning_of
+from moefold.prove.mutants import Mutant
+from moefold.prove.verdict import Verdict
+from moefold.tables import text_table
+
+
+def case_report(verdict: Verdict, most_rows: int = 12) -> str:
+    """Worst first; what holds needs no explanation, what does not says where to look."""
+    if verdict.failure is not None:
+        return f"{verdict.case.title}\nDOES NOT RUN: {verdict.failure}"
+    rows = [
+        (
+            row.quantity,
+            f"{row.error:.1e}",
+            f"{row.tolerance:.1e}",
+            "holds" if row.holds else "FAILS",
+            "" if row.holds else _explain(row.quantity, row.uncovered),
+        )
+        for row in verdict.rows[:most_rows]
+    ]
+    table = text_table(("quantity", "relative error", "allowed", "", "usually means"), rows)
+    left = len(verdict.rows) - len(rows)
+    more = f"\n... and {left} quantities with smaller errors" if left > 0 else ""
+    failed = sum(not row.holds for row in verdict.rows)
+    summary = f"{len(verdict.rows)} quantities compared, largest relative error {verdict.worst:.1e}: " + (
+        "the layout computes what one process computes" if verdict.holds else f"{failed} FAIL"
+    )
+    return f"{verdict.case.title}\n\n{table}{more}\n\n{summary}"
+
+
+def _explain(quantity: str, uncovered: int) -> str:
+    if uncovered:
+        return f"{abs(uncovered)} elements held by {'no rank' if uncovered > 0 else 'several ranks at once'}"
+    return meaning_of(quantity)
+
+
+def coverage_report(verdicts: Sequence[Verdict]) -> str:
+    rows = [
+        (group, ", ".join(f"{feature}: {count}" for feature, count in sorted(counts.items())))
+        for group, counts in coverage(verdicts).items()
+    ]
+    return text_table(("covered", "cases"), rows)
+
+
+def cases_summary(verdicts: Sequence[Verdict], seconds: float) -> str:
+    held = sum(verdict.holds for verdict in verdicts)
+    worst = max((verdict.worst for verdict in verdicts if verdict.failure is None), default=float("nan"))
+    return f"{held} of {len(verdicts)} cases hold; largest relative error {worst:.1e}; {seconds:.0f} s"
+
+
+def mutants_report(results: Sequence[tuple[Mutant, Verdict]]) -> str:
+    rows = [
+        (mutant.name, mutant.case, "NOT CAUGHT" if verdict.holds else "caught", verdict.culprit, mutant.story)
+        for mutant, verdict in results
+    ]
+    caught = sum(not verdict.holds for _, verdict in results)
+    table = text_table(("seeded fault", "case", "", "first seen at", "how it comes about"), rows)
+    return f"{table}\n\n{caught} of {len(results)} seeded faults caught"
+
+
+def as_data(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "case": verdict.case.title,
+        "world": verdict.case.world,
+        "holds": verdict.holds,
+        "worst": verdict.worst if verdict.failure is None else None,
+        "failure": verdict.failure,
+        "rows": [
+            {"quantity": row.quantity, "error": row.error, "allowed": row.tolerance, "holds": row.holds}
+            for row in verdict.rows
+        ],
+    }

@@ -1,0 +1,291 @@
+"""Faults that parallel training really has, each as a few lines that break one thing on the ranks.
+
+A fault replaces a name where it is used. It runs in a forked rank that ends with the proof, so nothing is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import moefold.dispatch.all_gather
+import moefold.dispatch.all_to_all
+import moefold.dispatch.local
+import moefold.optim.adamw
+import moefold.parallel.apply
+import moefold.parallel.placements
+import moefold.parallel.step
+import moefold.prove.rank
+import moefold.prove.start
+from moefold.blueprint.parameters import ParameterSpec
+from moefold.comm.gather import gather_rows, gather_same, sum_partial
+from moefold.dispatch.all_to_all import AllToAllDispatcher
+from moefold.dispatch.contract import Arrived
+from moefold.model.moe.experts import Experts
+from moefold.model.moe.select import CapacityDrop
+from moefold.model.rotary import Rotary
+from moefold.parallel.placements import Held
+from moefold.parallel.tensor import TokenShards, VocabShards
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put ``make(what was there)`` in its place."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _put(owner: Any, name: str, instead: Any) -> None:
+    _wrap(owner, name, lambda _: instead)
+
+
+def _after_sharding(change: Callable[[FSDPModule, str], None]) -> None:
+    def make(shard: Callable[..., None]) -> Callable[..., None]:
+        def shard_and_change(model: torch.nn.Module, *rest: Any) -> None:
+            shard(model, *rest)
+            for name, module in model.named_modules():
+                if isinstance(module, FSDPModule):
+                    change(module, name)
+
+        return shard_and_change
+
+    _wrap(moefold.parallel.apply, "shard_over_data", make)
+
+
+def no_expert_sum_over_edp() -> None:
+    def make(mesh: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, device, copies, shard: (
+            None if shard == "expert_shard" else mesh(self, device, copies, shard)
+        )
+
+    _wrap(moefold.parallel.apply.Groups, "device_mesh", make)
+
+
+def mean_over_dp() -> None:
+    _after_sharding(lambda module, name: None if "experts" in name else module.set_gradient_divide_factor(2.0))
+
+
+def experts_scaled_by_edp_over_dp() -> None:
+    _after_sharding(lambda module, name: module.set_gradient_divide_factor(2.0) if "experts" in name else None)
+
+
+def _no_partial_sum(part_of_name: str) -> None:
+    def make(axes: Callable[[ParameterSpec], tuple[str, ...]]) -> Callable[[ParameterSpec], tuple[str, ...]]:
+        return lambda spec: () if part_of_name in spec.name else axes(spec)
+
+    _wrap(moefold.parallel.placements, "partial_axes", make)
+
+
+def router_not_summed_over_tp() -> None:
+    _no_partial_sum("router.weight")
+
+
+def norm_not_summed_over_tp() -> None:
+    _no_partial_sum("attention_norm")
+
+
+def head_norm_not_summed_over_tp() -> None:
+    _no_partial_sum("k_norm")
+
+
+def split_bias_not_summed_over_etp() -> None:
+    _no_partial_sum("down_bias")
+
+
+def local_label_count() -> None:
+    _put(moefold.prove.rank, "count_step_labels", lambda mine, groups: mine)
+
+
+def experts_in_the_wrong_order() -> None:
+    """Rank i holds the experts of the ep rank opposite to it."""
+
+    def make(slices: Callable[..., tuple[slice, ...]]) -> Callable[..., tuple[slice, ...]]:
+        def opposite(spec: ParameterSpec, layout: Any, rank: int) -> tuple[slice, ...]:
+            held = slices(spec, layout, rank)
+            if ".experts." not in spec.name:
+                return held
+            size, first = held[0].stop - held[0].start, spec.shape[0] - held[0].stop
+            return (slice(first, first + size), *held[1:])
+
+        return opposite
+
+    _wrap(moefold.parallel.placements, "local_slices", make)
+
+
+def combine_drops_a_row() -> None:
+    def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda rows, token, count: put(rows * (torch.arange(len(rows)) != 1)[:, None], token, count)
+
+    _wrap(moefold.dispatch.local, "put_back", make)
+
+
+def _experts(change: Callable[[Callable[..., Tensor], Experts, Arrived], Tensor]) -> None:
+    _wrap(Experts, "forward", lambda forward: lambda self, arrived: change(forward, self, arrived))
+
+
+def weight_applied_twice() -> None:
+    _experts(lambda forward, self, arrived: forward(self, arrived) * arrived.weight_R[:, None])
+
+
+def weight_not_applied() -> None:
+    _experts(lambda forward, self, a: forward(self, a._replace(weight_R=torch.ones_like(a.weight_R))))
+
+
+def weight_gradient_lost() -> None:
+    def make(send: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, rows, counts: send(self, rows.detach() if rows.ndim == 1 else rows, counts)
+
+    _wrap(AllToAllDispatcher, "_send", make)
+
+
+def gathered_weights_gradient_not_summed() -> None:
+    def gather(rows: Tensor, sizes: Any, group: Any) -> Tensor:
+        return (
+            gather_same(rows, sizes, group)
+            if rows.dtype == torch.float64 and rows.shape[1] < 4
+            else gather_rows(rows, sizes, group)
+        )
+
+    _put(moefold.dispatch.all_gather, "gather_rows", gather)
+
+
+def split_experts_not_added() -> None:
+    def reduce(partial: Tensor, sizes: Any, group: Any) -> Tensor:
+        return partial.split(sizes)[group.index]
+
+    _put(moefold.dispatch.all_to_all, "reduce_rows", reduce)
+
+
+def split_bias_added_by_all() -> None:
+    _wrap(
+        moefold.parallel.apply,
+        "seams_of",
+        lambda seams: lambda run, groups: replace(seams(run, groups), bias_share=1.0),
+    )
+
+
+def norm_counts_copies() -> None:
+    _put(moefold.parallel.step, "spoken_for", lambda gradients, held: list(gradients.values()))
+
+
+def norm_misses_a_shard() -> None:
+    def make(spoken_for: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        def first_experts_only(gradients: dict[str, Tensor], held: dict[str, Held]) -> list[Tensor]:
+            kept = {n: g for n, g in gradients.items() if ".experts." not in n or held[n].box[0].start == 0}
+            return spoken_for(kept, held)
+
+        return first_experts_only
+
+    _wrap(moefold.parallel.step, "spoken_for", make)
+
+
+def norm_of_this_rank_only() -> None:
+    def norm(spoken_for: list[Tensor], world: Any) -> Tensor:
+        return torch.stack([part.double().square().sum() for part in spoken_for]).sum().sqrt()
+
+    _put(moefold.parallel.step, "gradient_norm", norm)
+
+
+def bias_from_local_load() -> None:
+    def make(over_ranks: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda sums, groups: over_ranks(sums, groups)._replace(counts_LE=sums.counts_LE)
+
+    _wrap(moefold.parallel.step, "over_ranks", make)
+
+
+def _counts(change: Callable[[Callable[..., Tensor], TokenShards, Tensor, str], Tensor]) -> None:
+    _wrap(TokenShards, "sum_counts", lambda add: lambda self, counts, reach: change(add, self, counts, reach))
+
+
+def balance_over_own_tokens_only() -> None:
+    _counts(lambda add, self, counts, reach: counts if reach == "microbatch" else add(self, counts, reach))
+
+
+def balance_of_global_batch_over_one_microbatch() -> None:
+    _counts(lambda add, self, counts, reach: add(self, counts, "microbatch"))
+
+
+def earlier_microbatches_forgotten() -> None:
+    _wrap(
+        moefold.parallel.apply.Decoder,
+        "forward",
+        lambda forward: lambda self, batch, earlier=None: forward(self, batch, None),
+    )
+
+
+def positions_restart_in_every_shard() -> None:
+    def make(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, positions, *rest, **named: forward(self, positions % 4, *rest, **named)
+
+    _wrap(Rotary, "forward", make)
+
+
+def vocabulary_offset_forgotten() -> None:
+    _put(VocabShards, "first_row", lambda self, num_rows: 0)
+
+
+def loss_gradient_once_per_rank() -> None:
+    def merge(self: VocabShards, lse_T: Tensor) -> Tensor:
+        return gather_rows(lse_T.unsqueeze(0), (1,) * self.tp.size, self.tp).logsumexp(0)
+
+    _put(VocabShards, "merge_logsumexp", merge)
+
+
+def target_gradient_once_per_rank() -> None:
+    _put(VocabShards, "merge_sum", lambda self, x_T: sum_partial(x_T, self.tp))
+
+
+def gather_forgets_other_ranks_gradients() -> None:
+    _put(TokenShards, "gather", lambda self, x_tD: gather_same(x_tD, self.sizes, self.tp))
+
+
+def partial_sums_averaged() -> None:
+    _wrap(TokenShards, "reduce", lambda reduce: lambda self, x_TD: reduce(self, x_TD) / self.tp.size)
+
+
+def full_width_norm_over_own_heads() -> None:
+    _put(TokenShards, "sum_heads", lambda self, x: x * self.tp.size)
+
+
+def shards_in_the_wrong_order() -> None:
+    _put(TokenShards, "mine", lambda self, x_T: x_T.split(self.sizes)[self.tp.size - 1 - self.tp.index])
+
+
+def capacity_of_the_shard() -> None:
+    """A capacity meant for the whole microbatch is counted over each rank's tokens."""
+
+    def make(init: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, config, capacity: init(self, config, replace(capacity, scope="local"))
+
+    _wrap(CapacityDrop, "__init__", make)
+
+
+def start_depends_on_the_layout() -> None:
+    def make(normal: Callable[..., None]) -> Callable[..., None]:
+        def local(seed: int, name: str, shape: Any, box: Any, std: float, into: Tensor) -> None:
+            own = tuple(slice(0, size) for size in into.shape)
+            normal(seed, name, tuple(into.shape), own, std, into)
+
+        return local
+
+    _wrap(moefold.prove.start, "normal_part", make)
+
+
+def decay_on_everything() -> None:
+    _put(moefold.optim.adamw, "UNDECAYED", frozenset())
+
+
+def dropped_choices_forgotten_by_others() -> None:
+    """The gathering dispatcher takes everyone's choices as kept."""
+
+    def make(choices: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, routing: choices(self, routing._replace(kept_tK=None))
+
+    _wrap(moefold.dispatch.all_gather.AllGatherDispatcher, "_choices_of_block", make)
+
+
+def gradients_not_clipped() -> None:
+    _put(moefold.parallel.step, "clip_gradients", lambda gradients, norm, bound: None)
