@@ -91,13 +91,13 @@ def test_by_hand() -> None:
 
 def test_sixteen_thousand_ranks_and_a_hundred_times_as_many_are_quick() -> None:
     for world in (16_384, 1_638_400):
-        start = time.perf_counter()
+        start = time.thread_time()  # not the clock on the wall: other tests share the cores
         layout = fold(LARGE, world)
         for name, spec in GROUPS.items():
             assert layout.index(name, world - 1) == layout.size(name) - 1
             if spec.axes != GROUPS["world"].axes:
                 locality(layout, spec, 72)
-        assert time.perf_counter() - start < 1.0
+        assert time.thread_time() - start < 1.0
     assert Counter(len(group) for group in fold(LARGE, 16_384).expert.groups(("ep",))) == {64: 256}
 
 
@@ -136,8 +136,8 @@ def test_an_impossible_fold_says_what_would_work(parallel: ParallelConfig, world
 
 
 def test_huge_sizes_neither_hang_nor_crash() -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # not the clock on the wall: other tests share the cores
     with pytest.raises(LayoutError):
         fold(ParallelConfig(ep=10**40 + 1), 10**60)
     assert fold(ParallelConfig(ep=10**40), 10**60).size("edp") == 10**20
-    assert time.perf_counter() - start < 0.2
+    assert time.thread_time() - start < 0.2
