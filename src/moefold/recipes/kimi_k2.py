@@ -11,7 +11,7 @@ from moefold.recipes.deepseek import v3_shape
 
 
 def kimi_k2() -> RunConfig:
-    """384 experts, 64 heads, one dense layer; pp and ep as in Moonshot's own run."""
+    """384 experts, 64 heads, one dense layer; the layout is a starting point, not tuned."""
     return RunConfig(
         name="kimi_k2",
         model=v3_shape(
