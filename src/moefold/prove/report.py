@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import Any
 
 from moefold.prove.coverage import coverage
@@ -43,10 +44,11 @@ def _explain(quantity: str, uncovered: int) -> str:
 
 
 def coverage_report(verdicts: Sequence[Verdict]) -> str:
-    rows = [
-        (group, ", ".join(f"{feature}: {count}" for feature, count in sorted(counts.items())))
-        for group, counts in coverage(verdicts).items()
-    ]
+    rows: list[tuple[str, str]] = []
+    for group, counts in coverage(verdicts).items():
+        cells = ", ".join(f"{feature}: {count}" for feature, count in sorted(counts.items()))
+        first, *others = wrap(cells, 96)
+        rows += [(group, first), *(("", line) for line in others)]
     return text_table(("covered", "cases"), rows)
 
 
