@@ -17,7 +17,18 @@ LARGEST = 2**48
 MOST_LAYERS = 10_000
 
 # Integers that may be zero, and floats that may not.
-MAY_BE_ZERO = frozenset({"model.num_dense_layers", "model.moe.shared_width", "seed"})
+MAY_BE_ZERO = frozenset(
+    {
+        "model.num_dense_layers",
+        "model.moe.shared_width",
+        "optim.rates.warmup",
+        "optim.rates.decay",
+        "seed",
+        "train.saving.every",
+        "train.saving.keep_every",
+        "train.validate_every",
+    }
+)
 MUST_BE_POSITIVE = frozenset(
     {
         "model.rope.theta",

@@ -1,4 +1,4 @@
-"""How many tokens a step sees, and in which pieces."""
+"""How many tokens a step sees, in which pieces, and where they come from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moefold.config.strict import STRICT
+
+# The Python standard library's own source, as bytes: a corpus that every machine has.
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One set of token files and how much of the mixture it is."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # A path or URL: of a `.bin`/`.idx` pair (without the ending), of an `.npy` file, of a folder of either, or `builtin`.
+    path: str = BUILTIN
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -17,3 +31,7 @@ class DataConfig:
     seq_len: int = 64
     global_batch: int = 8
     micro_batch: int = 1
+    # One path, or a weighted mixture.
+    train: str | tuple[SourceConfig, ...] = BUILTIN
+    # Tokens to validate on; the builtin corpus keeps some of its files for that. None: no validation.
+    validation: str | tuple[SourceConfig, ...] | None = BUILTIN

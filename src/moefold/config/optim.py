@@ -1,11 +1,24 @@
-"""The optimizer's numbers."""
+"""The optimizer's numbers, and how the rate moves over a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
+
+
+@dataclass(frozen=True)
+class RatesConfig:
+    """A linear rise over `warmup` steps, then one of several ways down to `floor` times the peak."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # wsd: warm up, stay, and fall linearly over the last `decay` steps.
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    warmup: int = 0
+    decay: int = 0
+    floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -20,3 +33,4 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    rates: RatesConfig = field(default_factory=RatesConfig)

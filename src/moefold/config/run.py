@@ -11,6 +11,7 @@ from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.strict import STRICT
+from moefold.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -26,3 +27,4 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

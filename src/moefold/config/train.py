@@ -1,0 +1,56 @@
+"""How long a run is, what it writes down, and what it does when a step goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from moefold.config.strict import STRICT
+
+
+@dataclass(frozen=True)
+class SavingConfig:
+    """Checkpoints: when, how many, and whether training waits for them."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Steps between checkpoints; 0 saves only at the end and on a signal.
+    every: int = 100
+    # How many verified ones stay; older ones go only after a newer one was read back.
+    keep: int = 2
+    # Checkpoints at multiples of this many steps stay for good; 0 for none.
+    keep_every: int = 0
+    # Write in a thread while training goes on.
+    background: bool = True
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """A step whose loss or gradient is not finite is skipped, on all ranks, and leaves no trace in the state."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Also skip steps whose loss or norm is this many standard deviations above its recent mean; 0 never does.
+    spike_sigma: float = 0.0
+    spike_window: int = 128
+    # Give up after so many skipped steps in a row.
+    most_skips: int = 10
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The run's length and its traces, in `directory/NAME`."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    steps: int = 200
+    directory: str = "runs"
+    log_every: int = 10
+    # Steps between validations; 0 validates only at the end.
+    validate_every: int = 0
+    validate_batches: int = 4
+    tensorboard: bool = False
+    # A Weights & Biases project; None keeps it off.
+    wandb: str | None = None
+    saving: SavingConfig = field(default_factory=SavingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
