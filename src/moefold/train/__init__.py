@@ -1,0 +1,1 @@
+"""A run: the loop, its state, and what it writes down."""
