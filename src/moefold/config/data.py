@@ -31,7 +31,12 @@ class DataConfig:
     seq_len: int = 64
     global_batch: int = 8
     micro_batch: int = 1
-    # One path, or a weighted mixture.
-    train: str | tuple[SourceConfig, ...] = BUILTIN
+    # Where training tokens come from: one path, or a weighted mixture, which then replaces it.
+    train: str = BUILTIN
+    mixture: tuple[SourceConfig, ...] = ()
     # Tokens to validate on; the builtin corpus keeps some of its files for that. None: no validation.
-    validation: str | tuple[SourceConfig, ...] | None = BUILTIN
+    validation: str | None = BUILTIN
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        return self.mixture or (SourceConfig(self.train),)
