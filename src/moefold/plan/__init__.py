@@ -1,0 +1,1 @@
+"""What a run costs, computed before anything is built."""

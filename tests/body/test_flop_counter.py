@@ -1,0 +1,60 @@
+"""The executed FLOP count equals what torch's counter sees, kernel by kernel, at proxy size.
+
+torch has no formula for the CPU's fused attention and grouped GEMM, and would silently miss most of the arithmetic; the
+formulas are registered here. Backward attention is five products: scores again, and one for each of probabilities,
+values, queries and keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.body.model_inputs import batch_of, fill
+from torch.utils.flop_counter import FlopCounterMode
+
+from moefold.model.build import build_decoder, one_process_seams
+from moefold.plan.flops import executed_flops_per_token
+from moefold.recipes.catalog import recipe
+
+aten = torch.ops.aten
+SEQ_LEN, SEQUENCES = 64, 2
+
+
+def _grouped(a: Any, b: Any, *rest: Any, **kwargs: Any) -> int:
+    """Rows by expert times matrices, or (for weight gradients) columns by expert times rows by expert."""
+    assert len(a) == 2
+    return 2 * a[0] * a[1] * b[-1]
+
+
+def _attention(q: Any, k: Any, v: Any, *rest: Any, **kwargs: Any) -> int:
+    sequences, heads, queries, dim = q
+    return 2 * sequences * heads * queries * k[2] * (dim + v[-1])
+
+
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, **kwargs: Any) -> int:
+    sequences, heads, queries, dim = q
+    return 2 * sequences * heads * queries * k[2] * (3 * dim + 2 * v[-1])
+
+
+FORMULAS = {
+    aten._grouped_mm: _grouped,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3_proxy", "qwen3_30b_a3b_proxy", "mixtral_8x7b_proxy", "gpt_oss_20b_proxy"]
+)
+@pytest.mark.parametrize("experts", ["grouped", "sequential"])
+def test_executed_count_equals_the_counter(name: str, experts: str) -> None:
+    model = recipe(name).model
+    decoder = build_decoder(model, torch.float32, experts, one_process_seams())  # type: ignore[arg-type]
+    fill(decoder)
+    batch = batch_of(SEQUENCES, SEQ_LEN, model.vocab_size)
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        decoder(batch, None).loss_sum.backward()
+    counted = counter.get_total_flops() / (SEQUENCES * SEQ_LEN)
+    assert executed_flops_per_token(model, SEQ_LEN).total == pytest.approx(counted, rel=0.01)
