@@ -71,7 +71,27 @@ class ExchangeError(MoefoldError):
 
 
 class RankError(MoefoldError):
-    """A rank failed; the message is the first one's own."""
+    """A rank failed; the message is the first one's own. ``mendable``: by the user, so trying again will not help."""
+
+    def __init__(self, message: str, mendable: bool = False) -> None:
+        super().__init__(message)
+        self.mendable = mendable
+
+
+class CheckpointError(MoefoldError):
+    """A checkpoint that must not be loaded, or could not be written; the message names file and reason."""
+
+
+class ConversionError(ProblemsError):
+    """Weights in somebody else's format that are not what they say, or that ours cannot become; nothing was changed."""
+
+
+class TrainingError(MoefoldError):
+    """A run that cannot go on by itself."""
+
+
+class DataError(MoefoldError):
+    """Token files, or the mixture made of them, cannot be used; the message names file, field and numbers."""
 
 
 class UnknownNameError(MoefoldError):

@@ -30,10 +30,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moefold.errors import RankError
+from moefold.errors import MoefoldError, RankError
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_GRACE_SECONDS = 2.0
 
 
 @dataclass
@@ -48,17 +47,28 @@ class _Rank:
         return not self.answer.startswith(b'{"answer"')
 
 
-def fork_ranks(work: Callable[[int], Any], world: int, *, seconds: float = 120.0) -> list[Any]:
+def fork_ranks(
+    work: Callable[[int], Any],
+    world: int,
+    *,
+    seconds: float = 120.0,
+    patience: float | None = None,
+    grace: float = 2.0,
+    started: Callable[[list[int]], None] = lambda pids: None,
+) -> list[Any]:
     """Run ``work(rank)`` on ``world`` gloo processes; its JSON-serialisable results come back in rank order.
 
-    A rank that raises ends all of them, and its error is raised here; so does the end of ``seconds``.
+    A rank that raises or dies ends all of them after ``grace`` seconds, and its error is raised here; so does the end
+    of ``seconds``. A collective waits ``patience`` seconds for its peers. ``started`` is told the process numbers.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as meeting:
-        ranks = [_fork(work, rank, world, Path(meeting), seconds) for rank in range(world)]
+        wait = seconds if patience is None else patience
+        ranks = [_fork(work, rank, world, Path(meeting), wait) for rank in range(world)]
+        started([rank.pid for rank in ranks])
         try:
-            _listen(ranks, time.monotonic() + seconds)
+            _listen(ranks, time.monotonic() + seconds, grace)
         finally:
             _end(ranks)
     # The first to fail is the cause; the others only lost their peer.
@@ -67,17 +77,37 @@ def fork_ranks(work: Callable[[int], Any], world: int, *, seconds: float = 120.0
     return [json.loads(rank.answer)["answer"] for rank in ranks]
 
 
-def _fork(work: Callable[[int], Any], rank: int, world: int, meeting: Path, seconds: float) -> _Rank:
+def join_world(seconds: float) -> tuple[int, int]:
+    """Meet the ranks that torchrun or a cluster's launcher has started; returns (rank, world).
+
+    The only place that reads a launcher's environment. Without one this process is the whole world, and no process
+    group is made.
+    """
+    if "RANK" not in os.environ:
+        return 0, 1
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def this_device() -> torch.device:
+    """The GPU that the launcher gave this rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _fork(work: Callable[[int], Any], rank: int, world: int, meeting: Path, patience: float) -> _Rank:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writing)
         return _Rank(pid, reading)
     os.close(reading)
-    _live(work, rank, world, meeting, seconds, writing)
+    _live(work, rank, world, meeting, patience, writing)
 
 
-def _live(work: Callable[[int], Any], rank: int, world: int, meeting: Path, seconds: float, pipe: int) -> NoReturn:
+def _live(work: Callable[[int], Any], rank: int, world: int, meeting: Path, patience: float, pipe: int) -> NoReturn:
     """A rank's whole life; it never returns into the code that forked it."""
     code = 1
     try:
@@ -85,26 +115,27 @@ def _live(work: Callable[[int], Any], rank: int, world: int, meeting: Path, seco
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = FileStore(str(meeting / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
         answer = json.dumps({"answer": work(rank)})
         # A rank that leaves early takes its connections along; the slowest must be done first.
         dist.barrier()
         dist.destroy_process_group()
         code = 0
     except BaseException as error:
-        answer = json.dumps({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()})
+        said = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        answer = json.dumps(said | {"mendable": isinstance(error, MoefoldError)})
     with os.fdopen(pipe, "wb") as out:
         out.write(answer.encode())
     os._exit(code)
 
 
-def _listen(ranks: list[_Rank], deadline: float) -> None:
+def _listen(ranks: list[_Rank], deadline: float, grace: float) -> None:
     """Collect answers until all have spoken, the time is up, or one has failed and the others had their grace."""
     with selectors.DefaultSelector() as waiting:
         for rank in ranks:
             waiting.register(rank.pipe, selectors.EVENT_READ, rank)
         while waiting.get_map() and time.monotonic() < deadline:
-            for key, _ in waiting.select(timeout=max(0.0, deadline - time.monotonic())):
+            for key, _ in waiting.select(timeout=min(60.0, max(0.0, deadline - time.monotonic()))):
                 rank = key.data
                 piece = os.read(rank.pipe, 1 << 16)
                 rank.answer += piece
@@ -112,7 +143,7 @@ def _listen(ranks: list[_Rank], deadline: float) -> None:
                     rank.done_at = time.monotonic()
                     waiting.unregister(rank.pipe)
                     if rank.failed:
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                        deadline = min(deadline, time.monotonic() + grace)
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -129,4 +160,5 @@ def _failure(rank: _Rank, index: int, seconds: float) -> RankError:
     if not rank.answer:
         return RankError(f"rank {index} died without a word (out of memory, or killed from outside)")
     message = json.loads(rank.answer)
-    return RankError(f"rank {index}: {message['error']}\n{message['trace']}")
+    trace = "" if message["mendable"] else f"\n{message['trace']}"
+    return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"])

@@ -36,19 +36,33 @@ class StepSums(NamedTuple):
 
 
 class StepResult(NamedTuple):
+    """``skipped`` says why the update was not taken; then nothing has changed."""
+
     sums: StepSums
     norm: Tensor
+    skipped: str | None = None
+
+
+# Sees the gradients before they are clipped.
+Look = Callable[[dict[str, Tensor]], None]
+# Asked with the step's sums and norm, which all ranks hold alike: a reason not to take the step, or None.
+Objection = Callable[[StepSums, Tensor], str | None]
 
 
 def look_away(gradients: dict[str, Tensor]) -> None:
-    """The default for those who do not want to see the gradients before they are clipped."""
+    """Does not want to see them."""
+
+
+def never(sums: StepSums, norm: Tensor) -> None:
+    """Has no objection."""
 
 
 def run_step(
     share: Share,
     optimizer: Optimizer,
     batches: Sequence[Batch],
-    look: Callable[[dict[str, Tensor]], None] = look_away,
+    look: Look = look_away,
+    objection: Objection = never,
 ) -> StepResult:
     """Forward and backward over ``batches``, then one clipped update and the loss-free bias's move."""
     optimizer.zero_grad()
@@ -56,6 +70,8 @@ def run_step(
     gradients = finish_gradients(share.model, share.held)
     look(gradients)
     norm = gradient_norm(spoken_for(gradients, share.held), share.groups["world"])
+    if (reason := objection(sums, norm)) is not None:
+        return StepResult(sums, norm, reason)
     clip_gradients(gradients.values(), norm, share.run.optim.clip_norm)
     optimizer.step()
     move_expert_biases(share.model, sums.counts_LE)
