@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from moefold.config.optim import OptimConfig, RatesConfig
@@ -21,7 +23,7 @@ def test_warmup_rises_to_the_peak_in_equal_steps() -> None:
 def test_the_way_down_ends_at_the_floor(kind: str) -> None:
     found = rates(kind=kind, warmup=10, floor=0.1)
     assert found[9] == 2.0 and found[-1] == pytest.approx(0.2)
-    assert all(later < earlier for earlier, later in zip(found[9:], found[10:]))
+    assert all(later < earlier for earlier, later in pairwise(found[9:]))
     assert found[54] == pytest.approx(1.1)  # half way in time is half way down for both
 
 
