@@ -32,7 +32,7 @@ class StepRecord:
 
     `step` counts from 1 to `steps`. `balance` holds the balance losses that are on, by name. `norm` is the gradient's
     norm before the clip. `seconds` says where the time went: "data" waiting for tokens, "step" computing, "save" held
-    up by a checkpoint, "total" from the end of the last step to the end of this one. `counts` has a row of tokens per
+    up by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of tokens per
     expert for every mixture-of-experts layer, first layer first. `skipped` is the reason why the step changed nothing.
     """
 

@@ -1,0 +1,1 @@
+"""Listeners to a run: each file is one."""

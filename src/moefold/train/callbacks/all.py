@@ -1,0 +1,60 @@
+"""Which listeners a run gets: JSONL and console lines always, a bar on a terminal, and the services it asks for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from moefold.config.train import TrainConfig
+from moefold.train.callbacks.console import ConsoleLines
+from moefold.train.callbacks.jsonl import JsonLines
+from moefold.train.callbacks.progress import ProgressBar
+from moefold.train.callbacks.tensorboard import TensorBoard
+from moefold.train.callbacks.wandb import WeightsAndBiases
+from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord
+from moefold.train.metrics import finite
+
+
+def default_callbacks(as_json: bool = False) -> list[Callback]:
+    """With `as_json` standard output holds one JSON object, the last step's record; lines go to standard error."""
+    chosen: list[Callback] = [JsonLines()]
+    if sys.stderr.isatty():
+        # Before the lines: it keeps them from being written into the bar.
+        chosen.append(ProgressBar())
+    chosen += [ConsoleLines(to_stderr=as_json), Services()]
+    return chosen + [LastRecord()] if as_json else chosen
+
+
+def services(train: TrainConfig) -> list[Callback]:
+    """What `train.tensorboard` and `train.wandb` ask for; a missing package is an error that names it.
+
+    Calling this before anything is set up finds that out while it costs nothing.
+    """
+    chosen: list[Callback] = [TensorBoard()] if train.tensorboard else []
+    return chosen if train.wandb is None else chosen + [WeightsAndBiases(train.wandb)]
+
+
+class Services(Callbacks):
+    """The services of the run that starts."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def on_start(self, info: RunInfo) -> None:
+        self.members = tuple(services(info.run.train))
+        super().on_start(info)
+
+
+class LastRecord(Callback):
+    """Prints the last step's record as JSON when the run stops."""
+
+    def __init__(self) -> None:
+        self._last: StepRecord | None = None
+
+    def on_step(self, record: StepRecord) -> None:
+        self._last = record
+
+    def on_stop(self, reason: str) -> None:
+        record = None if self._last is None else finite(asdict(self._last))
+        print(json.dumps({"reason": reason, "record": record}, allow_nan=False), flush=True)

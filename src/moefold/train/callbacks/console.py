@@ -1,0 +1,108 @@
+"""One line per interval that a person can read and `grep` can take apart.
+
+    step=120/300 loss=2.4312 balance.sequence=0.0103 norm=0.812 rate=3.00e-04 tokens/s=12.3K tflops=0.021 ...
+
+Every field is `name=value` without blanks, in a fixed order, so `grep -o ' loss=[^ ]*'` is a loss curve. Loss, speed,
+waiting and load are those of the whole interval, norm and rate those of its last step. A skipped step has a line of its
+own with the reason, whatever the interval.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.metrics import Meter, device_name
+from moefold.train.router_stats import router_stats
+from moefold.units import format_bytes, format_count, format_seconds
+
+
+class ConsoleLines(Callback):
+    """Prints to standard output, or to standard error if that is wanted for something else."""
+
+    def __init__(self, device: str | None = None, *, to_stderr: bool = False) -> None:
+        self._to_stderr = to_stderr
+        self._device = device
+        self._meter: Meter | None = None
+        self._every = 1
+        self._pending: list[StepRecord] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        self._meter = Meter(info, self._device or device_name())
+        self._every = max(info.run.train.log_every, 1)
+        went_on = "" if info.resumed_from is None else f" resumed_from={info.resumed_from}"
+        size = f"parameters={format_count(info.parameters.total)} active={format_count(info.parameters.active)}"
+        self._say(f"run={info.run.name} world={info.world} {size} directory={info.directory}{went_on}")
+        gflops = self._meter.flops_per_token / 1e9
+        self._say(
+            f"flops/token={gflops:.4g}G (3 x forward, causal attention as half, no router) {self._meter.mfu_note}"
+        )
+
+    def on_step(self, record: StepRecord) -> None:
+        assert self._meter is not None, "on_start comes first"
+        eta = self._meter.eta(record)
+        self._pending.append(record)
+        if record.skipped is not None:
+            self._say(f"step={record.step}/{record.steps} skipped={_one_word(record.skipped)}")
+        if record.step % self._every == 0 or record.step == record.steps:
+            self._say(interval_line(self._pending, self._meter, eta))
+            self._pending = []
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self._say(f"validation step={step} loss={loss:.4f}")
+
+    def on_save(self, step: int, path: Path) -> None:
+        self._say(f"saved step={step} path={path}")
+
+    def on_stop(self, reason: str) -> None:
+        self._say(f"stopped reason={_one_word(reason)}")
+
+    def _say(self, line: str) -> None:
+        # Looked up now: a progress bar may have put itself in front.
+        print(line, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)
+
+
+def interval_line(records: Sequence[StepRecord], meter: Meter, eta: float) -> str:
+    last, speed = records[-1], meter.speed(records)
+    taken = [record for record in records if record.skipped is None]
+    fields = {
+        "step": f"{last.step}/{last.steps}",
+        "loss": _mean([record.loss for record in taken]),
+        **{f"balance.{name}": _mean([record.balance.get(name, math.nan) for record in taken]) for name in last.balance},
+        "norm": f"{last.norm:.3g}",
+        "rate": f"{last.rate:.2e}",
+        "tokens/s": format_count(speed.tokens_per_s),
+        "tflops": f"{speed.tflops:.3g}",
+        "mfu": "unknown" if speed.mfu is None else f"{speed.mfu:.1%}",
+        "memory": format_bytes(last.memory_bytes).replace(" ", ""),
+        "ms": f"{speed.step_seconds * 1e3:.1f}",
+        "data": f"{speed.data_wait:.1%}",
+        **_routing(records),
+        "skipped": str(len(records) - len(taken)) if len(taken) < len(records) else "",
+        "eta": format_seconds(eta).replace(" ", ""),
+    }
+    return " ".join(f"{name}={value}" for name, value in fields.items() if value)
+
+
+def _routing(records: Sequence[StepRecord]) -> dict[str, str]:
+    """`load` is that of the busiest expert over the mean, in the worst layer."""
+    counted = [np.asarray(record.counts, dtype=np.int64) for record in records if record.counts]
+    dropped = sum(record.dropped for record in records)
+    shown = {"dropped": format_count(dropped)} if dropped else {}
+    if not counted:
+        return shown
+    stats = router_stats(np.sum(counted, axis=0))
+    return {"load": f"{stats.max_load:.2f}", **({"dead": str(stats.dead)} if stats.dead else {}), **shown}
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.4f}" if values else "none"
+
+
+def _one_word(text: str) -> str:
+    return "_".join(text.split())

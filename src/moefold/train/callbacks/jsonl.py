@@ -1,0 +1,156 @@
+"""`metrics.jsonl` in the run's directory: one JSON object per line, and every step exactly once.
+
+    {"kind": "start", "step": 0, ...}
+    {"kind": "step", "step": 1, ...}
+    {"kind": "validation" | "save" | "stop", "step": ..., ...}
+
+Lines are written whole and flushed, so a killed run loses at most the line it was writing. A run that goes on from step
+N first takes away the lines of later steps, which it will write again, by walking back from the end: that costs time
+in proportion to what is repeated and not to the length of the run.
+
+Tokens per expert are summed over the steps of an interval and written at its end: `counts`, over `counts_steps` steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.metrics import Meter, as_data, device_name
+from moefold.train.router_stats import router_stats
+
+FILE_NAME = "metrics.jsonl"
+_BLOCK = 1 << 16
+
+
+class JsonLines(Callback):
+    """Always on: everything else that shows a run can be made from this file."""
+
+    def __init__(self, device: str | None = None) -> None:
+        self._device = device
+        self._file: IO[bytes] | None = None
+        self._meter: Meter | None = None
+        self._every = 1
+        self._last_step = 0
+        self._counts: npt.NDArray[np.int64] | None = None
+        self._counts_steps = 0
+
+    def on_start(self, info: RunInfo) -> None:
+        info.directory.mkdir(parents=True, exist_ok=True)
+        path = info.directory / FILE_NAME
+        self._last_step = info.resumed_from or 0
+        forget_after(path, self._last_step)
+        self._file = path.open("ab")
+        self._meter = Meter(info, self._device or device_name())
+        self._every = max(info.run.train.log_every, 1)
+        self._write("start", self._last_step, **_about(info, self._meter))
+
+    def on_step(self, record: StepRecord) -> None:
+        assert self._meter is not None, "on_start comes first"
+        self._last_step = record.step
+        data = as_data(record, self._meter.speed([record]))
+        counts = data.pop("counts")
+        if counts:
+            data["load"] = round(router_stats(record.counts or ()).max_load, 4)
+            self._add(np.asarray(counts, dtype=np.int64))
+        if self._counts is not None and (record.step % self._every == 0 or record.step == record.steps):
+            data["counts"], data["counts_steps"] = self._counts.tolist(), self._counts_steps
+            self._counts, self._counts_steps = None, 0
+        self._line(data)
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self._write("validation", step, loss=loss if np.isfinite(loss) else None)
+
+    def on_save(self, step: int, path: Path) -> None:
+        self._write("save", step, path=path.name)
+
+    def on_stop(self, reason: str) -> None:
+        if self._file is None:
+            return
+        self._write("stop", self._last_step, reason=reason)
+        self._file.close()
+        self._file = None
+
+    def _add(self, counts_ME: npt.NDArray[np.int64]) -> None:
+        self._counts = counts_ME if self._counts is None else self._counts + counts_ME
+        self._counts_steps += 1
+
+    def _write(self, kind: str, step: int, **more: object) -> None:
+        self._line({"kind": kind, "time": round(time.time(), 3), "step": step, **more})
+
+    def _line(self, data: dict[str, object]) -> None:
+        assert self._file is not None, "on_start comes first"
+        self._file.write(json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Take away what is about later steps than `step`, and a last line that was never finished."""
+    if not path.exists():
+        return
+    kept: list[bytes] = []
+    with path.open("r+b") as file:
+        end = 0
+        for start, line in _lines_backwards(file):
+            about = _read(line)
+            if about is not None and about[1] <= step:
+                if about[0] == "step":
+                    end = start + len(line)
+                    break
+                # A checkpoint or a start that this step follows may be written down after later steps.
+                kept.append(line)
+        file.seek(end)
+        file.truncate()
+        file.write(b"".join(reversed(kept)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(line: bytes) -> tuple[str, int] | None:
+    """A line's kind and step; None for a line that was torn."""
+    try:
+        data = json.loads(line) if line.endswith(b"\n") else None
+        return (str(data["kind"]), int(data["step"])) if isinstance(data, dict) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The last line first, each with the place where it starts and its line end, if it has one."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        size = min(_BLOCK, start)
+        start -= size
+        file.seek(start)
+        lines = (file.read(size) + rest).splitlines(keepends=True)
+        # The first of these lines may begin before this block.
+        whole, rest = (lines[1:], lines[0]) if start > 0 else (lines, b"")
+        place = start + len(rest) + sum(map(len, whole))
+        for line in reversed(whole):
+            place -= len(line)
+            yield place, line
+
+
+def _about(info: RunInfo, meter: Meter) -> dict[str, object]:
+    return {
+        "run": info.run.name,
+        "world": info.world,
+        "resumed_from": info.resumed_from,
+        "steps": info.run.train.steps,
+        "parameters": info.parameters.total,
+        "active_parameters": info.parameters.active,
+        "flops_per_token": meter.flops_per_token,
+        "flops_convention": "3 x forward; causal attention as half; head and shared experts counted, router not",
+        "device": meter.device,
+        "mfu_note": meter.mfu_note,
+        "config": asdict(info.run),
+    }

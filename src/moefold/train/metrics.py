@@ -1,0 +1,111 @@
+"""What the records of steps mean: speed, how well the machine is used, waiting, and when the run will be done.
+
+TFLOP/s are per rank, in the convention of published runs (see `plan/flops.py`). MFU is their part of the device's peak;
+on a device whose peak is not known there is none, and `Meter.mfu_note` says so. Averages are over an interval of steps:
+all tokens divided by all seconds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from moefold.hardware.peaks import peak_flops
+from moefold.plan.flops import training_flops_per_token
+from moefold.train.events import RunInfo, StepRecord
+
+# The time to the end is estimated from so many last steps.
+_RECENT_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one step or of several. `data_wait` and `save_wait` are parts of the time, from 0 to 1."""
+
+    tokens_per_s: float
+    tflops: float
+    mfu: float | None
+    data_wait: float
+    save_wait: float
+    step_seconds: float
+
+
+class Meter:
+    """Knows the run's FLOPs per token and the device's peak, and turns records into speeds."""
+
+    def __init__(self, info: RunInfo, device: str) -> None:
+        run = info.run
+        self.world = info.world
+        self.device = device
+        self.compute = run.precision.compute
+        self.flops_per_token = training_flops_per_token(run.model, run.data.seq_len)
+        self.peak = peak_flops(device, self.compute)
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    @property
+    def mfu_note(self) -> str:
+        if self.peak is not None:
+            return f"mfu: of {self.peak / 1e12:,.0f} TFLOP/s (bfloat16, dense) on {self.device}"
+        if peak_flops(self.device) is not None:
+            return f"mfu: none, the peak of {self.device} is known for bfloat16 and this run computes in {self.compute}"
+        return f"mfu: unknown device {self.device!r}"
+
+    def speed(self, records: Sequence[StepRecord]) -> Speed:
+        seconds = sum(total_seconds(record) for record in records)
+        tokens = sum(record.tokens for record in records)
+        per_second = tokens / seconds if seconds > 0 else 0.0
+        flops = per_second * self.flops_per_token / self.world
+        return Speed(
+            tokens_per_s=per_second,
+            tflops=flops / 1e12,
+            mfu=None if self.peak is None else flops / self.peak,
+            data_wait=_part(records, "data", seconds),
+            save_wait=_part(records, "save", seconds),
+            step_seconds=seconds / len(records) if records else 0.0,
+        )
+
+    def eta(self, record: StepRecord) -> float:
+        """Seconds to the end at the pace of the last steps; the first step is forgotten once there are others."""
+        if len(self._recent) == 1:
+            self._recent.clear()
+        self._recent.append(total_seconds(record))
+        return (record.steps - record.step) * sum(self._recent) / len(self._recent)
+
+
+def total_seconds(record: StepRecord) -> float:
+    """From the step's beginning to its end; validation is not in it."""
+    if "total" in record.seconds:
+        return record.seconds["total"]
+    return sum(record.seconds.values())
+
+
+def as_data(record: StepRecord, speed: Speed) -> dict[str, object]:
+    """A step as a JSON object; what is not a finite number becomes null, for JSON has no other word for it."""
+    plain: dict[str, object] = {"kind": "step", "time": round(time.time(), 3)}
+    return plain | finite(asdict(record)) | {"speed": finite(asdict(speed))}
+
+
+def device_name() -> str:
+    """As torch names it; "CPU" where there is no accelerator."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def _part(records: Sequence[StepRecord], name: str, seconds: float) -> float:
+    spent = sum(record.seconds.get(name, 0.0) for record in records)
+    return min(spent / seconds, 1.0) if seconds > 0 else 0.0
+
+
+def finite(tree: dict) -> dict:
+    """The same with null for every number that JSON cannot write."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, dict):
+            return finite(value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: plain(value) for key, value in tree.items()}
