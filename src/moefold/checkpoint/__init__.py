@@ -1,0 +1,1 @@
+"""Weights at rest: checkpoints of our own, and the formats of others."""

@@ -1,0 +1,1 @@
+"""Weights in the files and names that the transformers library uses, and back."""

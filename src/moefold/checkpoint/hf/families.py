@@ -1,0 +1,104 @@
+"""The names that each family of models uses on disk, in `save_pretrained`'s spelling.
+
+Five families of mixtures, two relatives (DeepSeek-V2, Kimi-K2) and two dense ones to upcycle from (Llama, Qwen3).
+E experts, F expert width, D width. Mind gpt-oss: it stores [in, out], with the rows of gate and up alternating.
+"""
+
+from __future__ import annotations
+
+from moefold.checkpoint.hf.rules import NameRule
+from moefold.errors import UnknownNameError
+
+
+def family_rules(model_type: str) -> tuple[NameRule, ...]:
+    if model_type not in RULES:
+        raise UnknownNameError("Hugging Face family", model_type, RULES)
+    return RULES[model_type]
+
+
+def _layer(ours: str, theirs: str, dims: str = "") -> NameRule:
+    return NameRule(f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}", dims)
+
+
+def _gated(ours: str, theirs: str) -> tuple[NameRule, ...]:
+    return (
+        _layer(f"feed_forward.{ours}gate_up[0]", f"mlp.{theirs}gate_proj.weight"),
+        _layer(f"feed_forward.{ours}gate_up[1]", f"mlp.{theirs}up_proj.weight"),
+        _layer(f"feed_forward.{ours}down", f"mlp.{theirs}down_proj.weight"),
+    )
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[NameRule, ...]:
+    """A router, and three matrices for each expert by itself."""
+    return (
+        _layer("feed_forward.router.weight", f"{block}.gate.weight"),
+        _layer("feed_forward.experts.gate_up[{e}, 0]", f"{block}.experts.{{e}}.{gate}.weight"),
+        _layer("feed_forward.experts.gate_up[{e}, 1]", f"{block}.experts.{{e}}.{up}.weight"),
+        _layer("feed_forward.experts.down[{e}]", f"{block}.experts.{{e}}.{down}.weight"),
+    )
+
+
+_DECODER = (
+    NameRule("embedding.weight", "model.embed_tokens.weight"),
+    NameRule("final_norm.weight", "model.norm.weight"),
+    NameRule("head.weight", "lm_head.weight"),
+    _layer("attention_norm.weight", "input_layernorm.weight"),
+    _layer("feed_forward_norm.weight", "post_attention_layernorm.weight"),
+)
+
+_HEADS = tuple(
+    _layer(f"attention.{ours}.{leaf}", f"self_attn.{theirs}.{leaf}")
+    for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("out", "o_proj"))
+    for leaf in ("weight", "bias")
+)
+_NORMED_HEADS = (
+    *_HEADS,
+    _layer("attention.q_norm.weight", "self_attn.q_norm.weight"),
+    _layer("attention.k_norm.weight", "self_attn.k_norm.weight"),
+)
+_LATENT = tuple(
+    _layer(f"attention.{ours}.weight", f"self_attn.{theirs}.weight")
+    for ours, theirs in (
+        ("q", "q_proj"),
+        ("q_down", "q_a_proj"),
+        ("q_norm", "q_a_layernorm"),
+        ("q_up", "q_b_proj"),
+        ("kv_down", "kv_a_proj_with_mqa"),
+        ("kv_norm", "kv_a_layernorm"),
+        ("kv_up", "kv_b_proj"),
+        ("out", "o_proj"),
+    )
+)
+
+_ONE_BY_ONE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_DENSE = _gated("", "")
+_DEEPSEEK = (
+    *_DECODER,
+    *_LATENT,
+    *_DENSE,
+    *_ONE_BY_ONE,
+    *_gated("shared.", "shared_experts."),
+    _layer("feed_forward.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+)
+
+RULES: dict[str, tuple[NameRule, ...]] = {
+    "mixtral": (*_DECODER, *_HEADS, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen3_moe": (*_DECODER, *_NORMED_HEADS, *_DENSE, *_ONE_BY_ONE),
+    "olmoe": (*_DECODER, *_NORMED_HEADS, *_ONE_BY_ONE),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "gpt_oss": (
+        *_DECODER,
+        *_HEADS,
+        _layer("attention.sinks", "self_attn.sinks"),
+        _layer("feed_forward.router.weight", "mlp.router.weight"),
+        _layer("feed_forward.router.bias", "mlp.router.bias"),
+        _layer("feed_forward.experts.gate_up", "mlp.experts.gate_up_proj", "E 2 F D = E D (F 2)"),
+        _layer("feed_forward.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias", "E 2 F = E (F 2)"),
+        _layer("feed_forward.experts.down", "mlp.experts.down_proj", "E D F = E F D"),
+        _layer("feed_forward.experts.down_bias", "mlp.experts.down_proj_bias"),
+    ),
+    "llama": (*_DECODER, *_HEADS, *_DENSE),
+    "qwen3": (*_DECODER, *_NORMED_HEADS, *_DENSE),
+}
