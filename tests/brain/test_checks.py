@@ -11,7 +11,7 @@ from moefold.checks import data, model, parallel, precision
 from moefold.checks.divide import divisors
 from moefold.checks.run_all import RULES, executable_problems, problems
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
-from moefold.config.data import DataConfig
+from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
@@ -156,6 +156,12 @@ CASES = [
         RunConfig(data=DataConfig(micro_batch=4)),
         RunConfig(data=DataConfig(micro_batch=3)),
         "data.micro_batch",
+    ),
+    (
+        data.weights_make_a_mixture,
+        RunConfig(data=DataConfig(train=(SourceConfig(weight=3.0), SourceConfig(weight=0.0)))),
+        RunConfig(data=DataConfig(train=(SourceConfig(weight=1.0), SourceConfig(weight=float("nan"))))),
+        "data.train.1.weight",
     ),
     (
         precision.compute_is_not_wider_than_params,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite, isnan
+
 from moefold.checks.divide import divides, divisors
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -31,5 +33,18 @@ def every_rank_gets_as_many_microbatches(run: RunConfig, layout: FoldedLayout) -
     )
 
 
-RULES = (microbatches_fill_the_batch,)
+def weights_make_a_mixture(run: RunConfig) -> list[Problem]:
+    found: list[Problem] = []
+    for key, given in (("data.train", run.data.train), ("data.validation", run.data.validation)):
+        if given is None or isinstance(given, str):
+            continue
+        for number, source in enumerate(given):
+            if not isfinite(source.weight) or source.weight < 0:
+                found.append(Problem(f"{key}.{number}.weight", f"is {source.weight:g}", "use 0 or a positive number"))
+        if not any(source.weight > 0 or isnan(source.weight) for source in given):
+            found.append(Problem(key, "no source has a positive weight", "give at least one"))
+    return found
+
+
+RULES = (microbatches_fill_the_batch, weights_make_a_mixture)
 RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)

@@ -19,6 +19,7 @@ VERBS = {
     "check": "moefold.cli.check",
     "layout": "moefold.cli.layout",
     "prove": "moefold.cli.prove",
+    "tokenize": "moefold.cli.tokenize",
 }
 
 

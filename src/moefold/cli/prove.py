@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
+from moefold.cli.progress import with_progress
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.precision import Format
 from moefold.errors import ConfigError, MoefoldError
@@ -21,8 +20,6 @@ EXAMPLES = """examples:
 
 A run's sizes are reduced to what a laptop can prove; its structure, routing and layout stay.
 Exits with 0 when everything holds, 1 when something does not, 2 when the command cannot be understood."""
-
-Item = TypeVar("Item")
 
 
 def add_to(commands: Any) -> None:
@@ -83,7 +80,7 @@ def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: b
 
     began = time.monotonic()
     verdicts = []
-    for case in _with_progress(draw_cases(count, max_world, seed, dtype), count, "proving cases"):
+    for case in with_progress(draw_cases(count, max_world, seed, dtype), count, "proving cases"):
         verdicts.append(prove(case))
         if not verdicts[-1].holds and not as_json:
             print(case_report(verdicts[-1]) + "\n", flush=True)
@@ -101,7 +98,7 @@ def prove_mutants(as_json: bool) -> int:
     from moefold.prove.mutants import prove_mutants as results
     from moefold.prove.report import as_data, case_report, mutants_report
 
-    everything = list(_with_progress(results(), len(CASES) + len(MUTANTS), "seeding faults"))
+    everything = list(with_progress(results(), len(CASES) + len(MUTANTS), "seeding faults"))
     clean = [verdict for mutant, verdict in everything if mutant is None]
     faulty = [(mutant, verdict) for mutant, verdict in everything if mutant is not None]
     passed = all(verdict.holds for verdict in clean) and not any(verdict.holds for _, verdict in faulty)
@@ -123,17 +120,3 @@ def _tolerance_note(dtype: str) -> str:
             "(tokens)^(1/4), twice that for squared gradients, 0 for counts; choices are replayed from the reference"
         )
     return f"{dtype}: the largest difference relative to the largest entry; 1e-9 is allowed"
-
-
-def _with_progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """A bar on a terminal, a line now and then elsewhere; always on stderr, so that output stays clean."""
-    from rich.console import Console
-    from rich.progress import track
-
-    if sys.stderr.isatty():
-        yield from track(items, what, total=total, console=Console(stderr=True))
-        return
-    for number, item in enumerate(items, 1):
-        yield item
-        if number % 20 == 0 or number == total:
-            print(f"{what}: {number} of {total}", file=sys.stderr, flush=True)

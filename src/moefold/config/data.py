@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
 
@@ -20,6 +20,10 @@ class SourceConfig:
     # A path or URL: of a `.bin`/`.idx` pair (without the ending), of an `.npy` file, of a folder of either, or `builtin`.
     path: str = BUILTIN
     weight: float = 1.0
+    # Of `.npy` files, which say neither: their type if they have no header (None: the smallest of uint16 and uint32
+    # that holds the vocabulary), and the token that ends a document (None: a file is one document).
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    end_of_document: int | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""Bytes at an offset, from a local file or any URL that fsspec understands.
+
+Tokens are read with `pread` and not through a mapping. The page cache serves both at the same speed, but a mapped file
+that shrinks, or a file system that fails, kills the process with SIGBUS, while a read that fails is an error that can
+name the file. Only an index, which is searched, is mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from moefold.errors import DataError
+
+# So much is hashed at each of a few places of a file; enough to notice that it was replaced.
+_PIECE = 4096
+
+
+class Bytes(Protocol):
+    """A file of known size."""
+
+    name: str
+    size: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes, or a DataError."""
+
+    def whole(self) -> np.ndarray:
+        """All bytes as uint8: mapped if the file is local, else fetched."""
+
+
+class LocalBytes:
+    """A regular file, open for reading as long as this object lives."""
+
+    def __init__(self, path: str) -> None:
+        self.name, self._fd = path, -1
+        try:
+            # Not blocking: opening a pipe would otherwise wait for a writer that never comes.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            status = os.fstat(self._fd)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: cannot be opened: {_reason(error)}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path}: is not a regular file")
+        self.size = status.st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        _check_range(self, offset, length)
+        parts: list[bytes] = []
+        while length:
+            try:
+                part = os.pread(self._fd, min(length, 1 << 30), offset)
+            except OSError as error:
+                raise DataError(f"{self.name}: reading {length:,} bytes at {offset:,}: {_reason(error)}") from error
+            if not part:
+                raise DataError(f"{self.name}: ends at byte {offset:,}; it had {self.size:,} bytes when it was opened")
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def whole(self) -> np.ndarray:
+        if not self.size:
+            return np.empty(0, np.uint8)
+        try:
+            return np.frombuffer(mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ), np.uint8)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self.name}: cannot be mapped: {_reason(error)}") from error
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+class RemoteBytes:
+    """A file behind a URL; every read is one range request."""
+
+    def __init__(self, url: str) -> None:
+        self.name = url
+        self._files, self._path = _file_system(url)
+        self.size = _size(self._ask(self._files.size, self._path), url)
+
+    def read(self, offset: int, length: int) -> bytes:
+        _check_range(self, offset, length)
+        if not length:
+            return b""
+        found = bytes(self._ask(self._files.cat_file, self._path, offset, offset + length))
+        if len(found) != length:
+            raise DataError(f"{self.name}: {len(found):,} bytes came where {length:,} at {offset:,} were asked for")
+        return found
+
+    def whole(self) -> np.ndarray:
+        return np.frombuffer(self.read(0, self.size), np.uint8)
+
+    def _ask(self, question: Any, *args: Any) -> Any:
+        # Each file system has exceptions of its own.
+        try:
+            return question(*args)
+        except Exception as error:
+            raise DataError(f"{self.name}: cannot be read: {_reason(error)}") from error
+
+
+def is_url(path: str) -> bool:
+    return "://" in path or "::" in path
+
+
+def open_bytes(path: str) -> Bytes:
+    return RemoteBytes(path) if is_url(path) else LocalBytes(path)
+
+
+def exists(path: str) -> bool:
+    if not is_url(path):
+        return os.path.exists(path)
+    files, inside = _file_system(path)
+    return bool(_listing(path, files.exists, inside))
+
+
+def list_folder(path: str) -> list[str] | None:
+    """Relative names of all files under a folder, sorted, or None if there is no such folder."""
+    if is_url(path):
+        files, inside = _file_system(path)
+        if not _listing(path, files.isdir, inside):
+            return None
+        root = inside.rstrip("/") + "/"
+        return sorted(str(name).removeprefix(root) for name in _listing(path, files.find, inside))
+    if not os.path.isdir(path):
+        return None
+    walk = os.walk(path, followlinks=True)
+    return sorted(Path(top, name).relative_to(path).as_posix() for top, _, names in walk for name in names)
+
+
+def sampled_digest(source: Bytes, pieces: int = 4) -> str:
+    """sha256 over the size and a few pieces at even distances, the first and the last included."""
+    digest = hashlib.sha256(str(source.size).encode())
+    length = min(_PIECE, source.size)
+    for number in range(pieces):
+        digest.update(source.read((source.size - length) * number // max(1, pieces - 1), length))
+    return digest.hexdigest()
+
+
+def _check_range(source: Bytes, offset: int, length: int) -> None:
+    if offset < 0 or length < 0 or offset + length > source.size:
+        raise DataError(f"{source.name}: has {source.size:,} bytes, not {length:,} at {offset:,}")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(f"{url}: URLs need fsspec; pip install fsspec, or use a local path") from error
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except Exception as error:
+        raise DataError(f"{url}: {_reason(error)}") from error
+    return files, str(path)
+
+
+def _listing(path: str, question: Any, inside: str) -> Any:
+    try:
+        return question(inside)
+    except Exception as error:
+        raise DataError(f"{path}: cannot be listed: {_reason(error)}") from error
+
+
+def _size(found: Any, url: str) -> int:
+    if not isinstance(found, int):
+        raise DataError(f"{url}: the server does not say how large it is")
+    return found
+
+
+def _reason(error: Exception) -> str:
+    words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return words or type(error).__name__

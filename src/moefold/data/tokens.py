@@ -1,0 +1,242 @@
+"""One file of tokens, whatever its format: documents, and windows of the stream that they form one after the other.
+
+Three kinds: a Megatron pair `.bin` + `.idx`; an OLMo `.npy`, which is an array of tokens with or without numpy's header
+(OLMo's own have none: then the type is the smallest of uint16 and uint32 that holds the vocabulary, unless it is
+given); and tokens in memory. Only a Megatron pair says where documents begin. In an `.npy`, a document begins after
+each end-of-document token if that is known; otherwise the file counts as one document.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, Protocol
+
+import numpy as np
+
+from moefold.data.byte_ranges import Bytes, is_url, open_bytes, sampled_digest
+from moefold.data.megatron_index import open_index
+from moefold.errors import DataError
+
+_NPY_MAGIC = b"\x93NUMPY"
+# numpy's own bound on the description, and what stands before it.
+_LONGEST_NPY_HEADER = 10_000 + 12
+_SCAN = 1 << 22
+# If so many tokens in a row are each followed by a zero, they were written twice as wide as they are read.
+_SUSPICIOUS = 256
+
+
+class TokenFile(Protocol):
+    """What every reader answers. Positions are tokens of the file's stream."""
+
+    name: str
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_documents(self) -> int: ...
+
+    @property
+    def digest(self) -> str:
+        """Changes when the file is replaced: a hash of its size, its index and a few pieces."""
+
+    def window(self, start: int, length: int) -> np.ndarray: ...
+
+    def document(self, number: int) -> np.ndarray: ...
+
+    def document_at(self, token: int) -> int: ...
+
+    def document_span(self, number: int) -> tuple[int, int]: ...
+
+    def document_starts_in(self, start: int, length: int) -> np.ndarray: ...
+
+
+class MegatronFile:
+    """PREFIX.bin and PREFIX.idx."""
+
+    def __init__(self, prefix: str) -> None:
+        self.name = prefix
+        index, self._tokens = open_bytes(prefix + ".idx"), open_bytes(prefix + ".bin")
+        self.index = open_index(index, self._tokens.size)
+        pieces = 2 if is_url(prefix) else 4
+        self.digest = sha256(
+            (sampled_digest(index, pieces) + sampled_digest(self._tokens, pieces)).encode()
+        ).hexdigest()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.index.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        return self.index.num_documents
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        return _read(self._tokens, self.index.dtype, 0, start, length)
+
+    def document(self, number: int) -> np.ndarray:
+        start, end = self.index.document_span(number)
+        return self.window(start, end - start)
+
+    def document_at(self, token: int) -> int:
+        return self.index.document_at(token)
+
+    def document_span(self, number: int) -> tuple[int, int]:
+        return self.index.document_span(number)
+
+    def document_starts_in(self, start: int, length: int) -> np.ndarray:
+        return self.index.document_starts_in(start, length)
+
+
+class _MarkedStream:
+    """Documents of a stream that has no index: found by looking for the token that ends them."""
+
+    name: str
+    num_tokens: int
+    end_of_document: int | None
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        raise NotImplementedError
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._starts)
+
+    def document(self, number: int) -> np.ndarray:
+        start, end = self.document_span(number)
+        return self.window(start, end - start)
+
+    def document_at(self, token: int) -> int:
+        return int(np.searchsorted(self._starts, token, side="right")) - 1
+
+    def document_span(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < self.num_documents:
+            raise DataError(f"{self.name}: no document {number:,}; there are {self.num_documents:,}")
+        bounds = [*self._starts[number : number + 2].tolist(), self.num_tokens]
+        return bounds[0], bounds[1]
+
+    def document_starts_in(self, start: int, length: int) -> np.ndarray:
+        """Reads only the window and the token before it."""
+        first = np.zeros(1 if start == 0 and length else 0, np.int64)
+        if self.end_of_document is None:
+            return first
+        before = max(0, start - 1)
+        # A document that ends with the window begins outside of it.
+        tokens = self.window(before, max(0, start + length - 1 - before))
+        return np.concatenate([first, before + 1 + np.flatnonzero(tokens == self.end_of_document)])
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """All of them, by one pass over the file; only questions about whole documents need this."""
+        runs = range(0, self.num_tokens, _SCAN) if self.end_of_document is not None else range(0)
+        found = [self.document_starts_in(at, min(_SCAN, self.num_tokens - at)) for at in runs]
+        return np.concatenate(found) if found else np.zeros(min(1, self.num_tokens), np.int64)
+
+
+class ArrayFile(_MarkedStream):
+    """An `.npy` file, with numpy's header or raw."""
+
+    def __init__(
+        self, path: str, vocab_size: int, dtype: str | None = None, end_of_document: int | None = None
+    ) -> None:
+        self.name, self.end_of_document = path, end_of_document
+        self._tokens = open_bytes(path)
+        found = _npy_header(self._tokens)
+        if found is not None:
+            self._dtype, self._offset, self.num_tokens = found
+        else:
+            self._dtype, self._offset = np.dtype(dtype or raw_dtype(vocab_size)).newbyteorder("<"), 0
+            self.num_tokens = self._count_raw(given=dtype is not None)
+        self.digest = sampled_digest(self._tokens, 2 if is_url(path) else 4)
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        return _read(self._tokens, self._dtype, self._offset, start, length)
+
+    def _count_raw(self, given: bool) -> int:
+        size, item = self._tokens.size, self._dtype.itemsize
+        if size % item:
+            raise DataError(f"{self.name}: {size:,} bytes are no whole number of {self._dtype.name} tokens")
+        head = self.window(0, min(size // item, _SUSPICIOUS)) if not given else np.empty(0)
+        if len(head) == _SUSPICIOUS and item == 2 and not head[1::2].any() and head[::2].any():
+            raise DataError(
+                f"{self.name}: every second {self._dtype.name} of the first {_SUSPICIOUS} is zero, as if the tokens "
+                "were uint32; give the source's dtype"
+            )
+        return size // item
+
+
+class MemoryFile(_MarkedStream):
+    """Tokens that are already in memory, with the places where documents begin."""
+
+    end_of_document = None
+
+    def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray) -> None:
+        self.name, self.num_tokens = name, len(tokens)
+        self._all, self._given = tokens, starts
+
+    @cached_property
+    def digest(self) -> str:
+        return sha256(self._all.tobytes()).hexdigest()
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        _check_window(self.name, self.num_tokens, start, length)
+        return self._all[start : start + length]
+
+    def document_starts_in(self, start: int, length: int) -> np.ndarray:
+        first, after = np.searchsorted(self._given, (start, start + length))
+        return self._given[first:after]
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return self._given
+
+
+def raw_dtype(vocab_size: int) -> str:
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def open_token_file(path: str, vocab_size: int, dtype: str | None = None, end: int | None = None) -> TokenFile:
+    """The reader for a path that ends in `.npy`, or names a Megatron pair with or without its ending."""
+    if path.endswith(".npy"):
+        return ArrayFile(path, vocab_size, dtype, end)
+    return MegatronFile(path.removesuffix(".bin").removesuffix(".idx"))
+
+
+def _read(source: Bytes, dtype: np.dtype, offset: int, start: int, length: int) -> np.ndarray:
+    _check_window(source.name, (source.size - offset) // dtype.itemsize, start, length)
+    return np.frombuffer(source.read(offset + start * dtype.itemsize, length * dtype.itemsize), dtype)
+
+
+def _check_window(name: str, num_tokens: int, start: int, length: int) -> None:
+    if start < 0 or length < 0 or start + length > num_tokens:
+        raise DataError(f"{name}: has {num_tokens:,} tokens, not {length:,} from {start:,}")
+
+
+def _npy_header(source: Bytes) -> tuple[np.dtype, int, int] | None:
+    """Type, offset and number of the tokens; None if there is no header. Nothing in it is ever executed."""
+    head = io.BytesIO(source.read(0, min(source.size, _LONGEST_NPY_HEADER)))
+    if not head.getvalue().startswith(_NPY_MAGIC):
+        return None
+    readers: dict[Any, Any] = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        version = np.lib.format.read_magic(head)
+        if version not in readers:
+            raise ValueError(f"version {version} is unknown")
+        shape, _, dtype = readers[version](head)
+    except (ValueError, TypeError, SyntaxError, LookupError, EOFError, RecursionError, OverflowError) as error:
+        raise DataError(f"{source.name}: header: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    if dtype.kind not in "iu" or dtype.hasobject:
+        raise DataError(f"{source.name}: header: type {dtype} holds no tokens; use an integer type")
+    if len(shape) != 1 or shape[0] < 0:
+        raise DataError(f"{source.name}: header: shape {shape}; tokens are one row")
+    offset, expected = head.tell(), head.tell() + shape[0] * dtype.itemsize
+    if source.size != expected:
+        raise DataError(
+            f"{source.name}: header: {shape[0]:,} tokens need {expected:,} bytes, there are {source.size:,}"
+        )
+    return dtype, offset, int(shape[0])

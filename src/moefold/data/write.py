@@ -1,0 +1,171 @@
+"""Write token files as a stream: any number of documents, in the memory of one.
+
+Nothing appears under its final name before it is complete and on disk. Tokens go to a temporary file, sizes to another;
+at the end the index is made from the sizes, a run at a time. Of a Megatron pair the `.bin` takes its name first and the
+`.idx` last, so a pair with an index is whole. Whoever is interrupted leaves at most files that end in `.tmp`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from moefold.data.megatron_index import HEADER, LONGEST_SEQUENCE, MAGIC, type_code
+from moefold.errors import DataError
+
+_RUN = 1 << 20
+
+
+class TokenWriter:
+    """A context: leaving it without an error publishes the file, with one removes what was written."""
+
+    def __init__(self, target: str, dtype: str | np.dtype, overwrite: bool = False) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.num_documents = self.num_tokens = 0
+        self.targets = self._names(target)
+        for path in self.targets:
+            if path.exists() and not overwrite:
+                raise DataError(f"{path}: exists already; choose another name, or say that it may be overwritten")
+        try:
+            self.targets[0].parent.mkdir(parents=True, exist_ok=True)
+            self._tokens = open(_temporary(self.targets[0]), "wb")  # noqa: SIM115 - closed on leaving the context
+        except OSError as error:
+            raise DataError(f"{self.targets[0]}: cannot be written: {error.strerror}") from error
+
+    def _names(self, target: str) -> list[Path]:
+        raise NotImplementedError
+
+    def add(self, tokens: np.ndarray) -> None:
+        """One document."""
+        self.add_many(tokens, [len(tokens)])
+
+    def add_many(self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray) -> None:
+        """Several, one after the other in `tokens`."""
+        lengths = np.asarray(sizes, np.int64)
+        if lengths.sum() != len(tokens) or (len(lengths) and lengths.min() < 0):
+            raise DataError(f"{self.targets[0]}: sizes sum to {lengths.sum():,}, there are {len(tokens):,} tokens")
+        if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
+            raise DataError(f"{self.targets[0]}: a document of {lengths.max():,} tokens; at most {LONGEST_SEQUENCE:,}")
+        limits = np.iinfo(self.dtype)
+        if len(tokens) and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
+            raise DataError(
+                f"{self.targets[0]}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}"
+            )
+        try:
+            self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+            self._note(lengths)
+        except OSError as error:
+            raise DataError(f"{self.targets[0]}: cannot be written: {error.strerror}") from error
+        self.num_documents += len(lengths)
+        self.num_tokens += len(tokens)
+
+    def _note(self, lengths: np.ndarray) -> None:
+        """Remember the sizes of documents, if the format has a place for them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        except OSError as failed:
+            raise DataError(f"{self.targets[0]}: cannot be finished: {failed.strerror}") from failed
+        finally:
+            self._clean()
+
+    def _finish(self) -> None:
+        _settle(self._tokens)
+        _publish(self.targets)
+
+    def _clean(self) -> None:
+        self._tokens.close()
+        for path in self.targets:
+            _temporary(path).unlink(missing_ok=True)
+
+
+class ArrayWriter(TokenWriter):
+    """A raw array, as OLMo reads it."""
+
+    def _names(self, target: str) -> list[Path]:
+        return [Path(target.removesuffix(".npy") + ".npy")]
+
+
+class MegatronWriter(TokenWriter):
+    """A `.bin`/`.idx` pair; every document is one sequence."""
+
+    def __init__(self, target: str, dtype: str | np.dtype, overwrite: bool = False) -> None:
+        self._code = type_code(np.dtype(dtype))
+        super().__init__(target, dtype, overwrite)
+        self._sizes_path = _temporary(self.targets[0].with_name(self.targets[0].name + ".sizes"))
+        self._sizes = open(self._sizes_path, "w+b")  # noqa: SIM115 - closed on leaving the context
+
+    def _names(self, target: str) -> list[Path]:
+        prefix = target.removesuffix(".bin").removesuffix(".idx")
+        return [Path(prefix + ".bin"), Path(prefix + ".idx")]
+
+    def _note(self, lengths: np.ndarray) -> None:
+        self._sizes.write(lengths.astype("<i4").tobytes())
+
+    def _finish(self) -> None:
+        self._sizes.flush()
+        with open(_temporary(self.targets[1]), "wb") as index:
+            write_index(index, self._sizes, self.num_documents, self._code, self.dtype.itemsize)
+            _settle(index)
+        super()._finish()
+
+    def _clean(self) -> None:
+        self._sizes.close()
+        self._sizes_path.unlink(missing_ok=True)
+        super()._clean()
+
+
+def write_index(index: BinaryIO, sizes: BinaryIO, count: int, code: int, item: int) -> None:
+    """An index of `count` documents from a file of their sizes (int32), in three passes of small memory."""
+    index.write(HEADER.pack(MAGIC, 1, code, count, count + 1))
+    for run in _size_runs(sizes, count):
+        index.write(run.tobytes())
+    byte = 0
+    for run in _size_runs(sizes, count):
+        ends = byte + np.cumsum(run.astype(np.int64) * item)
+        index.write(np.concatenate([[byte], ends[:-1]]).astype("<i8").tobytes())
+        byte = int(ends[-1])
+    for first in range(0, count + 1, _RUN):
+        index.write(np.arange(first, min(first + _RUN, count + 1), dtype="<i8").tobytes())
+
+
+def open_writer(target: str, kind: str, dtype: str | np.dtype, overwrite: bool = False) -> TokenWriter:
+    """`kind` is `bin` (a Megatron pair) or `npy` (a raw array)."""
+    return MegatronWriter(target, dtype, overwrite) if kind == "bin" else ArrayWriter(target, dtype, overwrite)
+
+
+def _size_runs(sizes: BinaryIO, count: int) -> Iterator[np.ndarray]:
+    sizes.seek(0)
+    for first in range(0, count, _RUN):
+        yield np.frombuffer(sizes.read(4 * min(_RUN, count - first)), "<i4")
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+
+
+def _settle(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _publish(targets: Sequence[Path]) -> None:
+    """Give every file its name. An old last one goes first: beside new tokens it would describe others."""
+    targets[-1].unlink(missing_ok=True)
+    for path in targets:
+        os.replace(_temporary(path), path)
+    folder = os.open(targets[0].parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
