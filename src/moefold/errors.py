@@ -82,6 +82,14 @@ class CheckpointError(MoefoldError):
     """A checkpoint that must not be loaded, or could not be written; the message names file and reason."""
 
 
+class MismatchError(CheckpointError):
+    """A checkpoint that is intact, but of another model; an older one would not be better."""
+
+
+class RunBusyError(MoefoldError):
+    """Another process is at work on this run; the message names it."""
+
+
 class ConversionError(ProblemsError):
     """Weights in somebody else's format that are not what they say, or that ours cannot become; nothing was changed."""
 

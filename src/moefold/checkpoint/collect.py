@@ -1,0 +1,160 @@
+"""From a live model and optimizer to the chunks a rank writes, and back.
+
+Names in a checkpoint are "KIND/NAME": "parameter/layers.0...", "buffer/...", and one kind per tensor that the optimizer
+keeps for a parameter ("exp_avg/...", "exp_avg_sq/...", "step/..."). What the optimizer keeps is either of the
+parameter's own shape, and cut like it, or a single number. Of a part that several ranks repeat, one writes it; all read
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moefold.blueprint.parameters import buffers
+from moefold.checkpoint.spec import Chunk, ChunkSpec, TensorSpec, volume, whole
+from moefold.config.load import dump_run
+from moefold.errors import CheckpointError, MismatchError
+from moefold.parallel.apply import Share
+from moefold.parallel.placements import local_part
+
+_WEIGHTS = ("parameter/", "buffer/")
+_MOST_LISTED = 200
+
+
+def about_run(share: Share) -> dict[str, Any]:
+    """What a manifest says about the run as a whole."""
+    degrees = {name: size for name, size in asdict(share.run.parallel).items() if isinstance(size, int)}
+    layout = share.groups.layout
+    return {"config": dump_run(share.run), "layout": degrees | {"dp": layout.size("dp"), "edp": layout.size("edp")}}
+
+
+def chunks_of(share: Share, optimizer: Optimizer | None) -> list[Chunk]:
+    """What this rank writes: the parts it speaks for, and its own random state."""
+    chunks = [chunk for chunk in _spoken(share, optimizer) if chunk.tensor.numel()]
+    rng = torch.get_rng_state()
+    return [*chunks, Chunk(f"rng/{share.groups.rank}", tuple(rng.shape), whole(rng.shape), rng)]
+
+
+def _spoken(share: Share, optimizer: Optimizer | None) -> Iterator[Chunk]:
+    kinds = _state_kinds(optimizer)
+    for name, parameter in share.model.named_parameters():
+        held = share.held[name]
+        if not held.speaks:
+            continue
+        yield Chunk(f"parameter/{name}", held.shape, held.box, local_part(parameter.detach()))
+        for kind, single in kinds.items():
+            state = _state_or_zeros(optimizer, parameter, kind, single)
+            if not single:
+                yield Chunk(f"{kind}/{name}", held.shape, held.box, local_part(state))
+            elif all(part.start == 0 for part in held.box) and volume(held.box):
+                yield Chunk(f"{kind}/{name}", (), (), local_part(state))
+    if share.groups["stage"].index == 0:
+        live = dict(share.model.named_buffers())
+        for spec in buffers(share.run.model):
+            yield Chunk(f"buffer/{spec.name}", spec.shape, whole(spec.shape), live[spec.name])
+
+
+def _state_kinds(optimizer: Optimizer | None) -> dict[str, bool]:
+    """The kinds of state that the optimizer keeps, and whether each is a single number; none before its first step."""
+    kinds: dict[str, bool] = {}
+    for parameter, state in (optimizer.state if optimizer else {}).items():
+        for kind, value in state.items():
+            single = isinstance(value, Tensor) and value.dim() == 0
+            if not isinstance(value, Tensor) or not (single or value.shape == parameter.shape):
+                raise CheckpointError(f"the optimizer's {kind!r} is neither one number nor shaped like its parameter")
+            kinds[kind] = single
+    return kinds
+
+
+def _state_or_zeros(optimizer: Optimizer | None, parameter: nn.Parameter, kind: str, single: bool) -> Tensor:
+    """A parameter that never had a gradient has no state yet; zeros are what its first step would start from."""
+    assert optimizer is not None
+    state = optimizer.state.get(parameter, {})
+    if kind in state:
+        return state[kind]
+    return torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(parameter.detach())
+
+
+def wanted(share: Share, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]) -> list[ChunkSpec]:
+    """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
+    wants = {chunk.name: chunk for chunk in _weights_wanted(share)}
+    kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
+    states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
+    if optimizer is not None:
+        wants |= {chunk.name: chunk for kind in states for chunk in _states_wanted(share, kind, offered)}
+    ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
+    differences = {name: "is missing" for name in wants if name not in offered}
+    differences |= {name: "is not part of this model" for name in offered if name not in wants and name not in ignored}
+    for name, want in wants.items():
+        spec = offered.get(name, want)
+        if spec.shape != want.shape:
+            differences[name] = f"has shape {list(spec.shape)}, the model has {list(want.shape)}"
+        elif spec.dtype != want.dtype:
+            differences[name] = f"is {spec.dtype}, the model has {want.dtype}; nothing is cast silently"
+    if differences:
+        raise MismatchError("this checkpoint is of another model:\n  " + "\n  ".join(_listed(differences)))
+    return list(wants.values())
+
+
+def _listed(differences: Mapping[str, str]) -> list[str]:
+    """What is wrong with a parameter is wrong with its moments too; saying it once is enough."""
+    said = {name for name in differences if name.startswith(_WEIGHTS)}
+    moments = [name for name in differences if name not in said and f"parameter/{name.partition('/')[2]}" not in said]
+    names = sorted(said) + sorted(moments)
+    more = [f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
+    return [f"{name} {differences[name]}" for name in names[:_MOST_LISTED]] + more
+
+
+def _weights_wanted(share: Share) -> Iterator[ChunkSpec]:
+    for name, parameter in share.model.named_parameters():
+        held = share.held[name]
+        yield ChunkSpec(f"parameter/{name}", parameter.dtype, held.shape, held.box)
+    live = dict(share.model.named_buffers())
+    for spec in buffers(share.run.model):
+        yield ChunkSpec(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, whole(spec.shape))
+
+
+def _states_wanted(share: Share, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
+    """A kind of state is there for all parameters or for none."""
+    for name, parameter in share.model.named_parameters():
+        held, spec = share.held[name], offered.get(f"{kind}/{name}")
+        if spec is not None and spec.shape == ():
+            yield ChunkSpec(f"{kind}/{name}", torch.float32, (), ())
+        else:
+            yield ChunkSpec(f"{kind}/{name}", parameter.dtype, held.shape, held.box)
+
+
+@torch.no_grad()
+def spread(share: Share, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
+    """Write loaded values into the live tensors. Nothing can be refused any more: everything was checked before."""
+    live = dict(share.model.named_buffers())
+    for spec in buffers(share.run.model):
+        live[spec.name].copy_(values[f"buffer/{spec.name}"])
+    kinds = dict.fromkeys(name.partition("/")[0] for name in values)
+    states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
+    for name, parameter in share.model.named_parameters():
+        local_part(parameter).copy_(values[f"parameter/{name}"])
+        if optimizer is not None:
+            optimizer.state[parameter] = {kind: _state_like(parameter, values[f"{kind}/{name}"]) for kind in states}
+            if not states:
+                del optimizer.state[parameter]
+
+
+def _state_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    if value.dim() == 0 and parameter.dim() > 0:
+        return value.clone()
+    state = torch.zeros_like(parameter.detach())
+    local_part(state).copy_(value)
+    return state
+
+
+def fresh_seed(seed: int, step: int, rank: int) -> int:
+    """For ranks that no saved random state belongs to."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little")

@@ -1,0 +1,189 @@
+"""One run, one writer: a lock that names its holder, and a number that outlives it.
+
+A second start on the same directory is refused while the first lives: it finds the lock taken, and says by whom. But a
+lock is not enough. A process can be frozen, be taken for dead, be replaced, and wake up in the middle of writing. So
+each start takes the next incarnation number; temporary names carry it, and a checkpoint gets its final name only while
+the number in the run's directory is still the writer's own. Taking a number and giving a final name exclude each other,
+so either the old writer was in time, or it never commits again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moefold.checkpoint.files import (
+    FILE_MODE,
+    fsync_directory,
+    make_directory,
+    naming,
+    read_bounded,
+    rename,
+    write_file,
+)
+from moefold.errors import CheckpointError, RunBusyError
+
+LOCK, GATE, NUMBER = "run.lock", "commit.lock", "incarnation.json"
+_PATIENCE_SECONDS = 10.0
+_MOST_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock; ``born`` tells processes apart that get the same pid one after the other."""
+
+    host: str
+    pid: int
+    born: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """The run's id, made at its first start, and the number of starts so far."""
+
+    run: str
+    number: int
+
+
+def take_incarnation(run_dir: Path) -> int:
+    """Become the run's only writer, for as long as this process lives, and take the next number."""
+    make_directory(run_dir)
+    hold_run(run_dir)
+    with commit_gate(run_dir):
+        before = read_incarnation(run_dir)
+        now = Incarnation(before.run if before else secrets.token_hex(8), before.number + 1 if before else 1)
+        _write_incarnation(run_dir, now)
+    return now.number
+
+
+def hold_run(run_dir: Path) -> int:
+    """Take the run's lock, or refuse naming the holder; returns the descriptor whose closing gives the lock up.
+
+    The process that holds it already may take it again: one process can run the same run twice, one after the other.
+    """
+    path = run_dir / LOCK
+    descriptor = _open_lock(path)
+    if _try_lock(descriptor):
+        _sign(descriptor)
+        return descriptor
+    holder = _read_holder(descriptor)
+    os.close(descriptor)
+    mine = _me()
+    if holder is not None and (holder.host, holder.pid, holder.born) == (mine.host, mine.pid, mine.born):
+        return -1
+    raise RunBusyError(
+        f"{run_dir} is in use by {holder or 'a process that has not said its name'}; "
+        f"wait for it to end or stop it, or give this run another name"
+    )
+
+
+@contextmanager
+def commit_gate(run_dir: Path) -> Iterator[None]:
+    """Only one process at a time takes a number or gives a final name."""
+    descriptor = _open_lock(run_dir / GATE)
+    try:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                holder = _read_holder(descriptor)
+                raise RunBusyError(f"{run_dir / GATE} has been held for too long by {holder or 'an unknown process'}")
+            time.sleep(0.005)
+        _sign(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_incarnation(run_dir: Path, mine: int) -> None:
+    """Whether this start is still the run's last; to be asked inside the gate."""
+    now = read_incarnation(run_dir)
+    if now is None or now.number != mine:
+        raise CheckpointError(
+            f"{run_dir}: incarnation {mine} may not write any more: "
+            + (f"the run has been started again as incarnation {now.number}" if now else f"{NUMBER} is gone")
+        )
+
+
+@contextmanager
+def may_write(run_dir: Path, mine: int) -> Iterator[None]:
+    """Inside, no later start can come in between; number 0 is a lone writer outside of any run, and may always."""
+    if not mine:
+        yield
+        return
+    with commit_gate(run_dir):
+        check_incarnation(run_dir, mine)
+        yield
+
+
+def read_incarnation(run_dir: Path) -> Incarnation | None:
+    path = run_dir / NUMBER
+    if not path.exists():
+        return None
+    try:
+        data = json.loads(read_bounded(path, _MOST_BYTES))
+        run, number = data["run"], data["number"]
+        if isinstance(run, str) and isinstance(number, int) and number > 0:
+            return Incarnation(run, number)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise CheckpointError(f"{path}: not a run's id and number; restore it, or continue in a new directory")
+
+
+def _write_incarnation(run_dir: Path, incarnation: Incarnation) -> None:
+    temporary = run_dir / f"{NUMBER}.tmp"
+    write_file(temporary, [json.dumps(asdict(incarnation)).encode()])
+    rename(temporary, run_dir / NUMBER)
+    fsync_directory(run_dir)
+
+
+def _open_lock(path: Path) -> int:
+    with naming(path):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            return False
+        raise CheckpointError(f"this file system cannot lock files: {error.strerror}") from error
+    return True
+
+
+def _sign(descriptor: int) -> None:
+    os.pwrite(descriptor, json.dumps(asdict(_me())).encode().ljust(_MOST_BYTES // 4), 0)
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    try:
+        return Holder(**json.loads(os.pread(descriptor, _MOST_BYTES, 0)))
+    except (ValueError, TypeError):
+        return None
+
+
+def _me() -> Holder:
+    return Holder(socket.gethostname(), os.getpid(), _born(), datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+def _born() -> str:
+    """When this process started, in the kernel's count since boot; empty where there is no such file."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[19].decode()
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,163 @@
+"""Bytes to disk and back, so that a crash or a stranger's file cannot surprise us.
+
+Writing: files are made for their owner only, hashed while they are written, and flushed to the disk before anyone
+relies on them. Reading: names are made here, never taken from a file; links are not followed; a file is as long as
+expected before a byte of it is read. Every failure is a CheckpointError that names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from moefold.config.strict import STRICT
+from moefold.errors import CheckpointError
+
+FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+_PIECE = 1 << 23
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be, to the bit."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    bytes: int
+    sha256: str
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turns the operating system's errors into ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+
+
+def make_directory(path: Path) -> None:
+    with naming(path):
+        path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write, hash in the same pass, and flush to the disk."""
+    digest, count = hashlib.sha256(), 0
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        try:
+            for piece in pieces:
+                rest = memoryview(piece)
+                while rest:
+                    part = rest[:_PIECE]
+                    digest.update(part)
+                    _write_all(descriptor, part)
+                    count += len(part)
+                    rest = rest[len(part) :]
+            fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return FileRecord(count, digest.hexdigest())
+
+
+def _write_all(descriptor: int, part: memoryview) -> None:
+    while part:
+        part = part[os.write(descriptor, part) :]
+
+
+def fsync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Makes the names in a directory as durable as the files they stand for."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    with naming(old):
+        os.rename(old, new)
+
+
+def remove_tree(path: Path) -> None:
+    with naming(path):
+        shutil.rmtree(path)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a regular file that is no link."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def check_size(path: Path, expected: int) -> None:
+    """Without opening: is it a plain file of this length?"""
+    with naming(path):
+        found = os.stat(path, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: not a regular file")
+    if found.st_size != expected:
+        raise CheckpointError(f"{path}: has {found.st_size:,} bytes, the manifest says {expected:,}")
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """A small file, whole."""
+    with opened(path) as descriptor, naming(path):
+        size = os.fstat(descriptor).st_size
+        if size > most:
+            raise CheckpointError(f"{path}: has {size:,} bytes, at most {most:,} are believable")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most)
+
+
+def read_recorded(path: Path, record: FileRecord, most: int) -> bytes:
+    """A small file, whole, if it is what the record says."""
+    if record.bytes > most:
+        raise CheckpointError(f"{path}: the manifest says {record.bytes:,} bytes, at most {most:,} are believable")
+    check_size(path, record.bytes)
+    content = read_bounded(path, most)
+    _compare(path, FileRecord(len(content), hashlib.sha256(content).hexdigest()), record)
+    return content
+
+
+def check_content(path: Path, record: FileRecord, *, from_disk: bool = False) -> None:
+    """Read a file of any size and compare its hash; ``from_disk`` asks the system to forget its cached copy first."""
+    check_size(path, record.bytes)
+    digest, count, piece = hashlib.sha256(), 0, bytearray(_PIECE)
+    with opened(path) as descriptor, naming(path):
+        if from_disk:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            while read := file.readinto(piece):
+                digest.update(memoryview(piece)[:read])
+                count += read
+    _compare(path, FileRecord(count, digest.hexdigest()), record)
+
+
+def _compare(path: Path, found: FileRecord, record: FileRecord) -> None:
+    if found.bytes != record.bytes:
+        raise CheckpointError(f"{path}: {found.bytes:,} bytes could be read, the manifest says {record.bytes:,}")
+    if found.sha256 != record.sha256:
+        raise CheckpointError(
+            f"{path}: damaged, its sha256 is {found.sha256[:12]}..., the manifest says {record.sha256[:12]}..."
+        )

@@ -1,0 +1,226 @@
+"""Find the newest checkpoint that can be trusted, and read this rank's part of it, whatever layout wrote it.
+
+Nothing is changed before everything is known to be right, on every rank: first the quick checks, then the comparison
+with the live model by name, shape and dtype; then the ranks hash all files, each those whose number falls to it; then
+each reads its boxes into memory of its own; then they agree. Only then values move into the live tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moefold.checkpoint.collect import fresh_seed, spread, wanted
+from moefold.checkpoint.manifest import Manifest, data_name, read_table
+from moefold.checkpoint.shard import ShardReader
+from moefold.checkpoint.spec import Box, ChunkSpec, inside, meet, sizes_of, volume, whole
+from moefold.checkpoint.steps import committed_steps, final_path
+from moefold.checkpoint.verify import check_files, quick_check
+from moefold.comm.gather import gather_plain, sum_plain
+from moefold.comm.group import Group
+from moefold.errors import CheckpointError, MismatchError
+from moefold.parallel.apply import Share
+
+Say = Callable[[str], None]
+
+
+def to_stderr(message: str) -> None:
+    print(f"moefold: {message}", file=sys.stderr, flush=True)
+
+
+class Checkpoint:
+    """A committed checkpoint, to read boxes of global tensors from. Tables are opened as they are needed."""
+
+    def __init__(self, path: Path, first: int = 0) -> None:
+        """``first`` is the rank whose files are looked into first: those of the same number, when a run resumes."""
+        self.path = path
+        self.manifest: Manifest = quick_check(path)
+        world = self.manifest.world
+        self._unread = [rank for rank in dict.fromkeys([first, *range(world)]) if rank < world]
+        self._shards: dict[int, ShardReader] = {}
+        self._chunks: dict[str, list[tuple[int, ChunkSpec]]] = {}
+
+    def names(self) -> Sequence[str]:
+        return list(self.manifest.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.manifest.spec(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.manifest.spec(name).dtype
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """A box of a tensor (the whole by default), in fresh memory."""
+        spec = self.manifest.spec(name)
+        box = whole(spec.shape) if box is None else box
+        values = torch.empty(sizes_of(box), dtype=spec.dtype)
+        for rank, part in self._parts(name, box):
+            values[inside(part, box)] = self._shards[rank].view(name, part)
+        return values
+
+    def rank_record(self, name: str, rank: int) -> Tensor | None:
+        """Something that belongs to one rank, such as its random state."""
+        while rank in self._unread:
+            self._open(rank)
+        for _, chunk in (found for found in self._chunks.get(name, ()) if found[0] == rank):
+            return self._shards[rank].view(name, chunk.box).clone()
+        return None
+
+    def check_files(self, ranks: range) -> None:
+        check_files(self.path, self.manifest, ranks)
+
+    def _parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
+        """Where the elements of a box lie; opens tables until all are found."""
+        parts: list[tuple[int, Box]] = []
+        looked, missing = 0, volume(box)
+        while missing:
+            known = self._chunks.get(name, [])
+            for rank, chunk in known[looked:]:
+                part = meet(box, chunk.box)
+                if part is not None:
+                    if any(meet(part, other) is not None for _, other in parts):
+                        raise CheckpointError(f"{self.path}: two chunks of {name} overlap")
+                    parts.append((rank, part))
+                    missing -= volume(part)
+            looked = len(known)
+            if missing:
+                if not self._unread:
+                    raise CheckpointError(f"{self.path}: {name} lacks {missing:,} of {volume(box):,} elements")
+                self._open(self._unread[0])
+        return parts
+
+    def _open(self, rank: int) -> None:
+        chunks = read_table(self.path, self.manifest, rank)
+        self._shards[rank] = ShardReader(self.path / data_name(rank), chunks)
+        self._unread.remove(rank)
+        for chunk in chunks:
+            self._chunks.setdefault(chunk.name, []).append((rank, chunk))
+
+
+def latest(root: Path, world: Group | None = None, say: Say = to_stderr) -> Path | None:
+    """The newest step that passes the quick checks; None if nothing was ever committed.
+
+    With ``world``, rank 0 looks and all ranks get its answer. Committed steps of which none is sound are an error: to
+    start over would write into the ruins.
+    """
+    found = _newest_sound(root, committed_steps(root), say) if world is None or world.index == 0 else -1
+    if world is not None:
+        found = from_rank_0(found, world)
+    if found == _NOTHING_SOUND:
+        raise CheckpointError(f"{root}: there are checkpoints, but none that verifies; move them away to start over")
+    return None if found == _NOTHING else final_path(root, found)
+
+
+_NOTHING, _NOTHING_SOUND = -1, -2
+
+
+def _newest_sound(root: Path, steps: Sequence[int], say: Say) -> int:
+    for step in reversed(steps):
+        try:
+            quick_check(final_path(root, step))
+        except CheckpointError as error:
+            say(f"passing over the checkpoint of step {step}: {error}")
+        else:
+            return step
+    return _NOTHING_SOUND if steps else _NOTHING
+
+
+def load_into(path: Path, share: Share, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Load this rank's part, on all ranks together or on none; returns the trainer's state.
+
+    The random state comes back when as many ranks load as saved; otherwise each rank's is derived anew from the seed,
+    the step and its number.
+    """
+    world = share.groups["world"]
+    checkpoint: Checkpoint | None = None
+    values: dict[str, Tensor] = {}
+    error: CheckpointError | None = None
+    try:
+        checkpoint, values = _staged(path, share, optimizer)
+    except CheckpointError as found:
+        error = found
+    _agree(path, error, world, _device(share))
+    assert checkpoint is not None
+    spread(share, optimizer, values)
+    _restore_random_state(checkpoint, share)
+    return checkpoint.manifest.state
+
+
+def load_latest(
+    root: Path, share: Share, optimizer: Optimizer | None, say: Say = to_stderr
+) -> tuple[Path, dict[str, Any]] | None:
+    """Load the newest checkpoint that verifies to the last bit, going back as far as needed; None if there is none.
+
+    A checkpoint of another model ends the search at once: it is no reason to lose steps.
+    """
+    world = share.groups["world"]
+    steps = committed_steps(root) if world.index == 0 else []
+    tried = False
+    while True:
+        step = from_rank_0(_newest_sound(root, steps, say) if world.index == 0 else 0, world)
+        if step == _NOTHING and not tried:
+            return None
+        if step < 0:
+            raise CheckpointError(
+                f"{root}: there are checkpoints, but none that verifies; move them away to start over"
+            )
+        try:
+            return final_path(root, step), load_into(final_path(root, step), share, optimizer)
+        except MismatchError:
+            raise
+        except CheckpointError as error:
+            if world.index == 0:
+                say(f"passing over the checkpoint of step {step}: {error}")
+        tried = True
+        steps = [older for older in steps if older < step]
+
+
+def _staged(path: Path, share: Share, optimizer: Optimizer | None) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """Everything this rank will need, read and checked, with nothing changed yet."""
+    world = share.groups["world"]
+    checkpoint = Checkpoint(path, first=world.index)
+    offered = {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
+    wants = wanted(share, optimizer, offered)
+    checkpoint.check_files(range(world.index, checkpoint.manifest.world, world.size))
+    return checkpoint, {want.name: checkpoint.read(want.name, want.box) for want in wants}
+
+
+def _restore_random_state(checkpoint: Checkpoint, share: Share) -> None:
+    rank = share.groups.rank
+    saved = None
+    if checkpoint.manifest.world == share.groups["world"].size:
+        saved = checkpoint.rank_record(f"rng/{rank}", rank)
+    if saved is None:
+        torch.manual_seed(fresh_seed(share.run.seed, checkpoint.manifest.step, rank))
+    else:
+        torch.set_rng_state(saved)
+
+
+_FINE, _DAMAGED, _OTHER_MODEL = 0, 1, 2
+
+
+def _agree(path: Path, error: CheckpointError | None, world: Group, device: torch.device) -> None:
+    """Raise on every rank if one has a reason to; each its own, or the first rank's number."""
+    mine = _FINE if error is None else _OTHER_MODEL if isinstance(error, MismatchError) else _DAMAGED
+    everyone = gather_plain(torch.tensor([mine], device=device), (1,) * world.size, world).tolist()
+    if not any(everyone):
+        return
+    kind = MismatchError if _OTHER_MODEL in everyone else CheckpointError
+    rank = next(rank for rank, found in enumerate(everyone) if found == max(everyone))
+    reason = str(error) if error is not None else f"{path}: refused by rank {rank}, whose own message says why"
+    raise kind(reason) from error
+
+
+def from_rank_0(value: int, world: Group) -> int:
+    """Rank 0's number on every rank."""
+    return int(sum_plain(torch.tensor(value if world.index == 0 else 0), world))
+
+
+def _device(share: Share) -> torch.device:
+    return next(share.model.parameters()).device

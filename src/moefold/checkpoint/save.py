@@ -1,0 +1,266 @@
+"""Write a checkpoint while training goes on.
+
+1. ``begin`` copies this rank's chunks. That is the only time the loop waits for.
+2. In a thread, each rank writes its data file and its table, flushes them, and reads the data back from the disk.
+3. ``advance``, called by every rank once per step, adds up who has written. When all have, the ranks exchange sizes and
+   hashes: a few numbers each, so no rank ever reads another's files.
+4. In a thread, rank 0 writes the manifest, gives the directory its final name, and lets older checkpoints go.
+5. ``advance`` tells every rank that the step is committed.
+
+A rank that fails in 2 or 4 fails the save on all ranks, in the loop, at the next ``advance``. All collectives happen in
+the loop; none in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefold import __version__
+from moefold.checkpoint.background import Job
+from moefold.checkpoint.fence import may_write, read_incarnation
+from moefold.checkpoint.files import FileRecord, check_content, fsync_directory, make_directory, remove_tree, rename
+from moefold.checkpoint.manifest import (
+    MANIFEST,
+    RankFiles,
+    as_plain,
+    data_name,
+    table_name,
+    write_manifest,
+    write_table,
+)
+from moefold.checkpoint.retention import retire
+from moefold.checkpoint.shard import shard_order, write_shard
+from moefold.checkpoint.spec import DTYPE_NAMES, Chunk, ChunkSpec, is_rank_record
+from moefold.checkpoint.steps import final_path, passing_path, tidy
+from moefold.checkpoint.verify import quick_check
+from moefold.comm.gather import gather_plain, sum_plain
+from moefold.comm.group import Group
+from moefold.errors import CheckpointError
+
+JSON = Any
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank put on the disk."""
+
+    files: RankFiles
+    elements: int
+
+    def as_numbers(self) -> list[int]:
+        """Of fixed length, so that ranks can exchange it; a hash travels as four signed 64-bit numbers."""
+        numbers = [self.elements]
+        for record in (self.files.data, self.files.table):
+            digest = bytes.fromhex(record.sha256)
+            words = (digest[i : i + 8] for i in range(0, 32, 8))
+            numbers += [record.bytes, *(int.from_bytes(word, "big", signed=True) for word in words)]
+        return numbers
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Written:
+        records = []
+        for at in (1, 6):
+            words = (word.to_bytes(8, "big", signed=True) for word in numbers[at + 1 : at + 5])
+            records.append(FileRecord(numbers[at], b"".join(words).hex()))
+        return cls(RankFiles(*records), numbers[0])
+
+
+@dataclass
+class _Save:
+    """A save under way: first every rank writes its part, then rank 0 commits."""
+
+    step: int
+    specs: list[ChunkSpec]
+    state: dict[str, JSON]
+    writing: Job[Written]
+    committing: Job[None] | None = None
+    all_written: bool = False
+
+
+class Saver:
+    """Writes checkpoints of one run; every rank has one and calls the same methods at the same steps."""
+
+    def __init__(
+        self,
+        root: Path,
+        world: Group,
+        incarnation: int,
+        keep: int = 2,
+        keep_every: int = 0,
+        background: bool = True,
+        *,
+        about: Mapping[str, JSON] | None = None,
+        run_dir: Path | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``about`` goes into every manifest (see `collect.about_run`). ``run_dir`` is where the incarnation was taken,
+        by default the root's parent; incarnation 0 is a lone writer that needs none. ``device`` is where collectives
+        want their numbers."""
+        self.root, self.world, self.incarnation = root, world, incarnation
+        self.keep, self.keep_every, self.background = keep, keep_every, background
+        self.about = dict(about or {})
+        self.run_dir = root.parent if run_dir is None else run_dir
+        self.device = device or torch.device("cpu")
+        self._copies: dict[str, Tensor] = {}
+        self._save: _Save | None = None
+        self._committed: list[int] = []
+        if world.index == 0:
+            make_directory(root)
+            tidy(root, incarnation, alone=world.alone)
+
+    def path_of(self, step: int) -> Path:
+        return final_path(self.root, step)
+
+    @property
+    def under_way(self) -> int | None:
+        """The step that is being saved now."""
+        return self._save.step if self._save else None
+
+    def begin(self, step: int, chunks: Sequence[Chunk], state: Mapping[str, JSON]) -> None:
+        """Copy everything and start writing; a save still under way is finished first."""
+        plain = as_plain(state, "the trainer's state")
+        self._complete()
+        specs = shard_order(chunk.spec for chunk in chunks)
+        self._copy(chunks)
+        temporary = passing_path(self.root, step, self.incarnation, "tmp")
+        job = Job(self._writing(temporary, step, specs), background=self.background)
+        self._save = _Save(step, specs, plain, job)
+        if not self.background:
+            self._complete()
+
+    def advance(self) -> int | None:
+        """Look once how the save under way is getting on; returns a step when it has been committed."""
+        self._look()
+        return self._committed.pop(0) if self._committed else None
+
+    def finish(self) -> int | None:
+        """Wait until nothing is under way; returns the last step committed that ``advance`` has not told yet."""
+        self._complete()
+        told = self._committed[-1] if self._committed else None
+        self._committed.clear()
+        return told
+
+    def _complete(self) -> None:
+        while self._save is not None:
+            for job in (self._save.writing, self._save.committing):
+                if job is not None:
+                    job.wait()
+            self._look()
+
+    def _copy(self, chunks: Sequence[Chunk]) -> None:
+        """Into memory that is kept from save to save: fresh pages would cost more than the copy."""
+        for chunk in chunks:
+            copy = self._copies.get(chunk.name)
+            if copy is None or copy.shape != chunk.tensor.shape or copy.dtype != chunk.tensor.dtype:
+                copy = self._copies[chunk.name] = torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype)
+            copy.copy_(chunk.tensor.detach())
+
+    def _writing(self, temporary: Path, step: int, specs: list[ChunkSpec]) -> Callable[[], Written]:
+        rank = self.world.index
+        tensors = [self._copies[spec.name] for spec in specs]
+        return lambda: write_rank(temporary, step, rank, specs, tensors)
+
+    def _look(self) -> None:
+        """One step of the protocol, the same on every rank."""
+        save = self._save
+        if save is None:
+            return
+        job = save.committing if save.all_written else save.writing
+        failed = job is not None and job.ended and job.error is not None
+        done = job is None or (job.ended and not failed)
+        counts = sum_plain(torch.tensor([int(done), int(failed)], device=self.device), self.world).tolist()
+        if sum(counts) < self.world.size:
+            return
+        if counts[1]:
+            self._give_up(save, job.error if job is not None else None)
+        if save.all_written:
+            self._save = None
+            self._committed.append(save.step)
+            return
+        everyone = self._exchange(save.writing.result)
+        save.all_written = True
+        if self.world.index == 0:
+            save.committing = Job(lambda: self._commit(save, everyone), background=self.background)
+
+    def _exchange(self, mine: Written) -> list[Written]:
+        row = torch.tensor([mine.as_numbers()], dtype=torch.int64, device=self.device)
+        rows = gather_plain(row, (1,) * self.world.size, self.world)
+        return [Written.from_numbers(numbers) for numbers in rows.tolist()]
+
+    def _commit(self, save: _Save, everyone: Sequence[Written]) -> None:
+        """Rank 0 only, in its thread."""
+        temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
+        incarnation = read_incarnation(self.run_dir) if self.incarnation else None
+        tensors = catalogue(save.specs)
+        check_complete(save.step, tensors, everyone)
+        fields = {"layout": {}, "config": "", **self.about, "code": __version__, "state": save.state}
+        fields |= {"run": incarnation.run if incarnation else "", "incarnation": self.incarnation}
+        fields |= {"step": save.step, "world": self.world.size, "tensors": tensors}
+        fields |= {"files": [asdict(written.files) for written in everyone]}
+        write_manifest(temporary / MANIFEST, fields)
+        commit(self.root, save.step, self.run_dir, self.incarnation)
+        quick_check(final_path(self.root, save.step))
+        retire(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
+
+    def _give_up(self, save: _Save, error: Exception | None) -> None:
+        """Raise on every rank; the next save starts afresh."""
+        self._save = None
+        row = torch.tensor([[int(error is not None)]], device=self.device)
+        failed = gather_plain(row, (1,) * self.world.size, self.world).flatten().nonzero().flatten().tolist()
+        temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
+        if self.world.index == 0 and temporary.exists():
+            remove_tree(temporary)
+        if error is not None:
+            raise CheckpointError(f"the checkpoint of step {save.step} was not written: {error}") from error
+        ranks = ", ".join(map(str, failed[:8]))
+        raise CheckpointError(f"the checkpoint of step {save.step} was not written: it failed on rank {ranks}")
+
+
+def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec], tensors: Sequence[Tensor]) -> Written:
+    """A rank's part: its data, its table, and a look at what really lies on the disk."""
+    make_directory(temporary)
+    data = write_shard(temporary / data_name(rank), specs, tensors)
+    table = write_table(temporary / table_name(rank), step, rank, specs)
+    check_content(temporary / data_name(rank), data, from_disk=True)
+    return Written(RankFiles(data, table), sum(spec.num_elements for spec in specs if not is_rank_record(spec.name)))
+
+
+def catalogue(specs: Sequence[ChunkSpec]) -> dict[str, dict[str, JSON]]:
+    """Every global tensor, as the manifest lists it. Rank 0 speaks for the first box of each, so it knows them all."""
+    return {
+        spec.name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
+        for spec in specs
+        if not is_rank_record(spec.name)
+    }
+
+
+def check_complete(step: int, tensors: Mapping[str, Mapping[str, JSON]], everyone: Sequence[Written]) -> None:
+    """All ranks together must have written every element once."""
+    expected = sum(prod(entry["shape"]) for entry in tensors.values())
+    written = sum(written.elements for written in everyone)
+    if written != expected:
+        raise CheckpointError(f"step {step}: the ranks wrote {written:,} elements of {expected:,}")
+
+
+def commit(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
+    """Give the finished directory its final name, unless a later start has taken over."""
+    final = final_path(root, step)
+    temporary = passing_path(root, step, incarnation, "tmp")
+    replaced = passing_path(root, step, incarnation, "replaced")
+    fsync_directory(temporary)
+    with may_write(run_dir, incarnation):
+        again = final.exists()
+        if again:
+            # The run went back and came here again. Until the new one has its name, `tidy` would bring this one back.
+            rename(final, replaced)
+        rename(temporary, final)
+    fsync_directory(root)
+    if again:
+        remove_tree(replaced)

@@ -1,0 +1,121 @@
+"""What a checkpoint is made of: boxes of global tensors.
+
+A tensor has a global name, shape and dtype that no layout changes. A rank writes the boxes it speaks for: one slice per
+dim of the global tensor. A rank of another layout asks for other boxes, and gets each from the written ones it meets.
+So a checkpoint knows nothing of ranks beyond "this file has these boxes", and any layout can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Box = tuple[slice, ...]
+
+# The names that safetensors files use.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Records that belong to a rank, not to the model: another world has no use for them.
+RANK_RECORDS = ("rng/",)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A global tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """A box of a global tensor, without its numbers."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return sizes_of(self.box)
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rank's part of a global tensor: ``tensor`` holds exactly the elements of ``box``."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+    @property
+    def spec(self) -> ChunkSpec:
+        return ChunkSpec(self.name, self.tensor.dtype, self.shape, self.box)
+
+
+class TensorSource(Protocol):
+    """Anything that global tensors can be read from, whole or by the box."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, box: Box | None = None) -> Tensor: ...
+
+
+def is_rank_record(name: str) -> bool:
+    return name.startswith(RANK_RECORDS)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    return tuple(slice(0, size) for size in shape)
+
+
+def sizes_of(box: Box) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in box)
+
+
+def volume(box: Box) -> int:
+    return prod(sizes_of(box))
+
+
+def meet(a: Box, b: Box) -> Box | None:
+    """The elements that two boxes share; None if there are none."""
+    both = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
+    return both if all(part.start < part.stop for part in both) else None
+
+
+def inside(part: Box, outer: Box) -> Box:
+    """A part of ``outer``, counted from outer's own corner."""
+    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(part, outer, strict=True))

@@ -1,0 +1,81 @@
+"""What the checkpoint tests share: a small run on one process, without process groups, with busy numbers everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from moefold.blueprint.parameters import buffers, parameters
+from moefold.checkpoint.collect import about_run, chunks_of
+from moefold.checkpoint.save import Saver
+from moefold.comm.ledger import Ledger
+from moefold.comm.mesh import Groups
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.optim.adamw import adamw
+from moefold.parallel.apply import Share, take_share
+from moefold.parallel.placements import local_part
+from moefold.prove.start import busy_values
+from moefold.recipes.catalog import RECIPES
+from moefold.topology.layout import fold
+
+
+def small_run(**degrees: int) -> RunConfig:
+    """Latent attention, shared and routed experts, expert bias: every kind of tensor there is."""
+    return replace(RECIPES["debug_mla"](), parallel=ParallelConfig(**degrees))
+
+
+def share_alone(run: RunConfig | None = None) -> Share:
+    run = run or small_run()
+    groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
+    return take_share(run, groups, torch.device("cpu"), busy_values)
+
+
+def optimizer_for(share: Share) -> AdamW:
+    kinds = {spec.name: spec.kind for spec in parameters(share.run.model)}
+    return adamw(((p, kinds[name]) for name, p in share.model.named_parameters()), share.run.optim)
+
+
+def fill_moments(share: Share, optimizer: AdamW, seed: int, steps: float = 3.0) -> None:
+    """Moments that depend on the global place only, so that every layout has the same ones."""
+    for name, parameter in share.model.named_parameters():
+        state: dict[str, Tensor] = {"step": torch.tensor(steps)}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[kind] = torch.zeros_like(parameter.detach())
+            into = torch.empty_like(local_part(state[kind]))
+            busy_values("matrix", seed, f"{kind}/{name}", share.held[name].shape, share.held[name].box, 1.0, into)
+            local_part(state[kind]).copy_(into)
+        optimizer.state[parameter] = state
+
+
+def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[Share, AdamW]:
+    share = share_alone(replace(run or small_run(), seed=seed))
+    optimizer = optimizer_for(share)
+    fill_moments(share, optimizer, seed)
+    return share, optimizer
+
+
+def everything(share: Share, optimizer: AdamW) -> dict[str, Tensor]:
+    """Copies of every local tensor that a checkpoint restores."""
+    found = {f"buffer/{spec.name}": dict(share.model.named_buffers())[spec.name] for spec in buffers(share.run.model)}
+    for name, parameter in share.model.named_parameters():
+        found[f"parameter/{name}"] = local_part(parameter.detach())
+        found |= {f"{kind}/{name}": local_part(value) for kind, value in optimizer.state.get(parameter, {}).items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def save_step(root: Path, share: Share, optimizer: AdamW | None, step: int, **options: int) -> Path:
+    """A committed checkpoint by a lone writer."""
+    saver = Saver(root, share.groups["world"], 0, background=False, about=about_run(share), **options)
+    saver.begin(step, chunks_of(share, optimizer), {"train": {"step": step}})
+    assert saver.finish() == step
+    return saver.path_of(step)
