@@ -19,7 +19,10 @@ VERBS = {
     "check": "moefold.cli.check",
     "layout": "moefold.cli.layout",
     "prove": "moefold.cli.prove",
+    "train": "moefold.cli.train",
+    "report": "moefold.cli.report",
     "tokenize": "moefold.cli.tokenize",
+    "convert": "moefold.cli.convert",
 }
 
 

@@ -24,8 +24,8 @@ from moefold.checkpoint.hf.dialects import (
     REQUIRED,
     Dialect,
     Key,
-    Unreadable,
 )
+from moefold.checkpoint.hf.sections import Unreadable
 from moefold.checks.run_all import problems as problems_of
 from moefold.checks.sizes import leaves
 from moefold.config.load import run_from_mapping
@@ -211,7 +211,7 @@ def _value(model: ModelConfig, key: Key) -> Any:
 
 
 def same_numbers(model: ModelConfig) -> ModelConfig:
-    """One spelling for all models that compute the same: what matters only in training, or not at all, at its default."""
+    """One spelling for all models that compute the same: what matters only in training is at its default."""
     attention = model.attention
     if attention.kind == "gqa" and attention.window is None:
         attention = replace(attention, window_every=1)
@@ -224,9 +224,7 @@ def same_numbers(model: ModelConfig) -> ModelConfig:
 
 def _plain_mixture(moe: MoEConfig) -> MoEConfig:
     plain, router = RouterConfig(), moe.router
-    router = replace(
-        router, bias_rate=plain.bias_rate, fp32=plain.fp32, sinkhorn_iterations=plain.sinkhorn_iterations
-    )
+    router = replace(router, bias_rate=plain.bias_rate, fp32=plain.fp32, sinkhorn_iterations=plain.sinkhorn_iterations)
     if router.num_groups == 1:
         router = replace(router, top_groups=1, group_score=plain.group_score)
     ordinary = router.score == "softmax" and router.num_groups == 1 and not router.expert_bias

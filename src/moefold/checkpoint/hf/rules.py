@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from torch import Tensor
@@ -61,6 +62,8 @@ class Piece:
     our_shape: Shape
     theirs: str
     dims: Dims
+    # Leading indices into theirs: a piece cut out of a larger one.
+    their_at: tuple[int, ...] = ()
 
     @property
     def their_shape(self) -> Shape:
@@ -70,6 +73,23 @@ class Piece:
     def box(self) -> Box:
         """Where the slice lies in our whole tensor."""
         return (*(slice(i, i + 1) for i in self.at), *(slice(0, size) for size in self.our_shape))
+
+    def to_theirs(self, ours: Tensor) -> Tensor:
+        """``ours`` has the size of ``box``."""
+        return self.dims.to_theirs(ours.reshape(self.our_shape))
+
+    def to_ours(self, theirs: Tensor) -> Tensor:
+        return self.dims.to_ours(theirs, self.our_shape)
+
+    def split(self) -> Iterator[Piece]:
+        """The same, expert by expert where both sides stack them first: what must be in memory at a time is smaller."""
+        if len(self.our_shape) < 3 or self.dims.groups[0] != (0,):
+            yield self
+            return
+        inner = Dims(tuple(tuple(dim - 1 for dim in group) for group in self.dims.groups[1:]))
+        for row in range(self.our_shape[0]):
+            at, their_at = (*self.at, row), (*self.their_at, row)
+            yield Piece(self.ours, at, self.our_shape[1:], self.theirs, inner, their_at)
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,9 @@ def parse_dims(text: str, rank: int) -> Dims:
     left, right = (side.strip() for side in text.split("="))
     ours = left.split()
     groups = [found[0].strip("()").split() for found in re.finditer(r"\([^)]*\)|\S+", right)]
-    assert sorted(ours) == sorted(sum(groups, [])) and len(ours) == rank, f"{text!r} does not relate {rank} dims"
+    assert sorted(ours) == sorted(chain.from_iterable(groups)) and len(ours) == rank, (
+        f"{text!r} does not relate {rank} dims"
+    )
     return Dims(tuple(tuple(ours.index(word) for word in group) for group in groups))
 
 
@@ -117,8 +139,12 @@ def pieces(rules: Sequence[NameRule], model: ModelConfig) -> tuple[Piece, ...]:
         mine = [piece for rule in rules for piece in _spelled_out(rule, spec)]
         found += mine
         if not _covers(mine, spec):
-            problems.append(Problem(spec.name, f"shape {spec.shape} is not covered once by {len(mine)} of their tensors"))
-    problems += [Problem(name, "two of our tensors would have this name") for name in _repeated(p.theirs for p in found)]
+            problems.append(
+                Problem(spec.name, f"shape {spec.shape} is not covered once by {len(mine)} of their tensors")
+            )
+    problems += [
+        Problem(name, "two of our tensors would have this name") for name in _repeated(p.theirs for p in found)
+    ]
     if problems:
         raise ConversionError(*problems)
     return tuple(found)

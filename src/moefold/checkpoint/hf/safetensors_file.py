@@ -9,14 +9,12 @@ overlap to the end of the file. So no claim makes us reserve more memory than th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -81,7 +79,9 @@ def _wrong(name: str, claim: Any) -> str:
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return "data_offsets must be two whole numbers, the first not beyond the second"
     if prod(shape) * width != offsets[1] - offsets[0]:
-        return f"shape {tuple(shape)} of {claim['dtype']} needs {prod(shape) * width} bytes, not {offsets[1] - offsets[0]}"
+        return (
+            f"shape {tuple(shape)} of {claim['dtype']} needs {prod(shape) * width} bytes, not {offsets[1] - offsets[0]}"
+        )
     return ""
 
 
@@ -135,7 +135,7 @@ class TensorFile:
 
     def _fetch(self, name: str, start: int, size: int) -> Tensor:
         whole = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(whole.numpy()), 0
+        view, done = memoryview(whole.numpy()), 0  # type: ignore[arg-type]
         while done < size:
             got = os.preadv(self._descriptor, [view[done:]], start + done)
             if not got:
@@ -149,44 +149,8 @@ class TensorFile:
             self._descriptor = -1
 
 
-class TensorFileWriter:
-    """Writes a file whose tensors' names and shapes are known before the first of them exists, in that order."""
-
-    def __init__(self, path: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
-        self.path = path
-        self._waiting = list(tensors)
-        head = header(self._waiting)
-        self.digest = hashlib.sha256()
-        self.size = 0
-        self._file = open(path, "xb", buffering=0)
-        self._put(memoryview(len(head).to_bytes(8, "little") + head))
-
-    def write(self, tensor: Tensor) -> None:
-        """The next tensor, or the next slice of it: anything whose bytes come next."""
-        flat = tensor.detach().cpu().contiguous().flatten()
-        self._put(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b""))
-
-    def _put(self, block: memoryview) -> None:
-        self.digest.update(block)
-        self.size += len(block)
-        while block:
-            block = block[self._file.write(block) or 0 :]
-
-    def __enter__(self) -> TensorFileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-        expected = 8 + len(header(self._waiting)) + sum(nbytes(dtype, shape) for _, dtype, shape in self._waiting)
-        assert kind is not None or self.size == expected, f"{self.path.name}: {self.size} bytes, not {expected}"
-
-
 def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """How a file with these tensors, in this order, begins."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype, shape in tensors:
@@ -194,8 +158,14 @@ def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes
         entries[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)  # so that the tensors are aligned
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
 
 
 def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return prod(shape) * dtype.itemsize
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""Checkpoints written and read by a single process, tensor by tensor: what converting and upcycling need.
+
+Whatever can be read by the box (`TensorSource`) can be written as a checkpoint of one rank, at step 0, and training can
+start from it under any layout. It has weights and no optimizer state, for there was no optimizer yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from moefold import __version__
+from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename
+from moefold.checkpoint.load import Checkpoint
+from moefold.checkpoint.manifest import (
+    MANIFEST,
+    RankFiles,
+    data_name,
+    table_name,
+    write_manifest,
+    write_table,
+)
+from moefold.checkpoint.shard import shard_order, write_shard
+from moefold.checkpoint.spec import DTYPE_NAMES, ChunkSpec, TensorSource, whole
+from moefold.checkpoint.steps import final_path, passing_path
+from moefold.checkpoint.verify import verify
+from moefold.config.load import dump_run, parse_run
+from moefold.config.run import RunConfig
+from moefold.errors import CheckpointError
+
+# Told how many bytes have been done since the last time.
+Progress = Callable[[int], None]
+
+
+def quietly(_: int) -> None:
+    """For those who do not watch."""
+
+
+def write_whole(
+    root: Path, source: TensorSource, run: RunConfig, origin: Mapping[str, Any], tick: Progress = quietly
+) -> Path:
+    """All tensors of ``source`` as step 0 under ``root``; ``origin`` says where they come from."""
+    final = final_path(root, 0)
+    if final.exists():
+        raise CheckpointError(f"{final}: exists already; choose another name, or remove it")
+    make_directory(root)
+    temporary = passing_path(root, 0, 0, "tmp")
+    if temporary.exists():
+        remove_tree(temporary)
+    make_directory(temporary)
+    chunks = shard_order(_whole_chunk(source, name) for name in source.names())
+    try:
+        data = write_shard(temporary / data_name(0), chunks, _read_all(source, chunks, tick))
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    table = write_table(temporary / table_name(0), 0, 0, chunks)
+    fields = {
+        "run": run.name,
+        "incarnation": 0,
+        "step": 0,
+        "world": 1,
+        "layout": dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "dp", "edp"), 1),
+        "config": dump_run(run),
+        "code": __version__,
+        "tensors": {c.name: {"dtype": DTYPE_NAMES[c.dtype], "shape": list(c.shape)} for c in chunks},
+        "files": [asdict(RankFiles(data, table))],
+        "state": {"origin": dict(origin)},
+    }
+    write_manifest(temporary / MANIFEST, fields)
+    fsync_directory(temporary)
+    rename(temporary, final)
+    fsync_directory(root)
+    return final
+
+
+def _whole_chunk(source: TensorSource, name: str) -> ChunkSpec:
+    shape = source.shape(name)
+    return ChunkSpec(name, source.dtype(name), shape, whole(shape))
+
+
+def _read_all(source: TensorSource, chunks: Sequence[ChunkSpec], tick: Progress) -> Iterator[Tensor]:
+    for chunk in chunks:
+        yield source.read(chunk.name)
+        tick(chunk.num_bytes)
+
+
+class StoredWeights:
+    """The model's tensors in a checkpoint of any layout, without the optimizer's; every bit is verified first."""
+
+    def __init__(self, directory: Path) -> None:
+        manifest = verify(directory)
+        self.run: RunConfig = parse_run(manifest.config)
+        self.path = directory
+        self._checkpoint = Checkpoint(directory)
+        self.shape, self.dtype, self.read = self._checkpoint.shape, self._checkpoint.dtype, self._checkpoint.read
+
+    def names(self) -> Sequence[str]:
+        return [name for name in self._checkpoint.names() if name.startswith(("parameter/", "buffer/"))]

@@ -1,0 +1,118 @@
+"""A dense model becomes a mixture of experts that, at first, computes the same.
+
+Plain: every expert is a copy of the dense feed-forward, the router is random, and a token's weights sum to one: the sum
+of equal answers, weighted, is that answer.
+
+Granular (E2G2T2: two copies of two shards, top two): the feed-forward is cut along its width into G shards, whose
+outputs add up to the whole. Each shard is copied, and the router has the same rows for every shard. So the shards of
+one copy score alike and are chosen together; each has 1/G of the copy's weight, and its output matrix is scaled by G.
+
+    expert number = shard * copies + copy          router row = that of its copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from moefold.blueprint.parameters import parameters
+from moefold.checkpoint.spec import Box, TensorSource, whole
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig, RouterConfig
+from moefold.errors import ConversionError, Problem
+from moefold.model.initialize import normal_part
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """`experts` and `top_k` count shards: E2G2T2 is experts=4, shards=2, top_k=2."""
+
+    experts: int
+    top_k: int
+    shards: int = 1
+
+    @property
+    def copies(self) -> int:
+        return self.experts // self.shards
+
+
+def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
+    """The mixture that a dense model becomes; layers that stay dense do not exist."""
+    wrong = list(_problems(dense, how))
+    if wrong:
+        raise ConversionError(*wrong)
+    moe = MoEConfig(
+        num_experts=how.experts,
+        top_k=how.top_k,
+        expert_width=dense.dense_width // how.shards,
+        router=RouterConfig(score="softmax", normalize=True),
+    )
+    return replace(dense, moe=moe, num_dense_layers=0)
+
+
+def _problems(dense: ModelConfig, how: Upcycling) -> list[Problem]:
+    found = []
+    if dense.moe is not None:
+        found.append(Problem("model.moe", "the model is a mixture already", "upcycling starts from a dense one"))
+    if min(how.experts, how.top_k, how.shards) < 1 or how.top_k > how.experts:
+        message = f"{how.experts} experts, {how.top_k} chosen, {how.shards} shards"
+        return [*found, Problem("experts", message, "use 1 or more of each, and no more chosen than there are")]
+    if how.experts % how.shards:
+        found.append(Problem("experts", f"{how.experts} is not a multiple of {how.shards} shards"))
+    if how.top_k % how.shards:
+        fix = "choose all shards of a copy, or the output is not the dense model's"
+        found.append(Problem("top_k", f"{how.top_k} is not a multiple of {how.shards} shards", fix))
+    if dense.dense_width % how.shards:
+        found.append(Problem("shards", f"width {dense.dense_width} does not divide by {how.shards}"))
+    return found
+
+
+class Upcycled:
+    """The mixture's tensors, made from the dense model's as they are asked for."""
+
+    def __init__(self, dense: TensorSource, model: ModelConfig, how: Upcycling, seed: int) -> None:
+        self.dense, self.model, self.how, self.seed = dense, model, how, seed
+        self._shapes = {f"parameter/{spec.name}": spec.shape for spec in parameters(model)}
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.dense.dtype("parameter/embedding.weight")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(shape) * self.dtype(name).itemsize for name, shape in self._shapes.items())
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        layer, _, leaf = name.rpartition(".feed_forward.")
+        made = {
+            "router.weight": self._router,
+            "experts.gate_up": self._gate_up,
+            "experts.down": self._down,
+        }
+        values = made[leaf](layer) if leaf in made else self.dense.read(name)
+        return values if box is None else values[box]
+
+    def _router(self, layer: str) -> Tensor:
+        """Random rows for the copies, repeated for every shard."""
+        name = f"{layer}.feed_forward.router.weight".removeprefix("parameter/")
+        shape = (self.how.copies, self.model.width)
+        rows = torch.empty(shape, dtype=self.dtype(name))
+        normal_part(self.seed, name, shape, whole(shape), self.model.init_std, rows)
+        return rows.repeat(self.how.shards, 1)
+
+    def _gate_up(self, layer: str) -> Tensor:
+        shards = self.dense.read(f"{layer}.feed_forward.gate_up").unflatten(1, (self.how.shards, -1)).transpose(0, 1)
+        return shards.repeat_interleave(self.how.copies, dim=0)
+
+    def _down(self, layer: str) -> Tensor:
+        shards = self.dense.read(f"{layer}.feed_forward.down").unflatten(1, (self.how.shards, -1)).transpose(0, 1)
+        return shards.repeat_interleave(self.how.copies, dim=0).mul_(self.how.shards)

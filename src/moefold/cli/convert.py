@@ -1,0 +1,193 @@
+"""`moefold convert`: weights to and from Hugging Face's format, and dense models to mixtures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.errors import ConfigError, Problem
+from moefold.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from moefold.checkpoint.hf.convert import Converted
+    from moefold.checkpoint.spec import TensorSource
+
+EXAMPLES = """examples:
+  moefold convert to-hf runs/debug_small/checkpoints/step_00000200 exported
+  moefold convert to-hf runs/my_run exported --dtype bfloat16 --max-shard 2GB --tokenizer runs/my_run/tokenizer
+  moefold convert from-hf OLMoE-1B-7B runs --name olmoe_more
+  moefold convert upcycle Qwen3-0.6B runs --name qwen3_8x --experts 8 --top-k 2
+  moefold convert upcycle Qwen3-0.6B runs --name qwen3_fine --experts 32 --top-k 8 --shards 4
+
+Families: mixtral, qwen3_moe, deepseek_v2, deepseek_v3 (kimi_k2), olmoe, gpt_oss; dense: llama, qwen3.
+from-hf and upcycle make a run at step 0 in OUT/NAME: train it with `moefold train OUT/NAME/config.yaml`."""
+_DTYPES = ("float32", "bfloat16", "float64")
+_WITH_TRANSFORMERS = "compare logits with transformers afterwards"
+_TOLERANCE = 1e-4
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="to and from Hugging Face, and from dense to mixture",
+        description="Convert weights, one tensor at a time; nothing in a foreign directory is ever executed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(metavar="WHAT", required=True)
+    _add_to_hf(verbs)
+    _add_from_hf(verbs)
+    _add_upcycle(verbs)
+
+
+def _add_to_hf(verbs: Any) -> None:
+    parser = verbs.add_parser("to-hf", help="checkpoint -> a directory that transformers loads")
+    parser.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run (its newest checkpoint)")
+    parser.add_argument("out", metavar="OUT", help="the directory to make")
+    parser.add_argument("--max-shard", default="5GB", metavar="SIZE", help="largest file (5GB)")
+    parser.add_argument("--context", type=int, metavar="N", help="longest sequence it is meant for (as trained)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="carry tokenizer files along (default: those of the run)")
+    _add_shared(parser, "number format (that of the checkpoint)", _WITH_TRANSFORMERS)
+    parser.set_defaults(run=to_hf)
+
+
+def _add_from_hf(verbs: Any) -> None:
+    parser = verbs.add_parser("from-hf", help="a directory of safetensors -> a run at step 0")
+    parser.add_argument("source", metavar="HF_DIR", help="a directory with config.json and safetensors")
+    _add_target(parser, _WITH_TRANSFORMERS)
+    parser.set_defaults(run=from_hf)
+
+
+def _add_upcycle(verbs: Any) -> None:
+    parser = verbs.add_parser("upcycle", help="a dense model -> a mixture with the same first output")
+    parser.add_argument("source", metavar="SOURCE", help="a dense checkpoint, run, or Hugging Face directory")
+    _add_target(parser, "compare the first logits with the dense model's")
+    parser.add_argument("--experts", type=int, required=True, metavar="N", help="number of experts")
+    parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts that a token chooses")
+    parser.add_argument("--shards", type=int, default=1, metavar="G", help="cut the feed-forward into G parts (1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the router (0)")
+    parser.set_defaults(run=upcycle)
+
+
+def _add_target(parser: argparse.ArgumentParser, check_help: str) -> None:
+    parser.add_argument("out", metavar="OUT", help="where runs live; the run is made in OUT/NAME")
+    parser.add_argument("--name", required=True, metavar="NAME", help="of the run")
+    _add_shared(parser, "format of the parameters (float32)", check_help)
+
+
+def _add_shared(parser: argparse.ArgumentParser, dtype_help: str, check_help: str) -> None:
+    parser.add_argument("--dtype", choices=_DTYPES, help=dtype_help)
+    parser.add_argument("--check", action="store_true", help=check_help)
+    parser.add_argument("--json", action="store_true", help="print data instead of text")
+
+
+def to_hf(args: argparse.Namespace) -> int:
+    import torch
+
+    from moefold.checkpoint.hf.compare import largest_difference
+    from moefold.checkpoint.hf.convert import TOKENIZER, Export, export
+    from moefold.checkpoint.one_process import StoredWeights
+
+    stored = StoredWeights(_checkpoint(Path(args.source)))
+    max_shard = parse_bytes(args.max_shard)
+    beside = stored.path.parent.parent / TOKENIZER
+    tokenizer = Path(args.tokenizer) if args.tokenizer else beside if beside.is_dir() else None
+    dtype = getattr(torch, args.dtype) if args.dtype else stored.dtype("parameter/embedding.weight")
+    plan = Export(stored.run.model, args.context or stored.run.data.seq_len, dtype, max_shard, tokenizer)
+    with _watched(_size(stored), "writing") as tick:
+        done = export(stored, plan, Path(args.out), tick)
+    return _tell(args, done, lambda: largest_difference(stored, stored.run.model, done.path, dtype))
+
+
+def from_hf(args: argparse.Namespace) -> int:
+    import torch
+
+    from moefold.checkpoint.hf.compare import largest_difference
+    from moefold.checkpoint.hf.convert import import_directory
+    from moefold.checkpoint.hf.directory import HfDirectory
+
+    _check_name(args.name)
+    directory = HfDirectory(Path(args.source), getattr(torch, args.dtype) if args.dtype else None)
+    dtype = directory.dtype("parameter/embedding.weight")
+    with _watched(directory.num_bytes, "reading") as tick:
+        done, run = import_directory(directory, Path(args.out), args.name, tick)
+    return _tell(args, done, lambda: largest_difference(directory, run.model, directory.path, dtype))
+
+
+def upcycle(args: argparse.Namespace) -> int:
+    import torch
+
+    from moefold.checkpoint.hf.compare import difference_between
+    from moefold.checkpoint.hf.convert import import_upcycled
+    from moefold.checkpoint.hf.directory import HfDirectory
+    from moefold.checkpoint.one_process import StoredWeights
+    from moefold.checkpoint.upcycle import Upcycling
+
+    _check_name(args.name)
+    path = Path(args.source)
+    source = (
+        HfDirectory(path, getattr(torch, args.dtype) if args.dtype else None)
+        if (path / "config.json").exists()
+        else StoredWeights(_checkpoint(path))
+    )
+    with _watched(_size(source) * args.experts, "upcycling") as tick:
+        how = Upcycling(args.experts, args.top_k, args.shards)
+        done, mixture = import_upcycled(source, Path(args.out), args.name, how, args.seed, tick)
+    dense = source.config.model if isinstance(source, HfDirectory) else source.run.model
+    return _tell(args, done, lambda: difference_between((source, dense), (mixture, mixture.model)))
+
+
+def _checkpoint(path: Path) -> Path:
+    """A checkpoint itself, or the newest of a run."""
+    from moefold.checkpoint.load import latest
+
+    for root in (path / "checkpoints", path):
+        if not (path / "manifest.json").exists() and root.is_dir() and (found := latest(root)) is not None:
+            return found
+    return path
+
+
+def _check_name(name: str) -> None:
+    if not name or name in (".", "..") or "/" in name or not name.isprintable():
+        raise ConfigError(Problem("--name", f"{name[:60]!r} cannot be the name of a directory"))
+
+
+def _size(source: TensorSource) -> int:
+    return sum(prod(source.shape(name)) * source.dtype(name).itemsize for name in source.names())
+
+
+def _tell(args: argparse.Namespace, done: Converted, difference: Callable[[], tuple[float, float]]) -> int:
+    """Say what was done, and with --check whether the logits agree."""
+    report: dict[str, Any] = {**asdict(done), "path": str(done.path)}
+    lines = [f"{done.path}: {done.tensors:,} tensors of {done.family}, {format_bytes(done.bytes)}", *done.notes]
+    equal = True
+    if args.check:
+        largest, spread = difference()
+        equal = largest <= _TOLERANCE * max(spread, 1.0)
+        report["check"] = {"largest_difference": largest, "spread": spread, "equal": equal}
+        verdict = "equal" if equal else "DIFFERENT"
+        lines.append(f"logits {verdict}: largest difference {largest:.2g}, where they spread by {spread:.2g}")
+    print(json.dumps(report, indent=2) if args.json else "\n  ".join(lines))
+    return 0 if equal else 1
+
+
+@contextmanager
+def _watched(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty() or not total:
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.advance(task, done)
