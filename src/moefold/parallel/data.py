@@ -42,3 +42,10 @@ def _shard(module: nn.Module, mesh: DeviceMesh | None, ways: int, loose: set[nn.
 
 def _placement(ways: int) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(shard_dim(tuple(parameter.shape), ways))
+
+
+def put_to_rest(model: nn.Module) -> None:
+    """Give back gathered parameters after a forward that no backward follows; backward does it by itself."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

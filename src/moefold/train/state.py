@@ -28,9 +28,12 @@ class TrainState:
     def from_json(cls, data: Mapping[str, Any]) -> TrainState:
         try:
             return cls(
-                *(int(data[name]) for name in ("step", "samples", "tokens", "skips_in_a_row")),
-                tuple(map(float, data["losses"])),
-                tuple(map(float, data["norms"])),
+                step=int(data["step"]),
+                samples=int(data["samples"]),
+                tokens=int(data["tokens"]),
+                skips_in_a_row=int(data["skips_in_a_row"]),
+                losses=tuple(map(float, data["losses"])),
+                norms=tuple(map(float, data["norms"])),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the trainer's state is not what this version writes: {error}") from None

@@ -1,0 +1,87 @@
+"""`moefold train`: run it; run the same command again to go on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from moefold.checks.run_all import executable_problems
+from moefold.cli.run_argument import add_run_argument, find_run
+from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, MoefoldError
+
+EXAMPLES = """examples:
+  moefold train debug_small
+  moefold train debug_small --nproc 4 --parallel.ep 4 --train.steps 300
+  torchrun --nproc-per-node 8 -m moefold.cli.main train my_run.yaml
+
+The run lives in train.directory/NAME; the same command resumes from its newest checkpoint.
+Ctrl-C and SIGTERM save first, then stop.
+Exits with 0 when the run is finished, 75 when it was interrupted and saved, 2 when the command cannot be understood."""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a model, surviving faults, resuming bit for bit",
+        description="Train a model. The same command again goes on where the run stopped, bit for bit.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_run_argument(parser)
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default 1)")
+    parser.add_argument(
+        "--patience", type=float, default=600.0, metavar="S", help="seconds a rank waits for its peers (default 600)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the last step's record as one JSON object at the end"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    asked = find_run(args.name, args.changes)
+    launched = "RANK" in os.environ
+    if launched and args.nproc is not None:
+        raise MoefoldError(
+            "--nproc starts ranks itself, but a launcher has started this one already; leave --nproc out"
+        )
+    world = int(os.environ["WORLD_SIZE"]) if launched else args.nproc or 1
+    if found := executable_problems(asked, world):
+        raise ConfigError(*found)
+    if launched or world == 1:
+        return train_here(asked, args.patience, args.json)
+    return train_on_ranks(asked, world, args.patience, args.json)
+
+
+def train_here(run: RunConfig, patience: float, as_json: bool) -> int:
+    """This process is one rank of a launched world, or all of it."""
+    from moefold.comm.launch import join_world, this_device
+    from moefold.train.setup import set_up
+    from moefold.train.trainer import train
+
+    rank, world = join_world(patience)
+    workshop, state = set_up(run, rank, world, this_device(), patience)
+    return train(workshop, state, _callbacks(as_json))
+
+
+def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool) -> int:
+    """Start the ranks on this machine and keep them alive."""
+    import torch
+
+    from moefold.train.setup import run_directory, set_up
+    from moefold.train.supervise import supervise
+    from moefold.train.trainer import train
+
+    def work(rank: int) -> int:
+        workshop, state = set_up(run, rank, world, torch.device("cpu"), patience)
+        return train(workshop, state, _callbacks(as_json))
+
+    return supervise(work, world, run_directory(run) / "checkpoints", patience)
+
+
+def _callbacks(as_json: bool) -> list[Any]:
+    from moefold.train.callbacks.all import default_callbacks
+
+    return default_callbacks(as_json)

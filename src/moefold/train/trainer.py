@@ -1,0 +1,173 @@
+"""The loop: read, step, judge, tell, save; stop when asked; go on exactly where it stopped.
+
+Everything that decides is the same on every rank: sums and norms are reduced before they are looked at, and requests to
+stop are added up once per step. So no rank ever leaves the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moefold.blueprint.counts import count_parameters
+from moefold.checkpoint.collect import chunks_of
+from moefold.comm.gather import sum_plain
+from moefold.optim.rates import rate_at
+from moefold.parallel.data import put_to_rest
+from moefold.parallel.step import StepResult, StepSums, run_step
+from moefold.train.batches import step_batches
+from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord
+from moefold.train.health import after_step, objection
+from moefold.train.setup import Workshop
+from moefold.train.signals import StopRequest, stop_on_signals
+from moefold.train.state import TrainState
+
+FINISHED, INTERRUPTED = 0, 75  # 75: try again later, by the convention of sysexits
+
+
+def train(workshop: Workshop, state: TrainState, callbacks: Sequence[Callback]) -> int:
+    """Run to the last step, or until asked to stop; returns the process's exit code."""
+    told = Callbacks(callbacks if workshop.leads else ())
+    told.on_start(_info(workshop, state))
+    reason = "failed"
+    try:
+        with stop_on_signals() as request:
+            state, interrupted = _loop(workshop, state, told, request)
+        _save_last(workshop, state, told)
+        reason = "interrupted" if interrupted else "finished"
+        return INTERRUPTED if interrupted else FINISHED
+    finally:
+        told.on_stop(reason)
+
+
+def _loop(workshop: Workshop, state: TrainState, told: Callback, request: StopRequest) -> tuple[TrainState, bool]:
+    steps, saving = workshop.run.train.steps, workshop.run.train.saving
+    while state.step < steps:
+        began = time.perf_counter()
+        state, record = _step(workshop, state, began)
+        if saving.every and state.step % saving.every == 0 and state.step < steps:
+            begin_save(workshop, state)
+        _tell_committed(workshop, told, workshop.saver.advance())
+        now = time.perf_counter()
+        stepped = record.seconds["data"] + record.seconds["step"]
+        told.on_step(replace(record, seconds=record.seconds | {"save": now - began - stepped, "total": now - began}))
+        if _time_to_validate(workshop, state.step):
+            told.on_validation(state.step, validate(workshop))
+        if asked_to_stop(workshop, request):
+            return state, state.step < steps
+    return state, False
+
+
+def _step(workshop: Workshop, state: TrainState, began: float) -> tuple[TrainState, StepRecord]:
+    run, number = workshop.run, state.step + 1
+    batches, ids = step_batches(workshop.samples, state.samples, run, workshop.groups, workshop.device)
+    read = time.perf_counter()
+    rate = rate_at(number, run.train.steps, run.optim)
+    for group in workshop.optimizer.param_groups:
+        group["lr"] = rate
+
+    def judge(sums: StepSums, norm: Tensor) -> str | None:
+        return objection(state, float(sums.loss), float(norm), run.train.health)
+
+    result = run_step(workshop.share, workshop.optimizer, batches, objection=judge)
+    loss, norm = float(result.sums.loss), float(result.norm)
+    tokens = run.data.global_batch * run.data.seq_len
+    state = after_step(state, loss, norm, result.skipped, run.train.health)
+    state = replace(state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + tokens)
+    seconds = {"data": read - began, "step": time.perf_counter() - read}
+    return state, _record(workshop, number, result, rate, tokens, seconds, ids)
+
+
+def _record(
+    workshop: Workshop, step: int, result: StepResult, rate: float, tokens: int, seconds: dict[str, float], ids: str
+) -> StepRecord:
+    moe, sums = workshop.run.model.moe, result.sums
+    on = (
+        {}
+        if moe is None
+        else {name: value for name, value in sums.balance._asdict().items() if getattr(moe.balance, name)}
+    )
+    return StepRecord(
+        step=step,
+        steps=workshop.run.train.steps,
+        loss=float(sums.loss),
+        balance={name: float(value) for name, value in on.items()},
+        norm=float(result.norm),
+        rate=rate,
+        tokens=tokens,
+        seconds=seconds,
+        counts=sums.counts_LE.tolist() if workshop.leads and moe is not None else None,
+        dropped=int(sums.dropped),
+        skipped=result.skipped,
+        memory_bytes=memory_used(workshop.device),
+        world=workshop.groups["world"].size,
+        sample_ids_digest=ids,
+    )
+
+
+def memory_used(device: torch.device) -> int:
+    """The most this process has held so far: of the GPU's memory, or of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@torch.no_grad()
+def validate(workshop: Workshop) -> float:
+    """Mean loss per label over the first validation samples: the same ones every time, on any layout."""
+    assert workshop.validation is not None
+    run, total, labels = workshop.run, torch.zeros((), dtype=torch.float64), 0
+    for number in range(run.train.validate_batches):
+        first = number * run.data.global_batch
+        batches, _ = step_batches(workshop.validation, first, run, workshop.groups, workshop.device)
+        for batch in batches:
+            total += workshop.share.model(batch).loss_sum.double().cpu()
+        labels += batches[0].step_labels
+    put_to_rest(workshop.share.model)
+    return float(sum_plain(total, workshop.groups["dp"])) / labels
+
+
+def _time_to_validate(workshop: Workshop, step: int) -> bool:
+    train = workshop.run.train
+    if workshop.validation is None:
+        return False
+    return step == train.steps or (train.validate_every > 0 and step % train.validate_every == 0)
+
+
+def begin_save(workshop: Workshop, state: TrainState) -> None:
+    chunks = chunks_of(workshop.share, workshop.optimizer)
+    workshop.saver.begin(state.step, chunks, {"train": state.to_json(), "data": workshop.samples.fingerprint})
+
+
+def _save_last(workshop: Workshop, state: TrainState, told: Callback) -> None:
+    """Leave nothing unsaved: wait for a save under way, then write this step if it is not the one."""
+    done = workshop.saver.finish()
+    _tell_committed(workshop, told, done)
+    if done != state.step:
+        begin_save(workshop, state)
+        _tell_committed(workshop, told, workshop.saver.finish())
+
+
+def _tell_committed(workshop: Workshop, told: Callback, step: int | None) -> None:
+    if step is not None:
+        told.on_save(step, workshop.saver.path_of(step))
+
+
+def asked_to_stop(workshop: Workshop, request: StopRequest) -> bool:
+    """Whether any rank was asked; all ranks get the same answer."""
+    return int(sum_plain(torch.tensor(int(bool(request))), workshop.groups["world"])) > 0
+
+
+def _info(workshop: Workshop, state: TrainState) -> RunInfo:
+    return RunInfo(
+        run=workshop.run,
+        world=workshop.groups["world"].size,
+        directory=workshop.directory,
+        resumed_from=state.step or None,
+        parameters=count_parameters(workshop.run.model),
+    )

@@ -1,0 +1,203 @@
+"""Kill ranks of a real run at named points, and record everything the run does.
+
+A kill is planned as (rank, point, occurrence). The rank breaks itself before it starts: it replaces one function by one
+that ends the process at that call. Which kill of the plan is due is the number of kills that have happened, counted in
+files, so every start of the run knows it without being told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import moefold.checkpoint.files
+import moefold.comm.exchange
+import moefold.comm.gather
+import moefold.parallel.step
+import moefold.train.trainer
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import SavingConfig
+from moefold.parallel.placements import local_part
+from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.setup import Workshop, run_directory, set_up
+from moefold.train.supervise import supervise
+from moefold.train.trainer import train
+
+STEPS, SAVE_EVERY = 12, 3
+
+
+@dataclass(frozen=True)
+class Kill:
+    rank: int
+    point: str
+    occurrence: int
+
+
+def _before(owner: Any, name: str, nth: int, die: Callable[[], NoReturn]) -> None:
+    """Die at the ``nth`` call of ``owner.name``, before it does anything."""
+    _at(owner, name, nth, lambda call, *args, **words: die())
+
+
+def _at(owner: Any, name: str, nth: int, instead: Callable[..., Any]) -> None:
+    original, calls = getattr(owner, name), [0]
+
+    def counted(*args: Any, **words: Any) -> Any:
+        calls[0] += 1
+        return instead(original, *args, **words) if calls[0] == nth else original(*args, **words)
+
+    setattr(owner, name, counted)
+
+
+def _mid_write(nth: int, die: Callable[[], NoReturn]) -> None:
+    def half(write: Callable[..., None], descriptor: int, part: memoryview) -> None:
+        write(descriptor, part[: len(part) // 2])
+        die()
+
+    _at(moefold.checkpoint.files, "_write_all", nth, half)
+
+
+def _mid_optimizer(nth: int, die: Callable[[], NoReturn]) -> None:
+    def some_groups(step: Callable[..., Any], optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        optimizer.param_groups = optimizer.param_groups[:1]
+        step(optimizer, *rest)
+        die()
+
+    _at(torch.optim.AdamW, "step", nth, some_groups)
+
+
+def _mid_removal(nth: int, die: Callable[[], NoReturn]) -> None:
+    def one_file(remove: Callable[..., None], path: Path) -> None:
+        os.unlink(sorted(file for file in path.iterdir())[0])
+        die()
+
+    _at(moefold.checkpoint.files, "remove_tree", nth, one_file)
+
+
+def _after(owner: Any, name: str, nth: int, die: Callable[[], NoReturn]) -> None:
+    def and_then(call: Callable[..., Any], *args: Any, **words: Any) -> None:
+        call(*args, **words)
+        die()
+
+    _at(owner, name, nth, and_then)
+
+
+def _alarm(milliseconds: int, die: Callable[[], NoReturn]) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: die())
+    signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+
+
+# Point -> (what to break at the n-th occurrence, how many occurrences there are to choose from).
+POINTS: dict[str, tuple[Callable[[int, Callable[[], NoReturn]], None], int]] = {
+    "reading data": (lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 5),
+    "inside an exchange": (lambda n, die: _before(moefold.comm.exchange, "_move", n, die), 60),
+    "inside a sum": (lambda n, die: _before(moefold.comm.gather, "_sum", n, die), 40),
+    "after backward": (lambda n, die: _before(moefold.parallel.step, "finish_gradients", n, die), 5),
+    "mid-optimizer": (_mid_optimizer, 5),
+    "before the bias moves": (lambda n, die: _before(moefold.parallel.step, "move_expert_biases", n, die), 5),
+    "mid-shard": (_mid_write, 12),
+    "before a file is durable": (lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 8),
+    "between manifest and commit": (lambda n, die: _before(moefold.checkpoint.files, "rename", n, die), 2),
+    "just after commit": (lambda n, die: _after(moefold.checkpoint.files, "rename", n, die), 2),
+    "during retention": (_mid_removal, 1),
+    "any time": (_alarm, 700),
+}
+
+
+def plan_kills(count: int, world: int, seed: int) -> list[Kill]:
+    """Points in turn, so that each comes equally often; only rank 0 commits and deletes."""
+    dice = random.Random(seed)
+    names = list(POINTS)
+    dice.shuffle(names)
+    kills = []
+    for number in range(count):
+        point = names[number % len(names)]
+        rank = (
+            0
+            if point in ("between manifest and commit", "just after commit", "during retention")
+            else dice.randrange(world)
+        )
+        kills.append(Kill(rank, point, dice.randint(1, POINTS[point][1])))
+    return kills
+
+
+class Diary(Callback):
+    """Everything the run says, appended line by line, with floats to the last bit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _write(self, **said: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(said) + "\n")
+
+    def on_start(self, info: RunInfo) -> None:
+        self._write(kind="start", step=info.resumed_from or 0)
+
+    def on_step(self, record: StepRecord) -> None:
+        kept = asdict(record)
+        for changing in ("seconds", "memory_bytes"):
+            del kept[changing]
+        self._write(kind="step", **kept | {"loss": record.loss.hex(), "norm": record.norm.hex()})
+
+    def on_save(self, step: int, path: Path) -> None:
+        self._write(kind="save", step=step)
+
+
+def digest(workshop: Workshop) -> str:
+    """Of every number this rank holds: parameters, moments, statistics, random state."""
+    found = hashlib.sha256()
+    parameters = dict(workshop.share.model.named_parameters())
+    state = workshop.optimizer.state
+    tensors = [local_part(p) for p in parameters.values()]
+    tensors += [local_part(state[p][m]) for p in parameters.values() for m in ("exp_avg", "exp_avg_sq", "step")]
+    tensors += [*workshop.share.model.buffers(), torch.get_rng_state()]
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def small_run(base: RunConfig, directory: Path, parallel: ParallelConfig, background: bool) -> RunConfig:
+    saving = SavingConfig(every=SAVE_EVERY, keep=2, background=background)
+    data = replace(base.data, seq_len=16, global_batch=8, micro_batch=1, validation=None)
+    settings = replace(base.train, steps=STEPS, directory=str(directory), saving=saving)
+    return replace(base, parallel=parallel, data=data, train=settings)
+
+
+def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[dict[str, Any]], list[str], int]:
+    """Returns the diary, every rank's digest at the end, and how many kills happened."""
+    directory = run_directory(run)
+    directory.mkdir(parents=True)
+    happened = directory / "kills"
+    happened.mkdir()
+
+    def work(rank: int) -> int:
+        number = len(list(happened.iterdir()))
+        if number < len(kills) and kills[number].rank == rank:
+
+            def die() -> NoReturn:
+                (happened / f"{number}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+                raise AssertionError("unreachable")
+
+            POINTS[kills[number].point][0](kills[number].occurrence, die)
+        workshop, state = set_up(run, rank, world, torch.device("cpu"), 30.0)
+        code = train(workshop, state, [Diary(directory / "diary.jsonl")])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        (directory / f"digest_{rank}").write_text(digest(workshop))
+        return code
+
+    code = supervise(work, world, directory / "checkpoints", 30.0, most_fruitless=len(kills) + 3)
+    assert code == 0
+    diary = [json.loads(line) for line in (directory / "diary.jsonl").read_text().splitlines()]
+    digests = [(directory / f"digest_{rank}").read_text() for rank in range(world)]
+    return diary, digests, len(list(happened.iterdir()))

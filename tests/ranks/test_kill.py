@@ -1,0 +1,63 @@
+"""A run that is killed again and again is, bit for bit, the run that was never killed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.kill import STEPS, plan_kills, run_with_kills, small_run
+
+from moefold.config.parallel import ParallelConfig
+from moefold.recipes.catalog import RECIPES
+
+# (world, layout, background save); every layout has more than one rank per set of experts.
+LAYOUTS = {
+    "two ranks": (2, ParallelConfig(ep=2), True),
+    "two ranks, tensor": (2, ParallelConfig(tp=2, ep=2), False),
+    "four ranks": (4, ParallelConfig(ep=4), True),
+    "four ranks, folded": (4, ParallelConfig(tp=2, ep=4), True),
+    "four ranks, split": (4, ParallelConfig(ep=2, etp=2, dp_replicate=2), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sixty_kills_in_ci(name: str, tmp_path: Path) -> None:
+    assert_killing_changes_nothing(name, kills=12, seed=1, folder=tmp_path)
+
+
+def assert_killing_changes_nothing(name: str, kills: int, seed: int, folder: Path) -> int:
+    """Run twice, once in peace; returns how many kills happened."""
+    world, parallel, background = LAYOUTS[name]
+    base = RECIPES["debug_mla"]()
+    peaceful, digests, _ = run_with_kills(small_run(base, folder / "peace", parallel, background), world, [])
+    plan = plan_kills(kills, world, seed)
+    run = replace(small_run(base, folder / "war", parallel, background), name=base.name)
+    killed, digests_after, happened = run_with_kills(run, world, plan)
+    assert happened >= 2
+    assert digests_after == digests
+    assert_same_steps(peaceful, killed)
+    assert_nothing_committed_was_lost(killed)
+    return happened
+
+
+def assert_same_steps(peaceful: list[dict[str, Any]], killed: list[dict[str, Any]]) -> None:
+    """Every step, and every repetition of one, has the loss, norm, counts and samples it had in peace."""
+    expected = {entry["step"]: entry for entry in peaceful if entry["kind"] == "step"}
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    done = [entry for entry in killed if entry["kind"] == "step"]
+    assert {entry["step"] for entry in done} == set(expected)
+    for entry in done:
+        assert entry == expected[entry["step"]]
+
+
+def assert_nothing_committed_was_lost(diary: list[dict[str, Any]]) -> None:
+    newest = 0
+    for entry in diary:
+        if entry["kind"] == "start":
+            assert entry["step"] >= newest, diary
+        if entry["kind"] == "save":
+            newest = max(newest, entry["step"])
