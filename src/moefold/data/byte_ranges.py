@@ -174,5 +174,7 @@ def _size(found: Any, url: str) -> int:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return words or type(error).__name__

@@ -8,10 +8,10 @@ each end-of-document token if that is known; otherwise the file counts as one do
 
 from __future__ import annotations
 
-import io
+import re
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +20,11 @@ from moefold.data.megatron_index import open_index
 from moefold.errors import DataError
 
 _NPY_MAGIC = b"\x93NUMPY"
-# numpy's own bound on the description, and what stands before it.
+_NPY_DESCRIPTION = re.compile(
+    rb"\{'descr': '([<>|][a-zA-Z]\d{0,4})', 'fortran_order': (?:True|False), 'shape': \(([-\d, ]{0,99})\),? *\} *\n"
+)
+_ONE_ROW = re.compile(r"\d{1,18},")
+# Of its description, numpy reads no more either.
 _LONGEST_NPY_HEADER = 10_000 + 12
 _SCAN = 1 << 22
 # If so many tokens in a row are each followed by a zero, they were written twice as wide as they are read.
@@ -215,28 +219,30 @@ def _check_window(name: str, num_tokens: int, start: int, length: int) -> None:
 
 
 def _npy_header(source: Bytes) -> tuple[np.dtype, int, int] | None:
-    """Type, offset and number of the tokens; None if there is no header. Nothing in it is ever executed."""
-    head = io.BytesIO(source.read(0, min(source.size, _LONGEST_NPY_HEADER)))
-    if not head.getvalue().startswith(_NPY_MAGIC):
+    """Type, offset and number of the tokens; None if there is no header.
+
+    numpy's own reader evaluates the description as a Python literal, and on hostile ones fails in many ways. It always
+    writes the same few words, so these words are all that is read.
+    """
+    head = source.read(0, min(source.size, _LONGEST_NPY_HEADER))
+    if not head.startswith(_NPY_MAGIC):
         return None
-    readers: dict[Any, Any] = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    try:
-        version = np.lib.format.read_magic(head)
-        if version not in readers:
-            raise ValueError(f"version {version} is unknown")
-        shape, _, dtype = readers[version](head)
-    except (ValueError, TypeError, SyntaxError, LookupError, EOFError, RecursionError, OverflowError) as error:
-        raise DataError(f"{source.name}: header: {str(error).splitlines()[0] if str(error) else error!r}") from error
-    if dtype.kind not in "iu" or dtype.hasobject:
-        raise DataError(f"{source.name}: header: type {dtype} holds no tokens; use an integer type")
-    if len(shape) != 1 or shape[0] < 0:
-        raise DataError(f"{source.name}: header: shape {shape}; tokens are one row")
-    offset, expected = head.tell(), head.tell() + shape[0] * dtype.itemsize
+    wide = head[6:7] != b"\x01"
+    first = 12 if wide else 10
+    length = int.from_bytes(head[8:first], "little")
+    if head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00") or first + length > len(head):
+        raise DataError(f"{source.name}: header: version {head[6:8].hex('.')} with a description of {length:,} bytes")
+    text = head[first : first + length]
+    found = _NPY_DESCRIPTION.fullmatch(text)
+    if found is None:
+        raise DataError(f"{source.name}: header: {text[:80]!r} does not describe an array of tokens")
+    kind, shape = found[1].decode(), found[2].decode()
+    if kind[1] not in "iu" or kind[2:] not in ("1", "2", "4", "8"):
+        raise DataError(f"{source.name}: header: type {kind} holds no tokens; use an integer type")
+    if not _ONE_ROW.fullmatch(shape):
+        raise DataError(f"{source.name}: header: shape ({shape}); tokens are one row")
+    dtype, count = np.dtype(kind), int(shape.rstrip(","))
+    expected = first + length + count * dtype.itemsize
     if source.size != expected:
-        raise DataError(
-            f"{source.name}: header: {shape[0]:,} tokens need {expected:,} bytes, there are {source.size:,}"
-        )
-    return dtype, offset, int(shape[0])
+        raise DataError(f"{source.name}: header: {count:,} tokens need {expected:,} bytes, there are {source.size:,}")
+    return dtype, first + length, count

@@ -1,0 +1,28 @@
+"""Small token files for tests of the data layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from moefold.data.write import ArrayWriter, MegatronWriter
+
+
+def documents(count: int, seed: int = 0, vocab: int = 256, longest: int = 40) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, vocab, rng.integers(1, longest)) for _ in range(count)]
+
+
+def megatron(prefix: Path, docs: list[np.ndarray], dtype: str = "uint16") -> str:
+    with MegatronWriter(str(prefix), dtype, overwrite=True) as writer:
+        for document in docs:
+            writer.add(document)
+    return str(prefix)
+
+
+def raw(path: Path, docs: list[np.ndarray], dtype: str = "uint16") -> str:
+    with ArrayWriter(str(path), dtype, overwrite=True) as writer:
+        for document in docs:
+            writer.add(document)
+    return str(writer.targets[0])
