@@ -1,0 +1,212 @@
+"""Read `metrics.jsonl` into columns, once, line by line, in memory that a long run does not fill.
+
+Numbers per step are kept in full: a million steps are a few hundred megabytes at most. Tokens per expert are kept as at
+most `MOST_BINS` bins over time; when there are more, neighbours are added up.
+
+A line that cannot be read is counted and left out: a page about a run that was killed is worth more than an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moefold.errors import MoefoldError
+from moefold.train.callbacks.jsonl import FILE_NAME
+
+# As Path.open with "rb".
+Opener = Callable[[Path, str], AbstractContextManager[Any]]
+Column = npt.NDArray[np.float64]
+
+MOST_BINS = 120
+# Of this many skipped steps the reasons are kept; all are counted.
+_MOST_REASONS = 200
+# Column name -> where a step's line has it.
+_COLUMNS: dict[str, tuple[str, ...]] = {
+    "loss": ("loss",),
+    "norm": ("norm",),
+    "rate": ("rate",),
+    "tokens": ("tokens",),
+    "dropped": ("dropped",),
+    "memory": ("memory_bytes",),
+    "load": ("load",),
+    "tokens_per_s": ("speed", "tokens_per_s"),
+    "tflops": ("speed", "tflops"),
+    "mfu": ("speed", "mfu"),
+    "data": ("seconds", "data"),
+    "step_seconds": ("seconds", "step"),
+    "save": ("seconds", "save"),
+    "total": ("seconds", "total"),
+}
+
+
+@dataclass
+class Bin:
+    """Tokens per mixture and expert over the steps from `first` to `last`."""
+
+    first: int
+    last: int
+    counts: npt.NDArray[np.int64]
+
+
+@dataclass
+class History:
+    """A run as it was written down. Columns are as long as `steps`; what is missing in one is NaN."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    starts: list[int] = field(default_factory=list)
+    steps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    columns: dict[str, Column] = field(default_factory=dict)
+    balance: dict[str, Column] = field(default_factory=dict)
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    num_skipped: int = 0
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)
+    stopped: str | None = None
+    bins: list[Bin] = field(default_factory=list)
+    last_bin: Bin | None = None
+    times: tuple[float, float] | None = None
+    unreadable: int = 0
+
+    def column(self, name: str) -> Column:
+        return self.columns.get(name, np.full(len(self.steps), np.nan))
+
+    def has(self, name: str) -> bool:
+        return bool(np.isfinite(self.column(name)).any())
+
+
+def read_history(directory: Path, opened: Opener = Path.open) -> History:
+    """`opened` opens the file for reading bytes; a caller may watch how far reading has come."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        raise MoefoldError(f"{path}: no such file; a report needs the directory of a run, such as runs/NAME")
+    reader = _Reader()
+    for data in _objects(path, opened, reader.history):
+        reader.take(data)
+    return reader.finish()
+
+
+def _objects(path: Path, opened: Opener, history: History) -> Iterator[dict[str, Any]]:
+    with opened(path, "rb") as file:
+        for line in file:
+            try:
+                data = json.loads(line)
+            except (ValueError, RecursionError):
+                data = None
+            if isinstance(data, dict):
+                yield data
+            else:
+                history.unreadable += 1
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.history = History()
+        self._steps = array("q")
+        self._columns = {name: array("d") for name in _COLUMNS}
+        self._balance: dict[str, array[float]] = {}
+
+    def take(self, data: dict[str, Any]) -> None:
+        history, kind, step = self.history, data.get("kind"), data.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            history.unreadable += 1
+            return
+        if (time := number(data.get("time"))) == time:
+            history.times = (time if history.times is None else history.times[0], time)
+        if kind == "step":
+            self._take_step(step, data)
+            history.stopped = None
+        elif kind == "start":
+            history.start = data
+            history.starts.append(step)
+            history.stopped = None
+        elif kind == "validation":
+            if math.isfinite(loss := number(data.get("loss"))):
+                history.validation.append((step, loss))
+        elif kind == "save":
+            history.saves.append(step)
+        elif kind == "stop":
+            history.stopped = str(data.get("reason"))
+
+    def _take_step(self, step: int, data: dict[str, Any]) -> None:
+        for name, place in _COLUMNS.items():
+            self._columns[name].append(_at(data, place))
+        balance = data.get("balance")
+        for name, value in balance.items() if isinstance(balance, dict) else ():
+            column = self._balance.setdefault(name, array("d"))
+            column.extend([math.nan] * (len(self._steps) - len(column)))
+            column.append(number(value))
+        self._steps.append(step)
+        if (reason := data.get("skipped")) is not None:
+            self.history.num_skipped += 1
+            if len(self.history.skipped) < _MOST_REASONS:
+                self.history.skipped.append((step, str(reason)))
+        self._take_counts(step, data.get("counts"), data.get("counts_steps"))
+
+    def _take_counts(self, step: int, counts: object, over: object) -> None:
+        if counts is None:
+            return
+        try:
+            counts_ME = np.asarray(counts, dtype=np.int64)
+        except (ValueError, TypeError, OverflowError):
+            counts_ME = np.zeros(0, np.int64)
+        if counts_ME.ndim != 2 or counts_ME.size == 0 or counts_ME.min() < 0:
+            self.history.unreadable += 1
+            return
+        bins = self.history.bins
+        if bins and bins[-1].counts.shape != counts_ME.shape:
+            bins.clear()
+        steps = over if isinstance(over, int) and 0 < over <= step else 1
+        bins.append(Bin(step - steps + 1, step, counts_ME))
+        self.history.last_bin = bins[-1]
+        if len(bins) > 2 * MOST_BINS:
+            self.history.bins = [_joined(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
+
+    def finish(self) -> History:
+        history, count = self.history, len(self._steps)
+        steps = np.frombuffer(self._steps, dtype=np.int64) if count else np.zeros(0, np.int64)
+        # A step is told once; should a file have it twice, the later line holds.
+        _, last_first = np.unique(steps[::-1], return_index=True)
+        order = count - 1 - last_first
+        history.steps = steps[order]
+        history.columns = {name: _taken(column, count, order) for name, column in self._columns.items()}
+        history.balance = {name: _taken(column, count, order) for name, column in self._balance.items()}
+        if len(history.bins) > MOST_BINS:
+            bins = history.bins
+            history.bins = [_joined(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
+        return history
+
+
+def number(value: object) -> float:
+    """As a float; NaN for everything that is not a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _at(data: dict[str, Any], place: tuple[str, ...]) -> float:
+    found: object = data
+    for name in place:
+        found = found.get(name) if isinstance(found, dict) else None
+    return number(found)
+
+
+def _taken(column: array[float], count: int, order: npt.NDArray[np.int64]) -> Column:
+    column.extend([math.nan] * (count - len(column)))
+    return np.array(column, dtype=np.float64)[order]
+
+
+def _joined(early: Bin, late: Bin) -> Bin:
+    return Bin(early.first, late.last, early.counts + late.counts)

@@ -1,0 +1,220 @@
+"""The page about a run: right numbers, nothing from elsewhere, and no surprise for runs of any length or state."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.run_records import info_of, record_of, tell
+
+from moefold.cli.main import main
+from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
+from moefold.train.report import heat
+from moefold.train.report.history import MOST_BINS, read_history
+from moefold.train.report.page import page
+from moefold.train.report.scale import Scale, round_ticks, short, visible_range
+from moefold.train.report.summary import summary
+from moefold.train.report.thin import thin
+
+
+class _Balanced(HTMLParser):
+    """Fails on tags that are not closed in order."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def check_page(text: str) -> None:
+    parser = _Balanced()
+    parser.feed(text)
+    parser.close()
+    assert not parser.open
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|<link|<iframe", text, re.IGNORECASE)
+    # Numbers that are none would be seen as words in paths, labels or data; pictures may spell anything.
+    words = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", text)
+    assert not re.search(r"\b(nan|inf|infinity|undefined)\b", words, re.IGNORECASE)
+
+
+def write(directory: Path, *lines: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    (directory / FILE_NAME).write_text(text)
+    return directory
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    tell(JsonLines("CPU"), tmp_path)
+    history = read_history(tmp_path)
+    facts = summary(history)
+    assert (facts["step"], facts["steps"], facts["status"], facts["tokens"]) == (20, 20, "finished", 20 * 512)
+    assert (facts["first_loss"], facts["last_loss"], facts["best_validation"]) == (5.0, 0.25, 2.5)
+    assert facts["tokens_per_s"] == pytest.approx(5120)
+    assert facts["time"] == pytest.approx({"compute": 1.6, "waiting for data": 0.2, "saving": 0.0, "other": 0.2})
+    router = facts["router"]
+    assert (router["first_step"], router["last_step"], router["dead"], router["max_load"]) == (16, 20, 1, 4.0)
+    assert router["layers"][1]["dead"] == (7,)
+    assert facts["missing"] == ["No MFU: unknown device 'CPU'."]
+    text = page(history)
+    check_page(text)
+    for expected in ("made_up", "Expert load over time", "layer 1", "Routing entropy", "Gradient norm", "1 (7)"):
+        assert expected in text
+    assert "Skipped steps</h2>" not in text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_short_runs(tmp_path: Path, steps: int) -> None:
+    lines = JsonLines("CPU")
+    lines.on_start(info_of(tmp_path))
+    for step in range(1, steps + 1):
+        lines.on_step(record_of(step))
+    history = read_history(tmp_path)
+    check_page(page(history))
+    assert summary(history)["status"] == ("running, or killed without a word" if steps else "no steps yet")
+    assert bool(history.bins) == (steps == 5)
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    history = read_history(write(tmp_path))
+    check_page(page(history))
+    assert "No step has been recorded yet." in page(history)
+
+
+def test_a_dense_run_and_its_holes(tmp_path: Path) -> None:
+    lines = JsonLines("CPU")
+    lines.on_start(info_of(tmp_path))
+    for step in (1, 2, 3, 7):
+        skipped = "loss is <b>nan</b>" if step == 2 else None
+        loss = float("nan") if step == 2 else 3.0
+        lines.on_step(record_of(step, counts=None, loss=loss, skipped=skipped))
+    text = page(read_history(tmp_path))
+    check_page(text.replace("&lt;b&gt;nan&lt;/b&gt;", ""))
+    assert "loss is &lt;b&gt;nan&lt;/b&gt;" in text
+    for note in ("No expert load", "No validation loss", "3 steps between the first and the last have no line"):
+        assert note in text
+
+
+def test_strange_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    good = {"kind": "step", "step": 1, "loss": 2.0, "seconds": {"total": 1.0}}
+    strange = [
+        "{torn",
+        "[1]",
+        "null",
+        "",
+        {"kind": "step"},
+        {"kind": "step", "step": -4},
+        {"kind": "step", "step": True},
+    ]
+    bad_counts = [
+        good | {"step": 2 + i, "counts": c} for i, c in enumerate((7, [[1], [2, 3]], [["x"]], [[-1]], [[2**70]]))
+    ]
+    odd = good | {"step": 9, "loss": "<script>", "balance": [], "seconds": 3, "speed": None, "norm": 10**400}
+    names = {"kind": "start", "step": 0, "run": "<img src=x>", "steps": "many", "config": {"model": 3}, "world": []}
+    history = read_history(write(tmp_path, names, good, *strange, *bad_counts, odd, {"kind": "unheard of", "step": 3}))
+    assert history.unreadable == len(strange) + len(bad_counts)
+    text = page(history)
+    check_page(text)
+    assert "<img src=x>" not in text and "12 lines could not be read" in text
+
+
+def test_a_step_told_twice_counts_once(tmp_path: Path) -> None:
+    lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, 4.0), (2, 3.0), (1, 2.0))]
+    history = read_history(write(tmp_path, *lines))
+    assert history.steps.tolist() == [1, 2] and history.column("loss").tolist() == [2.0, 3.0]
+
+
+def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
+    line = '{"kind":"step","step":%d,"loss":%g,"seconds":{"total":0.1,"step":0.1},"speed":{"tokens_per_s":%d}%s}'
+    counts = ',"counts":[[1,2,3,0],[4,4,4,4]],"counts_steps":100'
+    lines = (line % (i, 900.0 if i == 77_777 else 3, i % 97, counts if i % 100 == 0 else "") for i in range(1, 100_001))
+    history = read_history(write(tmp_path, *lines))
+    text = page(history)
+    check_page(text)
+    assert len(text) < 400_000
+    assert len(history.bins) <= MOST_BINS and sum(each.counts[0, 2] for each in history.bins) == 3 * 1000
+    assert (history.bins[0].first, history.bins[-1].last) == (1, 100_000)
+    assert "peaks up to 900 are cut off" in text
+
+
+def test_thinning_keeps_extremes() -> None:
+    values = np.ones(10_000)
+    values[1234], values[5678], values[0:50] = 9.0, -9.0, np.nan
+    thinned = thin(np.arange(1, 10_001), values)
+    assert len(thinned.mean) <= 320 and np.nanmax(thinned.high) == 9 and np.nanmin(thinned.low) == -9
+    assert np.isnan(thinned.mean[0]) and np.nanmean(thinned.mean) == pytest.approx(1, abs=0.01)
+    few = thin(np.array([3, 4]), np.array([1.0, 2.0]))
+    assert few.x.tolist() == [3, 4] and few.mean.tolist() == few.low.tolist() == few.high.tolist() == [1, 2]
+
+
+def test_the_heat_map_is_a_picture_of_the_loads() -> None:
+    shown = heat.indices(np.array([[4, 4, 4, 4], [16, 0, 0, 0], [1, 7, 4, 4], [0, 0, 0, 0]]))
+    colors = [[heat.palette()[cell] for cell in row] for row in shown]
+    assert all(color[3] == 0 for color in colors[0])
+    assert colors[1][0][:3] == heat.WARM and colors[1][0][3] == 235
+    assert [color[:3] for color in colors[1][1:]] == [heat.DEAD] * 3
+    assert colors[2][0][:3] == heat.COLD and colors[2][0][3] == 235
+    assert colors[2][1][:3] == heat.WARM and 0 < colors[2][1][3] < 235
+    assert {color[:3] for color in colors[3]} == {heat.UNKNOWN}
+    assert len(heat.palette()) == 255 and shown.max() < 255
+
+
+def test_pictures_hold_their_cells() -> None:
+    address = re.findall(
+        r"base64,([A-Za-z0-9+/=]+)", heat._picture(np.array([[2, 3, 4], [5, 6, 7]], np.uint8), "layer")
+    )[0]
+    picture = base64.b64decode(address)
+    assert picture.startswith(b"\x89PNG") and picture[16:24] == b"\0\0\0\3\0\0\0\2"
+    start = picture.index(b"IDAT") + 4
+    assert zlib.decompressobj().decompress(picture[start:]) == b"\0\2\3\4\0\5\6\7"
+
+
+def test_scales_and_labels() -> None:
+    assert round_ticks(0, 10) == [0, 2, 4, 6, 8, 10]
+    assert Scale(0.5, 50, 0, 1, log=True).ticks() == [0.5, 1, 2, 5, 10, 20, 50]
+    assert Scale(1e-3, 1e3, 0, 1, log=True).ticks() == [1e-3, 1e-2, 1e-1, 1, 10, 100, 1000]
+    assert Scale(0, 10, 100, 0)(2.5) == 75 and Scale(0, 10, 100, 0)(99) == 0
+    assert [short(x) for x in (0, 0.05, 3e-4, 12.345, 999, 1234.5, 7.89e8, 1e15)] == [
+        *("0", "0.05", "3e-4", "12.3", "999", "1.23K", "789M", "1Q")
+    ]
+    assert visible_range(np.array([]), from_zero=False) == (0, 1)
+    low, high = visible_range(np.array([2.0] * 99 + [1e9]), from_zero=False)
+    assert low < 2 < high < 3
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tell(JsonLines("CPU"), tmp_path)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "step 20, finished" in capsys.readouterr().out
+    check_page((tmp_path / "report.html").read_text())
+    (tmp_path / "report.html").unlink()
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["router"]["dead"] == 1
+    assert not (tmp_path / "report.html").exists()
+    assert main(["report", str(tmp_path), "--json", "--out", str(tmp_path / "x.html")]) == 0
+    assert (tmp_path / "x.html").exists()
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "metrics.jsonl: no such file" in capsys.readouterr().err
+    write(tmp_path)
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "page.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
