@@ -26,7 +26,7 @@ layers:
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 test:
-	$(PYTHON) -m pytest -m "not slow" -n 2 -q
+	$(PYTHON) -m pytest -m "not slow and not nightly" -n 2 -q
 
 # Does any layout compute what one process computes?
 prove:

@@ -29,6 +29,19 @@ def test_sixty_kills_in_ci(name: str, tmp_path: Path) -> None:
     assert_killing_changes_nothing(name, kills=12, seed=1, folder=tmp_path)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world", [2, 4])
+def test_two_hundred_kills(world: int, tmp_path: Path) -> None:
+    names = [name for name, (size, _, _) in LAYOUTS.items() if size == world]
+    happened, seed = 0, 100
+    while happened < 200:
+        name = names[seed % len(names)]
+        happened += assert_killing_changes_nothing(name, kills=24, seed=seed, folder=tmp_path / str(seed))
+        seed += 1
+        print(f"world {world}: {happened} kills")
+
+
 def assert_killing_changes_nothing(name: str, kills: int, seed: int, folder: Path) -> int:
     """Run twice, once in peace; returns how many kills happened."""
     world, parallel, background = LAYOUTS[name]

@@ -6,7 +6,9 @@ from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.optim import OptimConfig, RatesConfig
 from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 
 
 def debug_tiny() -> RunConfig:
@@ -31,10 +33,33 @@ def debug_small() -> RunConfig:
                 top_k=4,
                 expert_width=96,
                 router=RouterConfig(normalize=True),
-                balance=BalanceConfig(global_batch=0.01, z=1e-3),
+                balance=BalanceConfig(microbatch=0.01, z=1e-3),
             ),
         ),
-        data=DataConfig(seq_len=128, global_batch=16),
+        data=DataConfig(seq_len=128, global_batch=16, micro_batch=4),
+        optim=OptimConfig(rate=2e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
+    )
+
+
+def debug_10m() -> RunConfig:
+    """Ten million parameters on the builtin corpus: learns Python's bytes in minutes on two cores."""
+    return RunConfig(
+        name="debug_10m",
+        model=ModelConfig(
+            width=192,
+            num_layers=4,
+            attention=GQAConfig(num_heads=6, num_kv_heads=2, head_dim=32),
+            moe=MoEConfig(
+                num_experts=16,
+                top_k=2,
+                expert_width=256,
+                router=RouterConfig(normalize=True),
+                balance=BalanceConfig(microbatch=0.02, z=1e-3),
+            ),
+        ),
+        data=DataConfig(seq_len=128, global_batch=16, micro_batch=4),
+        optim=OptimConfig(rate=2e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
+        train=TrainConfig(steps=300, validate_every=50),
     )
 
 
