@@ -28,7 +28,6 @@ from moefold.checkpoint.files import (
     make_directory,
     naming,
     read_bounded,
-    rename,
     write_file,
 )
 from moefold.errors import CheckpointError, RunBusyError
@@ -146,7 +145,8 @@ def read_incarnation(run_dir: Path) -> Incarnation | None:
 def _write_incarnation(run_dir: Path, incarnation: Incarnation) -> None:
     temporary = run_dir / f"{NUMBER}.tmp"
     write_file(temporary, [json.dumps(asdict(incarnation)).encode()])
-    rename(temporary, run_dir / NUMBER)
+    with naming(temporary):
+        os.replace(temporary, run_dir / NUMBER)
     fsync_directory(run_dir)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moefold.checkpoint import files
 from moefold.checkpoint.fence import may_write
-from moefold.checkpoint.files import fsync_directory, remove_tree, rename
+from moefold.checkpoint.files import fsync_directory
 from moefold.checkpoint.steps import committed_steps, final_path, passing_path
 from moefold.checkpoint.verify import quick_check
 from moefold.errors import CheckpointError
@@ -38,9 +39,9 @@ def delete_checkpoint(root: Path, step: int, run_dir: Path, incarnation: int) ->
     """Take the name away first: a crash in the middle leaves nothing that looks like a checkpoint."""
     doomed = passing_path(root, step, incarnation, "deleting")
     with may_write(run_dir, incarnation):
-        rename(final_path(root, step), doomed)
+        files.rename(final_path(root, step), doomed)
     fsync_directory(root)
-    remove_tree(doomed)
+    files.remove_tree(doomed)
 
 
 def _is_sound(directory: Path) -> bool:

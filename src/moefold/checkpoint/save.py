@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from moefold import __version__
+from moefold.checkpoint import files
 from moefold.checkpoint.background import Job
 from moefold.checkpoint.fence import may_write, read_incarnation
-from moefold.checkpoint.files import FileRecord, check_content, fsync_directory, make_directory, remove_tree, rename
+from moefold.checkpoint.files import FileRecord, check_content, fsync_directory, make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
     RankFiles,
@@ -216,7 +217,7 @@ class Saver:
         failed = gather_plain(row, (1,) * self.world.size, self.world).flatten().nonzero().flatten().tolist()
         temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
         if self.world.index == 0 and temporary.exists():
-            remove_tree(temporary)
+            files.remove_tree(temporary)
         if error is not None:
             raise CheckpointError(f"the checkpoint of step {save.step} was not written: {error}") from error
         ranks = ", ".join(map(str, failed[:8]))
@@ -259,8 +260,8 @@ def commit(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
         again = final.exists()
         if again:
             # The run went back and came here again. Until the new one has its name, `tidy` would bring this one back.
-            rename(final, replaced)
-        rename(temporary, final)
+            files.rename(final, replaced)
+        files.rename(temporary, final)
     fsync_directory(root)
     if again:
-        remove_tree(replaced)
+        files.remove_tree(replaced)

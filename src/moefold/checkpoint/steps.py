@@ -14,7 +14,8 @@ import os
 import re
 from pathlib import Path
 
-from moefold.checkpoint.files import fsync_directory, naming, remove_tree, rename
+from moefold.checkpoint import files
+from moefold.checkpoint.files import fsync_directory, naming
 
 _COMMITTED = re.compile(r"step_([0-9]{8,15})")
 _PASSING = re.compile(r"step_([0-9]{8,15})\.([0-9]{1,15})\.(tmp|replaced|deleting)")
@@ -62,7 +63,7 @@ def tidy(root: Path, incarnation: int, *, alone: bool) -> None:
         final = final_path(root, int(found[1]))
         if found[3] == "replaced" and not final.exists():
             # The crash came after the old one made way and before the new one took its place.
-            rename(root / name, final)
+            files.rename(root / name, final)
             fsync_directory(root)
         else:
-            remove_tree(root / name)
+            files.remove_tree(root / name)
