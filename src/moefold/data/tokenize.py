@@ -54,9 +54,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Done:
-    """One task's tokens as raw bytes, the sizes of its documents, how many were empty, and how much text was read."""
+    """One task's tokens as raw bytes of a type, sizes of documents, how many were empty, how much text was read."""
 
     tokens: bytes
+    dtype: str
     sizes: list[int]
     empty: int
     read: int
@@ -109,8 +110,7 @@ def tokenize(tasks: Sequence[Task], recipe: Recipe, writer: TokenWriter, workers
         tokenizer = recipe.open()
         results = (run_task(task, recipe, tokenizer) for task in tasks)
     for done in results:
-        # Workers use one wide type; the writer knows the narrow one.
-        writer.add_many(np.frombuffer(done.tokens, "<i4"), done.sizes)
+        writer.add_many(np.frombuffer(done.tokens, done.dtype), done.sizes)
         yield done
 
 
@@ -121,11 +121,13 @@ def run_task(task: Task, recipe: Recipe, tokenizer: Tokenizer) -> Done:
         documents = tokenizer.encode(kept)
     except Exception as error:  # the library raises plain exceptions
         raise DataError(f"{task[0][0]} to {task[-1][0]}: cannot be tokenized: {error}") from error
-    end = [np.asarray([tokenizer.end], np.int64)] if recipe.append_end else []
-    documents = [np.concatenate([document, *end]) for document in documents if len(document)]
-    joined = np.concatenate(documents) if documents else np.empty(0, np.int64)
-    sizes = [len(document) for document in documents]
-    return Done(joined.astype("<i4").tobytes(), sizes, len(texts) - len(sizes), sum(e - s for _, s, e in task))
+    # As narrow as may be: this is what travels.
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    end = [np.asarray([tokenizer.end])] if recipe.append_end else []
+    parts = [part.astype(dtype, copy=False) for document in documents if len(document) for part in (document, *end)]
+    sizes = [len(document) + len(end) for document in documents if len(document)]
+    joined = b"".join(part.tobytes() for part in parts)
+    return Done(joined, dtype.str, sizes, len(texts) - len(sizes), sum(after - first for _, first, after in task))
 
 
 def _texts(piece: Piece, key: str) -> Iterator[bytes]:
