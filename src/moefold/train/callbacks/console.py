@@ -38,10 +38,8 @@ class ConsoleLines(Callback):
         went_on = "" if info.resumed_from is None else f" resumed_from={info.resumed_from}"
         size = f"parameters={format_count(info.parameters.total)} active={format_count(info.parameters.active)}"
         self._say(f"run={info.run.name} world={info.world} {size} directory={info.directory}{went_on}")
-        gflops = self._meter.flops_per_token / 1e9
-        self._say(
-            f"flops/token={gflops:.4g}G (3 x forward, causal attention as half, no router) {self._meter.mfu_note}"
-        )
+        flops = format_count(self._meter.flops_per_token)
+        self._say(f"flops/token={flops} (3 x forward, causal attention as half, no router) {self._meter.mfu_note}")
 
     def on_step(self, record: StepRecord) -> None:
         assert self._meter is not None, "on_start comes first"

@@ -24,12 +24,18 @@ def experts(history: History) -> str:
     entropy = _over_layers(x, [[layer.entropy for layer in each.layers] for each in stats])
     dead = np.array([each.dead for each in stats], float)
     dropped = thin(history.steps, history.column("dropped"))
+    some_dropped = bool(np.nanmax(dropped.high, initial=0.0) > 0)
+    dead_note = f"of {history.last_bin.counts.size:,} in all layers" + ("" if some_dropped else "; nothing was dropped")
+    idle = Series("dead", Thinned(x, dead, dead, dead, 1))
     charts = [
         line_chart("Busiest expert, times the mean", [Series("load", load)], note=over_layers, x_range=span),
         line_chart("Routing entropy, 1 is balanced", [Series("entropy", entropy)], note=over_layers, x_range=span),
-        line_chart("Dead experts", [Series("dead", Thinned(x, dead, dead, dead, 1))], from_zero=True, x_range=span),
-        line_chart("Dropped tokens per step", [Series("dropped", dropped)], from_zero=True, x_range=span),
+        line_chart("Dead experts", [idle], note=dead_note, from_zero=True, x_range=span),
     ]
+    if some_dropped:
+        charts.append(
+            line_chart("Dropped choices per step", [Series("dropped", dropped)], from_zero=True, x_range=span)
+        )
     maps = heat_over_time(history.bins, layers) + heat_now(history.last_bin, layers)
     table = _layer_table(router_stats(history.last_bin.counts), layers)
     return f'<h2>Experts</h2><div class="charts">{maps}{"".join(charts)}{table}</div>'
@@ -46,7 +52,7 @@ def _layer_table(stats: RouterStats, layers: list[int]) -> str:
         few = ", ".join(map(str, layer.dead[:12])) + (", ..." if len(layer.dead) > 12 else "")
         dead = f'<td class="warn">{len(layer.dead)} ({few})</td>' if layer.dead else "<td>0</td>"
         rows.append(
-            f"<tr><td>{number}</td><td>{layer.max_load:.2f}</td><td>{layer.min_load:.2f}</td><td>{layer.cv:.3f}</td>"
+            f"<tr><td>{number}</td><td>{layer.max_load:.2f}</td><td>{layer.min_load:.3f}</td><td>{layer.cv:.3f}</td>"
             f"<td>{layer.entropy:.4f}</td>{dead}</tr>"
         )
     head = "<tr><th>layer</th><th>busiest</th><th>idlest</th><th>spread</th><th>entropy</th><th>dead experts</th></tr>"
