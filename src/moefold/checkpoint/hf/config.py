@@ -26,8 +26,8 @@ from moefold.checkpoint.hf.dialects import (
     Key,
 )
 from moefold.checkpoint.hf.sections import Unreadable
-from moefold.checks.run_all import problems as problems_of
-from moefold.checks.sizes import leaves
+from moefold.checks.model import RULES
+from moefold.checks.sizes import leaves, sizes_can_be_handled, sizes_mean_something
 from moefold.config.load import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
@@ -139,7 +139,8 @@ def _model(dialect: Dialect, values: dict[str, Any]) -> ModelConfig:
         run = run_from_mapping({"model": tree})
     except ConfigError as error:
         raise ConversionError(*(_in_their_words(problem, dialect) for problem in error.problems)) from None
-    found = [problem for problem in problems_of(run) if problem.path.startswith("model.")]
+    found = sizes_can_be_handled(run, None) or sizes_mean_something(run)
+    found = found or [problem for rule in RULES if (problem := rule(run)) is not None]
     if found:
         raise ConversionError(*(_in_their_words(problem, dialect) for problem in found))
     return run.model
@@ -155,28 +156,33 @@ def _in_their_words(problem: Problem, dialect: Dialect) -> Problem:
 
 def family_of(model: ModelConfig) -> str:
     """The family in whose words this model can be written."""
-    differences = {name: differing(model, dialect) for name, dialect in DIALECTS.items()}
+    alike = [name for name, dialect in DIALECTS.items() if _alike(model, dialect.base)]
+    differences = {name: differing(model, DIALECTS[name]) for name in alike}
     best = min(differences, key=lambda name: len(differences[name]))
     if differences[best]:
-        raise ConversionError(
-            *(
-                Problem(path, f"{best}, the nearest of {', '.join(DIALECTS)}, cannot say this: {why}")
-                for path, why in differences[best].items()
-            )
-        )
+        fix = f"the nearest of {', '.join(alike)} is {best}"
+        raise ConversionError(*(Problem(path, why, fix) for path, why in differences[best].items()))
     return best
+
+
+def _alike(model: ModelConfig, base: ModelConfig) -> bool:
+    """Both dense or both mixtures; a dense model with latent attention has no family, and mixtures say so best."""
+    latent = model.attention.kind == "mla"
+    return model.attention.kind == base.attention.kind and (latent or (model.moe is None) == (base.moe is None))
 
 
 def differing(model: ModelConfig, dialect: Dialect) -> dict[str, str]:
     """Places of the model that would come back from the dialect as something else, with why."""
     try:
-        back = _model(dialect, _values(_write(model, dialect), dialect)[0])
-    except (AttributeError, KeyError, ConversionError) as error:
-        # The model lacks whole parts of this family, or has numbers that no family accepts; far from all others.
-        return {f"model.<{dialect.model_type}>{i}": str(error)[:200] for i in range(100)}
-    ours, theirs = dict(leaves(same_numbers(model))), dict(leaves(same_numbers(back)))
+        written = _write(model, dialect)
+    except AttributeError as error:
+        return {"model": f"{dialect.model_type} cannot say this: {error}"}
+    values, problems = _values(written, dialect)
+    if problems:
+        return {problem.path: problem.message for problem in problems}
+    ours, theirs = dict(leaves(same_numbers(model))), dict(leaves(same_numbers(_model(dialect, values))))
     return {
-        f"model.{path}": f"{ours.get(path)!r} would become {theirs.get(path)!r}"
+        f"model.{path}": f"{dialect.model_type} cannot say {ours.get(path)!r}; it would become {theirs.get(path)!r}"
         for path in sorted({*ours, *theirs})
         if ours.get(path) != theirs.get(path)
     }
