@@ -88,6 +88,16 @@ def test_a_layer_that_predicts_further_is_left_out_and_said_to_be(tmp_path: Path
     assert "auto_map" in done.notes[0] and "left out 1 tensors" in done.notes[1]
 
 
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
+    config = write_config(MODEL, "mixtral", 64, "float32") | {"tie_word_embeddings": True}
+    tensors = good_tensors()
+    opened = HfDirectory(write_directory(tmp_path / "hf", tensors, config))
+    assert opened.left_out == ("lm_head.weight",) and "parameter/head.weight" not in opened.names()
+    tensors["lm_head.weight"][200, 3] = 2.0
+    with pytest.raises(ConversionError, match=r"lm_head.weight: is not model.embed_tokens.weight"):
+        HfDirectory(write_directory(tmp_path / "hf", tensors, config))
+
+
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "hf", good_tensors())
     (directory / SINGLE).rename(directory / "pytorch_model.bin")

@@ -27,6 +27,7 @@ from moefold.config.model import ModelConfig
 from moefold.errors import ConversionError, Problem
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_INDEX_BYTES = 64 << 20
 _MOST_PROBLEMS = 40
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors")
@@ -51,7 +52,8 @@ class HfDirectory:
         try:
             self.pieces = pieces(family_rules(self.config.model_type), self.config.model)
             found = {name: file.entries[name] for name, file in self._files.items()}
-            self.left_out = check_tensors(self.pieces, found, self.config.beside)
+            spare = self._spare_head(found)
+            self.left_out = check_tensors(self.pieces, found, (*self.config.beside, *spare))
         except BaseException:
             self.close()
             raise
@@ -62,6 +64,16 @@ class HfDirectory:
         for piece in self.pieces:
             self._by_key[keys[piece.ours]].append(piece)
         self._shapes = {keys[spec.name]: spec.shape for spec in tensors_of(self.config.model)}
+
+    def _spare_head(self, found: Mapping[str, Entry]) -> tuple[str, ...]:
+        """Some who tie the head to the embedding store it all the same; fine, if it is the embedding."""
+        if not self.config.model.tied_embeddings or _HEAD not in found or _EMBEDDING not in found:
+            return ()
+        head, embedding = self._files[_HEAD], self._files[_EMBEDDING]
+        alike = found[_HEAD].shape == found[_EMBEDDING].shape and found[_HEAD].format == found[_EMBEDDING].format
+        if not alike or any(a != b for a, b in zip(head.raw(_HEAD), embedding.raw(_EMBEDDING), strict=True)):
+            raise ConversionError(Problem(_HEAD, f"is not {_EMBEDDING}, though {FILE} says tie_word_embeddings"))
+        return (_HEAD,)
 
     def names(self) -> Sequence[str]:
         return tuple(self._by_key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -132,6 +132,12 @@ class TensorFile:
         for index, extent in zip(at, entry.shape):
             first = first * extent + index
         return self._fetch(name, self._data + entry.start + first * size, size).view(FORMATS[entry.format]).view(shape)
+
+    def raw(self, name: str, most: int = 1 << 23) -> Iterator[bytes]:
+        """A tensor's bytes, in pieces."""
+        entry = self.entries[name]
+        for start in range(entry.start, entry.stop, most):
+            yield os.pread(self._descriptor, min(most, entry.stop - start), self._data + start)
 
     def _fetch(self, name: str, start: int, size: int) -> Tensor:
         whole = torch.empty(size, dtype=torch.uint8)
