@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import data, model, parallel, precision
+from moefold.checks import data, model, parallel, precision, train
 from moefold.checks.divide import divisors
 from moefold.checks.run_all import RULES, executable_problems, problems
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.config.optim import OptimConfig, RatesConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
@@ -159,9 +160,22 @@ CASES = [
     ),
     (
         data.weights_make_a_mixture,
-        RunConfig(data=DataConfig(train=(SourceConfig(weight=3.0), SourceConfig(weight=0.0)))),
-        RunConfig(data=DataConfig(train=(SourceConfig(weight=1.0), SourceConfig(weight=float("nan"))))),
-        "data.train.1.weight",
+        RunConfig(data=DataConfig(mixture=(SourceConfig(weight=3.0), SourceConfig(weight=0.0)))),
+        RunConfig(data=DataConfig(mixture=(SourceConfig(weight=1.0), SourceConfig(weight=float("nan"))))),
+        "data.mixture.1.weight",
+    ),
+    (train.name_is_one_word, RunConfig(name="a-1"), RunConfig(name="../a"), "name"),
+    (
+        train.rates_fit_into_the_run,
+        RunConfig(optim=OptimConfig(rates=RatesConfig(kind="wsd", warmup=100, decay=100))),
+        RunConfig(optim=OptimConfig(rates=RatesConfig(kind="wsd", warmup=100, decay=101))),
+        "optim.rates",
+    ),
+    (
+        train.rates_end_at_or_below_the_peak,
+        RunConfig(optim=OptimConfig(rates=RatesConfig(floor=1.0))),
+        RunConfig(optim=OptimConfig(rates=RatesConfig(floor=1.1))),
+        "optim.rates.floor",
     ),
     (
         precision.compute_is_not_wider_than_params,

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read_all(folder: Path, **fields: object) -> Samples:
-    samples = Samples(DataConfig(seq_len=S, train=(SourceConfig(path=str(folder), **fields),)), VOCAB, 1)  # type: ignore[arg-type]
+    samples = Samples(DataConfig(seq_len=S, mixture=(SourceConfig(path=str(folder), **fields),)), VOCAB, 1)  # type: ignore[arg-type]
     for index in range(samples.windows[0]):
         samples.sample(index)
     return samples
@@ -175,11 +175,11 @@ def test_a_changed_list_has_another_fingerprint(folder: Path, name: str) -> None
     assert read_all(folder).fingerprint != before
 
 
-@pytest.mark.parametrize("weights", [[float("nan"), 1.0], [-1.0, 1.0], [0.0, 0.0], [float("inf"), 1.0], []])
+@pytest.mark.parametrize("weights", [[float("nan"), 1.0], [-1.0, 1.0], [0.0, 0.0], [float("inf"), 1.0]])
 def test_weights_that_mean_nothing_are_refused(folder: Path, weights: list[float]) -> None:
     sources = tuple(SourceConfig(path=str(folder), weight=weight) for weight in weights)
     with pytest.raises(MoefoldError, match=r"weight|sources"):
-        Samples(DataConfig(seq_len=S, train=sources), VOCAB, 1)
+        Samples(DataConfig(seq_len=S, mixture=sources), VOCAB, 1)
 
 
 def test_too_few_tokens_for_one_sample(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_step_one_million_of_a_trillion_tokens_starts_at_once(tmp_path: Path) ->
     except OSError as error:
         pytest.skip(f"no sparse files of this size here: {error}")
     global_batch = 1024
-    data = DataConfig(seq_len=4096, global_batch=global_batch, train=sources)
+    data = DataConfig(seq_len=4096, global_batch=global_batch, mixture=sources)
     began = time.perf_counter()
     samples = Samples(data, 50_000, 1)
     first = [samples.sample(1_000_000 * global_batch + i) for i in range(global_batch)]

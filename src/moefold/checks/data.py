@@ -35,14 +35,12 @@ def every_rank_gets_as_many_microbatches(run: RunConfig, layout: FoldedLayout) -
 
 def weights_make_a_mixture(run: RunConfig) -> list[Problem]:
     found: list[Problem] = []
-    for key, given in (("data.train", run.data.train), ("data.validation", run.data.validation)):
-        if given is None or isinstance(given, str):
-            continue
-        for number, source in enumerate(given):
-            if not isfinite(source.weight) or source.weight < 0:
-                found.append(Problem(f"{key}.{number}.weight", f"is {source.weight:g}", "use 0 or a positive number"))
-        if not any(source.weight > 0 or isnan(source.weight) for source in given):
-            found.append(Problem(key, "no source has a positive weight", "give at least one"))
+    for number, source in enumerate(run.data.mixture):
+        if not isfinite(source.weight) or source.weight < 0:
+            path = f"data.mixture.{number}.weight"
+            found.append(Problem(path, f"is {source.weight:g}", "use 0 or a positive number"))
+    if run.data.mixture and not any(source.weight > 0 or isnan(source.weight) for source in run.data.mixture):
+        found.append(Problem("data.mixture", "no source has a positive weight", "give at least one"))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import data, model, parallel, precision
+from moefold.checks import data, model, parallel, precision, train
 from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -12,7 +12,7 @@ from moefold.errors import Problem
 Found = Problem | list[Problem] | None
 Rule = Callable[[RunConfig], Found]
 
-RULES: tuple[Rule, ...] = (*model.RULES, *parallel.RULES, *data.RULES, *precision.RULES)
+RULES: tuple[Rule, ...] = (*model.RULES, *parallel.RULES, *data.RULES, *precision.RULES, *train.RULES)
 
 
 def problems(run: RunConfig, world: int | None = None) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Any
 
 EXAMPLES = """examples:
   moefold report runs/debug_small
-  moefold report runs/debug_small --out /tmp/page.html
+  moefold report runs/debug_small --out page.html
   moefold report runs/debug_small --json
 
 Reads RUN_DIR/metrics.jsonl and nothing else, so it can look at a run that is still going on."""

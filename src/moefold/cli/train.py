@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from typing import Any
 
 from moefold.checks.run_all import executable_problems
@@ -30,6 +31,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_argument(parser)
+    parser.add_argument("--name", dest="called", metavar="NAME", help="call the run NAME, in a directory of its own")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default 1)")
     parser.add_argument(
         "--patience", type=float, default=600.0, metavar="S", help="seconds a rank waits for its peers (default 600)"
@@ -42,6 +44,8 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     asked = find_run(args.name, args.changes)
+    if args.called is not None:
+        asked = replace(asked, name=args.called)
     launched = "RANK" in os.environ
     if launched and args.nproc is not None:
         raise MoefoldError(
@@ -50,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     world = int(os.environ["WORLD_SIZE"]) if launched else args.nproc or 1
     if found := executable_problems(asked, world):
         raise ConfigError(*found)
+    _find_services(asked)
     if launched or world == 1:
         return train_here(asked, args.patience, args.json)
     return train_on_ranks(asked, world, args.patience, args.json)
@@ -79,6 +84,13 @@ def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool) -
         return train(workshop, state, _callbacks(as_json))
 
     return supervise(work, world, run_directory(run) / "checkpoints", patience)
+
+
+def _find_services(run: RunConfig) -> None:
+    """A missing package is found before any rank starts."""
+    from moefold.train.callbacks.all import services
+
+    services(run.train)
 
 
 def _callbacks(as_json: bool) -> list[Any]:

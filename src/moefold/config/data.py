@@ -17,7 +17,7 @@ class SourceConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    # A path or URL: of a `.bin`/`.idx` pair (without the ending), of an `.npy` file, of a folder of either, or `builtin`.
+    # A path or URL: of a `.bin`/`.idx` pair (without the ending), an `.npy` file, a folder of either; or `builtin`.
     path: str = BUILTIN
     weight: float = 1.0
     # Of `.npy` files, which say neither: their type if they have no header (None: the smallest of uint16 and uint32

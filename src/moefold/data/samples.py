@@ -93,10 +93,11 @@ class Samples:
 
 
 def _source_configs(data: DataConfig, split: Split) -> tuple[SourceConfig, ...]:
-    given: str | Sequence[SourceConfig] | None = data.train if split == "train" else data.validation
-    if given is None:
+    if split == "train":
+        return data.sources
+    if data.validation is None:
         raise ConfigError(Problem("data.validation", "names no tokens to validate on", "name a path, or `builtin`"))
-    return (SourceConfig(path=given),) if isinstance(given, str) else tuple(given)
+    return (SourceConfig(path=data.validation),)
 
 
 def _fingerprint(samples: Samples, configs: Sequence[SourceConfig], seed: int, split: Split) -> str:

@@ -1,0 +1,51 @@
+"""The verb itself, on one process, as a user would call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+
+
+def command(directory: Path, *words: str) -> list[str]:
+    small = [
+        "--data.seq_len",
+        "16",
+        "--data.global_batch",
+        "4",
+        "--data.micro_batch",
+        "2",
+        "--train.validate_batches",
+        "1",
+    ]
+    return ["train", "debug_tiny", "--train.directory", str(directory), *small, *words]
+
+
+def test_a_run_ends_can_be_named_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path, "--name", "mine", "--train.steps", "3", "--json")) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["reason"], said["record"]["step"]) == ("finished", 3)
+    assert (tmp_path / "mine" / "checkpoints" / "step_00000003" / "manifest.json").exists()
+    assert main(command(tmp_path, "--name", "mine", "--train.steps", "5")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--parallel.ep", "3"], "parallel.ep"),
+        (["--parallel.pp", "2", "--nproc", "2"], "parallel.pp"),
+        (["--train.stps", "3"], "did you mean 'steps'"),
+        (["--name", "../elsewhere"], "name"),
+    ],
+)
+def test_what_cannot_start_is_said_before_anything_is_written(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path / "runs", *words)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
