@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+
 from moefold.config.strict import STRICT
 from moefold.errors import CheckpointError
 
@@ -140,17 +142,35 @@ def read_recorded(path: Path, record: FileRecord, most: int) -> bytes:
     return content
 
 
-def check_content(path: Path, record: FileRecord, *, from_disk: bool = False) -> None:
-    """Read a file of any size and compare its hash; ``from_disk`` asks the system to forget its cached copy first."""
+def check_written(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Read a file back and hold it against what was written: cheaper than a hash, and as good.
+
+    The system is asked to forget its cached copy first, so that the disk has to answer.
+    """
+    memory = bytearray(_PIECE)
+    found = np.frombuffer(memory, np.uint8)
+    with opened(path) as descriptor, naming(path):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            for piece in pieces:
+                rest = np.frombuffer(piece, np.uint8)
+                while len(rest):
+                    count = file.readinto(memoryview(memory)[: len(rest)])
+                    if not count or not np.array_equal(found[:count], rest[:count]):
+                        raise CheckpointError(f"{path}: what was read back is not what was written")
+                    rest = rest[count:]
+            if file.read(1):
+                raise CheckpointError(f"{path}: is longer than what was written")
+
+
+def check_content(path: Path, record: FileRecord) -> None:
+    """Read a file of any size and compare its hash."""
     check_size(path, record.bytes)
     digest, count, piece = hashlib.sha256(), 0, bytearray(_PIECE)
-    with opened(path) as descriptor, naming(path):
-        if from_disk:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        with open(descriptor, "rb", buffering=0, closefd=False) as file:
-            while read := file.readinto(piece):
-                digest.update(memoryview(piece)[:read])
-                count += read
+    with opened(path) as descriptor, naming(path), open(descriptor, "rb", buffering=0, closefd=False) as file:
+        while read := file.readinto(piece):
+            digest.update(memoryview(piece)[:read])
+            count += read
     _compare(path, FileRecord(count, digest.hexdigest()), record)
 
 

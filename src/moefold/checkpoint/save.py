@@ -26,7 +26,7 @@ from moefold import __version__
 from moefold.checkpoint import files
 from moefold.checkpoint.background import Job
 from moefold.checkpoint.fence import may_write, read_incarnation
-from moefold.checkpoint.files import FileRecord, check_content, fsync_directory, make_directory
+from moefold.checkpoint.files import FileRecord, fsync_directory, make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
     RankFiles,
@@ -37,7 +37,7 @@ from moefold.checkpoint.manifest import (
     write_table,
 )
 from moefold.checkpoint.retention import retire
-from moefold.checkpoint.shard import shard_order, write_shard
+from moefold.checkpoint.shard import read_back, shard_order, write_shard
 from moefold.checkpoint.spec import DTYPE_NAMES, Chunk, ChunkSpec, is_rank_record
 from moefold.checkpoint.steps import final_path, passing_path, tidy
 from moefold.checkpoint.verify import quick_check
@@ -229,7 +229,7 @@ def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec]
     make_directory(temporary)
     data = write_shard(temporary / data_name(rank), specs, tensors)
     table = write_table(temporary / table_name(rank), step, rank, specs)
-    check_content(temporary / data_name(rank), data, from_disk=True)
+    read_back(temporary / data_name(rank), specs, tensors)
     return Written(RankFiles(data, table), sum(spec.num_elements for spec in specs if not is_rank_record(spec.name)))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.files import FileRecord, naming, opened, write_file
+from moefold.checkpoint.files import FileRecord, check_written, naming, opened, write_file
 from moefold.checkpoint.spec import DTYPE_NAMES, Box, ChunkSpec, inside
 from moefold.errors import CheckpointError
 
@@ -48,6 +48,11 @@ def shard_bytes(chunks: Sequence[ChunkSpec]) -> int:
 def write_shard(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> FileRecord:
     """``tensors`` in the chunks' order, which is shard order; they may be made one at a time, as they are written."""
     return write_file(path, _pieces(path, chunks, tensors))
+
+
+def read_back(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> None:
+    """Make sure that what lies on the disk is what was written."""
+    check_written(path, _pieces(path, chunks, tensors))
 
 
 def _pieces(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:

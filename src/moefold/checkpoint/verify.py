@@ -56,6 +56,12 @@ def verify(directory: Path) -> Manifest:
     """Everything, to the last bit: every file's hash, and that the chunks make up every tensor, each element once."""
     manifest = quick_check(directory)
     check_files(directory, manifest, range(manifest.world))
+    check_structure(directory, manifest)
+    return manifest
+
+
+def check_structure(directory: Path, manifest: Manifest) -> None:
+    """Headers say what tables say, and the chunks of every tensor make it up, each element once."""
     found: dict[str, list[ChunkSpec]] = {}
     for rank in range(manifest.world):
         chunks = read_table(directory, manifest, rank)
@@ -64,7 +70,6 @@ def verify(directory: Path) -> Manifest:
             found.setdefault(chunk.name, []).append(chunk)
     for name, entry in manifest.tensors.items():
         _check_covered(directory, name, prod(entry.shape), found.get(name, []))
-    return manifest
 
 
 def _check_covered(directory: Path, name: str, elements: int, chunks: Sequence[ChunkSpec]) -> None:

@@ -23,6 +23,7 @@ VERBS = {
     "report": "moefold.cli.report",
     "tokenize": "moefold.cli.tokenize",
     "convert": "moefold.cli.convert",
+    "inspect": "moefold.cli.inspect",
 }
 
 
