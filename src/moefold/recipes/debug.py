@@ -56,9 +56,10 @@ def debug_10m() -> RunConfig:
                 router=RouterConfig(normalize=True),
                 balance=BalanceConfig(microbatch=0.02, z=1e-3),
             ),
+            init_std=0.06,
         ),
-        data=DataConfig(seq_len=128, global_batch=16, micro_batch=4),
-        optim=OptimConfig(rate=2e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
+        data=DataConfig(seq_len=128, global_batch=8, micro_batch=2),
+        optim=OptimConfig(rate=1e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
         train=TrainConfig(steps=300, validate_every=50),
     )
 
