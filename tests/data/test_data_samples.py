@@ -26,7 +26,7 @@ def mixture(tmp_path: Path, seed: int = 1, **fields: object) -> Samples:
         SourceConfig(path=megatron(tmp_path / "b", documents(11, 2), "uint8"), weight=0.3),
         SourceConfig(path=raw(tmp_path / "c", documents(15, 3)), weight=0.2),
     )
-    given: dict[str, object] = {"seq_len": S, "train": sources, **fields}
+    given: dict[str, object] = {"seq_len": S, "mixture": sources, **fields}
     return Samples(DataConfig(**given), 256, seed)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +155,9 @@ def test_an_interrupted_run_leaves_nothing_that_looks_complete(tmp_path: Path, s
     (tmp_path / "in.jsonl").write_text(line * 80_000)
     command = [sys.executable, "-m", "moefold.cli.main", "tokenize", "in.jsonl", "--out", "out/x", "--workers", "2"]
     env = {"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    # A shell that runs these tests in the background has told its children to ignore SIGINT.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL, preexec_fn=listen)
     try:
         wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "out").glob("x.bin.*.tmp")))
         running.send_signal(sent)
