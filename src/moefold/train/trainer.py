@@ -17,6 +17,7 @@ from torch import Tensor
 from moefold.blueprint.counts import count_parameters
 from moefold.checkpoint.collect import chunks_of
 from moefold.comm.gather import sum_plain
+from moefold.comm.group import Group
 from moefold.optim.rates import rate_at
 from moefold.parallel.data import put_to_rest
 from moefold.parallel.step import StepResult, StepSums, run_step
@@ -72,7 +73,8 @@ def _step(workshop: Workshop, state: TrainState, began: float) -> tuple[TrainSta
         group["lr"] = rate
 
     def judge(sums: StepSums, norm: Tensor) -> str | None:
-        return objection(state, float(sums.loss), float(norm), run.train.health)
+        mine = objection(state, float(sums.loss), float(norm), run.train.health)
+        return agreed_objection(mine, workshop.groups["world"])
 
     result = run_step(workshop.share, workshop.optimizer, batches, objection=judge)
     loss, norm = float(result.sums.loss), float(result.norm)
@@ -81,6 +83,12 @@ def _step(workshop: Workshop, state: TrainState, began: float) -> tuple[TrainSta
     state = replace(state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + tokens)
     seconds = {"data": read - began, "step": time.perf_counter() - read}
     return state, _record(workshop, number, result, rate, tokens, seconds, ids)
+
+
+def agreed_objection(mine: str | None, world: Group) -> str | None:
+    """One rank's objection is everyone's: a number that only one rank sees must not part it from the others."""
+    objecting = int(sum_plain(torch.tensor(int(mine is not None)), world))
+    return mine if mine is not None or not objecting else f"{objecting} other rank(s) objected"
 
 
 def _record(
