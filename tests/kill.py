@@ -98,18 +98,18 @@ def _alarm(milliseconds: int, die: Callable[[], NoReturn]) -> None:
 
 # Point -> (what to break at the n-th occurrence, how many occurrences there are to choose from).
 POINTS: dict[str, tuple[Callable[[int, Callable[[], NoReturn]], None], int]] = {
-    "reading data": (lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 5),
-    "inside an exchange": (lambda n, die: _before(moefold.comm.exchange, "_move", n, die), 60),
-    "inside a sum": (lambda n, die: _before(moefold.comm.gather, "_sum", n, die), 40),
-    "after backward": (lambda n, die: _before(moefold.parallel.step, "finish_gradients", n, die), 5),
-    "mid-optimizer": (_mid_optimizer, 5),
-    "before the bias moves": (lambda n, die: _before(moefold.parallel.step, "move_expert_biases", n, die), 5),
+    "reading data": (lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 3),
+    "inside an exchange": (lambda n, die: _before(moefold.comm.exchange, "_move", n, die), 40),
+    "inside a sum": (lambda n, die: _before(moefold.comm.gather, "_sum", n, die), 20),
+    "after backward": (lambda n, die: _before(moefold.parallel.step, "finish_gradients", n, die), 3),
+    "mid-optimizer": (_mid_optimizer, 3),
+    "before the bias moves": (lambda n, die: _before(moefold.parallel.step, "move_expert_biases", n, die), 3),
     "mid-shard": (_mid_write, 12),
-    "before a file is durable": (lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 8),
+    "before a file is durable": (lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 3),
     "between manifest and commit": (lambda n, die: _before(moefold.checkpoint.files, "rename", n, die), 2),
     "just after commit": (lambda n, die: _after(moefold.checkpoint.files, "rename", n, die), 2),
     "during retention": (_mid_removal, 1),
-    "any time": (_alarm, 700),
+    "any time": (_alarm, 500),
 }
 
 

@@ -47,18 +47,21 @@ def train(workshop: Workshop, state: TrainState, callbacks: Sequence[Callback]) 
 
 
 def _loop(workshop: Workshop, state: TrainState, told: Callback, request: StopRequest) -> tuple[TrainState, bool]:
+    """A step is told before it can be saved: a run that goes on after it will not tell it again."""
     steps, saving = workshop.run.train.steps, workshop.run.train.saving
+    ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
-        began = time.perf_counter()
-        state, record = _step(workshop, state, began)
+        state, record = _step(workshop, state, time.perf_counter())
+        now = time.perf_counter()
+        told.on_step(replace(record, seconds=record.seconds | {"save": saved, "total": now - ended}))
+        ended = now
         if saving.every and state.step % saving.every == 0 and state.step < steps:
             begin_save(workshop, state)
         _tell_committed(workshop, told, workshop.saver.advance())
-        now = time.perf_counter()
-        stepped = record.seconds["data"] + record.seconds["step"]
-        told.on_step(replace(record, seconds=record.seconds | {"save": now - began - stepped, "total": now - began}))
+        saved = time.perf_counter() - now
         if _time_to_validate(workshop, state.step):
             told.on_validation(state.step, validate(workshop))
+            ended = time.perf_counter() - saved
         if asked_to_stop(workshop, request):
             return state, state.step < steps
     return state, False
