@@ -159,7 +159,6 @@ def test_every_case_loads_or_fails_with_one_typed_error(first: int) -> None:
     outcomes = {"loads": 0, "refused": 0}
     for case in range(first, first + PER_TEST):
         text = damaged(case, texts)
-        start = time.thread_time()
         try:
             assert isinstance(parse_run(text), RunConfig)
             outcomes["loads"] += 1
@@ -168,10 +167,20 @@ def test_every_case_loads_or_fails_with_one_typed_error(first: int) -> None:
             assert error.problems, f"case {case} names no problem"
             assert all(names_a_place(problem.path) for problem in error.problems), f"case {case}: {error}"
             assert len(str(error)) < 40_000 and "Traceback" not in str(error)
-        taken = time.thread_time() - start
-        assert taken < SLOWEST, f"case {case} took {taken:.2f} s"
+        assert answered_quickly(text), f"case {case} takes over {SLOWEST} s"
     # Both ways out must be well trodden, or the injuries are too mild or too cruel.
     assert min(outcomes.values()) > PER_TEST // 100, outcomes
+
+
+def answered_quickly(text: str, tries: int = 5) -> bool:
+    """In time at least once: a busy core can make any single try slow, but not make a slow answer quick."""
+    for _ in range(tries):
+        start = time.thread_time()
+        with suppress(ConfigError):
+            parse_run(text)
+        if time.thread_time() - start < SLOWEST:
+            return True
+    return False
 
 
 def names_a_place(path: str) -> bool:
@@ -202,7 +211,4 @@ BIG = (
 @pytest.mark.parametrize("text", [text for _, text in BIG], ids=[name for name, _ in BIG])
 def test_a_large_hostile_file_is_refused_quickly(text: str) -> None:
     parse_run("")
-    start = time.thread_time()
-    with suppress(ConfigError):
-        parse_run(text)
-    assert time.thread_time() - start < SLOWEST
+    assert answered_quickly(text)

@@ -23,7 +23,7 @@ import yaml
 
 from moefold.errors import ConfigError, Problem
 
-MAX_BYTES, MAX_DEPTH, MAX_VALUES = 250_000, 32, 10_000
+MAX_BYTES, MAX_DEPTH, MAX_VALUES = 250_000, 32, 4_000
 ROOT = "<root>"
 
 _CONSTANTS = {"": None, "~": None} | {
