@@ -25,7 +25,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_sixty_kills_in_ci(name: str, tmp_path: Path) -> None:
+def test_planned_kills_change_nothing(name: str, tmp_path: Path) -> None:
     assert_killing_changes_nothing(name, kills=12, seed=1, folder=tmp_path)
 
 

@@ -63,10 +63,10 @@ def test_layouts_follow_one_curve(tmp_path: Path) -> None:
         assert curve == pytest.approx(curves[0], abs=1e-4)
 
 
-# What is poisoned: the loss, a balance loss, or part of a gradient, on all ranks or on one.
+# What is poisoned: the loss, or part of a gradient, on all ranks or on one.
 POISONS = [
     (where, rank, value)
-    for where in ("loss", "balance", "final_norm", "experts.down", "router.weight")
+    for where in ("loss", "final_norm", "experts.down", "router.weight")
     for rank, value in ((None, float("nan")), (0, float("inf")), (1, float("-inf")))
 ]
 
@@ -101,9 +101,6 @@ def poison(sums: Any, model: torch.nn.Module, where: str, victim: int | None, va
         return sums
     if where == "loss":
         return sums._replace(loss=sums.loss * value)
-    if where == "balance":
-        # A balance loss that is not finite shows in the gradients of what it trains.
-        where = "router.weight"
     name = next(name for name, _ in model.named_parameters() if where in name)
     gradient = dict(model.named_parameters())[name].grad
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
