@@ -1,0 +1,218 @@
+"""Which layers live on which (virtual) pipeline stage, written as a short string.
+
+    E embedding    t transformer layer    m multi-token-prediction module    L final norm, head and loss    | next stage
+
+`x*n` repeats a letter, `(...)*n` a group; groups may hold groups. The report's layout for DeepSeek-V3 on 16 ranks with
+two virtual stages each is `Et*3|(tt|)*29m|L`: the embedding with three light dense layers, 29 stages of two layers, one
+stage for the module that predicts a second token, one for the loss.
+
+E stands first and L last, layers are in order, and modules come after them. A stage may be empty: it hands on
+what it receives. Without a string the layers' costs are balanced, counted in parameters that a token uses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from moefold.blueprint.balance import balance
+from moefold.blueprint.counts import active_size
+from moefold.blueprint.parameters import layer_parameters
+from moefold.config.model import ModelConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.errors import ConfigError, Problem
+
+PATH = "parallel.stages"
+# A string of a few characters can ask for any number of stages; nobody has this many.
+MOST_STAGES = 100_000
+
+_MEANING = {"E": "the embedding", "t": "a layer", "m": "an MTP module", "L": "the loss", "|": "the end of a stage"}
+_TIMES = re.compile(r"\s*\*\s*([0-9]{0,6})(?![0-9])")
+
+# A letter and where in the string it stands, counted from 0.
+_Symbol = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What one (virtual) stage holds; layers and MTP modules have the model's own numbers, from 0."""
+
+    index: int
+    embedding: bool
+    layers: range
+    mtp: tuple[int, ...]
+    # The final norm, the head and the losses, those of the MTP modules too.
+    loss: bool
+
+    @property
+    def empty(self) -> bool:
+        return not (self.embedding or self.layers or self.mtp or self.loss)
+
+
+def stages_of(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageSpec, ...]:
+    """The run's stages, pp * vpp of them: those of its string, or the balanced ones."""
+    wanted = parallel.pp * parallel.vpp
+    if wanted > MOST_STAGES:
+        raise ConfigError(Problem("parallel.pp", f"{wanted:,} stages", f"use at most {MOST_STAGES:,}"))
+    if parallel.stages is None:
+        return balanced_stages(model, wanted)
+    stages = parse_stages(parallel.stages, model.num_layers, model.num_mtp)
+    if len(stages) != wanted:
+        balanced = print_stages(balanced_stages(model, wanted))
+        raise ConfigError(
+            Problem(
+                PATH,
+                f"{len(stages)} stages, but pp * vpp = {parallel.pp} * {parallel.vpp} = {wanted}",
+                f"use {wanted - 1} `|`, such as {_brief(balanced)}",
+            )
+        )
+    return stages
+
+
+def balanced_stages(model: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
+    """Stages of which the dearest is as cheap as possible."""
+    letters = "E" + "t" * model.num_layers + "m" * model.num_mtp + "L"
+    edges = (0, *balance(part_costs(model), num_stages), len(letters))
+    return _assemble([letters[start:stop] for start, stop in pairwise(edges)])
+
+
+def part_costs(model: ModelConfig) -> list[int]:
+    """What the embedding, each layer, each MTP module and the loss cost: the parameters that one token uses.
+
+    A token reads one row of the embedding, and the whole head once for itself and once per MTP module. A module is a
+    layer and a projection of two states to one.
+    """
+    D = model.width
+    by_kind = {
+        model.is_moe_layer(layer): sum(active_size(spec, model) for spec in layer_parameters(model, layer))
+        for layer in (0, model.num_layers)
+    }
+    module = by_kind[model.is_moe_layer(model.num_layers)] + 2 * D * D
+    loss = (1 + model.num_mtp) * model.vocab_size * D
+    layers = [by_kind[model.is_moe_layer(layer)] for layer in range(model.num_layers)]
+    return [D, *layers, *[module] * model.num_mtp, loss]
+
+
+def parse_stages(text: str, num_layers: int, num_mtp: int) -> tuple[StageSpec, ...]:
+    """Read a string such as `Et*3|(tt|)*29m|L` for a model of this size, or say all that is wrong with it."""
+    symbols = _unfold(text)
+    problems = [*_order_problems(symbols), *_count_problems(symbols, num_layers, num_mtp)]
+    if problems:
+        raise ConfigError(*problems)
+    return _assemble("".join(letter for letter, _ in symbols).split("|"))
+
+
+def print_stages(stages: Sequence[StageSpec]) -> str:
+    """A short string that parses to these stages."""
+    *most, last = map(_letters, stages)
+    written = ""
+    for letters, equal in groupby(most):
+        count = len(list(equal))
+        once = letters + "|"
+        repeated = (f"({once})" if letters else once) + f"*{count}"
+        written += min(once * count, repeated, key=len)
+    return written + last
+
+
+def _letters(stage: StageSpec) -> str:
+    return "E" * stage.embedding + _times("t", len(stage.layers)) + _times("m", len(stage.mtp)) + "L" * stage.loss
+
+
+def _times(letter: str, count: int) -> str:
+    return letter * count if count < 3 else f"{letter}*{count}"
+
+
+def _assemble(stages: Sequence[str]) -> tuple[StageSpec, ...]:
+    """Number the layers and modules of stages that are written out, such as ["Et", "tm", "L"]."""
+    made: list[StageSpec] = []
+    layer = module = 0
+    for index, letters in enumerate(stages):
+        layers, modules = range(layer, layer + letters.count("t")), range(module, module + letters.count("m"))
+        made.append(StageSpec(index, "E" in letters, layers, tuple(modules), "L" in letters))
+        layer, module = layers.stop, modules.stop
+    return tuple(made)
+
+
+def _unfold(text: str) -> list[_Symbol]:
+    """Write every repetition out. A stack instead of recursion, and a bound: the string may come from anywhere."""
+    levels: list[list[_Symbol]] = [[]]
+    opened: list[int] = []
+    at = written = 0
+    while at < len(text):
+        letter, here = text[at], at
+        at += 1
+        if letter.isspace():
+            continue
+        if letter == "(":
+            levels.append([])
+            opened.append(here)
+            continue
+        if letter == ")":
+            if not opened:
+                raise _wrong(text, here, "closes no group", "remove it, or open the group with `(`")
+            opened.pop()
+            repeated = levels.pop()
+        elif letter in _MEANING:
+            repeated = [(letter, here)]
+            written += 1
+        else:
+            raise _wrong(text, here, "means nothing here", f"use {', '.join(_MEANING)}, `(...)*n` or `t*n`")
+        count, at = _read_times(text, at)
+        written += len(repeated) * (count - 1)
+        if written > MOST_STAGES:
+            raise _wrong(text, here, f"makes this more than {MOST_STAGES:,} letters", "repeat less")
+        levels[-1] += repeated * count
+    if opened:
+        raise _wrong(text, opened[-1], "opens a group that is not closed", "close it with `)`")
+    return levels[0]
+
+
+def _read_times(text: str, at: int) -> tuple[int, int]:
+    """The number after `*`, if there is one here, and where reading goes on."""
+    found = _TIMES.match(text, at)
+    if found is None:
+        return 1, at
+    if not found[1] or int(found[1]) == 0:
+        raise _wrong(text, text.index("*", at), "says no number of times", "write a number from 1, as in t*3")
+    return int(found[1]), found.end()
+
+
+def _order_problems(symbols: Sequence[_Symbol]) -> list[Problem]:
+    """What stands where it cannot: one E before everything, one L after everything, no layer after a module."""
+    letters = "".join(letter for letter, _ in symbols)
+    problems = []
+    for letter, place, where in (("E", 0, "first"), ("L", len(letters) - 1, "last")):
+        if letter not in letters:
+            problems.append(Problem(PATH, f"no {letter}: {_MEANING[letter]} is on no stage", f"put {letter} {where}"))
+        wrong = [at for i, (found, at) in enumerate(symbols) if found == letter and i != place]
+        if wrong:
+            problems.append(_misplaced(wrong[0], letter, f"{_MEANING[letter]} stands {where}, once"))
+    first_module = letters.find("m")
+    if 0 <= first_module < letters.rfind("t"):
+        late = letters.index("t", first_module)
+        problems.append(_misplaced(symbols[late][1], "t", "layers come before MTP modules"))
+    return problems
+
+
+def _count_problems(symbols: Sequence[_Symbol], num_layers: int, num_mtp: int) -> list[Problem]:
+    problems = []
+    for letter, wanted, path in (("t", num_layers, "model.num_layers"), ("m", num_mtp, "model.num_mtp")):
+        found = sum(symbol == letter for symbol, _ in symbols)
+        if found != wanted:
+            fix = f"write {wanted} {letter} in all" if wanted else f"leave {letter} out"
+            problems.append(Problem(PATH, f"{found:,} {letter}, but {path} is {wanted:,}", fix))
+    return problems
+
+
+def _misplaced(at: int, letter: str, rule: str) -> Problem:
+    return Problem(PATH, f"character {at + 1} ({letter!r}) is out of place: {rule}", "move or remove it")
+
+
+def _wrong(text: str, at: int, what: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(PATH, f"character {at + 1} ({text[at]!r}) of {_brief(text)!r} {what}", fix))
+
+
+def _brief(text: str, longest: int = 60) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
