@@ -1,0 +1,62 @@
+"""Interleaved 1F1B: several stages per rank, so that a microbatch passes every rank several times.
+
+With V stages per rank each stage is a V-th as long, and so are the ramps at both ends: the bubble shrinks from
+(P - 1) / (M + P - 1) to (P - 1) / (V M + P - 1). The price is V times as many messages and some more live activations.
+
+Microbatches go in rounds. In a round, a rank takes each of its stages in turn through all microbatches of the round;
+backwards take the stages the other way round. A round has at least P microbatches, so that the first has come back to
+rank 0 by the time its next stage begins. M microbatches make M // P rounds; if they do not divide evenly, the first
+rounds get one more. (Fewer than P microbatches: one round, with a larger bubble.)
+
+Rank r warms up with (V - 1) rounds' worth of forwards plus 2 (P - 1 - r). **Overlapped** adds one forward: without it
+the last rank's forwards meet the backward of the same microbatch; with it every forward after the warm-up runs beside
+the backward of another. A pair hands out both results at its end and still nobody waits, because the warm-ups of
+neighbouring ranks already differ by two.
+"""
+
+from __future__ import annotations
+
+from moefold.schedule.actions import Action, Kind, Order, make_order
+from moefold.schedule.overlaps import pair_overlaps
+from moefold.topology.shares import share_sizes
+
+
+def interleaved(ranks: int, virtual: int, microbatches: int) -> Order:
+    """``virtual`` stages per rank."""
+    return _interleaved("interleaved", ranks, virtual, microbatches, extra=0)
+
+
+def interleaved_overlapped(ranks: int, virtual: int, microbatches: int) -> Order:
+    """With one more forward in every warm-up, and the pairs that this makes possible."""
+    return pair_overlaps(_interleaved("interleaved_overlapped", ranks, virtual, microbatches, extra=1))
+
+
+def _interleaved(name: str, ranks: int, virtual: int, microbatches: int, extra: int) -> Order:
+    rounds = share_sizes(microbatches, max(1, microbatches // ranks))
+    forwards = _passes(rounds, range(virtual))
+    backwards = _passes(rounds, range(virtual - 1, -1, -1))
+    actions = []
+    for rank in range(ranks):
+        warm_up = (virtual - 1) * rounds[0] + 2 * (ranks - 1 - rank) + extra
+        actions.append(_rank_actions(rank, ranks, forwards, backwards, min(warm_up, len(forwards))))
+    return make_order(name, ranks, virtual, microbatches, actions, "loop")
+
+
+def _passes(rounds: tuple[int, ...], laps: range) -> list[tuple[int, int]]:
+    """(which of a rank's stages, microbatch), in the order in which every rank takes them."""
+    passes = []
+    first = 0
+    for size in rounds:
+        passes += [(lap, microbatch) for lap in laps for microbatch in range(first, first + size)]
+        first += size
+    return passes
+
+
+def _rank_actions(
+    rank: int, ranks: int, forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
+) -> list[Action]:
+    ahead = [Action(Kind.FORWARD, lap * ranks + rank, microbatch) for lap, microbatch in forwards]
+    back = [Action(Kind.BACKWARD, lap * ranks + rank, microbatch) for lap, microbatch in backwards]
+    steady = len(ahead) - warm_up
+    alternating = [action for pair in zip(ahead[warm_up:], back) for action in pair]
+    return ahead[:warm_up] + alternating + back[steady:]

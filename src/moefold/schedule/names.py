@@ -1,0 +1,123 @@
+"""The catalog of pipeline orders: what each is called, which sizes it takes, and who builds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moefold.errors import ConfigError, Problem, UnknownNameError
+from moefold.schedule.actions import Order, Placement
+from moefold.schedule.dualpipe_v import dualpipe_v
+from moefold.schedule.gpipe import gpipe
+from moefold.schedule.interleaved import interleaved, interleaved_overlapped
+from moefold.schedule.one_f_one_b import one_f_one_b, one_f_one_b_overlapped
+from moefold.schedule.zero_bubble import zb_h1, zb_v
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A named way to order the microbatches of a step."""
+
+    name: str
+    summary: str
+    # (ranks, virtual stages per rank, microbatches) -> computations only.
+    make: Callable[[int, int, int], Order]
+    # The only number of virtual stages that it takes; None takes any.
+    virtual: int | None = 1
+    placement: Placement = "loop"
+    splits_backward: bool = False
+    overlaps: bool = False
+    # At least so many microbatches per stage.
+    microbatches_per_stage: int = 0
+
+    def problems(self, ranks: int, virtual: int, microbatches: int) -> tuple[Problem, ...]:
+        """Why it has no order of these sizes; empty if it has one."""
+        sizes = {"parallel.pp": ranks, "parallel.vpp": virtual, "microbatches": microbatches}
+        found = [
+            Problem(path, f"{size} is not a number of things", "use 1 or more")
+            for path, size in sizes.items()
+            if size < 1
+        ]
+        if self.virtual not in (None, virtual):
+            others = [other for other, schedule in SCHEDULES.items() if schedule.virtual in (None, virtual)]
+            fix = f"set parallel.vpp to {self.virtual}, or parallel.schedule to one of {', '.join(others)}"
+            found.append(Problem("parallel.vpp", f"{self.name} has {self.virtual} stages per rank, not {virtual}", fix))
+        fewest = self.microbatches_per_stage * ranks * virtual
+        if not found and microbatches < fewest:
+            message = (
+                f"{self.name} over {ranks * virtual} stages needs at least {fewest} microbatches, not {microbatches}"
+            )
+            found.append(Problem("microbatches", message, "use more microbatches, fewer ranks, or zb_v"))
+        return tuple(found)
+
+    def build(self, ranks: int, virtual: int, microbatches: int) -> Order:
+        """The computations of every rank; ConfigError if there is no such order."""
+        found = self.problems(ranks, virtual, microbatches)
+        if found:
+            raise ConfigError(*found)
+        return self.make(ranks, virtual, microbatches)
+
+
+def schedule_named(name: str) -> Schedule:
+    if name not in SCHEDULES:
+        raise UnknownNameError("schedule", name, SCHEDULES)
+    return SCHEDULES[name]
+
+
+_ALL = (
+    Schedule(
+        "gpipe",
+        "all forwards, then all backwards",
+        lambda ranks, virtual, microbatches: gpipe(ranks, microbatches),
+    ),
+    Schedule(
+        "1f1b",
+        "one forward, one backward by turns",
+        lambda ranks, virtual, microbatches: one_f_one_b(ranks, microbatches),
+    ),
+    Schedule(
+        "1f1b_overlapped",
+        "1f1b with longer warm-ups, so that each forward runs beside a backward",
+        lambda ranks, virtual, microbatches: one_f_one_b_overlapped(ranks, microbatches),
+        overlaps=True,
+    ),
+    Schedule(
+        "interleaved",
+        "1f1b with several stages per rank",
+        interleaved,
+        virtual=None,
+    ),
+    Schedule(
+        "interleaved_overlapped",
+        "interleaved with one more warm-up microbatch, so that each forward runs beside a backward",
+        interleaved_overlapped,
+        virtual=None,
+        overlaps=True,
+    ),
+    Schedule(
+        "zb_h1",
+        "1f1b with weight gradients put off into the bubble",
+        lambda ranks, virtual, microbatches: zb_h1(ranks, microbatches),
+        splits_backward=True,
+    ),
+    Schedule(
+        "zb_v",
+        "two stages per rank in a V, weight gradients fill the bubble",
+        lambda ranks, virtual, microbatches: zb_v(ranks, microbatches),
+        virtual=2,
+        placement="v",
+        splits_backward=True,
+    ),
+    Schedule(
+        "dualpipe_v",
+        "two stages per rank in a V, each forward beside the backward of the other stage",
+        lambda ranks, virtual, microbatches: dualpipe_v(ranks, microbatches),
+        virtual=2,
+        placement="v",
+        splits_backward=True,
+        overlaps=True,
+        microbatches_per_stage=1,
+    ),
+)
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _ALL})

@@ -1,0 +1,41 @@
+"""1F1B: each rank forwards until the pipe is full, then alternates one forward and one backward, then drains.
+
+    rank 0   F0 F1 F2                B0 .. F3 B1 .. F4 B2 .. ...
+    rank 1      F0 F1          B0 .. F2 B1 .. F3 B2 ..
+    rank 2         F0 B0 .. F1 B1 .. F2 B2 .. F3 B3 ..
+
+The bubble is GPipe's, but rank r holds at most P - r microbatches, however many there are.
+
+**Overlapped.** To run a forward beside a backward, the two must be of different microbatches. On the last rank of 1F1B
+they never are: B3 waits for F3. One more microbatch in the warm-up of every rank makes them so: F4 runs beside B3.
+That alone would be correct and slow: as a pair gives out both its results at its end, rank r and r + 1 would wait for
+each other in turns. With a second microbatch per hop (rank r warms up with 2 (P - 1 - r) + 1 forwards) the pairs of
+all ranks run at the same time. The price is memory: rank 0 holds 2P instead of P microbatches.
+"""
+
+from __future__ import annotations
+
+from moefold.schedule.actions import Action, Kind, Order, make_order
+from moefold.schedule.overlaps import pair_overlaps
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Order:
+    """One stage per rank."""
+    actions = [_rank_actions(rank, ranks - 1 - rank, microbatches) for rank in range(ranks)]
+    return make_order("1f1b", ranks, 1, microbatches, actions, "loop")
+
+
+def one_f_one_b_overlapped(ranks: int, microbatches: int) -> Order:
+    """With warm-ups long enough that every forward after them runs beside the backward of another microbatch."""
+    actions = [_rank_actions(rank, 2 * (ranks - 1 - rank) + 1, microbatches) for rank in range(ranks)]
+    return pair_overlaps(make_order("1f1b_overlapped", ranks, 1, microbatches, actions, "loop"))
+
+
+def _rank_actions(stage: int, warm_up: int, microbatches: int) -> list[Action]:
+    warm_up = min(warm_up, microbatches)
+    actions = [Action(Kind.FORWARD, stage, microbatch) for microbatch in range(warm_up)]
+    for microbatch in range(microbatches):
+        if microbatch + warm_up < microbatches:
+            actions.append(Action(Kind.FORWARD, stage, microbatch + warm_up))
+        actions.append(Action(Kind.BACKWARD, stage, microbatch))
+    return actions
