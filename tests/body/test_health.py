@@ -20,22 +20,22 @@ def warm() -> TrainState:
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
-@pytest.mark.parametrize("where", ["loss", "gradient norm"])
+@pytest.mark.parametrize("where", ["loss", "balance loss z", "gradient norm"])
 def test_what_is_not_finite_is_objected_to_and_enters_no_statistic(bad: float, where: str) -> None:
     state = warm()
-    loss, norm = (bad, 1.0) if where == "loss" else (2.0, bad)
-    reason = objection(state, loss, norm, HealthConfig())
-    assert reason is not None and where in reason
+    loss, z, norm = (bad if where == name else 2.0 for name in ("loss", "balance loss z", "gradient norm"))
+    reason = objection(state, loss, {"sequence": 0.1, "z": z}, norm, HealthConfig())
+    assert reason == f"{where} is {bad}"
     after = after_step(state, loss, norm, reason, SPIKES)
     assert (after.losses, after.norms, after.skips_in_a_row) == (state.losses, state.norms, 1)
-    assert objection(after, 2.01, 1.0, SPIKES) is None
+    assert objection(after, 2.01, {}, 1.0, SPIKES) is None
 
 
 def test_a_spike_is_objected_to_only_when_asked_for_and_known() -> None:
-    assert objection(warm(), 50.0, 1.0, HealthConfig()) is None
-    assert "sigma above" in str(objection(warm(), 50.0, 1.0, SPIKES))
-    assert "gradient norm" in str(objection(warm(), 2.0, 9.0, SPIKES))
-    assert objection(TrainState(), 50.0, 1.0, SPIKES) is None
+    assert objection(warm(), 50.0, {}, 1.0, HealthConfig()) is None
+    assert "sigma above" in str(objection(warm(), 50.0, {}, 1.0, SPIKES))
+    assert "gradient norm" in str(objection(warm(), 2.0, {}, 9.0, SPIKES))
+    assert objection(TrainState(), 50.0, {}, 1.0, SPIKES) is None
 
 
 def test_too_many_skips_in_a_row_end_the_run_and_one_good_step_starts_over() -> None:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import signal
 import threading
 import time
 from dataclasses import replace
+from math import inf, isfinite, nan
 from pathlib import Path
-from typing import Any
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tests.kill import Diary, digest
 
+import moefold.model.moe.router
 import moefold.parallel.step
+import moefold.train.trainer
 from moefold.comm.launch import fork_ranks
 from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import HealthConfig, SavingConfig
+from moefold.data.samples import Samples
 from moefold.errors import RankError, TrainingError
+from moefold.model.moe.experts import Experts
+from moefold.parallel.placements import local_part
 from moefold.recipes.catalog import RECIPES
 from moefold.train.setup import run_directory, set_up
+from moefold.train.state import TrainState
 from moefold.train.supervise import supervise
 from moefold.train.trainer import FINISHED, INTERRUPTED, train
 
@@ -63,50 +74,139 @@ def test_layouts_follow_one_curve(tmp_path: Path) -> None:
         assert curve == pytest.approx(curves[0], abs=1e-4)
 
 
-# What is poisoned: the loss, or part of a gradient, on all ranks or on one.
+class Poison(NamedTuple):
+    """What is poisoned, on which rank (None: on all), with what; a spike's value is its height in sigmas."""
+
+    where: str
+    victim: int | None
+    value: float
+
+
+VICTIMS = ((None, nan), (0, inf), (1, -inf))
+GRADIENTS = ("final_norm", "experts.down", "router.weight")
+# "balance" poisons its gradient as well; "balance value" leaves every gradient sound.
 POISONS = [
-    (where, rank, value)
-    for where in ("loss", "final_norm", "experts.down", "router.weight")
-    for rank, value in ((None, float("nan")), (0, float("inf")), (1, float("-inf")))
+    Poison(where, victim, value)
+    for where in ("loss", "balance", "balance value", *GRADIENTS)
+    for victim, value in VICTIMS
 ]
+POISONS += [Poison(where, victim, 15.0) for where in ("loss spike", "norm spike") for victim, _ in VICTIMS]
+OVERFLOWS = [Poison("overflow", victim, torch.finfo(torch.float32).max) for victim, _ in VICTIMS]
+
+LAYOUTS = pytest.mark.parametrize("parallel", [ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2)], ids=["ep", "folded"])
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2)], ids=["ep", "folded"])
-def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(parallel: ParallelConfig, tmp_path: Path) -> None:
-    """Every second step is poisoned; afterwards everything is what it was, and the next step is taken."""
-    run = tiny(tmp_path, steps=2 * len(POISONS), parallel=parallel)
+@LAYOUTS
+def test_a_poisoned_step_changes_nothing_on_any_rank(parallel: ParallelConfig, tmp_path: Path) -> None:
+    # A spike needs sixteen accepted steps to be measured against.
+    assert_poisons_leave_no_trace(tiny(tmp_path, parallel=parallel, spike_sigma=10.0), POISONS, good=16)
+
+
+@LAYOUTS
+def test_an_overflow_in_bfloat16_changes_nothing_on_any_rank(parallel: ParallelConfig, tmp_path: Path) -> None:
+    run = replace(tiny(tmp_path, parallel=parallel), precision=PrecisionConfig(compute="bfloat16"))
+    assert_poisons_leave_no_trace(run, OVERFLOWS, good=1)
+
+
+def assert_poisons_leave_no_trace(run: RunConfig, poisons: list[Poison], good: int) -> None:
+    """After ``good`` steps every second one is poisoned: it changes no bit on any rank, and the next one is taken."""
+    data, settings = replace(run.data, global_batch=4), replace(run.train, steps=good + 2 * len(poisons))
+    run = replace(run, data=data, train=settings)
 
     def before(rank: int, workshop: Any) -> None:
-        accumulate, calls, at_start = moefold.parallel.step.accumulate, [0], [""]
+        lab = Laboratory(rank, workshop.share.model)
+        accumulate, number, at_start = moefold.parallel.step.accumulate, [0], [""]
 
-        def poisoned(model: torch.nn.Module, batches: Any) -> Any:
-            number, after_poison = calls[0], calls[0] % 2 == 0 and calls[0] > 0
-            if after_poison:
-                assert digest(workshop) == at_start[0], f"{POISONS[number // 2 - 1]} left a trace"
-            if number % 2 == 1:
-                at_start[0] = digest(workshop)
-            calls[0] += 1
-            sums = accumulate(model, batches)
-            return poison(sums, model, *POISONS[number // 2], rank) if number % 2 == 1 else sums
+        def watched(model: torch.nn.Module, batches: Any) -> Any:
+            step = number[0] - good
+            now = digest(workshop) if step >= 0 else ""
+            if step > 0:
+                assert (now == at_start[0]) == (step % 2 == 1), f"{poisons[(step - 1) // 2]}, step {number[0]}"
+            number[0], at_start[0] = number[0] + 1, now
+            lab.due = poisons[step // 2] if step >= 0 and step % 2 == 0 else None
+            return lab.after_backward(accumulate(model, batches))
 
-        moefold.parallel.step.accumulate = poisoned
+        moefold.parallel.step.accumulate = watched
 
     on_world(run, 2, before)
-    taken = steps_of(run)
-    assert [entry["skipped"] is not None for entry in taken] == [False, True] * len(POISONS)
+    steps = steps_of(run)
+    assert [entry["skipped"] is not None for entry in steps] == [False] * good + [True, False] * len(poisons)
+    for entry, poison in zip(steps[good::2], poisons, strict=True):
+        assert re.search(REASONS[poison.where], entry["skipped"]), (poison, entry["skipped"])
+    assert [entry["sample_ids_digest"] for entry in steps] == ids_seen_by_rank_0(run, len(steps))
 
 
-def poison(sums: Any, model: torch.nn.Module, where: str, victim: int | None, value: float, rank: int) -> Any:
-    if victim is not None and victim != rank:
+# Where tensor-parallel ranks hold the loss in common, one of them may object alone.
+REASONS = {name: "^gradient norm is (nan|inf)" for name in GRADIENTS} | {
+    "loss": r"^loss is (nan|-?inf)|1 other rank\(s\) objected",
+    "balance": "^balance loss sequence is (nan|-?inf)",
+    "balance value": "^balance loss sequence is (nan|-?inf)",
+    "loss spike": r"^loss .* is more than 10 sigma above|1 other rank\(s\) objected",
+    "norm spike": "^gradient norm .* is more than 10 sigma above",
+    "overflow": "^(loss|balance loss sequence) is nan",
+}
+
+
+def ids_seen_by_rank_0(run: RunConfig, steps: int) -> list[str]:
+    samples, batch = Samples(run.data, run.model.vocab_size, run.seed, "train"), run.data.global_batch
+    stride = 2 // run.parallel.tp
+    ids = [[samples.sample(step * batch + i).id for i in range(0, batch, stride)] for step in range(steps)]
+    return [hashlib.sha256("\n".join(names).encode()).hexdigest() for names in ids]
+
+
+class Laboratory:
+    """Puts the poison that is ``due`` into one rank's step, wherever it belongs."""
+
+    def __init__(self, rank: int, model: torch.nn.Module) -> None:
+        self.rank, self.model, self.due, self.state = rank, model, None, TrainState()
+        losses_of, after_step = moefold.model.moe.router.balance_losses, moefold.train.trainer.after_step
+
+        def balance_losses(*args: Any) -> Any:
+            losses = losses_of(*args)
+            if value := self.value_for("balance"):
+                return losses._replace(sequence=losses.sequence * value)
+            if value := self.value_for("balance value"):
+                return losses._replace(sequence=losses.sequence + value)
+            return losses
+
+        def remember(*args: Any) -> TrainState:
+            self.state = after_step(*args)
+            return self.state
+
+        moefold.model.moe.router.balance_losses = balance_losses
+        moefold.train.trainer.after_step = remember
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.register_forward_hook(self.overflow)
+
+    def value_for(self, where: str) -> float | None:
+        due = self.due
+        return due.value if due is not None and due.where == where and due.victim in (None, self.rank) else None
+
+    def overflow(self, module: torch.nn.Module, inputs: Any, rows_RL: torch.Tensor) -> torch.Tensor:
+        """The largest float32 is finite, and has no bfloat16 beside it but infinity."""
+        value = self.value_for("overflow")
+        if value is None:
+            return rows_RL
+        assert rows_RL.dtype == torch.bfloat16 and isfinite(value)
+        return (rows_RL.float() + value).to(rows_RL.dtype)
+
+    def after_backward(self, sums: Any) -> Any:
+        if value := self.value_for("loss"):
+            return sums._replace(loss=sums.loss * value)
+        if sigmas := self.value_for("loss spike"):
+            return sums._replace(loss=sums.loss + sigmas * pstdev(self.state.losses))
+        if sigmas := self.value_for("norm spike"):
+            self.fill_last("final_norm", fmean(self.state.norms) + sigmas * pstdev(self.state.norms))
+        for name in GRADIENTS:
+            if value := self.value_for(name):
+                self.fill_last(name, value)
         return sums
-    if where == "loss":
-        return sums._replace(loss=sums.loss * value)
-    name = next(name for name, _ in model.named_parameters() if where in name)
-    gradient = dict(model.named_parameters())[name].grad
-    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    if local.numel():
-        local.view(-1)[-1:].fill_(value)
-    return sums
+
+    def fill_last(self, where: str, value: float) -> None:
+        """One element of one gradient: of this rank's part, if it has one."""
+        gradient = next(p.grad for name, p in self.model.named_parameters() if where in name)
+        local_part(gradient).view(-1)[-1:].fill_(value)
 
 
 def test_skipping_for_ever_ends_the_run_with_a_reason(tmp_path: Path) -> None:

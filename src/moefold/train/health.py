@@ -6,6 +6,7 @@ not multiplied by zero (zero times NaN is NaN). A number that is not finite neve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 from statistics import fmean, pstdev
@@ -18,8 +19,16 @@ from moefold.train.state import TrainState
 _FEWEST = 16
 
 
-def objection(state: TrainState, loss: float, norm: float, config: HealthConfig) -> str | None:
-    """Why this step must not be taken; None if it may."""
+def objection(
+    state: TrainState, loss: float, balance: Mapping[str, float], norm: float, config: HealthConfig
+) -> str | None:
+    """Why this step must not be taken; None if it may.
+
+    ``balance`` holds the balance losses by name: one may overflow while its gradient, and so the norm, is still finite.
+    """
+    for name, value in balance.items():
+        if not isfinite(value):
+            return f"balance loss {name} is {value}"
     for name, value, recent in (("loss", loss, state.losses), ("gradient norm", norm, state.norms)):
         if not isfinite(value):
             return f"{name} is {value}"

@@ -76,7 +76,8 @@ def _step(workshop: Workshop, state: TrainState, began: float) -> tuple[TrainSta
         group["lr"] = rate
 
     def judge(sums: StepSums, norm: Tensor) -> str | None:
-        mine = objection(state, float(sums.loss), float(norm), run.train.health)
+        balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))
+        mine = objection(state, float(sums.loss), balance, float(norm), run.train.health)
         return agreed_objection(mine, workshop.groups["world"])
 
     result = run_step(workshop.share, workshop.optimizer, batches, objection=judge)
