@@ -45,10 +45,21 @@ def buffers(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     moe = model.moe
     if moe is None or not moe.router.expert_bias:
         return ()
-    layers = (layer for layer in range(model.num_layers) if model.is_moe_layer(layer))
     return tuple(
-        ParameterSpec(f"layers.{layer}.feed_forward.router.expert_bias", (moe.num_experts,), "bias") for layer in layers
+        ParameterSpec(f"{block}.feed_forward.router.expert_bias", (moe.num_experts,), "bias")
+        for block in mixture_names(model)
     )
+
+
+def mixture_names(model: ModelConfig) -> tuple[str, ...]:
+    """Which blocks are mixtures, in the order of the forward pass: the rows of everything kept per mixture."""
+    return tuple(name for layer, name in enumerate(block_names(model)) if model.is_moe_layer(layer))
+
+
+def block_names(model: ModelConfig) -> tuple[str, ...]:
+    """Every block, in the order of the forward pass; those of MTP modules count on after the last layer."""
+    layers = (f"layers.{layer}" for layer in range(model.num_layers))
+    return *layers, *(f"mtp.{module}.block" for module in range(model.num_mtp))
 
 
 def is_expert(name: str) -> bool:
@@ -61,13 +72,28 @@ def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
     yield ParameterSpec("embedding.weight", (model.vocab_size, D), "embedding")
     for layer in range(model.num_layers):
         yield from layer_parameters(model, layer)
+    for module in range(model.num_mtp):
+        yield from mtp_parameters(model, module)
     yield ParameterSpec("final_norm.weight", (D,), "norm")
+    for module in range(model.num_mtp):
+        yield ParameterSpec(f"mtp_norms.{module}.weight", (D,), "norm")
     if not model.tied_embeddings:
         yield ParameterSpec("head.weight", (model.vocab_size, D), "head")
 
 
+def mtp_parameters(model: ModelConfig, module: int) -> Iterator[ParameterSpec]:
+    """What a look-ahead module has of its own, but for the norm before the head, which is with the loss."""
+    prefix, D = f"mtp.{module}.", model.width
+    yield ParameterSpec(prefix + "token_norm.weight", (D,), "norm")
+    yield ParameterSpec(prefix + "stream_norm.weight", (D,), "norm")
+    yield ParameterSpec(prefix + "join.weight", (D, 2 * D), "matrix")
+    yield from layer_parameters(model, model.num_layers + module)
+
+
 def layer_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
-    prefix = f"layers.{layer}."
+    """Of one block; numbers from `num_layers` on are those of MTP modules."""
+    ahead = layer - model.num_layers
+    prefix = f"layers.{layer}." if ahead < 0 else f"mtp.{ahead}.block."
     yield ParameterSpec(prefix + "attention_norm.weight", (model.width,), "norm")
     attention = model.attention
     if isinstance(attention, MLAConfig):

@@ -10,6 +10,7 @@ Sharded data parallelism then cuts once more whatever is left, along `shard_dim`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -28,12 +29,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class ShardRule:
-    """Names that match `pattern` (one layer's name without its number) are cut over `axis` along `dim`."""
+    """Names that match `pattern` (without the block they are in) are cut over `axis` along `dim`."""
 
     pattern: str
     axis: str
     dim: int
 
+
+# A layer, or the layer inside of an MTP module.
+_BLOCK = re.compile(r"^(layers\.\d+|mtp\.\d+\.block)\.")
 
 RULES = (
     ShardRule("embedding.weight", "tp", 0),
@@ -59,7 +63,7 @@ RULES = (
 
 
 def rules_for(name: str) -> tuple[ShardRule, ...]:
-    inner = name.split(".", 2)[2] if name.startswith("layers.") else name
+    inner = _BLOCK.sub("", name)
     return tuple(rule for rule in RULES if fnmatchcase(inner, rule.pattern))
 
 
@@ -78,8 +82,9 @@ def partial_axes(spec: ParameterSpec) -> tuple[str, ...]:
     """Axes along which the parameter is repeated but fed by different tokens, heads or partial sums.
 
     Gradients must be summed over them, beside the data-parallel axes. A dense parameter that tp does not cut sees each
-    rank's share of the tokens (norms, router, latent projections) or of the heads (a norm per head). An expert's output
-    bias joins outputs that are partial sums over etp: however the ranks share adding it, they share its gradient.
+    rank's share of the tokens (norms, router, latent projections, the join of an MTP module) or of the heads (a norm
+    per head). An expert's output bias joins outputs that are partial sums over etp: however the ranks share adding it,
+    they share its gradient.
     """
     axis = "etp" if is_expert(spec.name) else "tp"
     return () if any(cut.axis == axis for cut in cuts(spec)) else (axis,)

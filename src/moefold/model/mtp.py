@@ -1,0 +1,57 @@
+"""Multi-token prediction: a module that looks one token further ahead than the one before it.
+
+t tokens of this rank, D width, E experts.
+
+The model's last layer leaves at place i a stream that predicts token i+1. Module k = 0, 1, ... joins the stream it is
+handed with the embedding of token i+k+1, which by then is known, and one more block makes of both a stream that
+predicts token i+k+2. The embedding and the head are the model's own. Predictions stay honest: at place i nothing later
+than token i+k+1 has been looked at.
+
+    token i+k+1 -- token_norm --+
+                                +-- [token; stream] -- join -- block --> the next module; and a norm and the head
+    stream     -- stream_norm --+
+
+The stream enters as the block before left it, not normalised: each of its readers has a norm of its own. The token
+comes first in the joined row, as in the published weights of DeepSeek-V3.
+
+Everything before the block acts on each token by itself. So under tensor parallelism a rank joins the tokens it holds,
+and the gradients of `join` and the norms are summed over the ranks like those of any norm.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moefold.model.batch import Batch
+from moefold.model.block import Block, BlockOutput
+from moefold.model.linear import Linear
+from moefold.model.norm import RMSNorm
+from moefold.model.phase import Lane, Phase, run_in_order
+
+
+class LookAhead(nn.Module):
+    def __init__(self, token_norm: RMSNorm, stream_norm: RMSNorm, join: Linear, block: Block) -> None:
+        super().__init__()
+        self.token_norm = token_norm
+        self.stream_norm = stream_norm
+        self.join = join
+        self.block = block
+
+    @property
+    def is_moe(self) -> bool:
+        return self.block.is_moe
+
+    def forward(self, x_tD: Tensor, token_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> BlockOutput:
+        """``x_tD``: what the block before left. ``token_tD``: embeddings of the tokens ahead of this rank's tokens."""
+        output: BlockOutput = run_in_order(self.phases(token_tD, batch, earlier_E), x_tD)
+        return output
+
+    def phases(self, token_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
+        return Phase("join", Lane.COMPUTE, partial(self._join, token_tD)), *self.block.phases(batch, earlier_E)
+
+    def _join(self, token_tD: Tensor, x_tD: Tensor) -> Tensor:
+        joined: Tensor = self.join(torch.cat((self.token_norm(token_tD), self.stream_norm(x_tD)), dim=-1))
+        return joined
