@@ -25,7 +25,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError, Problem
 
 PATH = "parallel.stages"
-# A string of a few characters can ask for any number of stages; nobody has this many.
+# A string of a few characters can ask for any number of stages, layers or modules; nobody has this many.
 MOST_STAGES = 100_000
 
 _MEANING = {"E": "the embedding", "t": "a layer", "m": "an MTP module", "L": "the loss", "|": "the end of a stage"}
@@ -54,8 +54,9 @@ class StageSpec:
 def stages_of(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageSpec, ...]:
     """The run's stages, pp * vpp of them: those of its string, or the balanced ones."""
     wanted = parallel.pp * parallel.vpp
-    if wanted > MOST_STAGES:
-        raise ConfigError(Problem("parallel.pp", f"{wanted:,} stages", f"use at most {MOST_STAGES:,}"))
+    problems = stage_size_problems(model, parallel)
+    if problems:
+        raise ConfigError(*problems)
     if parallel.stages is None:
         return balanced_stages(model, wanted)
     stages = parse_stages(parallel.stages, model.num_layers, model.num_mtp)
@@ -69,6 +70,16 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageSpec, 
             )
         )
     return stages
+
+
+def stage_size_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Problem]:
+    """Numbers of stages or modules that cannot be written out."""
+    sizes = (("parallel.pp", parallel.pp * parallel.vpp, "stages"), ("model.num_mtp", model.num_mtp, "MTP modules"))
+    return [
+        Problem(path, f"{size:,} {what}", f"use at most {MOST_STAGES:,}")
+        for path, size, what in sizes
+        if size > MOST_STAGES
+    ]
 
 
 def balanced_stages(model: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:

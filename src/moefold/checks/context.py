@@ -1,0 +1,119 @@
+"""Rules about sharing one sequence over ranks: what the ways of attending need, and when the size may change."""
+
+from __future__ import annotations
+
+from moefold.checks.divide import divides, divisors
+from moefold.config.attention import GQAConfig
+from moefold.config.parallel import ContextMode
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+from moefold.topology.layout import FoldedLayout
+
+
+def modes_in_use(run: RunConfig) -> dict[str, ContextMode]:
+    """The configured way of each type of layer that the model has, by its key."""
+    attention, context = run.model.attention, run.parallel.context
+    window = attention.window if isinstance(attention, GQAConfig) else None
+    every = attention.window_every if isinstance(attention, GQAConfig) else 1
+    modes = {"windowed": context.windowed} if window is not None else {}
+    # Layer i has the window when i % every == 0, so layer 1 is the first that may be without.
+    if window is None or (every > 1 and run.model.num_layers > 1):
+        modes["full"] = context.full
+    return modes
+
+
+def heads_divide_over_the_exchange(run: RunConfig) -> list[Problem]:
+    """All-to-all gives each of cp ranks some heads; key/value heads are repeated where they are too few."""
+    return _exchange_problems(run, run.parallel.cp, f"cp={run.parallel.cp}")
+
+
+def heads_divide_over_every_exchange(run: RunConfig, layout: FoldedLayout) -> list[Problem]:
+    """When the size changes by microbatch, the largest is dp * cp."""
+    if not run.parallel.dynamic_cp:
+        return []
+    largest = max(layout.context_sizes(dynamic=True))
+    if _exchange_problems(run, run.parallel.cp, ""):
+        return []
+    return _exchange_problems(run, largest, f"the {largest} ranks that dynamic_cp may use")
+
+
+def inner_divides_cp(run: RunConfig) -> Problem | None:
+    parallel = run.parallel
+    inner, cp = parallel.context.inner, parallel.cp
+    if "hierarchical" not in modes_in_use(run).values() or divides(inner, cp):
+        return None
+    return Problem("parallel.context.inner", f"cp={cp} does not divide into sets of {inner}", f"use {divisors(cp)}")
+
+
+def inner_is_used(run: RunConfig) -> Problem | None:
+    context = run.parallel.context
+    if context.inner <= 1 or "hierarchical" in (context.full, context.windowed):
+        return None
+    return Problem(
+        "parallel.context.inner",
+        f"is {context.inner}, but no layers attend hierarchically (full={context.full}, windowed={context.windowed})",
+        "use 1, or set parallel.context.full to hierarchical",
+    )
+
+
+def dynamic_cp_has_documents_to_sort(run: RunConfig) -> Problem | None:
+    documents = run.data.documents
+    if not run.parallel.dynamic_cp or documents == "packed":
+        return None
+    return Problem(
+        "parallel.dynamic_cp",
+        f"chooses ranks by the length of documents, but data.documents is {documents}",
+        "set data.documents to packed, or parallel.dynamic_cp to false",
+    )
+
+
+def dynamic_cp_halves_evenly(run: RunConfig, layout: FoldedLayout) -> Problem | None:
+    dp, cp = layout.size("dp"), layout.size("cp")
+    if not run.parallel.dynamic_cp or _is_power_of_two(dp * cp):
+        return None
+    return Problem(
+        "parallel.dynamic_cp",
+        f"cuts dp * cp = {dp} * {cp} = {dp * cp} ranks into groups of 1, 2, 4, ...",
+        "use a world in which dp * cp is a power of two",
+    )
+
+
+def dynamic_cp_has_an_even_inner(run: RunConfig) -> Problem | None:
+    inner = run.parallel.context.inner
+    hierarchical = "hierarchical" in modes_in_use(run).values()
+    if not (run.parallel.dynamic_cp and hierarchical) or inner < 1 or _is_power_of_two(inner):
+        return None
+    return Problem("parallel.context.inner", f"groups of 1, 2, 4, ... have no sets of {inner}", "use a power of two")
+
+
+RULES = (
+    heads_divide_over_the_exchange,
+    inner_divides_cp,
+    inner_is_used,
+    dynamic_cp_has_documents_to_sort,
+    dynamic_cp_has_an_even_inner,
+)
+RULES_WITH_LAYOUT = (heads_divide_over_every_exchange, dynamic_cp_halves_evenly)
+
+
+def _exchange_problems(run: RunConfig, cp: int, ranks: str) -> list[Problem]:
+    """Whether each rank's heads (all / tp) divide over the ranks that exchange them."""
+    parallel, heads = run.parallel, run.model.attention.num_heads
+    if parallel.tp < 1 or cp <= 1 or heads < 1 or heads % parallel.tp:
+        return []
+    own = heads // parallel.tp
+    problems = []
+    for kind, mode in modes_in_use(run).items():
+        if mode == "all_to_all" and own % cp:
+            message = f"{own} heads of a tp rank do not divide over {ranks}"
+            fix = f"use ring, or exchange over {divisors(own)}"
+            problems.append(Problem(f"parallel.context.{kind}", message, fix))
+    inner = parallel.context.inner
+    if "hierarchical" in modes_in_use(run).values() and not divides(inner, own):
+        message = f"{own} heads of a tp rank do not divide over inner={inner}"
+        problems.append(Problem("parallel.context.inner", message, f"use {divisors(own)}"))
+    return problems
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
