@@ -29,6 +29,12 @@ def test_sizes_are_exact(capsys: Output) -> None:
         assert number in printed
 
 
+def test_modules_that_look_ahead_have_rows_of_their_own(capsys: Output) -> None:
+    main(["check", "deepseek_v3", "--model.num_mtp=1"])
+    printed = capsys.readouterr().out
+    assert "682,636,472,320" in printed and "11,610,067,968" in printed and "688,100,352" in printed
+
+
 def test_json_with_a_world(capsys: Output) -> None:
     assert main(["check", "deepseek_v3", "--world", "1024", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -59,6 +59,26 @@ def test_a_latent_costs_its_two_projections() -> None:
     assert forward_flops_per_token(latent, 8).routed == 2 * (2 * 2 * 16 * 32 * 3 + 2 * 2 * 64 * 16)
 
 
+def test_a_module_that_looks_ahead_is_a_layer_a_join_and_a_head() -> None:
+    model = recipe("deepseek_v3").model
+    deeper = replace(model, num_layers=model.num_layers + 1)
+    plain, one_more, ahead = (forward_flops_per_token(m, 4096) for m in (model, deeper, replace(model, num_mtp=1)))
+    assert plain.join == 0 and ahead.join == 2 * 2 * 7168 * 7168
+    assert ahead.head == 2 * plain.head
+    assert ahead.total - ahead.join - plain.head == pytest.approx(one_more.total, rel=1e-12)
+    more = training_flops_per_token(replace(model, num_mtp=1), 4096) / training_flops_per_token(model, 4096)
+    assert more == pytest.approx(1.0408, abs=1e-4)
+
+
+def test_the_block_of_a_module_has_the_window_of_its_number() -> None:
+    model = replace(recipe("gpt_oss_20b").model, num_mtp=1)
+    assert model.num_layers % 2 == 0
+    windowed = forward_flops_per_token(model, 4096).attention_core
+    odd = replace(model, num_layers=model.num_layers + 1)
+    full = forward_flops_per_token(odd, 4096).attention_core
+    assert full - windowed > windowed - forward_flops_per_token(replace(model, num_mtp=0), 4096).attention_core
+
+
 def test_a_dense_model_has_no_experts() -> None:
     parts = forward_flops_per_token(ModelConfig(moe=None), 8)
     assert (parts.routed, parts.shared, parts.router) == (0, 0, 0) and parts.dense > 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.blueprint.counts import count_parameters
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.parameters import block_names, buffers, mixture_names, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
@@ -43,6 +43,46 @@ def test_deepseek_v3_to_the_digit() -> None:
     assert counts.total + loss_free_bias == 671_026_419_200
     assert counts.active == counts.active_matrices + norms == 37_552_282_624
     assert counts.total - counts.active == 58 * (256 - 8) * 3 * 7168 * 2048
+
+
+def test_deepseek_v3_with_its_module_to_the_digit() -> None:
+    """Published files hold 3,918,786,560 elements in BF16 and 680,571,043,840 in FP8."""
+    plain = recipe("deepseek_v3").model
+    model = replace(plain, num_mtp=1)
+    without, counts = count_parameters(plain), count_parameters(model)
+    assert (without.mtp, without.active_mtp) == (0, 0)
+    assert counts.mtp == counts.total - without.total == 11_610_067_968
+    assert counts.active_mtp == counts.active - without.active == 688_100_352
+    stored_again = 2 * 129_280 * 7168
+    assert counts.total + stored_again == 3_918_786_560 + 680_571_043_840
+    assert sum(spec.size for spec in buffers(model)) == 59 * 256
+
+
+def test_modules_that_look_ahead_come_after_the_layers() -> None:
+    bias = MoEConfig(router=RouterConfig(expert_bias=True))
+    model = ModelConfig(num_layers=3, num_dense_layers=1, num_mtp=2, moe=bias, tied_embeddings=True)
+    assert block_names(model) == ("layers.0", "layers.1", "layers.2", "mtp.0.block", "mtp.1.block")
+    assert mixture_names(model) == ("layers.1", "layers.2", "mtp.0.block", "mtp.1.block")
+    assert [spec.name for spec in buffers(model)] == [
+        f"{name}.feed_forward.router.expert_bias" for name in mixture_names(model)
+    ]
+    specs = {spec.name: spec for spec in parameters(model)}
+    ahead = [name.removeprefix("mtp.1.") for name in specs if name.startswith("mtp.1.")]
+    assert ahead[:4] == ["token_norm.weight", "stream_norm.weight", "join.weight", "block.attention_norm.weight"]
+    assert specs["mtp.0.join.weight"].shape == (64, 128)
+    assert [name for name in specs if name.count(".") == 1] == ["embedding.weight", "final_norm.weight"]
+    assert list(specs)[-3:] == ["final_norm.weight", "mtp_norms.0.weight", "mtp_norms.1.weight"]
+    layer = {name.removeprefix("layers.2."): spec.shape for name, spec in specs.items() if name.startswith("layers.2.")}
+    inside = {
+        name.removeprefix("mtp.0.block."): s.shape for name, s in specs.items() if name.startswith("mtp.0.block.")
+    }
+    assert inside == layer
+
+
+def test_without_experts_a_module_is_dense() -> None:
+    model = ModelConfig(moe=None, num_mtp=1)
+    assert mixture_names(model) == () and buffers(model) == ()
+    assert "mtp.0.block.feed_forward.gate_up" in {spec.name for spec in parameters(model)}
 
 
 def test_listing_a_large_model_is_instant() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -48,7 +49,7 @@ EVERYTHING = ModelConfig(
 )
 MODELS = {
     "everything": EVERYTHING,
-    "latent attention": recipe("deepseek_v3_proxy").model,
+    "latent attention": replace(recipe("deepseek_v3_proxy").model, num_mtp=1),
     "heads normalised one by one": recipe("qwen3_30b_a3b_proxy").model,
 }
 LAYOUTS = [
@@ -112,6 +113,27 @@ def test_a_norm_is_cut_with_the_heads_only_when_it_spans_them() -> None:
         assert partial_axes(norm) == (() if spans else ("tp",))
     latent = [spec for spec in parameters(MODELS["latent attention"]) if spec.name.endswith("_norm.weight")]
     assert all(partial_axes(spec) == ("tp",) for spec in latent)
+
+
+def test_the_block_of_a_module_is_cut_like_a_layer() -> None:
+    model = replace(EVERYTHING, num_mtp=2)
+    specs = {spec.name: spec for spec in parameters(model)}
+    for name, spec in specs.items():
+        if name.startswith("mtp.1.block."):
+            layer = specs[name.replace("mtp.1.block.", "layers.1.")]
+            assert (cuts(spec), partial_axes(spec), grid_of(name)) == (
+                cuts(layer),
+                partial_axes(layer),
+                grid_of(layer.name),
+            )
+    own = {name: spec for name, spec in specs.items() if name.startswith("mtp") and ".block." not in name}
+    assert sorted({name.partition(".")[2][2:] for name in own}) == [
+        "join.weight",
+        "stream_norm.weight",
+        "token_norm.weight",
+        "weight",
+    ]
+    assert all(cuts(spec) == () and partial_axes(spec) == ("tp",) for spec in own.values())
 
 
 def test_grids() -> None:

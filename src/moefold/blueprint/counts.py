@@ -6,7 +6,7 @@ parameters, and keeps everything else, the embedding and the head included. The 
 worlds and in neither number. `matrices` and `active_matrices` leave out all vectors (norms, biases, sinks), as tables
 of published runs do.
 
-DeepSeek-V3 without multi-token prediction shows how published numbers differ:
+DeepSeek-V3 shows how published numbers differ:
 
     671,026,404,352  total
         - 1,006,592  weights of norms: 61 * (2*7168 + 1536 + 512) + 7168
@@ -16,6 +16,13 @@ DeepSeek-V3 without multi-token prediction shows how published numbers differ:
      37,552,282,624  active
         - 1,006,592  the same norms, all of which every token uses
      37,551,276,032  active matrices, the published number
+
+Published counts leave multi-token prediction out, and so do the recipes; with `model.num_mtp: 1` it is in `total`:
+
+     11,610,067,968  mtp: the module's own, published as 11.5B unique parameters
+    682,636,472,320  total
+    + 1,853,358,080  the embedding and the head once more, which published files repeat beside the module
+    684,489,830,400  elements of the published files' weights (the 685B), without the bias and FP8 scales
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
+from moefold.blueprint.parameters import ParameterSpec, is_expert, is_mtp, parameters
 from moefold.config.model import ModelConfig
 
 VECTORS = frozenset({"norm", "bias", "sink"})
@@ -31,13 +38,18 @@ VECTORS = frozenset({"norm", "bias", "sink"})
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters; `experts` are the routed experts with their biases, all layers together."""
+    """Numbers of parameters; `experts` are the routed experts with their biases, all layers together.
+
+    `mtp` and `active_mtp` say how much of `total` and `active` is in the modules that predict further ahead.
+    """
 
     total: int
     active: int
     matrices: int
     active_matrices: int
     experts: int
+    mtp: int
+    active_mtp: int
     by_kind: Mapping[str, int]
 
 
@@ -47,12 +59,15 @@ def count_parameters(model: ModelConfig) -> Counts:
     for spec in specs:
         by_kind[spec.kind] = by_kind.get(spec.kind, 0) + spec.size
     matrices = [spec for spec in specs if spec.kind not in VECTORS]
+    ahead = [spec for spec in specs if is_mtp(spec.name)]
     return Counts(
         total=sum(spec.size for spec in specs),
         active=sum(active_size(spec, model) for spec in specs),
         matrices=sum(spec.size for spec in matrices),
         active_matrices=sum(active_size(spec, model) for spec in matrices),
         experts=sum(spec.size for spec in specs if is_expert(spec.name)),
+        mtp=sum(spec.size for spec in ahead),
+        active_mtp=sum(active_size(spec, model) for spec in ahead),
         by_kind=by_kind,
     )
 

@@ -67,6 +67,11 @@ def is_expert(name: str) -> bool:
     return ".experts." in name
 
 
+def is_mtp(name: str) -> bool:
+    """Whether a parameter belongs to a module that predicts further ahead: of no use to one who predicts one token."""
+    return name.startswith(("mtp.", "mtp_norms."))
+
+
 def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
     D = model.width
     yield ParameterSpec("embedding.weight", (model.vocab_size, D), "embedding")

@@ -10,7 +10,7 @@ from typing import Any
 
 from moefold.blueprint.counts import Counts, active_size, count_parameters
 from moefold.blueprint.held import RankShare, largest_share
-from moefold.blueprint.parameters import buffers, layer_parameters
+from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.checks.precision import BYTES
 from moefold.checks.run_all import problems
 from moefold.cli.run_argument import add_run_argument, find_run
@@ -110,6 +110,11 @@ def _sizes_table(run: RunConfig, counts: Counts) -> str:
         ("total, matrices", counts.matrices, "without norms, biases and sinks, as published tables count"),
         ("active, matrices", counts.active_matrices, "the same of what a token uses"),
     ]
+    if run.model.num_mtp:
+        rows += [
+            ("ahead", counts.mtp, "of the total: modules that predict further ahead, which published tables leave out"),
+            ("ahead, active", counts.active_mtp, "of the active ones"),
+        ]
     table = text_table(
         ("parameters", "exactly", "about", "what"), [(a, f"{n:,}", format_count(n), b) for a, n, b in rows]
     )
@@ -127,6 +132,11 @@ def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
             specs = list(layer_parameters(model, first))
             total, active = sum(s.size for s in specs), sum(active_size(s, model) for s in specs)
             yield (f"{first}-{end - 1}" if end - first > 1 else f"{first}", kind, f"{total:,}", f"{active:,}")
+    if model.num_mtp:
+        ahead = list(mtp_parameters(model, 0))
+        kind = "mixture" if model.is_moe_layer(model.num_layers) else "dense"
+        total, active = sum(s.size for s in ahead), sum(active_size(s, model) for s in ahead)
+        yield ("ahead" if model.num_mtp == 1 else f"ahead 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
 
 
 def _share_table(run: RunConfig, world: int | None, share: RankShare) -> str:

@@ -3,8 +3,9 @@
 There are two honest ways to count, and they differ by tens of percent on small models, so both are here by name.
 
 `training_flops_per_token` counts what the model needs, in the convention of published MoE runs (Megatron-Core's):
-three times the forward pass; causal attention as half of the square; the head; shared experts. Not the router, the
-embedding, norms, or anything computed a second time. A faster program for the same model keeps the same count, so
+three times the forward pass; causal attention as half of the square; the head; shared experts. A module that predicts
+further ahead is one more layer, its join of two rows, and the head once more. Not the router, the embedding, norms, or
+anything computed a second time. A faster program for the same model keeps the same count, so
 MFU says how well the machine was used.
 
 `executed_flops_per_token` counts what moefold's matrix products really do: the whole square of attention, values
@@ -34,6 +35,8 @@ class FlopsByPart:
     routed: float = 0.0
     router: float = 0.0
     head: float = 0.0
+    # Of the modules that predict further ahead; their blocks and heads are in the parts above.
+    join: float = 0.0
 
     @property
     def total(self) -> float:
@@ -47,33 +50,39 @@ class FlopsByPart:
 
 def forward_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsByPart:
     """One forward pass, attention counted where tokens may look: S/2 positions, fewer through a window."""
-    layers = range(model.num_layers)
-    mixtures = sum(model.is_moe_layer(layer) for layer in layers)
+    blocks = _blocks(model)
+    mixtures = sum(map(model.is_moe_layer, blocks))
     moe = model.moe or MoEConfig()
     return FlopsByPart(
-        attention_projections=model.num_layers * _projections(model.attention, model.width),
-        attention_core=sum(_core(model.attention, _positions_seen(model, layer, seq_len)) for layer in layers),
-        dense=(model.num_layers - mixtures) * _gated(model.width, model.dense_width),
+        attention_projections=len(blocks) * _projections(model.attention, model.width),
+        attention_core=sum(_core(model.attention, _positions_seen(model, block, seq_len)) for block in blocks),
+        dense=(len(blocks) - mixtures) * _gated(model.width, model.dense_width),
         shared=mixtures * _gated(model.width, moe.shared_width),
         routed=mixtures * _routed(moe, model.width),
         router=mixtures * _router(moe, model.width),
-        head=_matrix(model.width, model.vocab_size),
+        head=(1 + model.num_mtp) * _matrix(model.width, model.vocab_size),
+        join=model.num_mtp * _matrix(2 * model.width, model.width),
     )
 
 
 def training_flops_per_token(model: ModelConfig, seq_len: int) -> float:
-    """Forward and backward in the published convention. DeepSeek-V3 at 4,096 tokens: 249.8e9."""
+    """Forward and backward in the published convention. DeepSeek-V3 at 4,096 tokens: 249.8e9, with its MTP 260.0e9."""
     return 3 * forward_flops_per_token(model, seq_len).model
 
 
 def executed_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsByPart:
     """Forward and backward as moefold computes them, without recomputed layers and without dropped tokens."""
     needed = forward_flops_per_token(model, seq_len)
-    core = model.num_layers * _core_as_executed(model.attention, seq_len)
+    core = len(_blocks(model)) * _core_as_executed(model.attention, seq_len)
     thrice = {field.name: 3 * getattr(needed, field.name) for field in fields(needed)}
     # Attention: two products forward, five backward, of which the first repeats the scores. The head's logits are
     # computed in the forward pass, again in the backward pass, and differentiated by two products.
     return FlopsByPart(**{**thrice, "attention_core": 3.5 * core, "head": 4 * needed.head})
+
+
+def _blocks(model: ModelConfig) -> range:
+    """The layers, and those inside of MTP modules, which count on."""
+    return range(model.num_layers + model.num_mtp)
 
 
 def _positions_seen(model: ModelConfig, layer: int, seq_len: int) -> float:
