@@ -1,0 +1,97 @@
+"""Which documents a step's microbatches hold, and about how long they take.
+
+All token ranks of a pipeline stage work on a **wave** of microbatches at a time: one per group of `context` ranks that
+share its tokens. A step is a row of waves. Ranks meet in every layer (tokens travel to experts), so a wave
+lasts as long as its slowest group, and the plan's aim is that groups are alike.
+
+    l length of a document, c ranks that share it
+
+Attention grows with l * l, everything else with l; both are shared by c ranks. Keys and values visit the c - 1 other
+ranks, so sharing a document costs messages in proportion to l * (c - 1) / c, and a start per visit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Microbatches that run at the same time, as indices into the step's documents: one tuple per group of ranks."""
+
+    context: int
+    documents: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The waves of one step, in the order in which they run; every document is in exactly one group of one wave."""
+
+    waves: tuple[Wave, ...]
+
+    def with_at_least(self, num_waves: int) -> StepPlan:
+        """Followed by empty waves, for pipeline orders that need more microbatches than the documents make."""
+        missing = max(num_waves - len(self.waves), 0)
+        idle = tuple(Wave(wave.context, ((),) * len(wave.documents)) for wave in self.waves[-1:])
+        return StepPlan(self.waves + idle * missing)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A linear model of time, in units of all the work on one token that is not attention.
+
+    The defaults are of the size that DeepSeek-V3 has on eight H100s; only their proportions matter.
+    """
+
+    token: float = 1.0
+    # Per pair of positions: at 1 / attention tokens, attention takes as long as everything else.
+    attention: float = 1 / 32_768
+    # Per token whose keys and values travel, per visit that starts, and per wave.
+    exchange: float = 0.1
+    visit: float = 8.0
+    wave: float = 64.0
+
+    def of_document(self, length: int, context: int) -> float:
+        """What one document adds to the time of the ranks that share it."""
+        return (self.attention * length + self.token + self.exchange * (context - 1)) * length / context
+
+    def longest_within(self, time: float, context: int) -> float:
+        """The length of a document that takes this long: the root of the quadratic that `of_document` is."""
+        linear, budget = self.token + self.exchange * (context - 1), time * context
+        if budget <= 0:
+            return 0.0
+        # The form without a difference of near numbers; it holds for attention = 0 too.
+        return 2 * budget / (linear + sqrt(linear * linear + 4 * self.attention * budget))
+
+    def of_wave(self, context: int, slowest: float) -> float:
+        return slowest + self.visit * (context - 1) + self.wave
+
+
+def estimate(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> float:
+    """How long the step takes."""
+    return sum(cost.of_wave(wave.context, max(group_times(wave, lengths, cost), default=0.0)) for wave in plan.waves)
+
+
+def group_times(wave: Wave, lengths: Sequence[int], cost: Cost) -> list[float]:
+    """How long each group of a wave works on its documents."""
+    return [sum(cost.of_document(lengths[i], wave.context) for i in group) for group in wave.documents]
+
+
+def imbalance(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> float:
+    """The slowest group of every wave over the mean group: 1 where nobody waits."""
+    times = [group_times(wave, lengths, cost) for wave in plan.waves]
+    working, waited = sum(map(sum, times)), sum(max(wave) * len(wave) for wave in times)
+    return waited / working if working else 1.0
+
+
+def most_held(length: int, context: int) -> int:
+    """How many tokens of a document the rank with most of them holds: two of 2c nearly equal chunks."""
+    whole, rest = divmod(length, 2 * context)
+    return 2 * whole + (rest > 0) + (rest > context)
+
+
+def held_by_a_rank(group: Iterable[int], lengths: Sequence[int], context: int) -> int:
+    """A bound on the tokens of any rank of the group."""
+    return sum(most_held(lengths[i], context) for i in group)
