@@ -66,6 +66,20 @@ class MegatronIndex:
             raise self.wrong("document marks", f"document {document:,} runs from token {start:,} to {end:,}")
         return start, end
 
+    def document_bounds(self, first: int, after: int) -> np.ndarray:
+        """Where documents `first` to `after` - 1 begin, and where the last of them ends."""
+        if not 0 <= first <= after <= self.num_documents:
+            raise DataError(f"{self.name}: no documents {first:,} to {after:,}; there are {self.num_documents:,}")
+        n, item, sequences = len(self.sizes), self.dtype.itemsize, self.marks[first : after + 1]
+        if np.any((sequences < 0) | (sequences > n)):
+            raise self.wrong("document marks", f"documents {first:,} to {after:,} lie outside the sequences")
+        ends_all = sequences == n
+        bounds = np.full(len(sequences), self.num_tokens)
+        bounds[~ends_all] = self.pointers[sequences[~ends_all]] // item
+        if bounds[0] < 0 or bounds[-1] > self.num_tokens or np.any(bounds[1:] < bounds[:-1]):
+            raise self.wrong("offsets", f"documents {first:,} to {after:,} are out of order")
+        return bounds
+
     def document_at(self, token: int) -> int:
         """The document that holds a token; of empty ones beside it, none."""
         return bisect_right(range(self.num_documents + 1), token, key=self._start) - 1

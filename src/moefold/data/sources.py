@@ -43,6 +43,7 @@ class Source:
         self._openers = _openers(config, vocab_size, split)
         self.files = tuple(self._first_look(number) for number in range(len(self._openers)))
         self._bounds = [0, *accumulate(facts.num_tokens for facts in self.files)]
+        self._scanned: dict[int, np.ndarray] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +61,21 @@ class Source:
             for number, at, count in self._parts(start, length)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def num_documents(self, number: int) -> int:
+        """Of one file. A file without an index is read through once, and what was found is kept."""
+        if number in self._scanned:
+            return len(self._scanned[number]) - 1
+        file = self._file(number)
+        if not file.has_index:
+            self._scanned[number] = file.document_bounds(0, file.num_documents)
+        return file.num_documents
+
+    def document_bounds(self, number: int, first: int, after: int) -> np.ndarray:
+        """Where documents `first` to `after` - 1 of one file begin in the stream, and where the last of them ends."""
+        found = self._scanned.get(number)
+        bounds = self._file(number).document_bounds(first, after) if found is None else found[first : after + 1]
+        return bounds + self._bounds[number]
 
     def describe(self, position: int) -> str:
         """File, document and offset of a token, for a message."""

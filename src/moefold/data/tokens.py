@@ -35,6 +35,8 @@ class TokenFile(Protocol):
     """What every reader answers. Positions are tokens of the file's stream."""
 
     name: str
+    # Whether the file says where its documents are; if not, it must be read through once to know.
+    has_index: bool
 
     @property
     def num_tokens(self) -> int: ...
@@ -54,11 +56,16 @@ class TokenFile(Protocol):
 
     def document_span(self, number: int) -> tuple[int, int]: ...
 
+    def document_bounds(self, first: int, after: int) -> np.ndarray:
+        """Where documents `first` to `after` - 1 begin, and where the last of them ends."""
+
     def document_starts_in(self, start: int, length: int) -> np.ndarray: ...
 
 
 class MegatronFile:
     """PREFIX.bin and PREFIX.idx."""
+
+    has_index = True
 
     def __init__(self, prefix: str) -> None:
         self.name = prefix
@@ -90,6 +97,9 @@ class MegatronFile:
     def document_span(self, number: int) -> tuple[int, int]:
         return self.index.document_span(number)
 
+    def document_bounds(self, first: int, after: int) -> np.ndarray:
+        return self.index.document_bounds(first, after)
+
     def document_starts_in(self, start: int, length: int) -> np.ndarray:
         return self.index.document_starts_in(start, length)
 
@@ -97,6 +107,7 @@ class MegatronFile:
 class _MarkedStream:
     """Documents of a stream that has no index: found by looking for the token that ends them."""
 
+    has_index = False
     name: str
     num_tokens: int
     end_of_document: int | None
@@ -120,6 +131,11 @@ class _MarkedStream:
             raise DataError(f"{self.name}: no document {number:,}; there are {self.num_documents:,}")
         bounds = [*self._starts[number : number + 2].tolist(), self.num_tokens]
         return bounds[0], bounds[1]
+
+    def document_bounds(self, first: int, after: int) -> np.ndarray:
+        if not 0 <= first <= after <= self.num_documents:
+            raise DataError(f"{self.name}: no documents {first:,} to {after:,}; there are {self.num_documents:,}")
+        return np.append(self._starts, self.num_tokens)[first : after + 1]
 
     def document_starts_in(self, start: int, length: int) -> np.ndarray:
         """Reads only the window and the token before it."""
