@@ -3,6 +3,9 @@
 A kill is planned as (rank, point, occurrence). The rank breaks itself before it starts: it replaces one function by one
 that ends the process at that call. Which kill of the plan is due is the number of kills that have happened, counted in
 files, so every start of the run knows it without being told.
+
+Every planned kill happens: for each point it is known how many checkpoints a start may commit before it dies there, and
+the run is made as long as the whole plan may need.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 import moefold.checkpoint.files
 import moefold.comm.exchange
 import moefold.comm.gather
-import moefold.parallel.step
+import moefold.pipeline.step
 import moefold.train.trainer
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -33,7 +36,7 @@ from moefold.train.setup import Workshop, run_directory, set_up
 from moefold.train.supervise import supervise
 from moefold.train.trainer import train
 
-STEPS, SAVE_EVERY = 12, 3
+SAVE_EVERY = 3
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,17 @@ def _mid_optimizer(nth: int, die: Callable[[], NoReturn]) -> None:
     _at(torch.optim.AdamW, "step", nth, some_groups)
 
 
-def _mid_removal(nth: int, die: Callable[[], NoReturn]) -> None:
-    def one_file(remove: Callable[..., None], path: Path) -> None:
+def _mid_removal(kind: int, die: Callable[[], NoReturn]) -> None:
+    """Of a checkpoint that need not stay (1), or of whatever goes first, be it what the last kill left (2)."""
+    remove = moefold.checkpoint.files.remove_tree
+
+    def one_file(path: Path) -> None:
+        if kind == 1 and not path.name.endswith(".deleting"):
+            return remove(path)
         os.unlink(sorted(file for file in path.iterdir())[0])
         die()
 
-    _at(moefold.checkpoint.files, "remove_tree", nth, one_file)
+    moefold.checkpoint.files.remove_tree = one_file
 
 
 def _after(owner: Any, name: str, nth: int, die: Callable[[], NoReturn]) -> None:
@@ -92,25 +100,42 @@ def _after(owner: Any, name: str, nth: int, die: Callable[[], NoReturn]) -> None
 
 
 def _alarm(milliseconds: int, die: Callable[[], NoReturn]) -> None:
+    """On a fast machine, at the seventh step at the latest: two checkpoints further at most."""
+    _before(moefold.train.trainer, "step_batches", 2 * SAVE_EVERY + 1, die)
     signal.signal(signal.SIGALRM, lambda *_: die())
     signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
 
 
-# Point -> (what to break at the n-th occurrence, how many occurrences there are to choose from).
-POINTS: dict[str, tuple[Callable[[int, Callable[[], NoReturn]], None], int]] = {
-    "reading data": (lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 3),
-    "inside an exchange": (lambda n, die: _before(moefold.comm.exchange, "_move", n, die), 40),
-    "inside a sum": (lambda n, die: _before(moefold.comm.gather, "_sum", n, die), 20),
-    "after backward": (lambda n, die: _before(moefold.parallel.step, "finish_gradients", n, die), 3),
-    "mid-optimizer": (_mid_optimizer, 3),
-    "before the bias moves": (lambda n, die: _before(moefold.parallel.step, "move_expert_biases", n, die), 3),
-    "mid-shard": (_mid_write, 12),
-    "before a file is durable": (lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 3),
-    "between manifest and commit": (lambda n, die: _before(moefold.checkpoint.files, "rename", n, die), 2),
-    "just after commit": (lambda n, die: _after(moefold.checkpoint.files, "rename", n, die), 2),
-    "during retention": (_mid_removal, 1),
-    "any time": (_alarm, 500),
+class Point(NamedTuple):
+    """``arm`` breaks the n-th occurrence, of ``choices``; up to ``commits`` checkpoints are committed on the way there.
+
+    Up to three occurrences once per step, 40 exchanges and 20 sums all come before the first save ends.
+    """
+
+    arm: Callable[[int, Callable[[], NoReturn]], None]
+    choices: int
+    commits: int
+
+
+POINTS = {
+    "reading data": Point(lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 3, 0),
+    "inside an exchange": Point(lambda n, die: _before(moefold.comm.exchange, "_move", n, die), 40, 0),
+    "inside a sum": Point(lambda n, die: _before(moefold.comm.gather, "_sum", n, die), 20, 0),
+    "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
+    "mid-optimizer": Point(_mid_optimizer, 3, 0),
+    "before the bias moves": Point(lambda n, die: _before(moefold.pipeline.step, "move_expert_biases", n, die), 3, 0),
+    "mid-shard": Point(_mid_write, 12, 0),
+    "before a file is durable": Point(lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 3, 1),
+    "between manifest and commit": Point(lambda n, die: _before(moefold.checkpoint.files, "rename", n, die), 2, 1),
+    "just after commit": Point(lambda n, die: _after(moefold.checkpoint.files, "rename", n, die), 2, 2),
+    "during retention": Point(_mid_removal, 2, 3),
+    "any time": Point(_alarm, 3000, 2),
 }
+
+
+def steps_for(kills: list[Kill]) -> int:
+    """Enough for every kill to happen however far each start gets, and for one more save after the last."""
+    return SAVE_EVERY * (sum(POINTS[kill.point].commits for kill in kills) + 1)
 
 
 def plan_kills(count: int, world: int, seed: int) -> list[Kill]:
@@ -126,7 +151,7 @@ def plan_kills(count: int, world: int, seed: int) -> list[Kill]:
             if point in ("between manifest and commit", "just after commit", "during retention")
             else dice.randrange(world)
         )
-        kills.append(Kill(rank, point, dice.randint(1, POINTS[point][1])))
+        kills.append(Kill(rank, point, dice.randint(1, POINTS[point].choices)))
     return kills
 
 
@@ -166,10 +191,10 @@ def digest(workshop: Workshop) -> str:
     return found.hexdigest()
 
 
-def small_run(base: RunConfig, directory: Path, parallel: ParallelConfig, background: bool) -> RunConfig:
+def small_run(base: RunConfig, directory: Path, parallel: ParallelConfig, background: bool, steps: int) -> RunConfig:
     saving = SavingConfig(every=SAVE_EVERY, keep=2, background=background)
     data = replace(base.data, seq_len=16, global_batch=8, micro_batch=1, validation=None)
-    settings = replace(base.train, steps=STEPS, directory=str(directory), saving=saving)
+    settings = replace(base.train, steps=steps, directory=str(directory), saving=saving)
     return replace(base, parallel=parallel, data=data, train=settings)
 
 
@@ -189,7 +214,7 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
                 os.kill(os.getpid(), signal.SIGKILL)
                 raise AssertionError("unreachable")
 
-            POINTS[kills[number].point][0](kills[number].occurrence, die)
+            POINTS[kills[number].point].arm(kills[number].occurrence, die)
         workshop, state = set_up(run, rank, world, torch.device("cpu"), 30.0)
         code = train(workshop, state, [Diary(directory / "diary.jsonl")])
         signal.setitimer(signal.ITIMER_REAL, 0)
