@@ -62,7 +62,7 @@ class Filler:
                 groups, pool = self._fill(pool, context, max(share, self.cost.of_document(longest, context)))
             else:
                 pool = []
-            left = sum(self._tables[self.contexts[0]][1][i] for _, i in pool)
+            left -= sum(self._time(group, self.contexts[0]) for group in groups)
             # Serpentine: who works longest in one wave does so least in the next.
             groups.sort(key=lambda group: (-self._time(group, context), group), reverse=bool(len(waves) % 2))
             waves.append(Wave(context, tuple(groups)))
