@@ -1,0 +1,150 @@
+"""Attention when a rank holds only some tokens of each document: three ways to reach the others.
+
+Ring: keys and values travel, heads stay together; any number of heads will do. All-to-all: each rank takes some heads
+and sees all tokens; two exchanges and no merging, but no more ranks than heads can be of use. Hierarchical: all-to-all
+among neighbours, where links are fast, and a ring across the sets of neighbours.
+
+Tokens are dealt in zigzag (``batching/zigzag.py``). A batch names the number of ranks it is spread over, and a core
+knows this rank's group of every size it may meet. Gradients of sinks are this rank's part: they add up over the group,
+like those of every other parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from moefold.comm.group import Group
+from moefold.model.attention.core import AttentionCore
+from moefold.model.batch import Batch
+from moefold.ops.attention import attend
+from moefold.parallel.context_heads import HeadTrade
+from moefold.parallel.context_plan import around
+from moefold.parallel.context_ring import ring_attend
+
+
+class RingCore:
+    """Keys and values go around all ranks."""
+
+    def __init__(self, contexts: Mapping[int, Group]) -> None:
+        self.contexts = contexts
+
+    def __call__(
+        self,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        ring = None if batch.context_size == 1 else self.contexts[batch.context_size]
+        return _attend_over(None, ring, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
+
+
+class HeadsCore:
+    """Each rank takes a share of the heads and sees all tokens."""
+
+    def __init__(self, contexts: Mapping[int, Group]) -> None:
+        self.contexts = contexts
+
+    def __call__(
+        self,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        traders = None if batch.context_size == 1 else self.contexts[batch.context_size]
+        return _attend_over(traders, None, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
+
+
+class HierarchicalCore:
+    """All-to-all inside sets of neighbouring ranks, and a ring across the sets.
+
+    For each context size the groups (inner, outer) of this rank: context rank i is number i % inner of set i // inner.
+    """
+
+    def __init__(self, contexts: Mapping[int, tuple[Group, Group]]) -> None:
+        self.contexts = contexts
+
+    def __call__(
+        self,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        traders, ring = (None, None) if batch.context_size == 1 else self.contexts[batch.context_size]
+        return _attend_over(traders, ring, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
+
+
+class PerLayerCore:
+    """One way for layers that see everything, another for those that look through a window."""
+
+    def __init__(self, full: AttentionCore, windowed: AttentionCore) -> None:
+        self.full, self.windowed = full, windowed
+
+    def __call__(
+        self,
+        q_THd: Tensor,
+        k_TGd: Tensor,
+        v_TGv: Tensor,
+        batch: Batch,
+        *,
+        scale: float,
+        window: int | None,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
+        core = self.full if window is None else self.windowed
+        return core(q_THd, k_TGd, v_TGv, batch, scale=scale, window=window, sinks_H=sinks_H)
+
+
+def _attend_over(
+    traders: Group | None,
+    ring: Group | None,
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """Trade heads for tokens among neighbours, if there are any; go around the others, if there are any; trade back."""
+    if traders is None or traders.alone:
+        return _around(ring, 1, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
+    first = 0 if ring is None else ring.index * traders.size
+    trade = HeadTrade(traders, batch.lengths, first, batch.context_size, q_THd.shape[1], k_TGd.shape[1])
+    sinks_h = None if sinks_H is None else trade.of_heads(sinks_H)
+    q, k, v = trade.to_heads(q_THd, k_TGd, v_TGv)
+    return trade.to_tokens(_around(ring, traders.size, q, k, v, batch, scale, window, sinks_h))
+
+
+def _around(
+    ring: Group | None,
+    ranks_per_member: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if ring is None or ring.alone:
+        return attend(q, k, v, batch.lengths, scale, window, sinks)
+    steps = around(batch.lengths, batch.context_size, ranks_per_member, ring.index, window)
+    tokens = sum(batch.lengths) // ring.size
+    return ring_attend(q, k, v, sinks, group=ring, steps=steps, scale=scale, window=window, mean_tokens=tokens)
