@@ -13,13 +13,13 @@ what it receives. Without a string the layers' costs are balanced, counted in pa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from moefold.blueprint.balance import balance
 from moefold.blueprint.counts import active_size
-from moefold.blueprint.parameters import layer_parameters
+from moefold.blueprint.parameters import ParameterSpec, layer_parameters, mtp_parameters
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError, Problem
@@ -92,18 +92,19 @@ def balanced_stages(model: ModelConfig, num_stages: int) -> tuple[StageSpec, ...
 def part_costs(model: ModelConfig) -> list[int]:
     """What the embedding, each layer, each MTP module and the loss cost: the parameters that one token uses.
 
-    A token reads one row of the embedding, and the whole head once for itself and once per MTP module. A module is a
-    layer and a projection of two states to one.
+    A token reads one row of the embedding, and the whole head once for itself and once per MTP module.
     """
-    D = model.width
-    by_kind = {
-        model.is_moe_layer(layer): sum(active_size(spec, model) for spec in layer_parameters(model, layer))
-        for layer in (0, model.num_layers)
-    }
-    module = by_kind[model.is_moe_layer(model.num_layers)] + 2 * D * D
-    loss = (1 + model.num_mtp) * model.vocab_size * D
+
+    def used(specs: Iterable[ParameterSpec]) -> int:
+        return sum(active_size(spec, model) for spec in specs)
+
+    # Layers of a kind are alike, and dense ones come first: the first and the last are all there is.
+    ends = (0, model.num_layers - 1)
+    by_kind = {model.is_moe_layer(layer): used(layer_parameters(model, layer)) for layer in ends}
     layers = [by_kind[model.is_moe_layer(layer)] for layer in range(model.num_layers)]
-    return [D, *layers, *[module] * model.num_mtp, loss]
+    modules = [used(mtp_parameters(model, 0))] * model.num_mtp
+    loss = (1 + model.num_mtp) * model.vocab_size * model.width
+    return [model.width, *layers, *modules, loss]
 
 
 def parse_stages(text: str, num_layers: int, num_mtp: int) -> tuple[StageSpec, ...]:
