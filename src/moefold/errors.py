@@ -62,6 +62,10 @@ class LayoutError(ProblemsError):
     """These sizes do not make two grids over this many ranks."""
 
 
+class OrderError(MoefoldError):
+    """A pipeline order that cannot be carried out; the message shows the place."""
+
+
 class BackendError(MoefoldError):
     """A backend is missing on this machine; the message names the alternatives."""
 

@@ -1,1 +1,1 @@
-"""Pipeline orders as data: built from sizes, rewritten by passes, checked, timed and drawn before any process starts."""
+"""Pipeline orders as data: built from sizes, rewritten by passes, checked, timed and drawn before a process starts."""

@@ -11,8 +11,8 @@ wait for nothing but the messages they need.
     BACKWARD_INPUT    I       the input gradient alone; the weight gradients are put off
     BACKWARD_WEIGHT   W       the weight gradients that an earlier I put off
     OVERLAP           O       the forward of one microbatch and the backward (B or I) of another, together
-    SEND_F / RECV_F   SF/RF   the output of stage s to the rank of s + 1 / the input of stage s from the rank of s - 1
-    SEND_B / RECV_B   SB/RB   the input gradient of stage s to the rank of s - 1 / its output gradient from that of s + 1
+    SEND_F, RECV_F    SF, RF  send the stage's output to the next stage's rank, receive its input from the one before
+    SEND_B, RECV_B    SB, RB  send the input gradient to the stage before, receive the output gradient from the next
 
 A send does not wait for its receiver. Between two stages of one rank nothing is sent: the value is handed over.
 """

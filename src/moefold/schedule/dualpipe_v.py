@@ -1,10 +1,9 @@
 """DualPipeV: a V-shaped pipeline whose forwards run beside backwards (DeepSeek's DualPipe, cut in half).
 
-As in ZB-V, rank r holds stage r and stage 2P - 1 - r. Once the pipe is full, a rank runs the forward of one of its stages
-beside the backward of the other, by turns: microbatches that travel there meet others that travel back, on every rank
-and at the same time. So the dispatch and combine of one hide under the computation of the other for most of the step.
-Near both ends weight gradients are put off to fill the bubbles. Each rank holds up to 2P + 1 half-size microbatches, 1F1B's
-memory plus one, wherever it stands.
+As in ZB-V, rank r holds stage r and stage 2P - 1 - r. Once the pipe is full, a rank runs the forward of one of its
+stages beside the backward of the other, by turns: microbatches on their way there meet others on their way back, on
+every rank and at the same time. So the dispatch and combine of one hide under the computation of the other for most of
+the step. Near both ends weight gradients are put off to fill the bubbles.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def _rank_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
     # Steady: there beside back, back beside there.
     for turn in range(microbatches - 2 * ranks + rank + 1):
         if turn == 0 and rank == ranks - 1:
-            # The last rank turns the first microbatches round; one after the other, the next rank gets its input sooner.
+            # One after the other here: the forward's result leaves sooner, and everyone is waiting for it.
             tally.forward(0)
             tally.backward(1)
         else:

@@ -16,6 +16,8 @@ neighbouring ranks already differ by two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moefold.schedule.actions import Action, Kind, Order, make_order
 from moefold.schedule.overlaps import pair_overlaps
 from moefold.topology.shares import share_sizes
@@ -23,22 +25,31 @@ from moefold.topology.shares import share_sizes
 
 def interleaved(ranks: int, virtual: int, microbatches: int) -> Order:
     """``virtual`` stages per rank."""
-    return _interleaved("interleaved", ranks, virtual, microbatches, extra=0)
+    return _order("interleaved", ranks, virtual, microbatches, _warm_ups(ranks, virtual, microbatches, extra=0))
 
 
 def interleaved_overlapped(ranks: int, virtual: int, microbatches: int) -> Order:
     """With one more forward in every warm-up, and the pairs that this makes possible."""
-    return pair_overlaps(_interleaved("interleaved_overlapped", ranks, virtual, microbatches, extra=1))
+    warm_ups = _warm_ups(ranks, virtual, microbatches, extra=1)
+    return pair_overlaps(_order("interleaved_overlapped", ranks, virtual, microbatches, warm_ups), warm_ups)
 
 
-def _interleaved(name: str, ranks: int, virtual: int, microbatches: int, extra: int) -> Order:
-    rounds = share_sizes(microbatches, max(1, microbatches // ranks))
+def _warm_ups(ranks: int, virtual: int, microbatches: int, extra: int) -> list[int]:
+    """How many forwards each rank does before it alternates."""
+    most = _rounds(ranks, microbatches)[0] * (virtual - 1) + 2 * (ranks - 1) + extra
+    return [min(most - 2 * rank, virtual * microbatches) for rank in range(ranks)]
+
+
+def _rounds(ranks: int, microbatches: int) -> tuple[int, ...]:
+    """The sizes of the rounds; the first is the largest."""
+    return share_sizes(microbatches, max(1, microbatches // ranks))
+
+
+def _order(name: str, ranks: int, virtual: int, microbatches: int, warm_ups: Sequence[int]) -> Order:
+    rounds = _rounds(ranks, microbatches)
     forwards = _passes(rounds, range(virtual))
     backwards = _passes(rounds, range(virtual - 1, -1, -1))
-    actions = []
-    for rank in range(ranks):
-        warm_up = (virtual - 1) * rounds[0] + 2 * (ranks - 1 - rank) + extra
-        actions.append(_rank_actions(rank, ranks, forwards, backwards, min(warm_up, len(forwards))))
+    actions = [_rank_actions(rank, ranks, forwards, backwards, warm_up) for rank, warm_up in enumerate(warm_ups)]
     return make_order(name, ranks, virtual, microbatches, actions, "loop")
 
 

@@ -15,24 +15,30 @@ all ranks run at the same time. The price is memory: rank 0 holds 2P instead of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moefold.schedule.actions import Action, Kind, Order, make_order
 from moefold.schedule.overlaps import pair_overlaps
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Order:
     """One stage per rank."""
-    actions = [_rank_actions(rank, ranks - 1 - rank, microbatches) for rank in range(ranks)]
-    return make_order("1f1b", ranks, 1, microbatches, actions, "loop")
+    warm_ups = [min(ranks - 1 - rank, microbatches) for rank in range(ranks)]
+    return _order("1f1b", warm_ups, microbatches)
 
 
 def one_f_one_b_overlapped(ranks: int, microbatches: int) -> Order:
     """With warm-ups long enough that every forward after them runs beside the backward of another microbatch."""
-    actions = [_rank_actions(rank, 2 * (ranks - 1 - rank) + 1, microbatches) for rank in range(ranks)]
-    return pair_overlaps(make_order("1f1b_overlapped", ranks, 1, microbatches, actions, "loop"))
+    warm_ups = [min(2 * (ranks - 1 - rank) + 1, microbatches) for rank in range(ranks)]
+    return pair_overlaps(_order("1f1b_overlapped", warm_ups, microbatches), warm_ups)
+
+
+def _order(name: str, warm_ups: Sequence[int], microbatches: int) -> Order:
+    actions = [_rank_actions(rank, warm_up, microbatches) for rank, warm_up in enumerate(warm_ups)]
+    return make_order(name, len(warm_ups), 1, microbatches, actions, "loop")
 
 
 def _rank_actions(stage: int, warm_up: int, microbatches: int) -> list[Action]:
-    warm_up = min(warm_up, microbatches)
     actions = [Action(Kind.FORWARD, stage, microbatch) for microbatch in range(warm_up)]
     for microbatch in range(microbatches):
         if microbatch + warm_up < microbatches:

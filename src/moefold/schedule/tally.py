@@ -8,7 +8,7 @@ from moefold.schedule.actions import Action, Kind, overlap
 
 
 class Tally:
-    """``actions`` so far. Each computation takes the next microbatch of its stage; 0 and 1 name the rank's two stages."""
+    """The ``actions`` so far. A computation takes the next microbatch of its stage; 0 and 1 name the rank's two."""
 
     def __init__(self, stages: tuple[int, int]) -> None:
         self.actions: list[Action] = []

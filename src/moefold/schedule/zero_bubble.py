@@ -3,8 +3,8 @@
 The backward is split. The input gradient I is what the stage before waits for, so it comes as early as possible; the
 weight gradient W fills what would be a bubble. The activations that W needs live until then.
 
-**ZB-H1** keeps 1F1B's forwards and its memory: every rank may hold P microbatches, which only rank 0 of 1F1B does. Rank r
-holds P - 1 - r because of its warm-up, and puts off r weight gradients with the rest.
+**ZB-H1** keeps 1F1B's forwards and its memory: every rank may hold P microbatches, which only rank 0 of 1F1B does. Rank
+r needs P - r of them for its forwards, and puts off r weight gradients with the rest.
 
     rank 0   F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 ...
     rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 ...
@@ -13,8 +13,8 @@ holds P - 1 - r because of its warm-up, and puts off r weight gradients with the
 When F, I and W take equally long, a third of 1F1B's bubble is left.
 
 **ZB-V** gives each rank two stages, one on the way there and one on the way back, so that rank 0 holds the first stage
-and the last. The loss is where the first input was, the ramps of both ends fit into each other, and with equal F, I and
-W the bubble is gone. The memory is 1F1B's.
+and the last. The loss is where the first input was, and the ramps of both ends fit into each other: with equal F, I and
+W a rank waits for its first input and never again (a sixth of 1F1B's bubble). The memory is 1F1B's.
 """
 
 from __future__ import annotations
