@@ -54,6 +54,7 @@ def _add_to_hf(verbs: Any) -> None:
     parser.add_argument("--max-shard", default="5GB", metavar="SIZE", help="largest file (5GB)")
     parser.add_argument("--context", type=int, metavar="N", help="longest sequence it is meant for (as trained)")
     parser.add_argument("--tokenizer", metavar="DIR", help="carry tokenizer files along (default: those of the run)")
+    parser.add_argument("--no-mtp", action="store_true", help="leave out modules that predict further ahead")
     _add_shared(parser, "number format (that of the checkpoint)", _WITH_TRANSFORMERS)
     parser.set_defaults(run=to_hf)
 
@@ -100,7 +101,9 @@ def to_hf(args: argparse.Namespace) -> int:
     beside = stored.path.parent.parent / TOKENIZER
     tokenizer = Path(args.tokenizer) if args.tokenizer else beside if beside.is_dir() else None
     dtype = getattr(torch, args.dtype) if args.dtype else stored.dtype("parameter/embedding.weight")
-    plan = Export(stored.run.model, args.context or stored.run.data.seq_len, dtype, max_shard, tokenizer)
+    plan = Export(
+        stored.run.model, args.context or stored.run.data.seq_len, dtype, max_shard, tokenizer, not args.no_mtp
+    )
     with _watched(_size(stored), "writing") as tick:
         done = export(stored, plan, Path(args.out), tick)
     return _tell(args, done, lambda: largest_difference(stored, stored.run.model, done.path, dtype))

@@ -1,7 +1,7 @@
 """DeepSeek: latent attention, dense layers first, a shared expert.
 
 V3 scores with a sigmoid, opens only some groups of experts to a token, and balances by a bias instead of a loss; it is
-listed without its multi-token-prediction layer.
+listed without its module for multi-token prediction, as its size is published; `model.num_mtp: 1` adds it.
 """
 
 from __future__ import annotations

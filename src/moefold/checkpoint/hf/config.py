@@ -51,6 +51,8 @@ class TheirConfig:
     @property
     def beside(self) -> tuple[str, ...]:
         """How names start that belong to no part of the model; tensors of that name are left out, and said to be."""
+        if self.model.num_mtp:
+            return ()
         return tuple(start.format(layers=self.model.num_layers) for start in READABLE[self.model_type].beside)
 
 
@@ -160,8 +162,9 @@ def family_of(model: ModelConfig) -> str:
     differences = {name: differing(model, DIALECTS[name]) for name in alike}
     best = min(differences, key=lambda name: len(differences[name]))
     if differences[best]:
+        fixes = {"model.num_mtp": "leave the modules out with --no-mtp"}
         fix = f"the nearest of {', '.join(alike)} is {best}"
-        raise ConversionError(*(Problem(path, why, fix) for path, why in differences[best].items()))
+        raise ConversionError(*(Problem(path, why, fixes.get(path, fix)) for path, why in differences[best].items()))
     return best
 
 
@@ -225,7 +228,14 @@ def same_numbers(model: ModelConfig) -> ModelConfig:
     dense_layers = model.num_dense_layers if moe is not None else 0
     uses_dense = moe is None or dense_layers > 0
     dense_width = model.dense_width if uses_dense else ModelConfig().dense_width
-    return replace(model, attention=attention, moe=moe, num_dense_layers=dense_layers, dense_width=dense_width)
+    return replace(
+        model,
+        attention=attention,
+        moe=moe,
+        num_dense_layers=dense_layers,
+        dense_width=dense_width,
+        mtp_weight=ModelConfig().mtp_weight,
+    )
 
 
 def _plain_mixture(moe: MoEConfig) -> MoEConfig:

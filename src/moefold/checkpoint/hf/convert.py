@@ -18,8 +18,8 @@ import torch
 from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
 from moefold.checkpoint.hf.config import FILE, family_of, run_for, write_config
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory, check_tensors, weight_keys
-from moefold.checkpoint.hf.families import family_rules
-from moefold.checkpoint.hf.rules import Piece, parse_dims, pieces, tensors_of
+from moefold.checkpoint.hf.families import family_copies, family_rules
+from moefold.checkpoint.hf.rules import Piece, copies, parse_dims, pieces, tensors_of
 from moefold.checkpoint.hf.safetensors_file import NAMES, Entry, as_bytes, header, nbytes
 from moefold.checkpoint.hf.tokenizer import carry_tokenizer
 from moefold.checkpoint.one_process import Progress, StoredWeights, quietly, write_whole
@@ -59,6 +59,7 @@ def import_directory(
     path, run = _new_run(directory, run_for(directory.config, name), runs, origin, tick)
     carried = carry_tokenizer(directory.path, runs / name / TOKENIZER)
     notes = [f"not honoured: {key} (nothing from the directory is run)" for key in directory.config.not_honoured]
+    notes += directory.notes
     if directory.left_out:
         notes.append(f"left out {len(directory.left_out)} tensors beside the model: {directory.left_out[0]}, ...")
     names = tuple(file.name for file in sorted(path.iterdir()))
@@ -96,21 +97,29 @@ def _new_run(
 
 @dataclass(frozen=True)
 class Export:
-    """How a model is to be written; `context` is the longest sequence it is meant for."""
+    """How a model is to be written; `context` is the longest sequence it is meant for.
+
+    `mtp`: with the modules that look ahead, or without them, for families that have no names for them.
+    """
 
     model: ModelConfig
     context: int
     dtype: torch.dtype
     max_shard: int = DEFAULT_SHARD
     tokenizer: Path | None = None
+    mtp: bool = True
+
+    @property
+    def written(self) -> ModelConfig:
+        return self.model if self.mtp else replace(self.model, num_mtp=0)
 
 
 def export(source: TensorSource, plan: Export, out: Path, tick: Progress = quietly) -> Converted:
     """Write ``source``'s weights to the new directory ``out``."""
     if out.exists():
         raise ConversionError(Problem(str(out), "exists already", "choose another directory, or remove it"))
-    family = family_of(plan.model)
-    wanted = pieces(family_rules(family), plan.model)
+    family = family_of(plan.written)
+    wanted = (*pieces(family_rules(family), plan.written), *copies(family_copies(family), plan.written))
     _check_source(source, plan.model)
     temporary = out.with_name(out.name + ".partial")
     if temporary.exists():
@@ -119,7 +128,7 @@ def export(source: TensorSource, plan: Export, out: Path, tick: Progress = quiet
     try:
         files = _write_weights(source, plan, wanted, temporary, tick)
         dtype = str(plan.dtype).removeprefix("torch.")
-        _write_json(temporary / FILE, write_config(plan.model, family, plan.context, dtype))
+        _write_json(temporary / FILE, write_config(plan.written, family, plan.context, dtype))
         carried = carry_tokenizer(plan.tokenizer, temporary) if plan.tokenizer is not None else ()
         fsync_directory(temporary)
     except BaseException:
@@ -127,7 +136,7 @@ def export(source: TensorSource, plan: Export, out: Path, tick: Progress = quiet
         raise
     rename(temporary, out)
     size = sum(nbytes(_dtype(piece, plan), piece.their_shape) for piece in wanted)
-    return Converted(out, family, len(wanted), size, (FILE, *files, *carried), _notes(plan.model))
+    return Converted(out, family, len(wanted), size, (FILE, *files, *carried), _notes(plan))
 
 
 def _check_source(source: TensorSource, model: ModelConfig) -> None:
@@ -185,10 +194,13 @@ def _dtype(piece: Piece, plan: Export) -> torch.dtype:
     return torch.promote_types(plan.dtype, torch.float32) if is_bias else plan.dtype
 
 
-def _notes(model: ModelConfig) -> tuple[str, ...]:
-    if model.moe is None or model.moe.capacity is None:
-        return ()
-    return ("trained with a capacity; transformers computes every chosen token",)
+def _notes(plan: Export) -> tuple[str, ...]:
+    notes = []
+    if plan.model.moe is not None and plan.model.moe.capacity is not None:
+        notes.append("trained with a capacity; transformers computes every chosen token")
+    if plan.written != plan.model:
+        notes.append(f"left out {plan.model.num_mtp} modules that look ahead")
+    return tuple(notes)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -199,6 +199,7 @@ _DEEPSEEK_V3 = Dialect(
         Key("n_group", "moe.router.num_groups", 1),
         Key("topk_group", "moe.router.top_groups", 1),
         Key("rope_interleave", "rope.interleaved", True),
+        Key("num_nextn_predict_layers", "num_mtp", 0, names=("num_mtp_layers",)),
     ),
     (ROPE, LATENT),
     {
@@ -208,7 +209,7 @@ _DEEPSEEK_V3 = Dialect(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    # The layer that predicts a token further: trained beside the model, not part of it.
+    # The layer that predicts a token further, where config.json does not speak of it.
     beside=("model.layers.{layers}.",),
 )
 

@@ -8,7 +8,8 @@ exactly those that the model needs, is settled from the headers alone, before th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -16,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.parameters import buffers, is_mtp, parameters
 from moefold.checkpoint.hf.config import FILE, TheirConfig, read_config
-from moefold.checkpoint.hf.families import family_rules
-from moefold.checkpoint.hf.rules import Piece, pieces, tensors_of
+from moefold.checkpoint.hf.families import family_copies, family_rules
+from moefold.checkpoint.hf.rules import Piece, copies, pieces, tensors_of
 from moefold.checkpoint.hf.safetensors_file import FORMATS, Entry, TensorFile
 from moefold.checkpoint.hf.strict_json import read_object
 from moefold.checkpoint.spec import Box
@@ -48,12 +49,16 @@ class HfDirectory:
             raise ConversionError(Problem(str(path), "is not a directory"))
         self.path = path
         self.config: TheirConfig = read_config(read_object(path / FILE))
+        self.notes: tuple[str, ...] = ()
         self._files = _open_files(path)
         try:
-            self.pieces = pieces(family_rules(self.config.model_type), self.config.model)
             found = {name: file.entries[name] for name, file in self._files.items()}
-            spare = self._spare_head(found)
-            self.left_out = check_tensors(self.pieces, found, (*self.config.beside, *spare))
+            self.pieces = self._wanted(found)
+            repeated = self._repeated(found)
+            others = {name: entry for name, entry in found.items() if name not in repeated}
+            self.left_out = check_tensors(self.pieces, others, self.config.beside)
+            # A module's copies belong there; a head that is stored where there should be none is worth a word.
+            self.left_out += tuple(name for name in repeated if name == _HEAD)
         except BaseException:
             self.close()
             raise
@@ -65,15 +70,44 @@ class HfDirectory:
             self._by_key[keys[piece.ours]].append(piece)
         self._shapes = {keys[spec.name]: spec.shape for spec in tensors_of(self.config.model)}
 
-    def _spare_head(self, found: Mapping[str, Entry]) -> tuple[str, ...]:
-        """Some who tie the head to the embedding store it all the same; fine, if it is the embedding."""
-        if not self.config.model.tied_embeddings or _HEAD not in found or _EMBEDDING not in found:
-            return ()
-        head, embedding = self._files[_HEAD], self._files[_EMBEDDING]
-        alike = found[_HEAD].shape == found[_EMBEDDING].shape and found[_HEAD].format == found[_EMBEDDING].format
-        if not alike or any(a != b for a, b in zip(head.raw(_HEAD), embedding.raw(_EMBEDDING), strict=True)):
-            raise ConversionError(Problem(_HEAD, f"is not {_EMBEDDING}, though {FILE} says tie_word_embeddings"))
-        return (_HEAD,)
+    def _wanted(self, found: Mapping[str, Entry]) -> tuple[Piece, ...]:
+        """The model's pieces; without the modules that look ahead, if none of their tensors is there.
+
+        transformers saves none of them, but goes on saying that there are some.
+        """
+        model, rules = self.config.model, family_rules(self.config.model_type)
+        wanted = pieces(rules, model)
+        ahead = [piece.theirs for piece in wanted if is_mtp(piece.ours)]
+        if not ahead or any(name in found for name in ahead):
+            return wanted
+        self.config = replace(self.config, model=replace(model, num_mtp=0))
+        says = f"{FILE} says num_nextn_predict_layers = {model.num_mtp}"
+        self.notes = (f"{says}, but no tensor of such a layer is there: imported with model.num_mtp = 0",)
+        return pieces(rules, self.config.model)
+
+    def _repeated(self, found: Mapping[str, Entry]) -> frozenset[str]:
+        """Tensors that repeat another one; refused if they should and do not."""
+        repeated = set()
+        for name, original, because in self._repeatable():
+            if name in found and original in found:
+                if not self._equal(found, name, original):
+                    raise ConversionError(Problem(name, f"is not {original}, though {because}"))
+                repeated.add(name)
+        return frozenset(repeated)
+
+    def _repeatable(self) -> Iterator[tuple[str, str, str]]:
+        """Some who tie the head to the embedding store it all the same; modules that look ahead come with copies."""
+        model = self.config.model
+        if model.tied_embeddings:
+            yield _HEAD, _EMBEDDING, f"{FILE} says tie_word_embeddings"
+        for copy in copies(family_copies(self.config.model_type), model):
+            original = next(piece.theirs for piece in self.pieces if piece.ours == copy.ours)
+            yield copy.theirs, original, "a module that looks ahead shares it with the model"
+
+    def _equal(self, found: Mapping[str, Entry], name: str, other: str) -> bool:
+        alike = found[name].shape == found[other].shape and found[name].format == found[other].format
+        chunks = zip(self._files[name].raw(name), self._files[other].raw(other), strict=True)
+        return alike and all(a == b for a, b in chunks)
 
     def names(self) -> Sequence[str]:
         return tuple(self._by_key)

@@ -2,11 +2,17 @@
 
 Five families of mixtures, two relatives (DeepSeek-V2, Kimi-K2) and two dense ones to upcycle from (Llama, Qwen3).
 E experts, F expert width, D width. Mind gpt-oss: it stores [in, out], with the rows of gate and up alternating.
+
+DeepSeek-V3's modules that look ahead are stored as layers after the last one, `model.layers.61`: a layer's names for
+the block, four more for what is around it, and the embedding and the head once more. `eh_proj` multiplies
+[enorm(token); hnorm(stream)]; our `join` has the same order, so it is the same matrix.
 """
 
 from __future__ import annotations
 
-from moefold.checkpoint.hf.rules import NameRule
+from dataclasses import replace
+
+from moefold.checkpoint.hf.rules import CopyRule, NameRule
 from moefold.errors import UnknownNameError
 
 
@@ -14,6 +20,11 @@ def family_rules(model_type: str) -> tuple[NameRule, ...]:
     if model_type not in RULES:
         raise UnknownNameError("Hugging Face family", model_type, RULES)
     return RULES[model_type]
+
+
+def family_copies(model_type: str) -> tuple[CopyRule, ...]:
+    """Tensors of theirs that say again what others say."""
+    return COPIES.get(model_type, ())
 
 
 def _layer(ours: str, theirs: str, dims: str = "") -> NameRule:
@@ -81,13 +92,33 @@ _DEEPSEEK = (
     _layer("feed_forward.router.expert_bias", "mlp.gate.e_score_correction_bias"),
 )
 
+# Everything that a layer has, and what a module that looks ahead has around it.
+_AHEAD = (
+    *(
+        replace(
+            rule, ours=rule.ours.replace("layers.{i}", "mtp.{k}.block"), theirs=rule.theirs.replace("{i}", "{after}")
+        )
+        for rule in _DEEPSEEK
+        if rule.ours.startswith("layers.{i}.")
+    ),
+    NameRule("mtp.{k}.token_norm.weight", "model.layers.{after}.enorm.weight"),
+    NameRule("mtp.{k}.stream_norm.weight", "model.layers.{after}.hnorm.weight"),
+    NameRule("mtp.{k}.join.weight", "model.layers.{after}.eh_proj.weight"),
+    NameRule("mtp_norms.{k}.weight", "model.layers.{after}.shared_head.norm.weight"),
+)
+_AHEAD_COPIES = (
+    CopyRule("embedding.weight", "model.layers.{after}.embed_tokens.weight"),
+    CopyRule("head.weight", "model.layers.{after}.shared_head.head.weight"),
+)
+
+COPIES = {"deepseek_v3": _AHEAD_COPIES, "kimi_k2": _AHEAD_COPIES}
 RULES: dict[str, tuple[NameRule, ...]] = {
     "mixtral": (*_DECODER, *_HEADS, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "qwen3_moe": (*_DECODER, *_NORMED_HEADS, *_DENSE, *_ONE_BY_ONE),
     "olmoe": (*_DECODER, *_NORMED_HEADS, *_ONE_BY_ONE),
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
+    "deepseek_v3": (*_DEEPSEEK, *_AHEAD),
+    "kimi_k2": (*_DEEPSEEK, *_AHEAD),
     "gpt_oss": (
         *_DECODER,
         *_HEADS,

@@ -6,10 +6,12 @@ A rule names a tensor of ours, a tensor of theirs, and how their dims relate:
     NameRule("ffn.gate_up[1]", "ffn.up_proj.weight")                                theirs is one slice of ours
     NameRule("experts.down[{e}]", "experts.{e}.down_proj.weight")                   one slice for each e
     NameRule("experts.gate_up", "experts.gate_up_proj", "e 2 f d = e d (f 2)")      other order, dims merged
+    NameRule("mtp.{k}.join.weight", "layers.{after}.eh_proj.weight")                {after} counts on after the layers
 
 Every step only moves elements, so the way back is not written anywhere: it is the same line read from right to left.
 A family of models is a list of rules. Spelled out for a model's sizes, they must cover each of our tensors exactly once
-and use no name of theirs twice; `pieces` proves that before anything is read or written.
+and use no name of theirs twice; `pieces` proves that before anything is read or written. Where their files hold a
+tensor several times, a `CopyRule` says which of ours the others repeat.
 """
 
 from __future__ import annotations
@@ -51,6 +53,14 @@ class NameRule:
         pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(self.name))
         found = re.fullmatch(pattern, name)
         return None if found is None else found.groupdict()
+
+
+@dataclass(frozen=True)
+class CopyRule:
+    """A tensor of theirs that repeats one of ours, once for each module that looks ahead."""
+
+    ours: str
+    theirs: str
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ def pieces(rules: Sequence[NameRule], model: ModelConfig) -> tuple[Piece, ...]:
     found: list[Piece] = []
     problems: list[Problem] = []
     for spec in tensors_of(model):
-        mine = [piece for rule in rules for piece in _spelled_out(rule, spec)]
+        mine = [piece for rule in rules for piece in _spelled_out(rule, spec, model.num_layers)]
         found += mine
         if not _covers(mine, spec):
             problems.append(
@@ -150,10 +160,26 @@ def pieces(rules: Sequence[NameRule], model: ModelConfig) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def _spelled_out(rule: NameRule, spec: ParameterSpec) -> Iterator[Piece]:
+def copies(rules: Sequence[CopyRule], model: ModelConfig) -> tuple[Piece, ...]:
+    """What their files hold beside the pieces, and where it is in ours."""
+    specs = {spec.name: spec for spec in parameters(model)}
+    if model.tied_embeddings:
+        specs["head.weight"] = specs["embedding.weight"]
+    found = []
+    for module in range(model.num_mtp):
+        for rule in rules:
+            spec = specs[rule.ours]
+            theirs = rule.theirs.format(after=model.num_layers + module)
+            found.append(Piece(spec.name, (), spec.shape, theirs, parse_dims("", len(spec.shape))))
+    return tuple(found)
+
+
+def _spelled_out(rule: NameRule, spec: ParameterSpec, layers: int) -> Iterator[Piece]:
     numbers = rule.matches(spec.name)
     if numbers is None:
         return
+    if "k" in numbers:
+        numbers["after"] = str(layers + int(numbers["k"]))
     inner = spec.shape[len(rule.slots) :]
     dims = parse_dims(rule.dims, len(inner))
     for at, more in _indices(rule.slots, spec.shape):

@@ -19,8 +19,8 @@ from torch import Tensor
 from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
 from moefold.blueprint.sharding import cuts, grid_of, shard_dim
 from moefold.checkpoint.hf.config import family_of
-from moefold.checkpoint.hf.families import family_rules
-from moefold.checkpoint.hf.rules import Piece, pieces
+from moefold.checkpoint.hf.families import family_copies, family_rules
+from moefold.checkpoint.hf.rules import Piece, copies, pieces
 from moefold.comm.gather import gather_plain
 from moefold.comm.group import Group
 from moefold.errors import ConversionError, Problem
@@ -42,7 +42,8 @@ def hf_weights(share: Share, dtype: torch.dtype | None = None) -> Iterator[tuple
     if share.groups.layout.size("pp") > 1:
         raise ConversionError(Problem("parallel.pp", "a pipeline's weights cannot be streamed yet", "save and convert"))
     by_name: dict[str, list[Piece]] = {}
-    for piece in pieces(family_rules(family_of(model)), model):
+    family = family_of(model)
+    for piece in (*pieces(family_rules(family), model), *copies(family_copies(family), model)):
         by_name.setdefault(piece.ours, []).append(piece)
     live = dict(share.model.named_parameters())
     with torch.no_grad():
