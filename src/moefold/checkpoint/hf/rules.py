@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from math import prod
 
@@ -50,9 +51,12 @@ class NameRule:
         return tuple(word.strip() for word in inner.split(",")) if inner else ()
 
     def matches(self, name: str) -> dict[str, str] | None:
-        pattern = re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(self.name))
-        found = re.fullmatch(pattern, name)
+        found = self._pattern.fullmatch(name)
         return None if found is None else found.groupdict()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", re.escape(self.name)))
 
 
 @dataclass(frozen=True)
