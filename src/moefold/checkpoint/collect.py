@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moefold.blueprint.parameters import buffers
+from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.spec import Chunk, ChunkSpec, TensorSpec, volume, whole
 from moefold.config.load import dump_run
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.apply import Share
+from moefold.parallel.apply import Share, held_buffers
 from moefold.parallel.placements import local_part
 
 _WEIGHTS = ("parameter/", "buffer/")
@@ -30,7 +30,7 @@ _MOST_LISTED = 200
 
 def about_run(share: Share) -> dict[str, Any]:
     """What a manifest says about the run as a whole."""
-    degrees = {name: size for name, size in asdict(share.run.parallel).items() if isinstance(size, int)}
+    degrees = {name: size for name, size in asdict(share.run.parallel).items() if type(size) is int}
     layout = share.groups.layout
     return {"config": dump_run(share.run), "layout": degrees | {"dp": layout.size("dp"), "edp": layout.size("edp")}}
 
@@ -57,8 +57,25 @@ def _spoken(share: Share, optimizer: Optimizer | None) -> Iterator[Chunk]:
                 yield Chunk(f"{kind}/{name}", (), (), local_part(state))
     if share.groups["stage"].index == 0:
         live = dict(share.model.named_buffers())
-        for spec in buffers(share.run.model):
+        for spec in held_buffers(share.run, share.model):
             yield Chunk(f"buffer/{spec.name}", spec.shape, whole(spec.shape), live[spec.name])
+
+
+def tensors_elsewhere(share: Share, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
+    """What a checkpoint of the whole model holds beyond this rank's stages."""
+    kinds, live = _state_kinds(optimizer), next(share.model.parameters())
+    found: dict[str, TensorSpec] = {}
+    for spec in parameters(share.run.model):
+        if spec.name not in share.held:
+            found[f"parameter/{spec.name}"] = TensorSpec(live.dtype, spec.shape)
+            for kind, single in kinds.items():
+                found[f"{kind}/{spec.name}"] = TensorSpec(
+                    *((torch.float32, ()) if single else (live.dtype, spec.shape))
+                )
+    here = {spec.name for spec in held_buffers(share.run, share.model)}
+    wide = torch.promote_types(live.dtype, torch.float32)
+    others = (spec for spec in buffers(share.run.model) if spec.name not in here)
+    return found | {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
 
 
 def _state_kinds(optimizer: Optimizer | None) -> dict[str, bool]:
@@ -91,7 +108,10 @@ def wanted(share: Share, optimizer: Optimizer | None, offered: Mapping[str, Tens
         wants |= {chunk.name: chunk for kind in states for chunk in _states_wanted(share, kind, offered)}
     ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
     differences = {name: "is missing" for name in wants if name not in offered}
-    differences |= {name: "is not part of this model" for name in offered if name not in wants and name not in ignored}
+    elsewhere = _names_of_model(share, kinds)
+    differences |= {
+        name: "is not part of this model" for name in offered if name not in elsewhere and name not in ignored
+    }
     for name, want in wants.items():
         spec = offered.get(name, want)
         if spec.shape != want.shape:
@@ -101,6 +121,13 @@ def wanted(share: Share, optimizer: Optimizer | None, offered: Mapping[str, Tens
     if differences:
         raise MismatchError("this checkpoint is of another model:\n  " + "\n  ".join(_listed(differences)))
     return list(wants.values())
+
+
+def _names_of_model(share: Share, kinds: Iterable[str]) -> set[str]:
+    """Everything that a checkpoint of the whole model may hold: other pipeline ranks' parts too."""
+    trained = [spec.name for spec in parameters(share.run.model)]
+    names = {f"{kind}/{name}" for kind in kinds if kind != "buffer" for name in trained}
+    return names | {f"buffer/{spec.name}" for spec in buffers(share.run.model)}
 
 
 def _listed(differences: Mapping[str, str]) -> list[str]:
@@ -117,7 +144,7 @@ def _weights_wanted(share: Share) -> Iterator[ChunkSpec]:
         held = share.held[name]
         yield ChunkSpec(f"parameter/{name}", parameter.dtype, held.shape, held.box)
     live = dict(share.model.named_buffers())
-    for spec in buffers(share.run.model):
+    for spec in held_buffers(share.run, share.model):
         yield ChunkSpec(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, whole(spec.shape))
 
 
@@ -135,7 +162,7 @@ def _states_wanted(share: Share, kind: str, offered: Mapping[str, TensorSpec]) -
 def spread(share: Share, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
     """Write loaded values into the live tensors. Nothing can be refused any more: everything was checked before."""
     live = dict(share.model.named_buffers())
-    for spec in buffers(share.run.model):
+    for spec in held_buffers(share.run, share.model):
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
     kinds = dict.fromkeys(name.partition("/")[0] for name in values)
     states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]

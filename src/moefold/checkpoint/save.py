@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from moefold.checkpoint.manifest import (
 )
 from moefold.checkpoint.retention import retire
 from moefold.checkpoint.shard import read_back, shard_order, write_shard
-from moefold.checkpoint.spec import DTYPE_NAMES, Chunk, ChunkSpec, is_rank_record
+from moefold.checkpoint.spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.steps import final_path, passing_path, tidy
 from moefold.checkpoint.verify import quick_check
 from moefold.comm.gather import gather_plain, sum_plain
@@ -79,6 +80,7 @@ class _Save:
 
     step: int
     specs: list[ChunkSpec]
+    elsewhere: dict[str, TensorSpec]
     state: dict[str, JSON]
     writing: Job[Written]
     committing: Job[None] | None = None
@@ -124,15 +126,24 @@ class Saver:
         """The step that is being saved now."""
         return self._save.step if self._save else None
 
-    def begin(self, step: int, chunks: Sequence[Chunk], state: Mapping[str, JSON]) -> None:
-        """Copy everything and start writing; a save still under way is finished first."""
+    def begin(
+        self,
+        step: int,
+        chunks: Sequence[Chunk],
+        state: Mapping[str, JSON],
+        elsewhere: Mapping[str, TensorSpec] = MappingProxyType({}),
+    ) -> None:
+        """Copy everything and start writing; a save still under way is finished first.
+
+        ``elsewhere``: the tensors of which rank 0 has no part, because they belong to other pipeline stages.
+        """
         plain = as_plain(state, "the trainer's state")
         self._complete()
         specs = shard_order(chunk.spec for chunk in chunks)
         self._copy(chunks)
         temporary = passing_path(self.root, step, self.incarnation, "tmp")
         job = Job(self._writing(temporary, step, specs), background=self.background)
-        self._save = _Save(step, specs, plain, job)
+        self._save = _Save(step, specs, dict(elsewhere), plain, job)
         if not self.background:
             self._complete()
 
@@ -199,7 +210,7 @@ class Saver:
         """Rank 0 only, in its thread."""
         temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
         incarnation = read_incarnation(self.run_dir) if self.incarnation else None
-        tensors = catalogue(save.specs)
+        tensors = catalogue(save.specs, save.elsewhere)
         check_complete(save.step, tensors, everyone)
         fields = {"layout": {}, "config": "", **self.about, "code": __version__, "state": save.state}
         fields |= {"run": incarnation.run if incarnation else "", "incarnation": self.incarnation}
@@ -233,12 +244,12 @@ def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec]
     return Written(RankFiles(data, table), sum(spec.num_elements for spec in specs if not is_rank_record(spec.name)))
 
 
-def catalogue(specs: Sequence[ChunkSpec]) -> dict[str, dict[str, JSON]]:
-    """Every global tensor, as the manifest lists it. Rank 0 speaks for the first box of each, so it knows them all."""
+def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -> dict[str, dict[str, JSON]]:
+    """Every global tensor, as the manifest lists it. Rank 0 speaks for the first box of each of its own stages'."""
+    known = {spec.name: TensorSpec(spec.dtype, spec.shape) for spec in specs if not is_rank_record(spec.name)}
     return {
-        spec.name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
-        for spec in specs
-        if not is_rank_record(spec.name)
+        name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
+        for name, spec in (known | dict(elsewhere)).items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Rules about cutting a model over ranks: what must divide, what must fold, what cannot run yet."""
+"""Rules about cutting a model over ranks: what must divide, what must fold."""
 
 from __future__ import annotations
 
@@ -64,20 +64,6 @@ def expert_axes_have_experts(run: RunConfig) -> Problem | None:
     return Problem(path, f"ep={ep}, etp={etp}, but the model has no experts (model.moe is null)", "use ep 1 and etp 1")
 
 
-def every_stage_has_a_layer(run: RunConfig) -> Problem | None:
-    layers, pp = run.model.num_layers, run.parallel.pp
-    if pp <= layers:
-        return None
-    return Problem("parallel.pp", f"{pp} stages for {layers} layers", f"use at most {layers}")
-
-
-def sequences_divide_over_cp(run: RunConfig) -> Problem | None:
-    seq_len, cp = run.data.seq_len, run.parallel.cp
-    if divides(cp, seq_len):
-        return None
-    return Problem("parallel.cp", f"{seq_len} positions do not divide over cp={cp}", f"use {divisors(seq_len)}")
-
-
 RULES = (
     heads_divide_over_tp,
     kv_heads_divide_over_tp,
@@ -87,8 +73,6 @@ RULES = (
     experts_divide_over_ep,
     expert_width_divides_over_etp,
     expert_axes_have_experts,
-    every_stage_has_a_layer,
-    sequences_divide_over_cp,
 )
 
 
@@ -98,24 +82,6 @@ def layout_or_problems(run: RunConfig, world: int) -> tuple[FoldedLayout | None,
         return fold(run.parallel, world), []
     except LayoutError as error:
         return None, list(error.problems)
-
-
-def pipelines_do_not_run_yet(run: RunConfig) -> Problem | None:
-    return _not_yet("pp", run.parallel.pp, "pipeline")
-
-
-def context_parallelism_does_not_run_yet(run: RunConfig) -> Problem | None:
-    return _not_yet("cp", run.parallel.cp, "context")
-
-
-# True of this version of the body, not of configurations: a plan may use them, a run may not.
-NOT_YET = (pipelines_do_not_run_yet, context_parallelism_does_not_run_yet)
-
-
-def _not_yet(axis: str, size: int, what: str) -> Problem | None:
-    if size <= 1:
-        return None
-    return Problem(f"parallel.{axis}", f"{axis}={size}, but {what} parallelism is planned, not executed yet", "use 1")
 
 
 def _divides_over_tp(run: RunConfig, whole: int, what: str, path: str) -> Problem | None:

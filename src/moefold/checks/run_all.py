@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import data, model, parallel, precision, train
+from moefold.checks import context, data, model, parallel, pipeline, precision, train
 from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -12,7 +12,16 @@ from moefold.errors import Problem
 Found = Problem | list[Problem] | None
 Rule = Callable[[RunConfig], Found]
 
-RULES: tuple[Rule, ...] = (*model.RULES, *parallel.RULES, *data.RULES, *precision.RULES, *train.RULES)
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *parallel.RULES,
+    *pipeline.RULES,
+    *context.RULES,
+    *data.RULES,
+    *precision.RULES,
+    *train.RULES,
+)
+RULES_WITH_LAYOUT = (*data.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
 
 
 def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
@@ -28,12 +37,7 @@ def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
     layout, unfolded = parallel.layout_or_problems(run, world)
     if layout is None:
         return found + unfolded
-    return found + _flat(rule(run, layout) for rule in data.RULES_WITH_LAYOUT)
-
-
-def executable_problems(run: RunConfig, world: int | None = None) -> list[Problem]:
-    """The same, and what can be planned but not carried out yet."""
-    return problems(run, world) + _flat(rule(run) for rule in parallel.NOT_YET)
+    return found + _flat(rule(run, layout) for rule in RULES_WITH_LAYOUT)
 
 
 def _flat(results: Iterable[Found]) -> list[Problem]:

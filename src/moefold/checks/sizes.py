@@ -20,6 +20,7 @@ MOST_LAYERS = 10_000
 MAY_BE_ZERO = frozenset(
     {
         "model.num_dense_layers",
+        "model.num_mtp",
         "model.moe.shared_width",
         "optim.rates.warmup",
         "optim.rates.decay",
@@ -50,7 +51,7 @@ def sizes_mean_something(run: RunConfig) -> list[Problem]:
 
 def sizes_can_be_handled(run: RunConfig, world: int | None) -> list[Problem]:
     """Found first and alone: arithmetic and printing of other rules need numbers of a human size."""
-    bounds = {"model.num_layers": MOST_LAYERS}
+    bounds = {"model.num_layers": MOST_LAYERS, "model.num_mtp": MOST_LAYERS}
     return [
         Problem(path, f"is beyond {bounds.get(path, LARGEST):,}", "use a number that a machine could hold")
         for path, value in (("world", world), *leaves(run))

@@ -54,19 +54,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json: bool) -> int:
-    from moefold.checks.run_all import executable_problems
+    from moefold.checks.run_all import problems
     from moefold.prove.cases import reduce_run
     from moefold.prove.report import as_data, case_report
     from moefold.prove.verdict import prove
 
     full = find_run(name, changes)
-    found = executable_problems(full, world)
+    found = problems(full, world)
     # Batch and width rules are about the full run; the reduced one brings its own sizes.
     layout = [problem for problem in found if problem.path.startswith(("parallel", "world"))]
     if layout:
         raise ConfigError(*layout)
     case = reduce_run(full, world, dtype)
-    if found := executable_problems(case.run, world):
+    if found := problems(case.run, world):
         raise ConfigError(*found)
     verdict = prove(case)
     print(json.dumps(as_data(verdict)) if as_json else case_report(verdict))

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from moefold.checks.run_all import executable_problems
+from moefold.checks.run_all import problems
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             "--nproc starts ranks itself, but a launcher has started this one already; leave --nproc out"
         )
     world = int(os.environ["WORLD_SIZE"]) if launched else args.nproc or 1
-    if found := executable_problems(asked, world):
+    if found := problems(asked, world):
         raise ConfigError(*found)
     _find_services(asked)
     if launched or world == 1:

@@ -57,6 +57,11 @@ def gather_plain(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     return rows if group.alone else _gather(rows.detach(), sizes, group)
 
 
+def reduce_plain(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    """Everyone's partial sums of all rows, added up, cut to mine, outside of any gradient."""
+    return partial if group.alone else _reduce(partial.detach(), sizes, group)
+
+
 def sum_plain(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, outside of any gradient."""
     return x if group.alone else _sum(x.detach(), group)

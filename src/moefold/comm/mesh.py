@@ -19,19 +19,60 @@ from moefold.comm.ledger import Ledger
 from moefold.topology.axes import GROUPS
 from moefold.topology.layout import FoldedLayout
 
+# What dispatchers talk over.
+TOKEN_GROUPS = ("ep", "etp", "expert_block")
+
 
 class Groups:
     """All groups of one rank, by name."""
 
-    def __init__(self, layout: FoldedLayout, rank: int, ledger: Ledger, timeout: timedelta) -> None:
-        self.layout, self.rank = layout, rank
-        self._groups: dict[str, Group] = {}
+    def __init__(
+        self,
+        layout: FoldedLayout,
+        rank: int,
+        ledger: Ledger,
+        timeout: timedelta,
+        *,
+        dynamic_cp: bool = False,
+        inner: int = 1,
+        own_lane: bool = False,
+    ) -> None:
+        """``inner`` neighbours of a context group trade heads where context parallelism is hierarchical.
+
+        ``own_lane`` gives the groups that carry tokens to experts connections of their own: two threads that used one
+        would mix their messages up.
+        """
+        self.layout, self.rank, self._ledger, self._timeout = layout, rank, ledger, timeout
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        on_lane: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[str, Group] = {}
         for name in GROUPS:
-            ranks = layout.ranks(name, rank)
-            if len(ranks) > 1 and ranks not in made:
-                made[ranks] = _open(ranks, layout.world, timeout)
-            self._groups[name] = Group(name, ranks, ranks.index(rank), made.get(ranks), ledger)
+            lane = on_lane if own_lane and name in TOKEN_GROUPS else made
+            self._groups[name] = self._group(name, layout.ranks(name, rank), lane, shared=lane is made)
+        # This rank's context group of every size that a microbatch may be cut over, whole and in two levels.
+        self.contexts: dict[int, Group] = {}
+        self.nested_contexts: dict[int, tuple[Group, Group]] = {}
+        for size in layout.context_sizes(dynamic_cp):
+            ranks, set_size = layout.context_ranks(rank, size), min(inner, size)
+            self.contexts[size] = self._group(f"context_{size}", ranks, made)
+            index = ranks.index(rank)
+            neighbours = ranks[index // set_size * set_size :][:set_size]
+            across = ranks[index % set_size :: set_size]
+            self.nested_contexts[size] = (
+                self._group(f"context_{size}_inner", neighbours, made),
+                self._group(f"context_{size}_outer", across, made),
+            )
+
+    def _group(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        made: dict[tuple[int, ...], dist.ProcessGroup],
+        shared: bool = True,
+    ) -> Group:
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = _open(ranks, self.layout.world if shared else None, self._timeout)
+        return Group(name, ranks, ranks.index(self.rank), made.get(ranks), self._ledger)
 
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]
@@ -54,7 +95,7 @@ class Groups:
         )
 
 
-def _open(ranks: tuple[int, ...], world: int, timeout: timedelta) -> dist.ProcessGroup:
+def _open(ranks: tuple[int, ...], world: int | None, timeout: timedelta) -> dist.ProcessGroup:
     if len(ranks) == world:
         assert dist.group.WORLD is not None, "the default group is made by the launcher"
         return dist.group.WORLD

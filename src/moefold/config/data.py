@@ -35,6 +35,10 @@ class DataConfig:
     seq_len: int = 64
     global_batch: int = 8
     micro_batch: int = 1
+    # What a sample is. `joined`: a window of the token stream, read as one sequence; `apart`: such a window, whose
+    # documents do not see each other; `padded`: one document, filled up to seq_len; `packed`: one document, put next to
+    # others into microbatches of at most micro_batch * seq_len tokens.
+    documents: Literal["joined", "apart", "padded", "packed"] = "joined"
     # Where training tokens come from: one path, or a weighted mixture, which then replaces it.
     train: str = BUILTIN
     mixture: tuple[SourceConfig, ...] = ()

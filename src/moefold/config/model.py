@@ -29,6 +29,9 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
     init_std: float = 0.02
+    # Modules that predict one token further ahead each, and what their mean loss counts for.
+    num_mtp: int = 0
+    mtp_weight: float = 0.3
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.num_dense_layers

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
+
+ContextMode = Literal["ring", "all_to_all", "hierarchical"]
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """How ranks that share a sequence attend to each other's tokens, by type of layer."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Layers that see the whole document, and layers that see a window of it.
+    full: ContextMode = "ring"
+    windowed: ContextMode = "ring"
+    # Hierarchical: so many neighbours exchange heads, and the ring runs between such sets.
+    inner: int = 1
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,14 @@ class ParallelConfig:
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    # Pipeline: virtual stages per rank, the order of microbatches, and which layers each stage holds, as in
+    # `Et*3|(tt|)*29m|L`; None balances the layers' costs.
+    vpp: int = 1
+    schedule: str = "1f1b"
+    stages: str | None = None
+    context: ContextConfig = field(default_factory=ContextConfig)
+    # Each microbatch is cut over as many ranks as its longest document needs, at most dp * cp.
+    dynamic_cp: bool = False
     # Hybrid sharding: keep this many full copies of the (sharded) dense / expert parameters.
     dp_replicate: int = 1
     edp_replicate: int = 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from moefold.config.data import DataConfig
+from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
@@ -28,3 +29,4 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)

@@ -9,8 +9,9 @@ answers up on the way home serves split experts (etp > 1) and chosen experts ali
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from moefold.comm.gather import Sizes, gather_plain, gather_rows, reduce_rows
@@ -19,13 +20,18 @@ from moefold.dispatch.contract import Arrived, Routing
 from moefold.dispatch.local import LocalDispatcher
 
 
+class _Ticket(NamedTuple):
+    here: Any
+    sizes: Sizes
+
+
 class AllGatherDispatcher:
-    """``tokens_of_rank`` says how many tokens each rank of the block holds."""
+    """``tokens_of_rank`` is how many tokens each rank of the block holds; None where that changes and must be asked."""
 
     def __init__(
-        self, num_experts: int, block: Group, etp_size: int, tokens_of_rank: Sizes, capacity: int | None = None
+        self, num_experts: int, block: Group, etp_size: int, tokens_of_rank: Sizes | None, capacity: int | None = None
     ) -> None:
-        self.block, self.sizes = block, tokens_of_rank
+        self.block, self.tokens_of_rank = block, tokens_of_rank
         self.num_local = num_experts * etp_size // block.size
         # etp varies fastest inside the block.
         self.first_expert = (block.index // etp_size) * self.num_local
@@ -33,19 +39,25 @@ class AllGatherDispatcher:
         self.here = LocalDispatcher(self.num_local, None if capacity is None else capacity * block.size)
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
-        x_ND = gather_rows(x_tD, self.sizes, self.block)
-        return self.here.dispatch(x_ND, self._choices_of_block(routing))
+        sizes = self._ask(x_tD) if self.tokens_of_rank is None else self.tokens_of_rank
+        x_ND = gather_rows(x_tD, sizes, self.block)
+        arrived = self.here.dispatch(x_ND, self._choices_of_block(routing, sizes))
+        return arrived._replace(ticket=_Ticket(arrived.ticket, sizes))
 
-    def combine(self, rows_RD: Tensor, ticket: Any) -> Tensor:
-        partial_ND = self.here.combine(rows_RD, ticket)
-        return reduce_rows(partial_ND, self.sizes, self.block)
+    def combine(self, rows_RD: Tensor, ticket: _Ticket) -> Tensor:
+        partial_ND = self.here.combine(rows_RD, ticket.here)
+        return reduce_rows(partial_ND, ticket.sizes, self.block)
 
-    def _choices_of_block(self, routing: Routing) -> Routing:
+    def _ask(self, x_tD: Tensor) -> Sizes:
+        mine = torch.tensor([x_tD.shape[0]], device=x_tD.device)
+        return tuple(gather_plain(mine, (1,) * self.block.size, self.block).tolist())
+
+    def _choices_of_block(self, routing: Routing, sizes: Sizes) -> Routing:
         """Everyone's choices, renumbered to the experts of this rank; others' experts count as dropped."""
-        weight_NK = gather_rows(routing.weight_tK, self.sizes, self.block)
-        expert_NK = gather_plain(routing.expert_tK, self.sizes, self.block) - self.first_expert
+        weight_NK = gather_rows(routing.weight_tK, sizes, self.block)
+        expert_NK = gather_plain(routing.expert_tK, sizes, self.block) - self.first_expert
         kept_NK = (expert_NK >= 0) & (expert_NK < self.num_local)
         if routing.kept_tK is not None:
             # Booleans travel as bytes: not every transport knows them.
-            kept_NK &= gather_plain(routing.kept_tK.byte(), self.sizes, self.block).bool()
+            kept_NK &= gather_plain(routing.kept_tK.byte(), sizes, self.block).bool()
         return Routing(expert_NK, weight_NK, kept_NK)

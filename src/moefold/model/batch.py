@@ -1,21 +1,24 @@
 """What one forward sees: the tokens, and which of them belong together.
 
-T tokens on this rank before they are cut into shards (t), S sequence length.
+N tokens of the whole microbatch, T of them on this rank before they are cut over tensor parallelism (t).
 
-Balance losses and capacities are defined over sets of tokens: a sequence, a microbatch, a rank's shard. A layout must
-not change these sets, so they are written down here and not read off the shape of whatever tensor a rank holds. A rank
-of a parallel run sees one microbatch at a time; the one-process reference may lay the microbatches of all
-data-parallel ranks side by side in one batch, and the sets keep them apart.
+A microbatch is a row of documents, one after the other, of any lengths. Attention, positions and balance losses stay
+inside a document; capacities are counted over a microbatch or a rank's shard of it. A layout must not change these
+sets, so they are written down here, over the whole microbatch, and not read off the shape of whatever tensor a rank
+holds. A rank of a parallel run sees one microbatch at a time, or its share of one; the one-process reference may lay
+the microbatches of all data-parallel ranks side by side in one batch, and the sets keep them apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from moefold.batching.zigzag import num_held, places
 from moefold.topology.shares import share_sizes
 
 IGNORED = -100
@@ -23,59 +26,110 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TokenSets:
-    """A partition of tokens: the set each belongs to, and how many tokens each set has in all."""
+    """A partition of the whole microbatch: the set each token belongs to, and how many tokens each set has."""
 
-    set_of_token: Tensor
+    set_of_token_N: Tensor
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Equal-length sequences, one after the other."""
+class Ahead:
+    """What a module that looks further ahead is given for each token, and what it should predict."""
 
     tokens_T: Tensor
     labels_T: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents one after the other; on a context-parallel rank, its chunks of each of them."""
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    # Inside the token's own document.
     positions_T: Tensor
-    num_sequences: int
-    # How many microbatches lie side by side here, and into how many shards each is cut for the experts.
-    num_microbatches: int
-    shards_per_microbatch: int
+    # Of every document of the whole microbatch, and how many documents each microbatch that lies here has.
+    lengths: tuple[int, ...]
+    documents_per_microbatch: tuple[int, ...]
+    # Over how many ranks each microbatch is cut: its documents over context ranks, then each share over tp.
+    context_size: int
+    tensor_size: int
     # Of the whole step, over all ranks and microbatches: the divisors of the loss and of the balance losses.
     step_labels: int
     step_tokens: int
+    # Which share of the microbatch this is; None where all of it is here.
+    context_index: int | None = None
+    # False for tokens that only fill a document's place up; None where there are none.
+    real_T: Tensor | None = None
+    # For each module that looks further ahead than the next token.
+    ahead: tuple[Ahead, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return self.tokens_T.shape[0]
 
     @property
-    def seq_len(self) -> int:
-        return self.num_tokens // self.num_sequences
+    def num_microbatches(self) -> int:
+        return len(self.documents_per_microbatch)
 
     @cached_property
-    def sequences(self) -> TokenSets:
-        return self._equal_sets(self.num_sequences)
+    def place_T(self) -> Tensor | None:
+        """Where in the whole microbatch this rank's tokens stand; None if all of it is here."""
+        if self.context_index is None or self.context_size == 1:
+            return None
+        return spans_to_index(places(self.lengths, self.context_index, self.context_size), self.tokens_T.device)
+
+    @cached_property
+    def order_N(self) -> Tensor:
+        """Where the tokens of all context ranks stand, rank after rank."""
+        spans = [span for index in range(self.context_size) for span in places(self.lengths, index, self.context_size)]
+        return spans_to_index(spans, self.tokens_T.device)
+
+    @cached_property
+    def held_sizes(self) -> tuple[int, ...]:
+        """How many tokens each context rank holds."""
+        return tuple(num_held(self.lengths, index, self.context_size) for index in range(self.context_size))
+
+    @cached_property
+    def documents(self) -> TokenSets:
+        return self._sets(self.lengths)
 
     @cached_property
     def microbatches(self) -> TokenSets:
-        return self._equal_sets(self.num_microbatches)
+        return self._sets(tuple(map(sum, self._lengths_by_microbatch)))
 
     @cached_property
     def shards(self) -> TokenSets:
-        sizes = (
-            share_sizes(self.num_tokens // self.num_microbatches, self.shards_per_microbatch) * self.num_microbatches
-        )
+        """What each rank that shares a microbatch holds of it: context shares, each cut over tp."""
+        spans: list[tuple[int, int]] = []
+        sizes: list[int] = []
+        first = 0
+        for lengths in self._lengths_by_microbatch:
+            for index in range(self.context_size):
+                held = places(lengths, index, self.context_size)
+                spans += [(first + start, first + stop) for start, stop in held]
+                sizes += share_sizes(sum(stop - start for start, stop in held), self.tensor_size)
+            first += sum(lengths)
         device = self.tokens_T.device
-        ids = torch.arange(len(sizes), device=device)
-        of_token = ids.repeat_interleave(torch.tensor(sizes, device=device), output_size=self.num_tokens)
-        return TokenSets(of_token, sizes)
+        of_token_N = torch.empty(first, dtype=torch.int64, device=device)
+        of_token_N[spans_to_index(spans, device)] = _numbered(tuple(sizes), device)
+        return TokenSets(of_token_N, tuple(sizes))
 
-    def _equal_sets(self, count: int) -> TokenSets:
-        size = self.num_tokens // count
-        return TokenSets(torch.arange(self.num_tokens, device=self.tokens_T.device) // size, (size,) * count)
+    @cached_property
+    def _lengths_by_microbatch(self) -> tuple[tuple[int, ...], ...]:
+        ends = tuple(accumulate(self.documents_per_microbatch))
+        return tuple(self.lengths[end - count : end] for end, count in zip(ends, self.documents_per_microbatch))
+
+    def _sets(self, sizes: tuple[int, ...]) -> TokenSets:
+        return TokenSets(_numbered(sizes, self.tokens_T.device), sizes)
 
 
-def cut_rows(x_T: Tensor, sizes: tuple[int, ...], index: int) -> Tensor:
-    """The ``index``-th of consecutive shares of rows."""
-    start = sum(sizes[:index])
-    return x_T[start : start + sizes[index]]
+def _numbered(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """0 as often as the first size says, then 1, and so on."""
+    repeats = torch.tensor(sizes, dtype=torch.int64, device=device)
+    return torch.arange(len(sizes), device=device).repeat_interleave(repeats, output_size=sum(sizes))
+
+
+def spans_to_index(spans: tuple[tuple[int, int], ...] | list[tuple[int, int]], device: torch.device) -> Tensor:
+    parts = [torch.arange(start, stop, device=device) for start, stop in spans]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ the stream that its answer will be added to.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,19 +20,12 @@ from moefold.model.feed_forward import FeedForward
 from moefold.model.moe.balance import RoutingReport
 from moefold.model.moe.layer import MoELayer
 from moefold.model.norm import RMSNorm
-from moefold.model.phase import Lane, Phase, run_in_order
+from moefold.model.phase import Lane, Phase, nest, recomputed, run_in_order
 
 
 class BlockOutput(NamedTuple):
     x_tD: Tensor
     report: RoutingReport | None
-
-
-class Underway(NamedTuple):
-    """Between two phases of a mixture: the stream that waits, and what the mixture hands itself."""
-
-    x_tD: Tensor
-    inner: Any
 
 
 class Block(nn.Module):
@@ -42,8 +35,11 @@ class Block(nn.Module):
         attention: GroupedQueryAttention | LatentAttention,
         feed_forward_norm: RMSNorm,
         feed_forward: FeedForward | MoELayer,
+        recompute: frozenset[str] = frozenset(),
     ) -> None:
+        """``recompute`` names the phases that keep their input only."""
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = attention_norm
         self.attention = attention
         self.feed_forward_norm = feed_forward_norm
@@ -60,29 +56,18 @@ class Block(nn.Module):
     def phases(self, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
         attention = Phase("attention", Lane.COMPUTE, partial(self._attention, batch))
         if isinstance(self.feed_forward, FeedForward):
-            return attention, Phase("feed_forward", Lane.COMPUTE, self._dense)
-        first, *middle, last = self.feed_forward.phases(batch, earlier_E)
-        return (
-            attention,
-            Phase(first.name, first.lane, partial(self._enter, first)),
-            *(Phase(phase.name, phase.lane, partial(_within, phase)) for phase in middle),
-            Phase(last.name, last.lane, partial(_leave, last)),
-        )
+            phases: tuple[Phase, ...] = attention, Phase("feed_forward", Lane.COMPUTE, partial(self._dense, batch))
+        else:
+            phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self.feed_forward_norm, _add_answer)
+        return tuple(recomputed(phase) if phase.name in self.recompute else phase for phase in phases)
 
     def _attention(self, batch: Batch, x_tD: Tensor) -> Tensor:
         return x_tD + self.attention(self.attention_norm(x_tD), batch)
 
-    def _dense(self, x_tD: Tensor) -> BlockOutput:
-        return BlockOutput(x_tD + self.feed_forward(self.feed_forward_norm(x_tD)), None)
-
-    def _enter(self, phase: Phase, x_tD: Tensor) -> Underway:
-        return Underway(x_tD, phase.run(self.feed_forward_norm(x_tD)))
+    def _dense(self, batch: Batch, x_tD: Tensor) -> BlockOutput:
+        return BlockOutput(x_tD + self.feed_forward(self.feed_forward_norm(x_tD), batch), None)
 
 
-def _within(phase: Phase, carry: Underway) -> Underway:
-    return Underway(carry.x_tD, phase.run(carry.inner))
-
-
-def _leave(phase: Phase, carry: Underway) -> BlockOutput:
-    y_tD, report = phase.run(carry.inner)
-    return BlockOutput(carry.x_tD + y_tD, report)
+def _add_answer(x_tD: Tensor, answer: tuple[Tensor, RoutingReport]) -> BlockOutput:
+    y_tD, report = answer
+    return BlockOutput(x_tD + y_tD, report)

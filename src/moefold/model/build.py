@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moefold.blueprint.parameters import mixture_names
+from moefold.blueprint.parts import Parts, parts_of, whole_model
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -29,7 +31,9 @@ from moefold.model.moe.experts import Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
 from moefold.model.moe.select import Selector, build_selector
+from moefold.model.mtp import LookAhead
 from moefold.model.norm import RMSNorm
+from moefold.model.products import NativeProducts, Products
 from moefold.model.seams import TokenSeam, VocabSeam, WholeTokens, WholeVocab
 from moefold.ops.grouped_matmul import BACKENDS
 
@@ -41,50 +45,79 @@ class Seams:
     tokens: TokenSeam
     vocab: VocabSeam
     dispatcher: Callable[[MoEConfig], Dispatcher]
+    products: Products
     # How much of an expert's output bias this rank adds, when several ranks' parts of the expert are summed.
     bias_share: float = 1.0
     core: AttentionCore = field(default_factory=LocalCore)
     # Asked once per mixture, in layer order, so that recorded choices can be played back.
     selector: Callable[[MoEConfig], Selector] = build_selector
+    # Phases that keep their input only and are computed again in the backward pass.
+    recompute: frozenset[str] = frozenset()
 
 
-def one_process_seams() -> Seams:
-    return Seams(WholeTokens(), WholeVocab(), lambda moe: LocalDispatcher(moe.num_experts))
+def one_process_seams(experts_backend: str = "sequential") -> Seams:
+    products = NativeProducts(BACKENDS[experts_backend])
+    return Seams(WholeTokens(), WholeVocab(), lambda moe: LocalDispatcher(moe.num_experts), products)
 
 
-def build_decoder(model: ModelConfig, compute: torch.dtype, experts_backend: str, seams: Seams) -> Decoder:
-    embedding = Embedding(model.vocab_size, model.width, compute, seams.tokens, seams.vocab)
-    layers = [_block(model, layer, experts_backend, seams) for layer in range(model.num_layers)]
-    head = None if model.tied_embeddings else Linear(model.width, model.vocab_size)
-    loss = LanguageLoss(seams.tokens, seams.vocab)
-    return Decoder(embedding, layers, RMSNorm(model.width, model.norm_eps), head, loss)
+def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts: Parts | None = None) -> Decoder:
+    """The whole model, or those parts of it."""
+    whole = whole_model(model)
+    parts = parts_of([whole], model) if parts is None else parts
+    depths = parts.mtp
+    norms = range(model.num_mtp) if parts.loss else ()
+    return Decoder(
+        whole,
+        embedding=Embedding(model.vocab_size, model.width, compute, seams.tokens, seams.vocab)
+        if parts.embedding
+        else None,
+        layers={layer: _block(model, layer, seams) for layer in parts.layers},
+        mtp={depth: _look_ahead(model, depth, seams) for depth in depths},
+        final_norm=_norm(model) if parts.loss else None,
+        head=Linear(model.width, model.vocab_size, seams.products)
+        if parts.loss and not model.tied_embeddings
+        else None,
+        mtp_norms={depth: _norm(model) for depth in norms},
+        loss=LanguageLoss(seams.tokens, seams.vocab),
+        mixtures=mixture_names(model),
+    )
 
 
-def _block(model: ModelConfig, layer: int, experts_backend: str, seams: Seams) -> Block:
+def _norm(model: ModelConfig) -> RMSNorm:
+    return RMSNorm(model.width, model.norm_eps)
+
+
+def _look_ahead(model: ModelConfig, depth: int, seams: Seams) -> LookAhead:
+    join = Linear(2 * model.width, model.width, seams.products)
+    return LookAhead(_norm(model), _norm(model), join, _block(model, model.num_layers + depth, seams))
+
+
+def _block(model: ModelConfig, layer: int, seams: Seams) -> Block:
     if model.moe is not None and model.is_moe_layer(layer):
-        feed_forward: FeedForward | MoELayer = _mixture(model.moe, model.width, experts_backend, seams)
+        feed_forward: FeedForward | MoELayer = _mixture(model.moe, model.width, seams)
     else:
-        feed_forward = FeedForward(model.width, model.dense_width, "swiglu", seams.tokens)
-    norms = RMSNorm(model.width, model.norm_eps), RMSNorm(model.width, model.norm_eps)
-    return Block(norms[0], _attention(model, layer, seams), norms[1], feed_forward)
+        feed_forward = FeedForward(model.width, model.dense_width, "swiglu", seams.tokens, seams.products)
+    return Block(_norm(model), _attention(model, layer, seams), _norm(model), feed_forward, seams.recompute)
 
 
 def _attention(model: ModelConfig, layer: int, seams: Seams) -> GroupedQueryAttention | LatentAttention:
     config, rope, width, eps = model.attention, model.rope, model.width, model.norm_eps
     if isinstance(config, GQAConfig):
-        return GroupedQueryAttention(config, rope, width, layer, eps, seams.tokens, seams.core)
-    return LatentAttention(config, rope, width, eps, seams.tokens, seams.core)
+        return GroupedQueryAttention(config, rope, width, layer, eps, seams.tokens, seams.core, seams.products)
+    return LatentAttention(config, rope, width, eps, seams.tokens, seams.core, seams.products)
 
 
-def _mixture(moe: MoEConfig, width: int, experts_backend: str, seams: Seams) -> MoELayer:
+def _mixture(moe: MoEConfig, width: int, seams: Seams) -> MoELayer:
     latent = moe.latent_width
-    shared = FeedForward(width, moe.shared_width, moe.activation, seams.tokens) if moe.shared_width else None
+    shared = (
+        FeedForward(width, moe.shared_width, moe.activation, seams.tokens, seams.products) if moe.shared_width else None
+    )
     return MoELayer(
         router=Router(moe, width, seams.tokens, seams.selector(moe)),
         dispatcher=seams.dispatcher(moe),
-        experts=Experts(moe, width, BACKENDS[experts_backend], seams.bias_share),
+        experts=Experts(moe, width, seams.products, seams.bias_share),
         shared=shared,
-        shared_gate=Linear(width, 1) if shared is not None and moe.shared_gate else None,
-        latent_down=None if latent is None else Linear(width, latent),
-        latent_up=None if latent is None else Linear(latent, width),
+        shared_gate=Linear(width, 1, seams.products) if shared is not None and moe.shared_gate else None,
+        latent_down=None if latent is None else Linear(width, latent, seams.products),
+        latent_up=None if latent is None else Linear(latent, width, seams.products),
     )

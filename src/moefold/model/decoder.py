@@ -1,73 +1,233 @@
-"""The whole model: tokens in, the summed loss and what the routers did out.
+"""The model, or the part of it that one pipeline rank holds: tokens in, the summed loss and what the routers did out.
 
-t tokens of this rank, T of the microbatch, D width, V vocabulary, E experts, M layers that are mixtures.
+t tokens of this rank, T of its context share, D width, V vocabulary, E experts, M mixtures of the whole model.
+
+A stage is a run of consecutive parts (embedding, layers, modules that look ahead, loss); what crosses from one to the
+next is a ``Stream``. A rank may hold several stages, and one that holds them all is the whole model. Parameters keep
+the names they have in the whole model wherever they live.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from moefold.blueprint.stages import StageSpec
 from moefold.model.batch import Batch
-from moefold.model.block import Block
+from moefold.model.block import Block, BlockOutput
 from moefold.model.embedding import Embedding
 from moefold.model.linear import Linear
 from moefold.model.loss import LanguageLoss
 from moefold.model.moe.balance import RoutingReport
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
+from moefold.model.mtp import LookAhead
 from moefold.model.norm import RMSNorm
+from moefold.model.phase import Lane, Phase, nest, run_in_order
+
+
+class Stream(NamedTuple):
+    """What crosses from one stage to the next: the model's own stream, and one of each module that looks ahead."""
+
+    x_tD: Tensor
+    ahead_tD: tuple[Tensor, ...] = ()
 
 
 class DecoderOutput(NamedTuple):
-    """The loss summed over this microbatch's labels, and one report per mixture, in layer order."""
+    """What one stage leaves: the stream, or the losses summed over the microbatch's labels where it ends.
 
-    loss_sum: Tensor
-    reports: tuple[RoutingReport, ...]
+    Reports come with the number of their mixture among those of the whole model.
+    """
+
+    stream: Stream | None = None
+    reports: tuple[tuple[int, RoutingReport], ...] = ()
+    loss_sum: Tensor | None = None
+    ahead_loss_sum: Tensor | None = None
 
 
 class Decoder(nn.Module):
     """The loss is part of the forward: logits are never whole, and parameters are needed only inside this call."""
 
     def __init__(
-        self, embedding: Embedding, layers: list[Block], final_norm: RMSNorm, head: Linear | None, loss: LanguageLoss
+        self,
+        whole: StageSpec,
+        embedding: Embedding | None,
+        layers: dict[int, Block],
+        mtp: dict[int, LookAhead],
+        final_norm: RMSNorm | None,
+        head: Linear | None,
+        mtp_norms: dict[int, RMSNorm],
+        loss: LanguageLoss,
+        mixtures: tuple[str, ...],
     ) -> None:
+        """``whole`` is the stage that is run if none is named; ``mixtures`` the names of the whole model's."""
         super().__init__()
+        self.whole = whole
         self.embedding = embedding
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleDict({str(number): layer for number, layer in layers.items()})
+        self.mtp = nn.ModuleDict({str(number): module for number, module in mtp.items()})
         self.final_norm = final_norm
         self.head = head
+        self.mtp_norms = nn.ModuleDict({str(number): norm for number, norm in mtp_norms.items()})
         self.loss = loss
+        self.mixtures = mixtures
 
-    def forward(self, batch: Batch, earlier_ME: Tensor | None = None) -> DecoderOutput:
+    def forward(
+        self,
+        batch: Batch,
+        earlier_ME: Tensor | None = None,
+        stage: StageSpec | None = None,
+        stream: Stream | None = None,
+    ) -> DecoderOutput:
         """``earlier_ME``: tokens per expert in the step's earlier microbatches, one row per mixture."""
-        x_tD, reports = self._body(batch, earlier_ME)
-        return DecoderOutput(self.loss(x_tD, self.head_weight, batch), reports)
+        phases = tuple(self._parts(batch, earlier_ME, stage or self.whole))
+        output: DecoderOutput = run_in_order(phases, DecoderOutput(stream))
+        return output
+
+    def phases(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> tuple[Phase, ...]:
+        """The same forward in pieces fine enough to run between another microbatch's."""
+        return tuple(self._pieces(batch, earlier_ME, stage))
 
     def logits(self, batch: Batch) -> Tensor:
         """[T, V], written out in full: for comparisons on one process, not for training."""
-        x_TD, _ = self._body(batch, None)
+        assert self.final_norm is not None
+        phases = [phase for phase in self._parts(batch, None, self.whole) if phase.name != "loss"]
+        stream = run_in_order(phases, DecoderOutput()).stream
+        x_TD = self.final_norm(stream.x_tD)
         return x_TD @ self.head_weight.to(x_TD.dtype).T
 
-    def routers(self) -> list[Router]:
-        """Of every mixture, in layer order."""
-        mixtures = (layer.feed_forward for layer in self.layers)
-        return [mixture.router for mixture in mixtures if isinstance(mixture, MoELayer)]
+    def routers(self) -> dict[int, Router]:
+        """Of every mixture here, by its number among those of the whole model."""
+        found = {}
+        for number, name in enumerate(self.mixtures):
+            block = self._block(name)
+            if block is not None and isinstance(block.feed_forward, MoELayer):
+                found[number] = block.feed_forward.router
+        return found
 
     @property
     def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
+        if self.head is not None:
+            return self.head.weight
+        assert self.embedding is not None
+        return self.embedding.weight
 
-    def _body(self, batch: Batch, earlier_ME: Tensor | None) -> tuple[Tensor, tuple[RoutingReport, ...]]:
-        x_tD = self.embedding(batch.tokens_T)
-        reports: list[RoutingReport] = []
-        for layer in self.layers:
-            x_tD, report = layer(x_tD, batch, None if earlier_ME is None else _row_for(layer, earlier_ME, len(reports)))
-            if report is not None:
-                reports.append(report)
-        return self.final_norm(x_tD), tuple(reports)
+    def _block(self, name: str) -> Block | None:
+        folder, number, *_ = name.split(".")
+        held = self.layers if folder == "layers" else self.mtp
+        if number not in held:
+            return None
+        found = held[number]
+        block = found.block if isinstance(found, LookAhead) else found
+        assert isinstance(block, Block)
+        return block
+
+    def _parts(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> Iterator[Phase]:
+        """One phase per part, each a call of its module: sharded data parallelism gathers parameters around those."""
+        if stage.embedding:
+            yield Phase("embedding", Lane.COMPUTE, partial(self._embed, batch))
+        for layer in stage.layers:
+            row, earlier_E = self._row(f"layers.{layer}", earlier_ME)
+            yield Phase(
+                f"layer {layer}", Lane.COMPUTE, partial(_through_layer, self.layers[str(layer)], batch, earlier_E, row)
+            )
+        for depth in stage.mtp:
+            row, earlier_E = self._row(f"mtp.{depth}.block", earlier_ME)
+            yield Phase(f"ahead {depth}", Lane.COMPUTE, partial(self._ahead, depth, batch, earlier_E, row))
+        if stage.loss:
+            yield Phase("loss", Lane.COMPUTE, partial(self._losses, batch))
+
+    def _pieces(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> Iterator[Phase]:
+        """The same parts, each layer taken apart into its own phases."""
+        if stage.embedding:
+            yield Phase("embedding", Lane.COMPUTE, partial(self._embed, batch))
+        for layer in stage.layers:
+            row, earlier_E = self._row(f"layers.{layer}", earlier_ME)
+            block = self._block(f"layers.{layer}")
+            assert block is not None
+            yield from nest(block.phases(batch, earlier_E), _stream_of, partial(_after_layer, row))
+        for depth in stage.mtp:
+            row, earlier_E = self._row(f"mtp.{depth}.block", earlier_ME)
+            module = self.mtp[str(depth)]
+            assert isinstance(module, LookAhead)
+            inner = module.phases(partial(self._tokens_ahead, depth, batch), batch, earlier_E)
+            yield from nest(inner, _last_stream, partial(_after_ahead, row))
+        if stage.loss:
+            yield Phase("loss", Lane.COMPUTE, partial(self._losses, batch))
+
+    def _row(self, name: str, earlier_ME: Tensor | None) -> tuple[int | None, Tensor | None]:
+        if name not in self.mixtures:
+            return None, None
+        row = self.mixtures.index(name)
+        return row, None if earlier_ME is None else earlier_ME[row]
+
+    def _embed(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
+        assert self.embedding is not None
+        return carry._replace(stream=Stream(self.embedding(batch.tokens_T)))
+
+    def _ahead(
+        self, depth: int, batch: Batch, earlier_E: Tensor | None, row: int | None, carry: DecoderOutput
+    ) -> DecoderOutput:
+        token_tD = self._tokens_ahead(depth, batch)
+        return _after_ahead(row, carry, self.mtp[str(depth)](_last_stream(carry), token_tD, batch, earlier_E))
+
+    def _tokens_ahead(self, depth: int, batch: Batch) -> Tensor:
+        assert self.embedding is not None
+        token_tD: Tensor = self.embedding(batch.ahead[depth].tokens_T)
+        return token_tD
+
+    def _losses(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
+        assert self.final_norm is not None and carry.stream is not None
+        x_tD, ahead_tD = carry.stream
+        loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_T, batch)
+        ahead = [
+            self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_T, batch)
+            for depth, y_tD in enumerate(ahead_tD)
+        ]
+        return DecoderOutput(None, carry.reports, loss_sum, sum(ahead[1:], ahead[0]) if ahead else None)
 
 
-def _row_for(layer: nn.Module, earlier_ME: Tensor, mixtures_before: int) -> Tensor | None:
-    return earlier_ME[mixtures_before] if isinstance(layer, Block) and layer.is_moe else None
+def _stream_of(carry: DecoderOutput) -> Tensor:
+    assert carry.stream is not None
+    return carry.stream.x_tD
+
+
+def _through_layer(
+    layer: Callable[..., BlockOutput],
+    batch: Batch,
+    earlier_E: Tensor | None,
+    row: int | None,
+    carry: DecoderOutput,
+) -> DecoderOutput:
+    return _after_layer(row, carry, layer(_stream_of(carry), batch, earlier_E))
+
+
+def _after_layer(row: int | None, carry: DecoderOutput, output: BlockOutput) -> DecoderOutput:
+    assert carry.stream is not None
+    return carry._replace(
+        stream=Stream(output.x_tD, carry.stream.ahead_tD), reports=_with(carry.reports, row, output.report)
+    )
+
+
+def _last_stream(carry: DecoderOutput) -> Tensor:
+    assert carry.stream is not None
+    return carry.stream.ahead_tD[-1] if carry.stream.ahead_tD else carry.stream.x_tD
+
+
+def _after_ahead(row: int | None, carry: DecoderOutput, output: BlockOutput) -> DecoderOutput:
+    assert carry.stream is not None
+    x_tD, ahead_tD = carry.stream
+    return carry._replace(
+        stream=Stream(x_tD, (*ahead_tD, output.x_tD)), reports=_with(carry.reports, row, output.report)
+    )
+
+
+def _with(
+    reports: tuple[tuple[int, RoutingReport], ...], row: int | None, report: RoutingReport | None
+) -> tuple[tuple[int, RoutingReport], ...]:
+    if row is None or report is None:
+        return reports
+    return (*reports, (row, report))

@@ -22,9 +22,9 @@ class LanguageLoss(nn.Module):
         self.vocab = vocab
         self.chunk = chunk
 
-    def forward(self, x_tD: Tensor, weight_vD: Tensor, batch: Batch) -> Tensor:
-        x_TD = self.tokens.gather(x_tD)
-        target_T = batch.labels_T - self.vocab.first_row(weight_vD.shape[0])
+    def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_T: Tensor, batch: Batch) -> Tensor:
+        x_TD = self.tokens.gather(x_tD, batch)
+        target_T = labels_T - self.vocab.first_row(weight_vD.shape[0])
         lse_T, target_logit_T = vocab_stats(x_TD, weight_vD, target_T, self.chunk)
         loss_T = self.vocab.merge_logsumexp(lse_T) - self.vocab.merge_sum(target_logit_T)
-        return torch.where(batch.labels_T != IGNORED, loss_T, 0.0).sum()
+        return torch.where(labels_T != IGNORED, loss_T, 0.0).sum()

@@ -20,6 +20,7 @@ and the gradients of `join` and the norms are summed over the ranks like those o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -46,12 +47,15 @@ class LookAhead(nn.Module):
 
     def forward(self, x_tD: Tensor, token_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> BlockOutput:
         """``x_tD``: what the block before left. ``token_tD``: embeddings of the tokens ahead of this rank's tokens."""
-        output: BlockOutput = run_in_order(self.phases(token_tD, batch, earlier_E), x_tD)
+        output: BlockOutput = run_in_order(self.phases(lambda: token_tD, batch, earlier_E), x_tD)
         return output
 
-    def phases(self, token_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
+    def phases(
+        self, token_tD: Callable[[], Tensor], batch: Batch, earlier_E: Tensor | None = None
+    ) -> tuple[Phase, ...]:
+        """Tokens are looked up when the first phase runs, not before."""
         return Phase("join", Lane.COMPUTE, partial(self._join, token_tD)), *self.block.phases(batch, earlier_E)
 
-    def _join(self, token_tD: Tensor, x_tD: Tensor) -> Tensor:
-        joined: Tensor = self.join(torch.cat((self.token_norm(token_tD), self.stream_norm(x_tD)), dim=-1))
+    def _join(self, token_tD: Callable[[], Tensor], x_tD: Tensor) -> Tensor:
+        joined: Tensor = self.join(torch.cat((self.token_norm(token_tD()), self.stream_norm(x_tD)), dim=-1))
         return joined

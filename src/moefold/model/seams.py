@@ -1,6 +1,6 @@
 """Where a layer meets the other ranks, and the one-process version of each meeting.
 
-T tokens of a microbatch, t the tokens of this rank, D width, E experts.
+N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width, E experts.
 
 A layer is written for one device and handed these objects. On one process they do nothing; ``parallel/tensor.py`` has
 the versions that talk to other ranks. Which gradient each crossing has is part of its contract, because that is where
@@ -13,34 +13,40 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from moefold.model.batch import Batch
+
 # Whose counts belong together: the ranks that share one microbatch's tokens, or all ranks that run at the same time.
 Reach = Literal["microbatch", "everyone"]
 
 
 class TokenSeam(Protocol):
-    """How the T tokens of a microbatch are cut over the ranks that share them."""
+    """How the tokens of a microbatch are cut over the ranks that share them."""
 
-    def gather(self, x_tD: Tensor) -> Tensor:
-        """All tokens. Every rank does different work with them, so backward adds the gradients up and cuts them."""
+    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        """[T, D] from the tp ranks. Each does different work with them, so backward adds up the gradients and cuts."""
         ...
 
     def reduce(self, x_TD: Tensor) -> Tensor:
-        """Partial sums of all tokens, added up and cut to mine. Backward gathers."""
+        """Partial sums of all T tokens, added up over tp and cut to mine. Backward gathers."""
         ...
 
-    def whole(self, x_t: Tensor) -> Tensor:
-        """All tokens' values for a decision; no gradient."""
+    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
+        """All N tokens' values in the microbatch's own order, for a decision; no gradient."""
         ...
 
-    def mine(self, x_T: Tensor) -> Tensor:
+    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
         """My cut of what every rank holds in full; no exchange, so only for things without a gradient."""
+        ...
+
+    def share(self, x_T: Tensor) -> Tensor:
+        """The same cut of what this context share holds in full."""
         ...
 
     def sum_heads(self, x: Tensor) -> Tensor:
         """Add up over the ranks that hold the other heads; backward adds up too."""
         ...
 
-    def sum_counts(self, counts: Tensor, reach: Reach) -> Tensor:
+    def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
         """Add up counts over the ranks in reach; no gradient."""
         ...
 
@@ -64,22 +70,25 @@ class VocabSeam(Protocol):
 class WholeTokens:
     """One rank holds all tokens."""
 
-    def gather(self, x_tD: Tensor) -> Tensor:
+    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
         return x_tD
 
     def reduce(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def whole(self, x_t: Tensor) -> Tensor:
+    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
         return x_t.detach()
 
-    def mine(self, x_T: Tensor) -> Tensor:
+    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+        return x_N
+
+    def share(self, x_T: Tensor) -> Tensor:
         return x_T
 
     def sum_heads(self, x: Tensor) -> Tensor:
         return x
 
-    def sum_counts(self, counts: Tensor, reach: Reach) -> Tensor:
+    def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
         return counts
 
 

@@ -30,4 +30,16 @@ def grouped(rows_RD: Tensor, weight_eFD: Tensor, rows_per_expert_e: Tensor, host
     return F.grouped_mm(rows_RD, weight_eFD.transpose(-2, -1), offs=ends_e)
 
 
+def split_products(
+    matmul: GroupedMatmul, grad_RF: Tensor, rows_RD: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+) -> Tensor:
+    """[e, F, D]: each expert's weight gradient, from its rows and their outputs' gradients."""
+    if matmul is grouped:
+        ends_e = rows_per_expert_e.cumsum(0).to(torch.int32)
+        return F.grouped_mm(grad_RF.t(), rows_RD, offs=ends_e)
+    sizes = rows_per_expert_e.tolist() if host is None else host
+    pairs = zip(grad_RF.split(sizes), rows_RD.split(sizes), strict=True)
+    return torch.stack([grad_rF.t() @ rows_rD for grad_rF, rows_rD in pairs])
+
+
 BACKENDS: dict[str, GroupedMatmul] = {"sequential": sequential, "grouped": grouped}

@@ -12,22 +12,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
+from moefold.blueprint.parts import Parts, parts_of
+from moefold.blueprint.stages import StageSpec, stages_of
+from moefold.comm.lanes import CommLane
+from moefold.comm.ledger import Ledger
 from moefold.comm.mesh import Groups
 from moefold.config.run import RunConfig
+from moefold.model.attention.core import AttentionCore, LocalCore
 from moefold.model.build import Seams, build_decoder
 from moefold.model.decoder import Decoder
 from moefold.model.initialize import Box, first_values
+from moefold.model.products import Deferral, DeferredProducts, NativeProducts
+from moefold.ops.grouped_matmul import BACKENDS
+from moefold.parallel.context import HeadsCore, HierarchicalCore, PerLayerCore, RingCore
 from moefold.parallel.data import shard_over_data
-from moefold.parallel.expert import dispatcher_for, microbatch_tokens
+from moefold.parallel.expert import dispatcher_for
 from moefold.parallel.placements import Held, cut_parameters, held_parameters, local_part
 from moefold.parallel.tensor import TokenShards, VocabShards
 from moefold.precision.formats import TORCH_FORMATS
 from moefold.precision.weights import hold_in
+from moefold.schedule.actions import place
+from moefold.schedule.names import schedule_named
+from moefold.topology.layout import fold
 
 FirstValues = Callable[[str, int, str, tuple[int, ...], Box, float, Tensor], None]
 
@@ -40,30 +52,75 @@ class Share:
     groups: Groups
     model: Decoder
     held: dict[str, Held]
+    # All stages of the pipeline; the model has the parts that this rank's stages need.
+    stages: tuple[StageSpec, ...]
+    device: torch.device
+    # Where weight gradients wait, and where exchanges run beside compute, if the schedule asks for either.
+    deferral: Deferral | None = None
+    comm_lane: CommLane | None = None
+
+    @property
+    def gathers_once(self) -> bool:
+        return gathers_once(self.run)
+
+
+def gathers_once(run: RunConfig) -> bool:
+    """Whether parameters stay gathered for a whole step: with a pipeline, and where phases run outside of modules."""
+    schedule = schedule_named(run.parallel.schedule)
+    return run.parallel.pp > 1 or schedule.overlaps or schedule.splits_backward
+
+
+def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Groups:
+    """The groups that a run needs."""
+    return Groups(
+        fold(run.parallel, world),
+        rank,
+        Ledger(),
+        timeout,
+        dynamic_cp=run.parallel.dynamic_cp,
+        inner=run.parallel.context.inner,
+        own_lane=schedule_named(run.parallel.schedule).overlaps,
+    )
+
+
+def parts_by_rank(run: RunConfig) -> tuple[Parts, ...]:
+    """What each pipeline rank holds."""
+    parallel, stages = run.parallel, stages_of(run.model, run.parallel)
+    holder = place(parallel.pp, parallel.vpp, schedule_named(parallel.schedule).placement)
+    return tuple(
+        parts_of((stage for stage in stages if holder[stage.index] == rank), run.model) for rank in range(parallel.pp)
+    )
 
 
 def take_share(run: RunConfig, groups: Groups, device: torch.device, start: FirstValues = first_values) -> Share:
     """Build this rank's share; ``start`` decides the first values."""
-    held = held_parameters(run.model, groups)
+    everyone = parts_by_rank(run)
+    held = held_parameters(run.model, groups, everyone)
+    schedule = schedule_named(run.parallel.schedule)
+    deferral = Deferral() if schedule.splits_backward or schedule.overlaps else None
+    seams = seams_of(run, groups, deferral)
     with torch.device("meta"):
-        model = build_decoder(
-            run.model, TORCH_FORMATS[run.precision.compute], run.precision.experts, seams_of(run, groups)
-        )
+        model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], seams, everyone[groups["pp"].index])
     hold_in(model, TORCH_FORMATS[run.precision.params])
     cut_parameters(model, held)
-    shard_over_data(model, groups, device.type)
+    shard_over_data(model, groups, device.type, gathers_once(run))
     model.to_empty(device=device)
     fill(run, model, held, start)
-    return Share(run, groups, model, held)
+    lane = CommLane(device) if schedule.overlaps else None
+    return Share(run, groups, model, held, stages_of(run.model, run.parallel), device, deferral, lane)
 
 
-def seams_of(run: RunConfig, groups: Groups) -> Seams:
+def seams_of(run: RunConfig, groups: Groups, deferral: Deferral | None) -> Seams:
+    matmul = BACKENDS[run.precision.experts]
     return Seams(
-        tokens=TokenShards(groups, microbatch_tokens(run)),
+        tokens=TokenShards(groups),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups),
+        products=NativeProducts(matmul) if deferral is None else DeferredProducts(matmul, deferral),
         # The bias of a split expert is added on one of the ranks that hold its parts.
         bias_share=float(groups["etp"].index == 0),
+        core=core_for(run, groups),
+        recompute=frozenset(run.memory.recompute),
     )
 
 
@@ -72,11 +129,32 @@ def fill(run: RunConfig, model: Decoder, held: dict[str, Held], start: FirstValu
     """Write first values into every parameter's part and every buffer."""
     tensors = dict(model.named_parameters())
     for spec in parameters(run.model):
+        if spec.name not in held:
+            continue
         part = local_part(tensors[spec.name])
         values = torch.empty(part.shape, dtype=part.dtype, device=part.device)
         start(spec.kind, run.seed, spec.name, spec.shape, held[spec.name].box, run.model.init_std, values)
         part.copy_(values)
     state = dict(model.named_buffers())
-    for spec in buffers(run.model):
+    for spec in held_buffers(run, model):
         whole = tuple(slice(0, size) for size in spec.shape)
         start(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, state[spec.name])
+
+
+def held_buffers(run: RunConfig, model: Decoder) -> list[ParameterSpec]:
+    """The buffers that this rank holds."""
+    here = {name for name, _ in model.named_buffers()}
+    return [spec for spec in buffers(run.model) if spec.name in here]
+
+
+def core_for(run: RunConfig, groups: Groups) -> AttentionCore:
+    """Local where whole sequences are here, else what the run names for each type of layer."""
+    if max(groups.contexts) == 1:
+        return LocalCore()
+    context = run.parallel.context
+    cores: dict[str, AttentionCore] = {
+        "ring": RingCore(groups.contexts),
+        "all_to_all": HeadsCore(groups.contexts),
+        "hierarchical": HierarchicalCore(groups.nested_contexts),
+    }
+    return PerLayerCore(cores[context.full], cores[context.windowed])

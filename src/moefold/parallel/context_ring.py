@@ -22,12 +22,12 @@ from torch import Tensor
 from moefold.comm.group import Group
 from moefold.comm.ring import Shift, shift
 from moefold.ops.attention_blocks import Sight, Stack, band
-from moefold.ops.attention_parts import Parts, merge, merge_sinks, parts_for, sink_gradients
+from moefold.ops.attention_parts import Parts, merge_, merge_sinks_, parts_for, sink_gradients
 from moefold.parallel.context_plan import Step
 from moefold.topology.shares import share_sizes, share_starts
 
 # Heads are not cut further when a group's keys and values would be smaller than this: a message has a price of its own.
-SMALLEST_MESSAGE = 1 << 18
+SMALLEST_MESSAGE = 1 << 16
 
 # Forward of one microbatch and backward of another may be under way at once; their messages must not mix.
 _FORWARD, _BACKWARD, _GRADIENTS = 1, 2, 3
@@ -98,15 +98,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) 
             sum_lse = torch.full_like(lse[:, heads.q], -torch.inf)
         for stack in step.stacks:
             q_B, k_B, v_B = _taken(stack, (q[:, heads.q],), (k_now, v_now))
-            seen, weight = (
-                x.transpose(1, 2) for x in ring.parts.attend(q_B, k_B, v_B, **_sight(stack, ring, q.device))
-            )
-            merged = merge(stack.q.take(sum_out), stack.q.take(sum_lse), seen.to(sum_out.dtype), weight)
-            stack.q.put(sum_out, merged[0])
-            stack.q.put(sum_lse, merged[1])
+            part = ring.parts.attend(q_B, k_B, v_B, **_sight(stack, ring, q.device))
+            out_B, lse_B = stack.q.take(sum_out), stack.q.take(sum_lse)
+            merge_(out_B, lse_B, *(x.transpose(1, 2) for x in part))
+            stack.q.put(sum_out, out_B)
+            stack.q.put(sum_lse, lse_B)
+            del part, out_B, lse_B
         if step is ring.steps[-1]:
             if sinks is not None:
-                sum_out, sum_lse = merge_sinks(sum_out, sum_lse, sinks[heads.q])
+                merge_sinks_(sum_out, sum_lse, sinks[heads.q])
             out[:, heads.q], lse[:, heads.q] = sum_out, sum_lse
         del k_now, v_now  # before the next ones take their place
     return out, lse

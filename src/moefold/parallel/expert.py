@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from moefold.batching.zigzag import num_held
 from moefold.comm.mesh import Groups
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
@@ -34,8 +35,12 @@ def _all_to_all(run: RunConfig, moe: MoEConfig, groups: Groups) -> Dispatcher:
 
 def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups) -> Dispatcher:
     block = groups["expert_block"]
-    sizes = share_sizes(microbatch_tokens(run), groups["tp"].size)
-    tokens_of_rank = tuple(sizes[groups.layout.index("tp", rank)] for rank in block.ranks)
+    layout = groups.layout
+    tokens_of_rank = None
+    if shapes_are_fixed(run):
+        tokens_of_rank = tuple(
+            shard_sizes(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
+        )
     return AllGatherDispatcher(moe.num_experts, block, groups["etp"].size, tokens_of_rank, padded_rows(run, groups))
 
 
@@ -47,13 +52,27 @@ def padded_rows(run: RunConfig, groups: Groups) -> int | None:
     moe = run.model.moe
     if moe is None or moe.capacity is None or not moe.capacity.pad:
         return None
-    whole = microbatch_tokens(run)
-    largest = whole if moe.capacity.scope == "full" else max(share_sizes(whole, groups["tp"].size))
+    whole = most_microbatch_tokens(run, groups)
+    local = moe.capacity.scope == "local" and shapes_are_fixed(run)
+    largest = max(map(max, shard_sizes(run))) if local else whole
     return capacity_of(largest, moe.capacity.factor, moe.top_k, moe.num_experts)
 
 
-def microbatch_tokens(run: RunConfig) -> int:
-    return run.data.micro_batch * run.data.seq_len
+def shapes_are_fixed(run: RunConfig) -> bool:
+    """Whether every microbatch has the same tokens on the same ranks."""
+    return run.data.documents in ("joined", "padded")
+
+
+def shard_sizes(run: RunConfig) -> tuple[tuple[int, ...], ...]:
+    """How many tokens of a microbatch of fixed shape each (context rank, tp rank) holds."""
+    lengths, cp = (run.data.seq_len,) * run.data.micro_batch, run.parallel.cp
+    return tuple(share_sizes(num_held(lengths, index, cp), run.parallel.tp) for index in range(cp))
+
+
+def most_microbatch_tokens(run: RunConfig, groups: Groups) -> int:
+    """With dynamic context sizes the bound is one rank's, and a microbatch may be cut over all of them."""
+    tokens = run.data.micro_batch * run.data.seq_len
+    return tokens * groups.layout.size("dp") if run.parallel.dynamic_cp else tokens
 
 
 DISPATCHERS: dict[str, Callable[[RunConfig, MoEConfig, Groups], Dispatcher]] = {

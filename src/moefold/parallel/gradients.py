@@ -3,7 +3,8 @@
 Sharded data parallelism has summed every gradient over the ranks that hold other batches. Some parameters are also
 repeated on ranks that did *different* work with the *same* batch: norms, router and latent projections see only their
 tensor-parallel rank's tokens; a head norm sees only its heads; the bias of a split expert is added on one rank only.
-Each such repetition is listed in ``Held.partial``, and one sum per group settles them all.
+Each such repetition is listed in ``Held.partial``, and one sum per group settles them all. A parameter that several
+pipeline ranks hold, a tied embedding for one, is last: its holders add up what each of their stages asked of it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from moefold.comm.gather import sum_plain
 from moefold.comm.group import Group
+from moefold.comm.pipes import sum_among
 from moefold.parallel.placements import Held, local_part
 
 
 @torch.no_grad()
-def finish_gradients(model: nn.Module, held: dict[str, Held]) -> dict[str, Tensor]:
+def finish_gradients(model: nn.Module, held: dict[str, Held], pp: Group) -> dict[str, Tensor]:
     """Sum partial gradients; returns this rank's part of every gradient by name."""
     gradients = {name: local_gradient(name, parameter) for name, parameter in model.named_parameters()}
     waiting: dict[str, tuple[Group, list[Tensor]]] = {}
@@ -26,6 +28,9 @@ def finish_gradients(model: nn.Module, held: dict[str, Held]) -> dict[str, Tenso
             waiting.setdefault(group.name, (group, []))[1].append(gradient)
     for group, parts in waiting.values():
         _sum_in_place(parts, group)
+    for name, gradient in gradients.items():
+        if len(held[name].stages) > 1:
+            gradient.copy_(sum_among(gradient, held[name].stages, pp))
     return gradients
 
 

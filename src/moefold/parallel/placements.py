@@ -7,6 +7,7 @@ the proof compares it, a checkpoint writes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.blueprint.parameters import ParameterSpec, parameters
+from moefold.blueprint.parts import Parts
 from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
 from moefold.comm.group import Group
 from moefold.comm.mesh import Groups
@@ -38,21 +40,32 @@ class Held:
     copies: tuple[Group, ...]
     # Groups whose ranks feed the same parameter with different work, beyond data parallelism: gradients must be summed.
     partial: tuple[Group, ...]
+    # The pipeline ranks that hold this parameter, and whether this rank is the first of them.
+    stages: tuple[int, ...]
+    is_first_stage: bool
 
     @property
     def speaks(self) -> bool:
-        return all(group.index == 0 for group in self.copies)
+        return self.is_first_stage and all(group.index == 0 for group in self.copies)
 
 
-def held_parameters(model: ModelConfig, groups: Groups) -> dict[str, Held]:
-    return {spec.name: _held(spec, groups) for spec in parameters(model)}
+def held_parameters(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[Parts]) -> dict[str, Held]:
+    """What this rank holds; ``parts_of_rank`` has the parts of every pipeline rank."""
+    here = groups["pp"].index
+    held = {}
+    for spec in parameters(model):
+        holders = tuple(rank for rank, parts in enumerate(parts_of_rank) if parts.holds(spec.name))
+        if here in holders:
+            held[spec.name] = _held(spec, groups, holders)
+    return held
 
 
-def _held(spec: ParameterSpec, groups: Groups) -> Held:
+def _held(spec: ParameterSpec, groups: Groups, holders: tuple[int, ...]) -> Held:
     cut = local_slices(spec, groups.layout, groups.rank)
     replicate, shard = (groups[group] for group in DATA_GROUPS[grid_of(spec.name)])
     partial = tuple(groups[axis] for axis in partial_axes(spec))
-    return Held(spec.name, spec.shape, cut, _shard(cut, shard), (replicate, *partial), partial)
+    is_first = groups["pp"].index == holders[0]
+    return Held(spec.name, spec.shape, cut, _shard(cut, shard), (replicate, *partial), partial, holders, is_first)
 
 
 def _shard(cut: Box, shard: Group) -> Box:

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: the seams of ``model/seams.py`` on real groups.
 
-T tokens of a microbatch, t the tokens of this rank, D width.
+N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width.
 
 Between attention and feed-forward the tokens of a microbatch are cut over the tp ranks, in contiguous shares that need
 not be equal. Matmuls that are cut by heads or hidden width need all tokens, so they stand between a ``gather`` and a
@@ -15,37 +15,49 @@ from torch import Tensor
 from moefold.comm.gather import gather_plain, gather_rows, gather_same, reduce_rows, sum_partial, sum_plain, sum_same
 from moefold.comm.group import Group
 from moefold.comm.mesh import Groups
+from moefold.model.batch import Batch
 from moefold.model.seams import Reach
 from moefold.topology.shares import share_sizes
 
 
 class TokenShards:
-    """The tokens of a microbatch, cut over the tp ranks."""
+    """The tokens of a microbatch, cut over the context ranks that share it, and each share over the tp ranks."""
 
-    def __init__(self, groups: Groups, num_tokens: int) -> None:
-        self.tp = groups["tp"]
-        self.sizes = share_sizes(num_tokens, self.tp.size)
-        self.reach = {"microbatch": groups["microbatch"], "everyone": groups["stage"]}
+    def __init__(self, groups: Groups) -> None:
+        self.tp, self.stage, self.contexts = groups["tp"], groups["stage"], groups.contexts
 
-    def gather(self, x_tD: Tensor) -> Tensor:
-        return gather_rows(x_tD, self.sizes, self.tp)
+    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        return gather_rows(x_tD, self._sizes(batch.num_tokens), self.tp)
 
     def reduce(self, x_TD: Tensor) -> Tensor:
-        return reduce_rows(x_TD, self.sizes, self.tp)
+        return reduce_rows(x_TD, self._sizes(x_TD.shape[0]), self.tp)
 
-    def whole(self, x_t: Tensor) -> Tensor:
+    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
         if x_t.dtype == torch.bool:
-            return gather_plain(x_t.byte(), self.sizes, self.tp).bool()
-        return gather_plain(x_t, self.sizes, self.tp)
+            return self.whole(x_t.byte(), batch).bool()
+        held_T = gather_plain(x_t, self._sizes(batch.num_tokens), self.tp)
+        if batch.context_size == 1:
+            return held_T
+        by_rank_N = gather_plain(held_T, batch.held_sizes, self.contexts[batch.context_size])
+        return torch.empty_like(by_rank_N).index_copy_(0, batch.order_N, by_rank_N)
 
-    def mine(self, x_T: Tensor) -> Tensor:
-        return x_T.split(self.sizes)[self.tp.index]
+    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+        return self.share(x_N if batch.place_T is None else x_N[batch.place_T])
+
+    def share(self, x_T: Tensor) -> Tensor:
+        return x_T.split(self._sizes(x_T.shape[0]))[self.tp.index]
 
     def sum_heads(self, x: Tensor) -> Tensor:
         return sum_partial(x, self.tp)
 
-    def sum_counts(self, counts: Tensor, reach: Reach) -> Tensor:
-        return sum_plain(counts, self.reach[reach])
+    def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
+        if reach == "everyone":
+            return sum_plain(counts, self.stage)
+        counts = sum_plain(counts, self.tp)
+        return counts if batch.context_size == 1 else sum_plain(counts, self.contexts[batch.context_size])
+
+    def _sizes(self, num_tokens: int) -> tuple[int, ...]:
+        return share_sizes(num_tokens, self.tp.size)
 
 
 class VocabShards:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moefold.model.assemble import whole_batch
 from moefold.model.batch import IGNORED, Batch
 from moefold.prove.cases import Case
 
@@ -56,14 +57,12 @@ def _batch(case: Case, first_microbatch: int, num_microbatches: int, step_labels
     data = case.run.data
     tokens_GS, labels_GS = global_batch(case)
     rows = slice(first_microbatch * data.micro_batch, (first_microbatch + num_microbatches) * data.micro_batch)
-    num_sequences = num_microbatches * data.micro_batch
-    return Batch(
-        tokens_T=tokens_GS[rows].flatten(),
-        labels_T=labels_GS[rows].flatten(),
-        positions_T=torch.arange(data.seq_len).repeat(num_sequences),
-        num_sequences=num_sequences,
-        num_microbatches=num_microbatches,
-        shards_per_microbatch=case.run.parallel.tp,
+    return whole_batch(
+        tokens_GS[rows].flatten(),
+        labels_GS[rows].flatten(),
+        (data.seq_len,) * (num_microbatches * data.micro_batch),
+        documents_per_microbatch=(data.micro_batch,) * num_microbatches,
+        tensor_size=case.run.parallel.tp,
         step_labels=step_labels,
         step_tokens=data.global_batch * data.seq_len,
     )

@@ -61,7 +61,7 @@ def floors(sizes: dict[str, Yardstick]) -> dict[str, float]:
 
 def relative_error(differences: list[Difference], size: Yardstick, floor: float) -> float:
     """The largest difference on any rank, relative to the reference's largest entry."""
-    worst = max(item.largest for item in differences)
+    worst = max((item.largest for item in differences), default=float("inf"))
     if worst == 0.0:
         return 0.0
     return worst / max(size.largest, floor, 1e-300)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from moefold.checks.run_all import executable_problems
+from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -61,7 +61,7 @@ def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
             precision=proving_precision(dtype),
             optim=PROVING_OPTIM,
         )
-        if not executable_problems(run, deal.world):
+        if not problems(run, deal.world):
             return Case(run, deal.world)
 
 

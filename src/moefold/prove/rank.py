@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moefold.blueprint.parameters import buffers, parameters
-from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.blueprint.parameters import parameters
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, take_share
+from moefold.parallel.apply import Share, groups_of, held_buffers, take_share
 from moefold.parallel.placements import local_part
-from moefold.parallel.step import StepResult, count_step_labels, run_step
+from moefold.pipeline.step import StepResult, count_step_labels, run_step
 from moefold.prove.batches import labels_of_rank, rank_batch
 from moefold.prove.cases import Case
 from moefold.prove.compare import Difference, difference
@@ -30,7 +28,7 @@ _PATIENCE = timedelta(seconds=60)
 def compare_rank(case: Case, reference: Path, rank: int) -> dict[str, Any]:
     """Differences by quantity, as plain JSON."""
     expected = load_file(reference)
-    groups = Groups(case.layout, rank, Ledger(), _PATIENCE)
+    groups = groups_of(case.run, case.world, rank, _PATIENCE)
     share = take_share(case.run, groups, torch.device("cpu"), busy_values)
     kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
     optimizer = adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), case.run.optim)
@@ -72,8 +70,17 @@ def _states(share: Share, optimizer: Optimizer, expected: dict[str, Tensor]) -> 
 def _whole(share: Share, result: StepResult, expected: dict[str, Tensor], speaks: bool) -> dict[str, Difference]:
     """Numbers that every rank must hold in full."""
     sums = result.sums
-    mine = {"loss": sums.loss, "norm": result.norm, "counts": sums.counts_LE, "dropped": sums.dropped}
+    mine = {
+        "loss": sums.loss,
+        "ahead": sums.ahead,
+        "norm": result.norm,
+        "counts": sums.counts_ME,
+        "dropped": sums.dropped,
+    }
     mine |= {f"balance/{name}": value for name, value in sums.balance._asdict().items()}
+    seen = {name: difference(value, expected[name], speaks) for name, value in mine.items()}
     state = dict(share.model.named_buffers())
-    mine |= {f"expert_bias/{spec.name}": state[spec.name] for spec in buffers(share.run.model)}
-    return {name: difference(value, expected[name], speaks) for name, value in mine.items()}
+    for name in (spec.name for spec in held_buffers(share.run, share.model)):
+        first = share.groups["stage"].index == 0
+        seen[f"expert_bias/{name}"] = difference(state[name], expected[f"expert_bias/{name}"], first)
+    return seen

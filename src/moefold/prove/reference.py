@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.parameters import buffers, mixture_names, parameters
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.model.moe.balance import BalanceLosses, update_expert_bias
@@ -50,7 +50,7 @@ def reference(case: Case) -> Answer:
 
 def reference_model(case: Case) -> Decoder:
     run = case.run
-    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], run.precision.experts, one_process_seams())
+    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], one_process_seams(run.precision.experts))
     hold_in(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
@@ -62,22 +62,27 @@ def reference_model(case: Case) -> Decoder:
 
 def _forward_and_backward(case: Case, model: Decoder) -> Answer:
     """Gradients add up in the model; sums add up here."""
-    mixtures = sum(case.run.model.is_moe_layer(layer) for layer in range(case.run.model.num_layers))
+    mixtures = len(mixture_names(case.run.model))
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
     answer = {"counts": torch.zeros(mixtures, experts, dtype=torch.int64), "dropped": torch.tensor(0)}
-    answer |= {name: torch.tensor(0.0) for name in ("loss", *(f"balance/{field}" for field in BalanceLosses._fields))}
+    answer |= {
+        name: torch.tensor(0.0) for name in ("loss", "ahead", *(f"balance/{field}" for field in BalanceLosses._fields))
+    }
     for wave in range(case.num_waves):
         batch = wave_batch(case, wave, labels_of_batch(case))
         output = model(batch, answer["counts"] if wave else None)
         parts = {"loss": output.loss_sum / batch.step_labels}
-        for report in output.reports:
+        if output.ahead_loss_sum is not None:
+            weight = case.run.model.mtp_weight / case.run.model.num_mtp
+            parts["ahead"] = output.ahead_loss_sum * weight / batch.step_labels
+        for _, report in output.reports:
             for field, loss in report.losses._asdict().items():
                 parts[f"balance/{field}"] = parts.get(f"balance/{field}", 0.0) + loss
             answer["dropped"] = answer["dropped"] + report.dropped
         torch.stack(list(parts.values())).sum().backward()
         answer |= {name: answer[name] + part.detach() for name, part in parts.items()}
         if output.reports:
-            answer["counts"] = answer["counts"] + torch.stack([report.counts_E for report in output.reports])
+            answer["counts"] = answer["counts"] + torch.stack([report.counts_E for _, report in output.reports])
     return answer
 
 
@@ -101,6 +106,6 @@ def _update(case: Case, model: Decoder, counts_ME: Tensor) -> Answer:
         answer[f"parameter/{name}"] = parameter.detach()
         answer[f"exp_avg/{name}"], answer[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
     state = dict(model.named_buffers())
-    for router, counts_E, spec in zip(model.routers(), counts_ME, buffers(case.run.model), strict=False):
-        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], counts_E, router.bias_rate)
+    for (row, router), spec in zip(model.routers().items(), buffers(case.run.model), strict=False):
+        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], counts_ME[row], router.bias_rate)
     return answer

@@ -81,7 +81,7 @@ def replay_choices(model: Decoder, recorded: dict[str, Tensor], dp_index: int, b
     rows = slice(dp_index * batch.num_tokens, (dp_index + 1) * batch.num_tokens)
     for name, router in named_routers(model).items():
         mine = {
-            what: router.tokens.mine(recorded[f"choice/{name}/{what}"][rows])
+            what: router.tokens.mine(recorded[f"choice/{name}/{what}"][rows], batch)
             for what in ("expert", "kept", "within_capacity")
             if f"choice/{name}/{what}" in recorded
         }

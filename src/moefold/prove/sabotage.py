@@ -19,7 +19,7 @@ import moefold.dispatch.local
 import moefold.optim.adamw
 import moefold.parallel.apply
 import moefold.parallel.placements
-import moefold.parallel.step
+import moefold.pipeline.step
 import moefold.prove.rank
 import moefold.prove.start
 from moefold.blueprint.parameters import ParameterSpec
@@ -168,7 +168,7 @@ def split_bias_added_by_all() -> None:
 
 
 def norm_counts_copies() -> None:
-    _put(moefold.parallel.step, "spoken_for", lambda gradients, held: list(gradients.values()))
+    _put(moefold.pipeline.step, "spoken_for", lambda gradients, held: list(gradients.values()))
 
 
 def norm_misses_a_shard() -> None:
@@ -179,21 +179,21 @@ def norm_misses_a_shard() -> None:
 
         return first_experts_only
 
-    _wrap(moefold.parallel.step, "spoken_for", make)
+    _wrap(moefold.pipeline.step, "spoken_for", make)
 
 
 def norm_of_this_rank_only() -> None:
     def norm(spoken_for: list[Tensor], world: Any) -> Tensor:
         return torch.stack([part.double().square().sum() for part in spoken_for]).sum().sqrt()
 
-    _put(moefold.parallel.step, "gradient_norm", norm)
+    _put(moefold.pipeline.step, "gradient_norm", norm)
 
 
 def bias_from_local_load() -> None:
     def make(over_ranks: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda sums, groups: over_ranks(sums, groups)._replace(counts_LE=sums.counts_LE)
+        return lambda sums, groups: over_ranks(sums, groups)._replace(counts_ME=sums.counts_ME)
 
-    _wrap(moefold.parallel.step, "over_ranks", make)
+    _wrap(moefold.pipeline.step, "over_ranks", make)
 
 
 def _counts(change: Callable[[Callable[..., Tensor], TokenShards, Tensor, str], Tensor]) -> None:
@@ -288,4 +288,4 @@ def dropped_choices_forgotten_by_others() -> None:
 
 
 def gradients_not_clipped() -> None:
-    _put(moefold.parallel.step, "clip_gradients", lambda gradients, norm, bound: None)
+    _put(moefold.pipeline.step, "clip_gradients", lambda gradients, norm, bound: None)

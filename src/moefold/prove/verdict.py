@@ -93,7 +93,7 @@ def prove(case: Case, seconds: float = 120.0, sabotage: Callable[[], None] = lea
             return Verdict(case, failure=str(error))
         expected = load_file(path)
     sizes = {name: yardstick(tensor) for name, tensor in expected.items() if not name.startswith("choice/")}
-    seen = {name: [Difference(*answer[name]) for answer in answers] for name in answers[0]}
+    seen = {name: [Difference(*answer[name]) for answer in answers if name in answer] for name in sizes}
     rows = _judge(case, seen, sizes)
     return Verdict(case, rows, facts_of(case, expected["counts"], int(expected["dropped"])))
 
@@ -119,6 +119,7 @@ _ORDER = (
     "counts",
     "dropped",
     "loss",
+    "ahead",
     "balance",
     "gradient",
     "norm",

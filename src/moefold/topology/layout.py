@@ -111,6 +111,25 @@ class FoldedLayout:
         grid = self.attention if axis in ATTENTION_AXES else self.expert
         return grid.coordinate(rank, axis)
 
+    def context_sizes(self, dynamic: bool) -> tuple[int, ...]:
+        """Over how many ranks a microbatch may be cut: as many as cp says, or any power of two that fits."""
+        if not dynamic:
+            return (self.size("cp"),)
+        most = self.size("dp") * self.size("cp")
+        return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
+
+    def context_ranks(self, rank: int, size: int) -> tuple[int, ...]:
+        """The ranks that share a microbatch with this one when it is cut over ``size``: neighbours along dp and cp."""
+        stride = self.attention.stride("cp")
+        place = self.context_place(rank)
+        first = rank - place % size * stride
+        return tuple(first + number * stride for number in range(size))
+
+    def context_place(self, rank: int) -> int:
+        """This rank's number along dp and cp together, of which any aligned run of neighbours may share a sequence."""
+        stage = self.attention.stride("pp")
+        return rank % stage // self.attention.stride("cp")
+
 
 def fold(parallel: ParallelConfig, world: int) -> FoldedLayout:
     """Lay both grids over `world` ranks; dp and edp are what is left."""

@@ -1,59 +1,144 @@
 """From sample numbers to the batches of one rank.
 
-T tokens of a microbatch.
+N tokens of a microbatch.
 
-A step takes the next ``global_batch`` samples. Microbatch j holds samples j*b to (j+1)*b of them; in wave w,
-data-parallel rank d runs microbatch w*dp + d. Which rank sees a sample depends on the layout; which samples a step sees
-does not.
+A step takes the next ``global_batch`` samples. A plan says which of them form a microbatch and which ranks run it; it
+follows from their lengths, so every rank makes the same plan without asking. Windows and padded documents are dealt in
+their own order, b to a microbatch: in wave w, data-parallel rank d has microbatch w*dp + d. Packed documents are put
+together so that ranks have equal work. Which rank sees a sample depends on the layout; which samples a step sees does
+not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from moefold.batching.documents import pack
+from moefold.batching.dynamic import plan_step as plan_dynamic
+from moefold.batching.step_plan import StepPlan, Wave
 from moefold.comm.mesh import Groups
 from moefold.config.run import RunConfig
+from moefold.data.packing import crossing, lengths
 from moefold.data.samples import Sample
-from moefold.model.batch import Batch
-from moefold.parallel.step import count_step_labels
+from moefold.model.assemble import share_of, whole_batch
+from moefold.model.batch import IGNORED, Batch
+from moefold.pipeline.step import count_step_labels
+from moefold.schedule.names import schedule_named
+from moefold.topology.layout import FoldedLayout
 
 
 class SampleOrder(Protocol):
     def sample(self, index: int) -> Sample: ...
 
+    def length(self, index: int) -> int: ...
+
+
+class StepData(NamedTuple):
+    """This rank's microbatches of a step, a digest of its samples' ids, and the real tokens of the whole step."""
+
+    batches: list[Batch]
+    ids: str
+    tokens: int
+
+
+class Slot(NamedTuple):
+    """One sample as a microbatch holds it: inputs, labels, the lengths of its documents, and which inputs are real."""
+
+    tokens_N: np.ndarray
+    labels_N: np.ndarray
+    lengths: tuple[int, ...]
+    real_N: np.ndarray | None = None
+
 
 def step_batches(
     order: SampleOrder, first_sample: int, run: RunConfig, groups: Groups, device: torch.device
-) -> tuple[list[Batch], str]:
-    """This rank's microbatches of the step that starts at ``first_sample``, and a digest of its samples' ids."""
-    data, dp = run.data, groups["dp"]
-    waves = data.global_batch // (data.micro_batch * dp.size)
-    read = [
-        [
-            order.sample(first_sample + (wave * dp.size + dp.index) * data.micro_batch + i)
-            for i in range(data.micro_batch)
-        ]
-        for wave in range(waves)
+) -> StepData:
+    """What this rank computes of the step that starts at ``first_sample``."""
+    sizes = [order.length(first_sample + i) for i in range(run.data.global_batch)]
+    plan = plan_step(run, sizes, groups.layout)
+    place, slot_of = groups.layout.context_place(groups.rank), SLOTS[run.data.documents]
+    mine = [wave.documents[place // wave.context] for wave in plan.waves]
+    read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
+    slots = [[slot_of(sample, run.data.seq_len) for sample in samples] for samples in read]
+    labels = sum(sizes) if run.data.documents != "apart" else _count_labels(slots, groups)
+    batches = [
+        share_of(_batch(microbatch, wave.context, run, labels, sum(sizes), device), place % wave.context)
+        for microbatch, wave in zip(slots, plan.waves, strict=True)
     ]
-    labels = count_step_labels(waves * data.micro_batch * data.seq_len, groups)
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
-    return [_batch(samples, run, labels, device) for samples in read], ids
+    return StepData(batches, ids, sum(sizes))
 
 
-def _batch(samples: list[Sample], run: RunConfig, step_labels: int, device: torch.device) -> Batch:
-    data = run.data
-    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples])).to(device)
-    return Batch(
-        tokens_T=tokens[:, :-1].flatten(),
-        labels_T=tokens[:, 1:].flatten(),
-        positions_T=torch.arange(data.seq_len, device=device).repeat(len(samples)),
-        num_sequences=len(samples),
-        num_microbatches=1,
-        shards_per_microbatch=run.parallel.tp,
-        step_labels=step_labels,
-        step_tokens=data.global_batch * data.seq_len,
+def plan_step(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:
+    """Which samples of the step form which microbatch, from nothing but their lengths."""
+    data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
+    if data.documents != "packed":
+        return in_order(len(sizes), data.micro_batch, dp, cp)
+    room = data.micro_batch * data.seq_len
+    plan = plan_dynamic(sizes, dp * cp, room // cp) if run.parallel.dynamic_cp else pack(sizes, room, dp, cp)
+    schedule, stages = schedule_named(run.parallel.schedule), run.parallel.pp * run.parallel.vpp
+    return plan.with_at_least(schedule.microbatches_per_stage * stages)
+
+
+def in_order(num_samples: int, micro_batch: int, dp: int, cp: int) -> StepPlan:
+    """``micro_batch`` samples after the other to a microbatch, ``dp`` microbatches after the other to a wave."""
+    bins = [tuple(range(first, first + micro_batch)) for first in range(0, num_samples, micro_batch)]
+    return StepPlan(tuple(Wave(cp, tuple(bins[first : first + dp])) for first in range(0, len(bins), dp)))
+
+
+def joined(sample: Sample, seq_len: int) -> Slot:
+    return Slot(sample.tokens[:-1], sample.tokens[1:], (sample.length,))
+
+
+def apart(sample: Sample, seq_len: int) -> Slot:
+    """A document's last token has no label here: what follows belongs to another, or to a later window."""
+    labels_N = np.where(crossing(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
+    return Slot(sample.tokens[:-1], labels_N, tuple(lengths(sample.document_starts, seq_len)))
+
+
+def padded(sample: Sample, seq_len: int) -> Slot:
+    missing = (0, seq_len - sample.length)
+    return Slot(
+        np.pad(sample.tokens[:-1], missing),
+        np.pad(sample.tokens[1:], missing, constant_values=IGNORED),
+        (seq_len,),
+        np.arange(seq_len) < sample.length,
     )
+
+
+SLOTS: dict[str, Callable[[Sample, int], Slot]] = {
+    "joined": joined,
+    "apart": apart,
+    "padded": padded,
+    # A packed document takes as much room as it has tokens.
+    "packed": joined,
+}
+
+
+def _batch(
+    slots: Sequence[Slot], context: int, run: RunConfig, step_labels: int, step_tokens: int, device: torch.device
+) -> Batch:
+    """The whole microbatch; none of its ranks may hold anything if there are more of them than documents."""
+    nothing, real = np.zeros(0, np.int64), [slot.real_N for slot in slots if slot.real_N is not None]
+    return whole_batch(
+        torch.from_numpy(np.concatenate([nothing, *(slot.tokens_N for slot in slots)])).to(device),
+        torch.from_numpy(np.concatenate([nothing, *(slot.labels_N for slot in slots)])).to(device),
+        tuple(length for slot in slots for length in slot.lengths),
+        context_size=context,
+        tensor_size=run.parallel.tp,
+        step_labels=step_labels,
+        step_tokens=step_tokens,
+        num_ahead=run.model.num_mtp,
+        real_N=torch.from_numpy(np.concatenate(real)).to(device) if real else None,
+    )
+
+
+def _count_labels(slots: Sequence[Sequence[Slot]], groups: Groups) -> int:
+    """Windows must be read to know; so ranks tell each other, one of those that share a microbatch."""
+    mine = sum(int((slot.labels_N != IGNORED).sum()) for microbatch in slots for slot in microbatch)
+    return count_step_labels(mine if groups["cp"].index == 0 else 0, groups)

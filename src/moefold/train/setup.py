@@ -14,15 +14,13 @@ from moefold.checkpoint.collect import about_run
 from moefold.checkpoint.fence import take_incarnation
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.save import Saver
-from moefold.comm.ledger import Ledger
 from moefold.comm.mesh import Groups
 from moefold.config.load import dump_run
 from moefold.config.run import RunConfig
-from moefold.data.samples import Samples
+from moefold.data.document_samples import AnySamples, open_samples
 from moefold.errors import TrainingError
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, take_share
-from moefold.topology.layout import fold
+from moefold.parallel.apply import Share, groups_of, take_share
 from moefold.train.state import TrainState
 
 
@@ -35,8 +33,8 @@ class Workshop:
     device: torch.device
     share: Share
     optimizer: Optimizer
-    samples: Samples
-    validation: Samples | None
+    samples: AnySamples
+    validation: AnySamples | None
     saver: Saver
 
     @property
@@ -54,7 +52,7 @@ def run_directory(run: RunConfig) -> Path:
 
 def set_up(run: RunConfig, rank: int, world: int, device: torch.device, seconds: float) -> tuple[Workshop, TrainState]:
     """Build this rank's part, and take up the newest checkpoint that verifies, if there is one."""
-    groups = Groups(fold(run.parallel, world), rank, Ledger(), timedelta(seconds=seconds))
+    groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     directory = run_directory(run)
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
     if rank == 0:
@@ -62,9 +60,9 @@ def set_up(run: RunConfig, rank: int, world: int, device: torch.device, seconds:
     share = take_share(run, groups, device)
     kinds = {spec.name: spec.kind for spec in parameters(run.model)}
     optimizer = adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), run.optim)
-    samples = Samples(run.data, run.model.vocab_size, run.seed, "train")
+    samples = open_samples(run.data, run.model.vocab_size, run.seed, "train")
     validation = (
-        None if run.data.validation is None else Samples(run.data, run.model.vocab_size, run.seed, "validation")
+        None if run.data.validation is None else open_samples(run.data, run.model.vocab_size, run.seed, "validation")
     )
     saver = make_saver(share, directory, incarnation, device)
     workshop = Workshop(run, directory, device, share, optimizer, samples, validation, saver)
@@ -94,7 +92,7 @@ def _resume(workshop: Workshop) -> TrainState:
     if saved is not None and saved != ours:
         raise TrainingError(
             f"{path} was written while training on other data (fingerprint {str(saved)[:12]}, now {ours[:12]}): files, "
-            f"weights, seed or seq_len changed; restore them, or start a run of another name from these weights"
+            "weights, seed, seq_len or documents changed; restore them, or start a run of another name from its weights"
         )
     # Weights that came from elsewhere have no position: training starts at its own beginning.
     return TrainState.from_json(loaded["train"]) if "train" in loaded else TrainState()

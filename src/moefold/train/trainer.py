@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.counts import count_parameters
-from moefold.checkpoint.collect import chunks_of
+from moefold.checkpoint.collect import chunks_of, tensors_elsewhere
 from moefold.comm.gather import sum_plain
 from moefold.comm.group import Group
 from moefold.optim.rates import rate_at
-from moefold.parallel.data import put_to_rest
-from moefold.parallel.step import StepResult, StepSums, run_step
+from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import step_batches
 from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord
 from moefold.train.health import after_step, objection
@@ -69,7 +68,7 @@ def _loop(workshop: Workshop, state: TrainState, told: Callback, request: StopRe
 
 def _step(workshop: Workshop, state: TrainState, began: float) -> tuple[TrainState, StepRecord]:
     run, number = workshop.run, state.step + 1
-    batches, ids = step_batches(workshop.samples, state.samples, run, workshop.groups, workshop.device)
+    data = step_batches(workshop.samples, state.samples, run, workshop.groups, workshop.device)
     read = time.perf_counter()
     rate = rate_at(number, run.train.steps, run.optim)
     for group in workshop.optimizer.param_groups:
@@ -80,13 +79,14 @@ def _step(workshop: Workshop, state: TrainState, began: float) -> tuple[TrainSta
         mine = objection(state, float(sums.loss), balance, float(norm), run.train.health)
         return agreed_objection(mine, workshop.groups["world"])
 
-    result = run_step(workshop.share, workshop.optimizer, batches, objection=judge)
+    result = run_step(workshop.share, workshop.optimizer, data.batches, objection=judge)
     loss, norm = float(result.sums.loss), float(result.norm)
-    tokens = run.data.global_batch * run.data.seq_len
     state = after_step(state, loss, norm, result.skipped, run.train.health)
-    state = replace(state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + tokens)
+    state = replace(
+        state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
+    )
     seconds = {"data": read - began, "step": time.perf_counter() - read}
-    return state, _record(workshop, number, result, rate, tokens, seconds, ids)
+    return state, _record(workshop, number, result, rate, data.tokens, seconds, data.ids)
 
 
 def agreed_objection(mine: str | None, world: Group) -> str | None:
@@ -113,7 +113,7 @@ def _record(
         rate=rate,
         tokens=tokens,
         seconds=seconds,
-        counts=sums.counts_LE.tolist() if workshop.leads and moe is not None else None,
+        counts=sums.counts_ME.tolist() if workshop.leads and moe is not None else None,
         dropped=int(sums.dropped),
         skipped=result.skipped,
         memory_bytes=memory_used(workshop.device),
@@ -129,19 +129,16 @@ def memory_used(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@torch.no_grad()
 def validate(workshop: Workshop) -> float:
     """Mean loss per label over the first validation samples: the same ones every time, on any layout."""
     assert workshop.validation is not None
-    run, total, labels = workshop.run, torch.zeros((), dtype=torch.float64), 0
+    run, total, labels = workshop.run, 0.0, 0
     for number in range(run.train.validate_batches):
         first = number * run.data.global_batch
-        batches, _ = step_batches(workshop.validation, first, run, workshop.groups, workshop.device)
-        for batch in batches:
-            total += workshop.share.model(batch).loss_sum.double().cpu()
+        batches = step_batches(workshop.validation, first, run, workshop.groups, workshop.device).batches
+        total += float(evaluate(workshop.share, batches)) * batches[0].step_labels
         labels += batches[0].step_labels
-    put_to_rest(workshop.share.model)
-    return float(sum_plain(total, workshop.groups["dp"])) / labels
+    return total / labels
 
 
 def _time_to_validate(workshop: Workshop, step: int) -> bool:
@@ -153,7 +150,9 @@ def _time_to_validate(workshop: Workshop, step: int) -> bool:
 
 def begin_save(workshop: Workshop, state: TrainState) -> None:
     chunks = chunks_of(workshop.share, workshop.optimizer)
-    workshop.saver.begin(state.step, chunks, {"train": state.to_json(), "data": workshop.samples.fingerprint})
+    elsewhere = tensors_elsewhere(workshop.share, workshop.optimizer)
+    told = {"train": state.to_json(), "data": workshop.samples.fingerprint}
+    workshop.saver.begin(state.step, chunks, told, elsewhere)
 
 
 def _save_last(workshop: Workshop, state: TrainState, told: Callback) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from moefold.checkpoint.hf.directory import weight_keys
 from moefold.checkpoint.spec import TensorSource
 from moefold.config.model import ModelConfig
 from moefold.errors import BackendError
-from moefold.model.batch import Batch
+from moefold.model.assemble import whole_batch
 from moefold.model.build import build_decoder, one_process_seams
 
 _SEQUENCES, _LENGTH = 2, 37
@@ -54,19 +55,14 @@ def _tokens(model: ModelConfig) -> Tensor:
 def _our_logits(
     source: TensorSource, model: ModelConfig, tokens: Tensor, rounded: torch.dtype = torch.float32
 ) -> Tensor:
-    decoder = build_decoder(model, torch.float32, "sequential", one_process_seams()).float()
+    model = replace(model, num_mtp=0)  # what looks further ahead has no part in these logits
+    decoder = build_decoder(model, torch.float32, one_process_seams("sequential")).float()
     state = {name: source.read(key).float() for name, key in weight_keys(model).items()}
     decoder.load_state_dict(state)
     _round(decoder, rounded)
-    batch = Batch(
-        tokens_T=tokens.flatten(),
-        labels_T=tokens.flatten(),
-        positions_T=torch.arange(_LENGTH).repeat(_SEQUENCES),
-        num_sequences=_SEQUENCES,
-        num_microbatches=1,
-        shards_per_microbatch=1,
-        step_labels=tokens.numel(),
-        step_tokens=tokens.numel(),
+    count = tokens.numel()
+    batch = whole_batch(
+        tokens.flatten(), tokens.flatten(), (_LENGTH,) * _SEQUENCES, step_labels=count, step_tokens=count
     )
     return decoder.logits(batch)
 
@@ -78,7 +74,8 @@ def _their_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: 
         raise BackendError("--check asks transformers for its opinion; install it: pip install 'moefold[hf]'") from None
     with tempfile.TemporaryDirectory(prefix="moefold-check-") as name:
         shown = Path(name)
-        config = write_config(model, family_of(model), 4096, "float32")
+        alone = replace(model, num_mtp=0)
+        config = write_config(alone, family_of(alone), 4096, "float32")
         (shown / FILE).write_text(json.dumps(config))
         for file in directory.iterdir():
             if file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json")):

@@ -43,4 +43,4 @@ class LocalCore:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        return attend(q_THd, k_TGd, v_TGv, batch.num_sequences, scale, window, sinks_H)
+        return attend(q_THd, k_TGd, v_TGv, batch.lengths, scale, window, sinks_H)

@@ -17,6 +17,7 @@ from moefold.model.attention.core import AttentionCore
 from moefold.model.batch import Batch
 from moefold.model.linear import Linear
 from moefold.model.norm import RMSNorm, SpreadRMSNorm
+from moefold.model.products import Products
 from moefold.model.rotary import Rotary
 from moefold.model.seams import TokenSeam
 
@@ -31,13 +32,14 @@ class GroupedQueryAttention(nn.Module):
         norm_eps: float,
         tokens: TokenSeam,
         core: AttentionCore,
+        products: Products,
     ) -> None:
         super().__init__()
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(width, q_width, config.qkv_bias)
-        self.k = Linear(width, kv_width, config.qkv_bias)
-        self.v = Linear(width, kv_width, config.qkv_bias)
-        self.out = Linear(q_width, width, config.out_bias)
+        self.q = Linear(width, q_width, products, config.qkv_bias)
+        self.k = Linear(width, kv_width, products, config.qkv_bias)
+        self.v = Linear(width, kv_width, products, config.qkv_bias)
+        self.out = Linear(q_width, width, products, config.out_bias)
         self.q_norm = _qk_norm(config, q_width, norm_eps, tokens)
         self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
@@ -49,7 +51,7 @@ class GroupedQueryAttention(nn.Module):
         self.core = core
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_TD = self.tokens.gather(x_tD)
+        x_TD = self.tokens.gather(x_tD, batch)
         q_THd = self._heads(self.q(x_TD), self.q_norm)
         k_TGd = self._heads(self.k(x_TD), self.k_norm)
         v_TGd = self._heads(self.v(x_TD), None)

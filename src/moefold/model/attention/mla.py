@@ -17,6 +17,7 @@ from moefold.model.attention.core import AttentionCore
 from moefold.model.batch import Batch
 from moefold.model.linear import Linear
 from moefold.model.norm import RMSNorm
+from moefold.model.products import Products
 from moefold.model.rotary import Rotary
 from moefold.model.seams import TokenSeam
 from moefold.ops.rope import latent_softmax_scale
@@ -24,20 +25,27 @@ from moefold.ops.rope import latent_softmax_scale
 
 class LatentAttention(nn.Module):
     def __init__(
-        self, config: MLAConfig, rope: RopeConfig, width: int, norm_eps: float, tokens: TokenSeam, core: AttentionCore
+        self,
+        config: MLAConfig,
+        rope: RopeConfig,
+        width: int,
+        norm_eps: float,
+        tokens: TokenSeam,
+        core: AttentionCore,
+        products: Products,
     ) -> None:
         super().__init__()
         query_dim = config.nope_dim + config.rope_dim
         if config.q_latent is None:
-            self.q = Linear(width, config.num_heads * query_dim)
+            self.q = Linear(width, config.num_heads * query_dim, products)
         else:
-            self.q_down = Linear(width, config.q_latent)
+            self.q_down = Linear(width, config.q_latent, products)
             self.q_norm = RMSNorm(config.q_latent, norm_eps)
-            self.q_up = Linear(config.q_latent, config.num_heads * query_dim)
-        self.kv_down = Linear(width, config.kv_latent + config.rope_dim)
+            self.q_up = Linear(config.q_latent, config.num_heads * query_dim, products)
+        self.kv_down = Linear(width, config.kv_latent + config.rope_dim, products)
         self.kv_norm = RMSNorm(config.kv_latent, norm_eps)
-        self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim))
-        self.out = Linear(config.num_heads * config.value_dim, width)
+        self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), products)
+        self.out = Linear(config.num_heads * config.value_dim, width, products)
         self.rotary = Rotary(rope, config.rope_dim)
         self.config = config
         self.scale = query_dim**-0.5 * latent_softmax_scale(rope.yarn)
@@ -46,24 +54,24 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         tables = self.rotary(batch.positions_T, like=x_tD)
-        q_THd = self._queries(x_tD, tables)
-        k_THd, v_THv = self._keys_and_values(x_tD, tables)
+        q_THd = self._queries(x_tD, batch, tables)
+        k_THd, v_THv = self._keys_and_values(x_tD, batch, tables)
         seen_THv = self.core(q_THd, k_THd, v_THv, batch, scale=self.scale, window=None, sinks_H=None)
         return self.tokens.reduce(self.out(seen_THv.flatten(1)))
 
-    def _queries(self, x_tD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def _queries(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
         nope, rope = self.config.nope_dim, self.config.rope_dim
         if self.config.q_latent is None:
-            q_TF = self.q(self.tokens.gather(x_tD))
+            q_TF = self.q(self.tokens.gather(x_tD, batch))
         else:
-            q_TF = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD))))
+            q_TF = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD)), batch))
         plain_THn, turned_THr = q_TF.unflatten(1, (-1, nope + rope)).split((nope, rope), dim=-1)
         return torch.cat((plain_THn, self.rotary.turn(turned_THr, tables)), dim=-1)
 
-    def _keys_and_values(self, x_tD: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         config = self.config
         latent_tc, turned_tr = self.kv_down(x_tD).split((config.kv_latent, config.rope_dim), dim=-1)
-        both_T = self.tokens.gather(torch.cat((self.kv_norm(latent_tc), turned_tr), dim=-1))
+        both_T = self.tokens.gather(torch.cat((self.kv_norm(latent_tc), turned_tr), dim=-1), batch)
         latent_Tc, turned_Tr = both_T.split((config.kv_latent, config.rope_dim), dim=-1)
         heads_THnv = self.kv_up(latent_Tc).unflatten(1, (-1, config.nope_dim + config.value_dim))
         plain_THn, v_THv = heads_THnv.split((config.nope_dim, config.value_dim), dim=-1)

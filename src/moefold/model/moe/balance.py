@@ -9,7 +9,8 @@ n_s tokens of which c_e chose expert e (before any was dropped), and n tokens in
          = coefficient * E / n * sum_t sum_e share_{s(t), e} * p_te,        share_se = c_e / (all choices in s).
 
 The second line is how it is computed. Given the shares it is a plain sum over tokens: every rank adds its own tokens'
-part and the parts add up to the whole, whatever the layout. Only the counts, which have no gradient, meet first.
+part and the parts add up to the whole, whatever the layout. Only the counts, which have no gradient, meet first. Pads
+are in no set and not in n.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig
 from moefold.model.batch import Batch, TokenSets
+from moefold.model.moe.pads import real_tokens
 from moefold.model.seams import TokenSeam
 from moefold.ops.permute import Choices
 from moefold.ops.segments import count_keys
@@ -51,28 +53,36 @@ def balance_losses(
 ) -> BalanceLosses:
     """``earlier_E`` counts this rank's choices in the step's earlier microbatches. A loss that is off costs nothing."""
     coefficients, num_experts, off = config.balance, config.num_experts, logits_tE.new_zeros(())
-    p_tE = probabilities(logits_tE, config.router.score)
+    real_t = real_tokens(batch, tokens)
+    p_tE = _without_pads(probabilities(logits_tE, config.router.score), real_t)
 
     def shares(sets: TokenSets) -> Tensor:
-        set_t = tokens.mine(sets.set_of_token)
-        count_SE = tokens.sum_counts(count_by_set(choices, set_t, len(sets.sizes), num_experts), "microbatch")
+        set_t = tokens.mine(sets.set_of_token_N, batch)
+        count_SE = tokens.sum_counts(count_by_set(choices, set_t, len(sets.sizes), num_experts), "microbatch", batch)
         return _shares(count_SE, p_tE.dtype)[set_t]
 
     def shares_of_everyone() -> Tensor:
         count_E = count_choices(choices, num_experts)
-        count_E = tokens.sum_counts(count_E if earlier_E is None else count_E + earlier_E, "everyone")
+        count_E = tokens.sum_counts(count_E if earlier_E is None else count_E + earlier_E, "everyone", batch)
         return _shares(count_E, p_tE.dtype)
 
     def loss(coefficient: float, share_tE: Callable[[], Tensor]) -> Tensor:
         return (share_tE() * p_tE).sum() * (coefficient * num_experts / batch.step_tokens) if coefficient else off
 
+    def z() -> Tensor:
+        return _without_pads(logits_tE.logsumexp(-1, keepdim=True).square(), real_t).sum()
+
     return BalanceLosses(
         microbatch=loss(coefficients.microbatch, lambda: shares(batch.microbatches)),
-        sequence=loss(coefficients.sequence, lambda: shares(batch.sequences)),
+        sequence=loss(coefficients.sequence, lambda: shares(batch.documents)),
         global_batch=loss(coefficients.global_batch, shares_of_everyone),
         device=loss(coefficients.device, lambda: even_out(shares(batch.microbatches), coefficients.device_groups)),
-        z=logits_tE.logsumexp(-1).square().sum() * (coefficients.z / batch.step_tokens) if coefficients.z else off,
+        z=z() * (coefficients.z / batch.step_tokens) if coefficients.z else off,
     )
+
+
+def _without_pads(x_tE: Tensor, real_t: Tensor | None) -> Tensor:
+    return x_tE if real_t is None else x_tE.where(real_t[:, None], 0.0)
 
 
 def probabilities(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"]) -> Tensor:

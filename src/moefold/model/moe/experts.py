@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Arrived
-from moefold.ops.grouped_matmul import GroupedMatmul
+from moefold.model.products import Products
 from moefold.ops.swiglu import ACTIVATIONS
 
 
@@ -25,7 +25,7 @@ class Experts(nn.Module):
     must be whole on one of them and 0 on the others.
     """
 
-    def __init__(self, config: MoEConfig, width: int, matmul: GroupedMatmul, bias_share: float = 1.0) -> None:
+    def __init__(self, config: MoEConfig, width: int, products: Products, bias_share: float = 1.0) -> None:
         super().__init__()
         num_experts, hidden, row_width = config.num_experts, config.expert_width, config.latent_width or width
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden, row_width))
@@ -34,7 +34,7 @@ class Experts(nn.Module):
         self.down_bias = nn.Parameter(torch.empty(num_experts, row_width)) if config.expert_bias else None
         self.activation = ACTIVATIONS[config.activation]
         self.weigh_activation = config.weight_at == "activation"
-        self.matmul = matmul
+        self.products = products
         self.bias_share = bias_share
 
     def forward(self, arrived: Arrived) -> Tensor:
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         return weigh(out_RL, arrived.weight_R)
 
     def _hidden(self, arrived: Arrived) -> Tensor:
-        gate_up_RG = self._times(arrived.rows_RD, self.gate_up.flatten(1, 2), arrived)
+        gate_up_RG = self._times(arrived.rows_RD, self.gate_up, arrived)
         if self.gate_up_bias is not None:
             gate_up_RG = gate_up_RG + per_row(self.gate_up_bias.flatten(1), arrived)
         return self.activation(*gate_up_RG.chunk(2, dim=-1))
@@ -59,7 +59,7 @@ class Experts(nn.Module):
         return per_row(self.down_bias, arrived) * self.bias_share
 
     def _times(self, rows: Tensor, weight: Tensor, arrived: Arrived) -> Tensor:
-        return self.matmul(rows, weight.to(rows.dtype), arrived.rows_per_expert_e, arrived.rows_per_expert)
+        return self.products.grouped(rows, weight, arrived.rows_per_expert_e, arrived.rows_per_expert)
 
 
 def weigh(rows: Tensor, weight_R: Tensor) -> Tensor:

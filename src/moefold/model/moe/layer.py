@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
         return (
             Phase("route", Lane.COMPUTE, partial(self._route, batch, earlier_E)),
             Phase("dispatch", Lane.COMM, self._dispatch),
-            Phase("experts", Lane.COMPUTE, self._experts),
+            Phase("experts", Lane.COMPUTE, partial(self._experts, batch)),
             Phase("combine", Lane.COMM, self._combine),
         )
 
@@ -84,8 +84,8 @@ class MoELayer(nn.Module):
     def _dispatch(self, routed: Routed) -> Sent:
         return Sent(routed.x_tD, self.dispatcher.dispatch(routed.sent_tL, routed.routing), routed.report)
 
-    def _experts(self, sent: Sent) -> Answered:
-        shared_tD = None if self.shared is None else self.shared(sent.x_tD)
+    def _experts(self, batch: Batch, sent: Sent) -> Answered:
+        shared_tD = None if self.shared is None else self.shared(sent.x_tD, batch)
         if shared_tD is not None and self.shared_gate is not None:
             shared_tD = shared_tD * self.shared_gate(sent.x_tD).sigmoid()
         return Answered(shared_tD, self.experts(sent.arrived), sent.arrived.ticket, sent.report)

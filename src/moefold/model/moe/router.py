@@ -16,6 +16,7 @@ from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Routing
 from moefold.model.batch import Batch
 from moefold.model.moe.balance import RoutingReport, balance_losses, count_choices
+from moefold.model.moe.pads import keep_real, real_tokens
 from moefold.model.moe.select import CapacityDrop, Choice, Dropper, Selector, build_selector
 from moefold.model.seams import TokenSeam
 from moefold.ops.topk import score
@@ -45,6 +46,9 @@ class Router(nn.Module):
         # A selector that says who is kept has seen to the capacities itself.
         if self.drop is not None and kept_tK is None:
             kept_tK = self.drop.kept(choice.expert_tK, scores_tE.detach(), batch, self.tokens)
+        real_t = real_tokens(batch, self.tokens)
+        kept_tK = keep_real(choice.expert_tK, kept_tK, real_t)
+        choice = choice._replace(kept_tK=keep_real(choice.expert_tK, choice.kept_tK, real_t))
 
         routing = Routing(choice.expert_tK, weight_tK, kept_tK)
         counts_E = count_choices(choice, self.config.num_experts)

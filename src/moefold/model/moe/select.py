@@ -1,6 +1,6 @@
 """The rules that turn scores into choices, one class each; the router is handed one of them.
 
-t tokens of this rank, T tokens of the microbatches, E experts, K choices per token.
+t tokens of this rank, N tokens of the microbatches, E experts, K choices per token.
 
 A rule that looks at many tokens at once looks at a whole microbatch, gathered from the ranks that share it, and keeps
 its own tokens' part of the answer: every rank decides the same, and the layout changes nothing.
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig
-from moefold.model.batch import Batch
+from moefold.model.batch import Batch, TokenSets
+from moefold.model.moe.pads import only_real, real_tokens
 from moefold.model.seams import TokenSeam
 from moefold.ops.capacity import capacity_of, keep_within_capacity
 from moefold.ops.topk import choose_balanced, choose_by_experts, choose_topk, limit_groups, sinkhorn
@@ -64,8 +65,8 @@ class SinkhornSelect:
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
     ) -> Choice:
         iterations = self.config.router.sinkhorn_iterations
-        plan_TE = sinkhorn(tokens.whole(logits_tE), batch.num_microbatches, iterations)
-        return Choice(choose_topk(tokens.mine(plan_TE), self.config.top_k))
+        plan_tE = _by_microbatch(logits_tE, batch, tokens, lambda part_nE: sinkhorn(part_nE, 1, iterations))
+        return Choice(choose_topk(plan_tE, self.config.top_k))
 
 
 class ExpertChoiceSelect:
@@ -79,10 +80,14 @@ class ExpertChoiceSelect:
     ) -> Choice:
         config = self.config
         factor = 1.0 if config.capacity is None else config.capacity.factor
-        capacity = capacity_of(batch.microbatches.sizes[0], factor, config.top_k, config.num_experts)
-        kept_TE = choose_by_experts(tokens.whole(scores_tE), batch.num_microbatches, capacity)
+
+        def choose(part_nE: Tensor) -> Tensor:
+            capacity = capacity_of(part_nE.shape[0], factor, config.top_k, config.num_experts)
+            return choose_by_experts(part_nE, 1, capacity)
+
+        kept_tE = _by_microbatch(scores_tE, batch, tokens, choose)
         every_expert_E = torch.arange(config.num_experts, device=scores_tE.device)
-        return Choice(every_expert_E.expand_as(scores_tE), tokens.mine(kept_TE))
+        return Choice(every_expert_E.expand_as(scores_tE), kept_tE)
 
 
 class BalancedSelect:
@@ -94,8 +99,25 @@ class BalancedSelect:
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
     ) -> Choice:
-        token_T = torch.arange(batch.num_tokens, device=logits_tE.device) % batch.microbatches.sizes[0]
-        return Choice(choose_balanced(tokens.mine(token_T), self.config.num_experts, self.config.top_k))
+        token_N = torch.cat([torch.arange(size, device=logits_tE.device) for size in batch.microbatches.sizes])
+        return Choice(choose_balanced(tokens.mine(token_N, batch), self.config.num_experts, self.config.top_k))
+
+
+def _by_microbatch(x_tE: Tensor, batch: Batch, tokens: TokenSeam, decide: Callable[[Tensor], Tensor]) -> Tensor:
+    """My part of what is decided over whole microbatches; pads are not looked at and get zeros."""
+    x_NE, sets = tokens.whole(x_tE, batch), batch.microbatches
+    if (real_t := real_tokens(batch, tokens)) is None:
+        return tokens.mine(_by_set(x_NE, sets.sizes, decide), batch)
+    real_N = tokens.whole(real_t, batch)
+    *sizes, _ = only_real(sets, real_N).sizes
+    decided = _by_set(x_NE[real_N], tuple(sizes), decide)
+    return tokens.mine(decided.new_zeros(x_NE.shape).masked_scatter(real_N[:, None], decided), batch)
+
+
+def _by_set(x_NE: Tensor, sizes: tuple[int, ...], decide: Callable[[Tensor], Tensor]) -> Tensor:
+    """One set after the other; one without a token has nothing to decide."""
+    decided = [decide(part_nE) for part_nE in x_NE.split(sizes) if part_nE.shape[0]]
+    return torch.cat(decided) if decided else decide(x_NE.new_zeros(1, x_NE.shape[1]))[:0]
 
 
 class ReplaySelect:
@@ -124,18 +146,21 @@ class CapacityDrop:
 
     def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
         score_tK = scores_tE.gather(1, expert_tK) if self.capacity.drop == "probability" else None
+        real_t = real_tokens(batch, tokens)
         if self.capacity.scope == "local":
             # Shards of other ranks are sets without a token here.
-            shard_t = tokens.mine(batch.shards.set_of_token)
-            return self._keep(expert_tK, score_tK, shard_t, batch.shards.sizes)
-        score_TK = None if score_tK is None else tokens.whole(score_tK)
-        sets = batch.microbatches
-        return tokens.mine(self._keep(tokens.whole(expert_tK), score_TK, sets.set_of_token, sets.sizes))
+            shard_t = tokens.mine(batch.shards.set_of_token_N, batch)
+            return self._keep(expert_tK, score_tK, TokenSets(shard_t, batch.shards.sizes), real_t)
+        score_NK = None if score_tK is None else tokens.whole(score_tK, batch)
+        real_N = None if real_t is None else tokens.whole(real_t, batch)
+        return tokens.mine(self._keep(tokens.whole(expert_tK, batch), score_NK, batch.microbatches, real_N), batch)
 
-    def _keep(self, expert: Tensor, score: Tensor | None, set_of_token: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def _keep(self, expert: Tensor, score: Tensor | None, sets: TokenSets, real: Tensor | None) -> Tensor:
         top_k, num_experts = self.config.top_k, self.config.num_experts
-        capacities = tuple(capacity_of(size, self.capacity.factor, top_k, num_experts) for size in sizes)
-        return keep_within_capacity(expert, score, set_of_token, capacities, num_experts)
+        if real is not None:
+            sets = only_real(sets, real)
+        capacities = tuple(capacity_of(size, self.capacity.factor, top_k, num_experts) for size in sets.sizes)
+        return keep_within_capacity(expert, score, sets.set_of_token_N, capacities, num_experts)
 
 
 SELECTORS: dict[str, Callable[[MoEConfig], Selector]] = {

@@ -1,0 +1,161 @@
+"""How a weight meets its input: the seam behind every large matmul of the model.
+
+x activations, W a weight stored in its own format; the product is computed in the format of x.
+
+``NativeProducts`` leaves both gradients to autograd. ``DeferredProducts`` cuts the backward pass in two: the gradient
+of the input is computed at once, because the stage before waits for it, and the gradient of the weight is put off until
+there is nothing more urgent to do. Both halves together execute exactly the matmuls of the whole, and what they need is
+kept by reference, so a recomputed input is recomputed once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefold.ops.grouped_matmul import GroupedMatmul, split_products
+
+
+class Products(Protocol):
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T, where all but the last dim of the weight are rows of W."""
+        ...
+
+    def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
+        """The same for rows sorted by expert, each with its own expert's weight, the first dim of ``weight``."""
+        ...
+
+
+class NativeProducts:
+    def __init__(self, matmul: GroupedMatmul) -> None:
+        self.matmul = matmul
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
+
+    def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
+        return self.matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+
+
+# Computes one weight's gradient, in the shape of the weight.
+Gradient = Callable[[], Tensor]
+
+
+class Deferral:
+    """Weight gradients that were put off, in the order in which their inputs' gradients were computed.
+
+    Nothing is put off outside of ``putting_off``; gradients then go to autograd as usual.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[object, nn.Parameter, Gradient]] = deque()
+        self._key: object | None = None
+
+    def start(self, key: object) -> None:
+        """Put off from here on, under this key, until ``stop``."""
+        self._key = key
+
+    def stop(self) -> None:
+        self._key = None
+
+    @property
+    def active(self) -> bool:
+        return self._key is not None
+
+    def put(self, weight: nn.Parameter, gradient: Gradient) -> None:
+        self._waiting.append((self._key, weight, gradient))
+
+    def run_one(self) -> bool:
+        """Compute the oldest one; False if none waits. Always the oldest, so that sums have one order."""
+        if not self._waiting:
+            return False
+        _, weight, gradient = self._waiting.popleft()
+        _accumulate(weight, gradient())
+        return True
+
+    def run_until(self, key: object) -> None:
+        """Compute the oldest ones until none of this key waits."""
+        while any(waiting == key for waiting, _, _ in self._waiting):
+            self.run_one()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+
+@torch.no_grad()
+def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(weight.dtype)
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+class DeferredProducts:
+    def __init__(self, matmul: GroupedMatmul, deferral: Deferral) -> None:
+        self.matmul, self.deferral = matmul, deferral
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _Linear.apply(x, weight, self.deferral)
+
+    def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
+        return _Grouped.apply(rows, weight, rows_per_expert_e, host, self.matmul, self.deferral)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.deferral = weight, deferral
+        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+
+        def weight_gradient() -> Tensor:
+            return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).view(weight.shape)
+
+        dx = grad @ weight.flatten(0, -2).to(grad.dtype) if ctx.needs_input_grad[0] else None
+        return dx, _now_or_later(ctx, weight, weight_gradient), None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        rows_per_expert_e: Tensor,
+        host: list[int] | None,
+        matmul: GroupedMatmul,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, rows_per_expert_e)
+        ctx.weight, ctx.host, ctx.matmul, ctx.deferral = weight, host, matmul, deferral
+        return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        rows, rows_per_expert_e = ctx.saved_tensors
+        weight, host, matmul = ctx.weight, ctx.host, ctx.matmul
+        grad = grad.contiguous()
+
+        def weight_gradient() -> Tensor:
+            return split_products(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+
+        turned = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
+        drows = matmul(grad, turned, rows_per_expert_e, host) if ctx.needs_input_grad[0] else None
+        return drows, _now_or_later(ctx, weight, weight_gradient), None, None, None, None
+
+
+def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    if ctx.deferral.active:
+        ctx.deferral.put(weight, gradient)
+        return None
+    return gradient().to(weight.dtype)

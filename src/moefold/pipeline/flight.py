@@ -1,0 +1,148 @@
+"""One step under way on one rank: which microbatches are where, and what they have added up to.
+
+t tokens of this rank, D width, M mixtures of the model, E experts.
+
+The divisors of the step (labels, tokens) are in the batches: they were counted over all ranks before the first
+forward. What backward yields is therefore already this rank's part of a sum, and nothing is divided again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.comm.pipes import Expected, Pipes
+from moefold.model.batch import Batch
+from moefold.model.decoder import DecoderOutput, Stream
+from moefold.model.moe.balance import BalanceLosses
+from moefold.parallel.apply import Share
+from moefold.precision.formats import TORCH_FORMATS
+from moefold.schedule.actions import Action, Kind, Order
+from moefold.topology.shares import share_sizes
+
+# (stage, microbatch)
+Key = tuple[int, int]
+
+
+class StepSums(NamedTuple):
+    """What the forwards of a step added up to: losses per label of the step, balance losses per token of it."""
+
+    loss: Tensor
+    # Of the modules that look further ahead, their weight included.
+    ahead: Tensor
+    balance: BalanceLosses
+    counts_ME: Tensor
+    dropped: Tensor
+
+
+@dataclass
+class Flight:
+    share: Share
+    order: Order
+    batches: Sequence[Batch]
+    pipes: Pipes | None
+    sums: StepSums
+    # What a stage was given (its gradient is left on these tensors), and what backward needs of its forward.
+    inputs: dict[Key, Stream] = field(default_factory=dict)
+    forwards: dict[Key, Any] = field(default_factory=dict)
+    # Streams and gradients that are to be sent, and gradients that have arrived.
+    leaving: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def index(self) -> int:
+        return self.share.groups["pp"].index
+
+    def peer(self, stage: int) -> int:
+        return self.order.rank_of_stage[stage]
+
+
+def take_off(share: Share, order: Order, batches: Sequence[Batch], actions: Sequence[Action]) -> Flight:
+    group = share.groups["pp"]
+    pipes = None
+    if not group.alone:
+        dtype, device = TORCH_FORMATS[share.run.precision.compute], batches[0].tokens_T.device
+        pipes = Pipes(group, dtype, device, deque(_expected(share, order, batches, actions)))
+    return Flight(share, order, batches, pipes, no_sums(share))
+
+
+def _expected(share: Share, order: Order, batches: Sequence[Batch], actions: Sequence[Action]) -> list[Expected]:
+    """Every message this rank will receive. A stage's input and its gradient have the shape of the stream there."""
+    messages = []
+    for action in actions:
+        if action.kind is Kind.RECV_F:
+            boundary, peer = action.stage, order.rank_of_stage[action.stage - 1]
+        elif action.kind is Kind.RECV_B:
+            boundary, peer = action.stage + 1, order.rank_of_stage[action.stage + 1]
+        else:
+            continue
+        streams = 1 + sum(len(stage.mtp) for stage in share.stages[:boundary])
+        rows = share_sizes(batches[action.microbatch].num_tokens, share.groups["tp"].size)[share.groups["tp"].index]
+        messages.append(Expected(peer, ((rows, share.run.model.width),) * streams))
+    return messages
+
+
+def no_sums(share: Share) -> StepSums:
+    wide = torch.promote_types(TORCH_FORMATS[share.run.precision.compute], torch.float32)
+    none = torch.zeros((), dtype=wide, device=share.device)
+    experts = 0 if share.run.model.moe is None else share.run.model.moe.num_experts
+    counts_ME = torch.zeros(len(share.model.mixtures), experts, dtype=torch.int64, device=share.device)
+    return StepSums(none, none, BalanceLosses(*[none] * 5), counts_ME, none.long())
+
+
+def losses_of(
+    share: Share, output: DecoderOutput, batch: Batch
+) -> tuple[Tensor | None, Tensor | None, BalanceLosses | None]:
+    """Each kind of loss that this stage has, ready to be added up."""
+    model = share.run.model
+    loss = None if output.loss_sum is None else output.loss_sum / batch.step_labels
+    ahead = None
+    if output.ahead_loss_sum is not None:
+        ahead = output.ahead_loss_sum * (model.mtp_weight / model.num_mtp / batch.step_labels)
+    balance = None
+    if output.reports:
+        kinds = zip(*(report.losses for _, report in output.reports), strict=True)
+        balance = BalanceLosses(*(torch.stack(parts).sum() for parts in kinds))
+    return loss, ahead, balance
+
+
+def objective_of(share: Share, output: DecoderOutput, batch: Batch) -> Tensor | None:
+    """What this stage's parameters are to make small, beyond what the next stage asks; None if nothing."""
+    loss, ahead, balance = losses_of(share, output, batch)
+    terms = [term for term in (loss, ahead, *(balance or ())) if term is not None and term.requires_grad]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+@torch.no_grad()
+def add_sums(sums: StepSums, share: Share, output: DecoderOutput, batch: Batch) -> StepSums:
+    loss, ahead, balance = losses_of(share, output, batch)
+    counts_ME, dropped = sums.counts_ME, sums.dropped
+    if output.reports:
+        counts_ME = counts_ME.clone()
+        for row, report in output.reports:
+            counts_ME[row] += report.counts_E
+            dropped = dropped + report.dropped
+    return StepSums(
+        sums.loss if loss is None else sums.loss + loss,
+        sums.ahead if ahead is None else sums.ahead + ahead,
+        sums.balance
+        if balance is None
+        else BalanceLosses(*(a + b for a, b in zip(sums.balance, balance, strict=True))),
+        counts_ME,
+        dropped,
+    )
+
+
+def landed(stream: Sequence[Tensor]) -> Stream:
+    """A stream as the next stage's own leaves, on which its gradient will be left."""
+    x_tD, *ahead_tD = (tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in stream)
+    return Stream(x_tD, tuple(ahead_tD))
+
+
+def flat(stream: Stream) -> tuple[Tensor, ...]:
+    return (stream.x_tD, *stream.ahead_tD)

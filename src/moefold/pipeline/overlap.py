@@ -1,0 +1,165 @@
+"""One microbatch's forward phases against another's backward phases.
+
+Two microbatches have nothing to do with each other, so while one's tokens travel to experts the other computes. Both
+are walked in turn: each runs its compute phases up to the next exchange, starts that on the communication lane, and
+gives the turn to the other. The walk depends on the phases alone and never on timing, so that all ranks meet in the
+same collectives in the same order. While a rank still has to wait, it computes weight gradients that were put off;
+those are taken oldest first, so that their sums do not depend on timing either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.blueprint.stages import StageSpec
+from moefold.model.batch import Batch
+from moefold.model.decoder import DecoderOutput, Stream
+from moefold.model.phase import Lane, Phase
+from moefold.parallel.apply import Share
+from moefold.pipeline.flight import objective_of
+from moefold.pipeline.tape import Gradients, Recorded, map_tensors, record, step_back
+
+
+class Tape(NamedTuple):
+    """A recorded forward of one stage, and the stream it was given."""
+
+    entry: tuple[Tensor, ...]
+    phases: tuple[Recorded, ...]
+
+
+def run_taped(
+    share: Share, batch: Batch, counts_ME: Tensor, stage: StageSpec, stream: Stream | None
+) -> tuple[DecoderOutput, Tape]:
+    """A forward by itself, recorded for a backward that may be overlapped."""
+    walk = _Forward(share, batch, counts_ME, stage, stream)
+    for _, work in walk:
+        walk.take(work())
+    return walk.result()
+
+
+def tape_back(tape: Tape, gradients: tuple[Tensor, ...]) -> None:
+    """A recorded backward by itself; leaves the gradients on the stream that the stage was given."""
+    walk = _Backward(tape, gradients, _as_it_is)
+    for _, work in walk:
+        walk.take(work())
+    walk.finish()
+
+
+def run_overlapped(
+    share: Share,
+    batch: Batch,
+    counts_ME: Tensor,
+    stage: StageSpec,
+    stream: Stream | None,
+    tape: Tape,
+    gradients: tuple[Tensor, ...],
+    put_off_as: object | None,
+) -> tuple[DecoderOutput, Tape]:
+    """The forward of one microbatch and the backward of another, whose tape and output gradients are given.
+
+    Weight gradients are put off and computed while both wait; unless ``put_off_as`` names them for later, none is left.
+    """
+    deferral, lane = share.deferral, share.comm_lane
+    assert deferral is not None and lane is not None
+    key = object() if put_off_as is None else put_off_as
+
+    def putting_off(work: Callable[[], Any]) -> Any:
+        deferral.start(key)
+        try:
+            return work()
+        finally:
+            deferral.stop()
+
+    ahead = _Forward(share, batch, counts_ME, stage, stream)
+    back = _Backward(tape, gradients, putting_off)
+    sides: list[_Side] = [_Side(back, iter(back)), _Side(ahead, iter(ahead))]
+    while sides:
+        for side in list(sides):
+            if side.pending is not None:
+                side.walk.take(lane.take(side.pending, deferral.run_one))
+                side.pending = None
+            for phase_lane, work in side.steps:
+                if phase_lane is Lane.COMM:
+                    side.pending = lane.submit(work)
+                    break
+                side.walk.take(work())
+            else:
+                sides.remove(side)
+    if put_off_as is None:
+        deferral.run_until(key)
+    back.finish()
+    return ahead.result()
+
+
+class _Side:
+    """One of the two walks, and the exchange it waits for."""
+
+    def __init__(self, walk: _Forward | _Backward, steps: Iterator[tuple[Lane, Callable[[], Any]]]) -> None:
+        self.walk, self.steps = walk, steps
+        self.pending: Future[Any] | None = None
+
+
+class _Forward:
+    """The phases of a stage's forward, one at a time; each step's result must be taken before the next."""
+
+    def __init__(self, share: Share, batch: Batch, counts_ME: Tensor, stage: StageSpec, stream: Stream | None) -> None:
+        self.carry: Any = DecoderOutput(stream)
+        self.entry = () if stream is None else (stream.x_tD, *stream.ahead_tD)
+        self.recorded: list[Recorded] = []
+        judge = Phase("objective", Lane.COMPUTE, partial(_with_objective, share, batch))
+        self.phases = (*share.model.phases(batch, counts_ME, stage), judge)
+
+    def __iter__(self) -> Iterator[tuple[Lane, Callable[[], Any]]]:
+        for phase in self.phases:
+            yield phase.lane, partial(record, phase, self.carry)
+
+    def take(self, result: tuple[Any, Recorded]) -> None:
+        self.carry, recorded = result
+        self.recorded.append(recorded)
+
+    def result(self) -> tuple[DecoderOutput, Tape]:
+        output, _ = self.carry
+        return output, Tape(self.entry, tuple(self.recorded))
+
+
+def _with_objective(share: Share, batch: Batch, output: DecoderOutput) -> tuple[DecoderOutput, Tensor | None]:
+    """The output and what is to be made small; only the stream and the objective pass gradients on."""
+    objective = objective_of(share, output, batch)
+    plain = output._replace(
+        reports=map_tensors(output.reports, Tensor.detach),
+        loss_sum=map_tensors(output.loss_sum, Tensor.detach),
+        ahead_loss_sum=map_tensors(output.ahead_loss_sum, Tensor.detach),
+    )
+    return plain, objective
+
+
+class _Backward:
+    """The same phases in reverse, from the gradients of the stage's output."""
+
+    def __init__(self, tape: Tape, gradients: tuple[Tensor, ...], around: Callable[[Callable[[], Any]], Any]) -> None:
+        self.tape, self.around = tape, around
+        last = tape.phases[-1].outputs
+        # The objective, where there is one, comes last and counts as it is.
+        self.gradients: Gradients = [*gradients, *(torch.ones_like(made) for made in last[len(gradients) :])]
+
+    def __iter__(self) -> Iterator[tuple[Lane, Callable[[], Any]]]:
+        for recorded in reversed(self.tape.phases):
+            work = partial(step_back, recorded, self.gradients)
+            yield recorded.lane, work if recorded.lane is Lane.COMM else partial(self.around, work)
+
+    def take(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+
+    def finish(self) -> None:
+        for given, gradient in zip(self.tape.entry, self.gradients, strict=True):
+            given.grad = gradient
+
+
+def _as_it_is(work: Callable[[], Any]) -> Any:
+    return work()

@@ -1,0 +1,112 @@
+"""One optimizer step on one rank's share: gradients of every microbatch, one norm, one bounded update.
+
+M mixtures of the model, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moefold.comm.gather import sum_plain
+from moefold.comm.mesh import Groups
+from moefold.model.batch import Batch
+from moefold.model.decoder import Decoder
+from moefold.model.moe.balance import BalanceLosses, update_expert_bias
+from moefold.optim.clip import clip_gradients, gradient_norm
+from moefold.parallel.apply import Share
+from moefold.parallel.data import put_to_rest
+from moefold.parallel.gradients import finish_gradients
+from moefold.parallel.once import gather_once, reduce_once
+from moefold.parallel.placements import Held
+from moefold.pipeline.flight import StepSums
+from moefold.pipeline.runtime import carry_forward, carry_out
+
+
+class StepResult(NamedTuple):
+    """``skipped`` says why the update was not taken; then nothing has changed."""
+
+    sums: StepSums
+    norm: Tensor
+    skipped: str | None = None
+
+
+# Sees the gradients before they are clipped.
+Look = Callable[[dict[str, Tensor]], None]
+# Asked with the step's sums and norm, which all ranks hold alike: a reason not to take the step, or None.
+Objection = Callable[[StepSums, Tensor], str | None]
+
+
+def look_away(gradients: dict[str, Tensor]) -> None:
+    """Does not want to see them."""
+
+
+def never(sums: StepSums, norm: Tensor) -> None:
+    """Has no objection."""
+
+
+def run_step(
+    share: Share,
+    optimizer: Optimizer,
+    batches: Sequence[Batch],
+    look: Look = look_away,
+    objection: Objection = never,
+) -> StepResult:
+    """Forward and backward over ``batches``, then one clipped update and the loss-free bias's move."""
+    optimizer.zero_grad()
+    if share.gathers_once:
+        gather_once(share.model)
+    sums = over_ranks(carry_out(share, batches), share.groups)
+    if share.gathers_once:
+        reduce_once(share.model, share.groups)
+    gradients = finish_gradients(share.model, share.held, share.groups["pp"])
+    look(gradients)
+    norm = gradient_norm(spoken_for(gradients, share.held), share.groups["world"])
+    if (reason := objection(sums, norm)) is not None:
+        return StepResult(sums, norm, reason)
+    clip_gradients(gradients.values(), norm, share.run.optim.clip_norm)
+    optimizer.step()
+    move_expert_biases(share.model, sums.counts_ME)
+    return StepResult(sums, norm)
+
+
+def evaluate(share: Share, batches: Sequence[Batch]) -> Tensor:
+    """The loss per label of these batches, on every rank; nothing is kept and nothing changes."""
+    if share.gathers_once:
+        gather_once(share.model)
+    sums = over_ranks(carry_forward(share, batches), share.groups)
+    put_to_rest(share.model)
+    return sums.loss
+
+
+def spoken_for(gradients: dict[str, Tensor], held: dict[str, Held]) -> list[Tensor]:
+    """The parts that enter the norm here; whatever several ranks repeat enters on one of them."""
+    return [gradient for name, gradient in gradients.items() if held[name].speaks]
+
+
+def over_ranks(sums: StepSums, groups: Groups) -> StepSums:
+    """Tensor-parallel ranks all hold their tokens' whole loss, but each only its own tokens' balance and counts."""
+    world = groups["world"]
+    speaks = groups["tp"].index == 0
+    none = torch.zeros_like(sums.loss)
+    losses = (sums.loss, sums.ahead) if speaks else (none, none)
+    loss, ahead, *balance = sum_plain(torch.stack([*losses, *sums.balance]), world)
+    counts_ME = sum_plain(sums.counts_ME, world)
+    return StepSums(loss, ahead, BalanceLosses(*balance), counts_ME, sum_plain(sums.dropped, world))
+
+
+@torch.no_grad()
+def move_expert_biases(model: Decoder, counts_ME: Tensor) -> None:
+    """The loss-free bias moves against the load of the whole step, the same on every rank."""
+    for row, router in model.routers().items():
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(update_expert_bias(router.expert_bias, counts_ME[row], router.bias_rate))
+
+
+def count_step_labels(mine: int, groups: Groups) -> int:
+    """The labels of the whole step: the one divisor of the loss, counted once, before the first forward."""
+    return int(sum_plain(sum_plain(torch.tensor(mine), groups["dp"]), groups["cp"]))
