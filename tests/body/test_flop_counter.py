@@ -7,6 +7,7 @@ values, queries and keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tests.body.model_inputs import batch_of, fill
 from torch.utils.flop_counter import FlopCounterMode
 
+from moefold.model.assemble import look_ahead
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.plan.flops import executed_flops_per_token
 from moefold.recipes.catalog import recipe
@@ -49,12 +51,15 @@ FORMULAS = {
     "name", ["deepseek_v3_proxy", "qwen3_30b_a3b_proxy", "mixtral_8x7b_proxy", "gpt_oss_20b_proxy"]
 )
 @pytest.mark.parametrize("experts", ["grouped", "sequential"])
-def test_executed_count_equals_the_counter(name: str, experts: str) -> None:
-    model = recipe(name).model
-    decoder = build_decoder(model, torch.float32, experts, one_process_seams())  # type: ignore[arg-type]
+@pytest.mark.parametrize("num_mtp", [0, 2])
+def test_executed_count_equals_the_counter(name: str, experts: str, num_mtp: int) -> None:
+    model = replace(recipe(name).model, num_mtp=num_mtp)
+    decoder = build_decoder(model, torch.float32, one_process_seams(experts))  # type: ignore[arg-type]
     fill(decoder)
     batch = batch_of(SEQUENCES, SEQ_LEN, model.vocab_size)
+    ahead = [look_ahead(batch.tokens_T, batch.labels_T, batch.lengths, by) for by in range(1, num_mtp + 1)]
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-        decoder(batch, None).loss_sum.backward()
+        output = decoder(replace(batch, ahead=tuple(ahead)), None)
+        (output.loss_sum + output.ahead_loss_sum if num_mtp else output.loss_sum).backward()
     counted = counter.get_total_flops() / (SEQUENCES * SEQ_LEN)
     assert executed_flops_per_token(model, SEQ_LEN).total == pytest.approx(counted, rel=1e-9)
