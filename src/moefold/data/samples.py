@@ -73,7 +73,7 @@ class Stock:
 
     def fingerprint(self) -> str:
         """Whatever the order depends on. Where the files lie does not matter: they may move to another disk."""
-        facts = {
+        facts: dict[str, object] = {
             "version": _ORDER_VERSION,
             "seed": self.seed,
             "split": self.split,

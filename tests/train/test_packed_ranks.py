@@ -1,0 +1,82 @@
+"""Documents on real ranks: whatever a sample is, three steps on any layout are the three steps of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.test_packed import BATCH, run_of
+
+from moefold.blueprint.parameters import parameters
+from moefold.comm.launch import fork_ranks
+from moefold.config.parallel import ContextConfig, ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.data.document_samples import open_samples
+from moefold.optim.adamw import adamw
+from moefold.parallel.apply import groups_of, take_share
+from moefold.pipeline.step import evaluate, run_step
+from moefold.prove.start import busy_values
+from moefold.train.batches import step_batches
+
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "dp2": (2, ParallelConfig()),
+    "tp2 ep2": (2, ParallelConfig(tp=2, ep=2)),
+    "cp2 dp2 ep4": (4, ParallelConfig(cp=2, ep=4)),
+    "cp2 by heads": (2, ParallelConfig(cp=2, context=ContextConfig(full="all_to_all"))),
+    "pp2 dp2": (4, ParallelConfig(pp=2, ep=2)),
+    "pp2 zb_v": (2, ParallelConfig(pp=2, vpp=2, schedule="zb_v")),
+    "dynamic": (4, ParallelConfig(cp=2, ep=2, dynamic_cp=True)),
+    "dynamic pp2": (4, ParallelConfig(pp=2, ep=2, dynamic_cp=True)),
+}
+
+
+def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
+    """Of every rank and step: loss, look-ahead loss, norm, balance losses and the tokens per expert."""
+
+    def work(rank: int) -> list[list[float]]:
+        share = take_share(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, busy_values)
+        kinds = {spec.name: spec.kind for spec in parameters(run.model)}
+        optimizer = adamw(((p, kinds[name]) for name, p in share.model.named_parameters()), run.optim)
+        samples, told = open_samples(run.data, run.model.vocab_size, run.seed), []
+        for number in range(3):
+            data = step_batches(samples, number * BATCH, run, share.groups, CPU)
+            result = run_step(share, optimizer, data.batches)
+            sums = result.sums
+            counts = sums.counts_ME.flatten().tolist()
+            told.append([float(sums.loss), float(sums.ahead), float(result.norm), *map(float, sums.balance), *counts])
+        last = step_batches(samples, 3 * BATCH, run, share.groups, CPU)
+        return [*told, [float(evaluate(share, last.batches)), float(last.tokens)]]
+
+    return fork_ranks(work, world, seconds=110)
+
+
+# Packed documents have shapes that change with every microbatch; the others a fixed one, or one that windows decide.
+CASES = [("packed", layout) for layout in LAYOUTS]
+CASES += [(kind, layout) for kind in ("padded", "apart") for layout in ("tp2 ep2", "cp2 dp2 ep4", "pp2 dp2")]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[float]]]:
+    """The steps of one process, for each kind of sample once."""
+
+    @cache
+    def of(kind: str) -> list[list[float]]:
+        (steps,) = steps_of(run_of(tmp_path_factory.mktemp(kind), kind), 1)
+        return steps
+
+    return of
+
+
+@pytest.mark.parametrize("kind,layout", CASES)
+def test_any_layout_trains_as_one_process(
+    tmp_path: Path, kind: str, layout: str, alone: Callable[[str], list[list[float]]]
+) -> None:
+    world, parallel = LAYOUTS[layout]
+    for found in steps_of(run_of(tmp_path, kind, parallel), world):
+        for step, expected in zip(found, alone(kind), strict=True):
+            assert step == pytest.approx(expected, rel=1e-9, abs=1e-12)
