@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moefold.ops.attention_blocks import band
-from moefold.ops.attention_parts import FUSED, PLAIN, Parts, merge, merge_sinks, sink_gradients
+from moefold.ops.attention_parts import FUSED, PLAIN, Parts, merge_, merge_sinks_, sink_gradients
 
 BOTH = pytest.mark.parametrize("parts", [FUSED, PLAIN], ids=["fused", "plain"])
 # blocks, heads, kv heads, queries, keys, qk dim, v dim
@@ -50,9 +50,8 @@ def test_fused_equals_plain(name: str, sight: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, plain_out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, plain_lse, rtol=tolerance, atol=tolerance)
     # As if more keys had been seen elsewhere.
-    more_out, more_lse = merge(out.double(), lse.double(), _random(*out.shape), _random(*lse.shape))
-    more_out, more_lse = more_out.to(out.dtype), more_lse.to(lse.dtype)
-    fused, plain = (parts.gradients(grad, q, k, v, more_out, more_lse, **how) for parts in (FUSED, PLAIN))
+    merge_(out, lse, _random(*out.shape).to(dtype), _random(*lse.shape).to(lse.dtype))
+    fused, plain = (parts.gradients(grad, q, k, v, out, lse, **how) for parts in (FUSED, PLAIN))
     for a, b in zip(fused, plain, strict=True):
         torch.testing.assert_close(a.to(b.dtype), b, rtol=tolerance, atol=tolerance)
 
@@ -75,10 +74,9 @@ def test_parts_add_up_to_the_whole(parts: Parts, shape: tuple[int, ...], with_si
         part = parts.attend(
             q, k[:, :, start:stop], v[:, :, start:stop], scale=0.3, causal=False, mask_nm=mask[:, start:stop]
         )
-        out, lse = merge(out, lse, *part)
+        merge_(out, lse, *part)
     if with_sinks:
-        by_head = out.transpose(1, 2), lse.transpose(1, 2)
-        out, lse = (x.transpose(1, 2) for x in merge_sinks(*by_head, sinks))
+        merge_sinks_(out.transpose(1, 2), lse.transpose(1, 2), sinks)
     torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
 
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

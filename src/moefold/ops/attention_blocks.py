@@ -66,7 +66,9 @@ class Rows(NamedTuple):
         return x.unflatten(0, (-1, self.num)) if step == self.num else x.unfold(0, self.num, step).movedim(-1, 1)
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Overwrite; starts must be apart from each other."""
+        """Overwrite; starts must be apart from each other. What was changed in place in a view is there already."""
+        if values.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+            return
         for start, value in zip(self.starts, values.unbind(0)):
             x[start : start + self.num] = value
 

@@ -67,24 +67,34 @@ def parts_for(device: torch.device) -> Parts:
 # ---- putting parts together ----
 
 
-def merge(out_1: Tensor, lse_1: Tensor, out_2: Tensor, lse_2: Tensor) -> tuple[Tensor, Tensor]:
-    """Two parts as one. ``lse`` has the shape of ``out`` without its last dimension; a part may be empty (-inf)."""
-    lse = torch.logaddexp(lse_1, lse_2)
-    finite = _no_infinity(lse)
-    share_1, share_2 = (lse_1 - finite).exp(), (lse_2 - finite).exp()
-    return out_1 * share_1.unsqueeze(-1) + out_2 * share_2.unsqueeze(-1), lse
+def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Make one part (``out``, ``lse``) of two, in place; ``lse`` has the shape of ``out`` without its last dimension.
+
+    A part may be empty, or blind in some rows (-inf).
+    """
+    total = torch.logaddexp(lse, more_lse)
+    finite = _no_infinity(total)
+    out.mul_(lse.sub_(finite).exp_().unsqueeze(-1))
+    out.add_(more * (more_lse - finite).exp_().unsqueeze(-1))
+    lse.copy_(total)
 
 
-def merge_sinks(out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
-    """One more logit per head that takes its share of the weight."""
-    lse = torch.logaddexp(lse_nH, sinks_H.to(lse_nH.dtype))
-    return out_nHv * (lse_nH - lse).exp().unsqueeze(-1), lse
+def merge_sinks_(out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> None:
+    """One more logit per head that takes its share of the weight, in place."""
+    total = torch.logaddexp(lse_nH, sinks_H.to(lse_nH.dtype))
+    out_nHv.mul_(lse_nH.sub_(total).exp_().unsqueeze(-1))
+    lse_nH.copy_(total)
 
 
 def sink_gradients(grad_nHv: Tensor, out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> Tensor:
     """[H]: a sink draws weight away from all that the queries see, in proportion to its own."""
-    weight = (sinks_H.to(lse_nH.dtype) - lse_nH).exp()
-    return -(weight * (widened(grad_nHv) * widened(out_nHv)).sum(-1)).sum(0).to(sinks_H.dtype)
+    weight_nH = (sinks_H.to(lse_nH.dtype) - lse_nH).exp()
+    gradients_H = torch.empty_like(sinks_H)
+    # One head at a time: the wide product of all heads would be the largest tensor around.
+    for head in range(sinks_H.shape[0]):
+        seen_n = (widened(grad_nHv[:, head]) * widened(out_nHv[:, head])).sum(-1)
+        gradients_H[head] = -(weight_nH[:, head] * seen_n).sum()
+    return gradients_H
 
 
 # ---- the plain way ----
