@@ -18,6 +18,7 @@ from moefold.errors import MoefoldError, did_you_mean
 VERBS = {
     "check": "moefold.cli.check",
     "layout": "moefold.cli.layout",
+    "schedule": "moefold.cli.schedule",
     "prove": "moefold.cli.prove",
     "train": "moefold.cli.train",
     "report": "moefold.cli.report",
