@@ -64,12 +64,12 @@ def _inboxes(order: Order, sent: Sequence[Sequence[Action]]) -> list[_Inbox]:
     for rank, actions in enumerate(sent):
         for action in actions:
             if action.kind in SENDS:
-                receive = received_as(action)
+                receive = _received_as(action)
                 inboxes[order.rank_of_stage[receive.stage]].put(rank, receive)
     return inboxes
 
 
-def received_as(send: Action) -> Action:
+def _received_as(send: Action) -> Action:
     """The receive that takes a message."""
     if send.kind is Kind.SEND_F:
         return Action(Kind.RECV_F, send.stage + 1, send.microbatch)
