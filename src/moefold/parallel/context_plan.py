@@ -44,15 +44,15 @@ def around(lengths: Lengths, size: int, inner: int, member: int, window: int | N
     return own, *(_step(held, member, places, window) for places in range(1, members))
 
 
-def held_runs(lengths: Iterable[int], ranks: Iterable[int], size: int) -> tuple[Run, ...]:
+def held_runs(lengths: Lengths, ranks: Iterable[int], size: int) -> tuple[Run, ...]:
     """The tokens of these ranks together, ascending; chunks that touch are one run."""
-    ranks = tuple(ranks)
+    numbers = sorted(number for rank in ranks for number in chunks_of(rank, size))
+    pieces = {length: chunks(length, size) for length in set(lengths)}
     runs: list[Run] = []
     row = 0
     for document, length in enumerate(lengths):
-        pieces = chunks(length, size)
-        for number in sorted(number for rank in ranks for number in chunks_of(rank, size)):
-            start, stop = pieces[number]
+        for number in numbers:
+            start, stop = pieces[length][number]
             if start == stop:
                 continue
             if runs and runs[-1].document == document and runs[-1].stop == start:
