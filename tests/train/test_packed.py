@@ -15,6 +15,7 @@ import torch
 from tests.data.token_files import megatron
 from torch import Tensor
 
+from moefold.batching.plan_for import plan_for
 from moefold.comm.ledger import Ledger
 from moefold.comm.mesh import Groups
 from moefold.config.data import DataConfig
@@ -32,7 +33,7 @@ from moefold.pipeline.runtime import carry_out
 from moefold.prove.start import busy_values
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.layout import fold
-from moefold.train.batches import StepData, plan_step, step_batches
+from moefold.train.batches import StepData, step_batches
 
 S, BATCH, VOCAB, CPU = 32, 24, 256, torch.device("cpu")
 
@@ -187,7 +188,7 @@ def test_the_union_of_ids_does_not_depend_on_the_world(tmp_path: Path) -> None:
     samples = opened(run)
     sizes = [samples.length(i) for i in range(BATCH)]
     for world in (1, 2, 3, 4):
-        plan = plan_step(run, sizes, fold(run.parallel, world))
+        plan = plan_for(run, sizes, fold(run.parallel, world))
         shares = [[i for wave in plan.waves for i in wave.documents[rank]] for rank in range(world)]
         assert sorted(i for share in shares for i in share) == list(range(BATCH))
         for rank, share in enumerate(shares):

@@ -1,8 +1,8 @@
 """Which parts of a model a pipeline rank holds: those that its stages need.
 
 A part that several stages use, on different ranks, is held by each of them: the embedding, which also serves the
-modules that look ahead and, where it is tied, the head. Such copies start equal, their gradients are added up, and so
-they stay equal.
+modules that look ahead and, where it is tied, the head; the final norm, which the first such module reads too. Such
+copies start equal, their gradients are added up, and so they stay equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ class Parts:
     embedding: bool
     layers: tuple[int, ...]
     mtp: tuple[int, ...]
-    # The final norms and, unless the embedding serves as it, the head.
+    # The norms of the model's own stream and of each module's, which the loss and the next module both read.
+    final_norm: bool
+    mtp_norms: tuple[int, ...]
+    # The head, unless the embedding serves as it.
     loss: bool
 
     def holds(self, name: str) -> bool:
@@ -30,7 +33,9 @@ class Parts:
             return int(number) in self.layers
         if first == "mtp":
             return int(number) in self.mtp
-        return self.embedding if first == "embedding" else self.loss
+        if first == "mtp_norms":
+            return int(number) in self.mtp_norms
+        return {"embedding": self.embedding, "final_norm": self.final_norm, "head": self.loss}[first]
 
 
 def parts_of(stages: Iterable[StageSpec], model: ModelConfig) -> Parts:
@@ -41,6 +46,8 @@ def parts_of(stages: Iterable[StageSpec], model: ModelConfig) -> Parts:
         embedding=any(stage.embedding for stage in held) or bool(looks_ahead) or (loss and model.tied_embeddings),
         layers=tuple(layer for stage in held for layer in stage.layers),
         mtp=looks_ahead,
+        final_norm=loss or 0 in looks_ahead,
+        mtp_norms=tuple(depth for depth in range(model.num_mtp) if loss or depth + 1 in looks_ahead),
         loss=loss,
     )
 

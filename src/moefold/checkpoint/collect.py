@@ -23,6 +23,7 @@ from moefold.config.load import dump_run
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.apply import Share, held_buffers
 from moefold.parallel.placements import local_part
+from moefold.precision.formats import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
 _MOST_LISTED = 200
@@ -63,17 +64,15 @@ def _spoken(share: Share, optimizer: Optimizer | None) -> Iterator[Chunk]:
 
 def tensors_elsewhere(share: Share, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
     """What a checkpoint of the whole model holds beyond this rank's stages."""
-    kinds, live = _state_kinds(optimizer), next(share.model.parameters())
+    kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[share.run.precision.params]
     found: dict[str, TensorSpec] = {}
     for spec in parameters(share.run.model):
         if spec.name not in share.held:
-            found[f"parameter/{spec.name}"] = TensorSpec(live.dtype, spec.shape)
+            found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
             for kind, single in kinds.items():
-                found[f"{kind}/{spec.name}"] = TensorSpec(
-                    *((torch.float32, ()) if single else (live.dtype, spec.shape))
-                )
+                found[f"{kind}/{spec.name}"] = TensorSpec(*((torch.float32, ()) if single else (dtype, spec.shape)))
     here = {spec.name for spec in held_buffers(share.run, share.model)}
-    wide = torch.promote_types(live.dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
     others = (spec for spec in buffers(share.run.model) if spec.name not in here)
     return found | {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
 

@@ -223,4 +223,4 @@ def from_rank_0(value: int, world: Group) -> int:
 
 
 def _device(share: Share) -> torch.device:
-    return next(share.model.parameters()).device
+    return share.device

@@ -10,6 +10,8 @@ from moefold.config.strict import STRICT
 # The Python standard library's own source, as bytes: a corpus that every machine has.
 BUILTIN = "builtin"
 
+DocumentKind = Literal["joined", "apart", "padded", "packed"]
+
 
 @dataclass(frozen=True)
 class SourceConfig:
@@ -38,7 +40,7 @@ class DataConfig:
     # What a sample is. `joined`: a window of the token stream, read as one sequence; `apart`: such a window, whose
     # documents do not see each other; `padded`: one document, filled up to seq_len; `packed`: one document, put next to
     # others into microbatches of at most micro_batch * seq_len tokens.
-    documents: Literal["joined", "apart", "padded", "packed"] = "joined"
+    documents: DocumentKind = "joined"
     # Where training tokens come from: one path, or a weighted mixture, which then replaces it.
     train: str = BUILTIN
     mixture: tuple[SourceConfig, ...] = ()

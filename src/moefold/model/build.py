@@ -64,20 +64,18 @@ def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts:
     """The whole model, or those parts of it."""
     whole = whole_model(model)
     parts = parts_of([whole], model) if parts is None else parts
-    depths = parts.mtp
-    norms = range(model.num_mtp) if parts.loss else ()
     return Decoder(
         whole,
         embedding=Embedding(model.vocab_size, model.width, compute, seams.tokens, seams.vocab)
         if parts.embedding
         else None,
         layers={layer: _block(model, layer, seams) for layer in parts.layers},
-        mtp={depth: _look_ahead(model, depth, seams) for depth in depths},
-        final_norm=_norm(model) if parts.loss else None,
+        mtp={depth: _look_ahead(model, depth, seams) for depth in parts.mtp},
+        final_norm=_norm(model) if parts.final_norm else None,
         head=Linear(model.width, model.vocab_size, seams.products)
         if parts.loss and not model.tied_embeddings
         else None,
-        mtp_norms={depth: _norm(model) for depth in norms},
+        mtp_norms={depth: _norm(model) for depth in parts.mtp_norms},
         loss=LanguageLoss(seams.tokens, seams.vocab),
         mixtures=mixture_names(model),
     )

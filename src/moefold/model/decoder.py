@@ -10,6 +10,7 @@ the names they have in the whole model wherever they live.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -94,7 +95,8 @@ class Decoder(nn.Module):
     def logits(self, batch: Batch) -> Tensor:
         """[T, V], written out in full: for comparisons on one process, not for training."""
         assert self.final_norm is not None
-        phases = [phase for phase in self._parts(batch, None, self.whole) if phase.name != "loss"]
+        layers = replace(self.whole, mtp=(), loss=False)
+        phases = tuple(self._parts(batch, None, layers))
         stream = run_in_order(phases, DecoderOutput()).stream
         x_TD = self.final_norm(stream.x_tD)
         return x_TD @ self.head_weight.to(x_TD.dtype).T
@@ -154,7 +156,7 @@ class Decoder(nn.Module):
             module = self.mtp[str(depth)]
             assert isinstance(module, LookAhead)
             inner = module.phases(partial(self._tokens_ahead, depth, batch), batch, earlier_E)
-            yield from nest(inner, _last_stream, partial(_after_ahead, row))
+            yield from nest(inner, partial(self._before_ahead, depth), partial(_after_ahead, row))
         if stage.loss:
             yield Phase("loss", Lane.COMPUTE, partial(self._losses, batch))
 
@@ -172,7 +174,18 @@ class Decoder(nn.Module):
         self, depth: int, batch: Batch, earlier_E: Tensor | None, row: int | None, carry: DecoderOutput
     ) -> DecoderOutput:
         token_tD = self._tokens_ahead(depth, batch)
-        return _after_ahead(row, carry, self.mtp[str(depth)](_last_stream(carry), token_tD, batch, earlier_E))
+        return _after_ahead(
+            row, carry, self.mtp[str(depth)](self._before_ahead(depth, carry), token_tD, batch, earlier_E)
+        )
+
+    def _before_ahead(self, depth: int, carry: DecoderOutput) -> Tensor:
+        """The stream as the head reads it, after its norm: engines that draft with these modules feed them so."""
+        assert carry.stream is not None
+        x_tD, ahead_tD = carry.stream
+        norm = self.final_norm if depth == 0 else self.mtp_norms[str(depth - 1)]
+        assert norm is not None
+        before_tD: Tensor = norm(x_tD if depth == 0 else ahead_tD[depth - 1])
+        return before_tD
 
     def _tokens_ahead(self, depth: int, batch: Batch) -> Tensor:
         assert self.embedding is not None
@@ -210,11 +223,6 @@ def _after_layer(row: int | None, carry: DecoderOutput, output: BlockOutput) -> 
     return carry._replace(
         stream=Stream(output.x_tD, carry.stream.ahead_tD), reports=_with(carry.reports, row, output.report)
     )
-
-
-def _last_stream(carry: DecoderOutput) -> Tensor:
-    assert carry.stream is not None
-    return carry.stream.ahead_tD[-1] if carry.stream.ahead_tD else carry.stream.x_tD
 
 
 def _after_ahead(row: int | None, carry: DecoderOutput, output: BlockOutput) -> DecoderOutput:

@@ -11,7 +11,7 @@ than token i+k+1 has been looked at.
                                 +-- [token; stream] -- join -- block --> the next module; and a norm and the head
     stream     -- stream_norm --+
 
-The stream enters as the block before left it, not normalised: each of its readers has a norm of its own. The token
+The stream enters as the head reads it, after its norm: engines that draft with these modules feed them so. The token
 comes first in the joined row, as in the published weights of DeepSeek-V3.
 
 Everything before the block acts on each token by itself. So under tensor parallelism a rank joins the tokens it holds,
@@ -46,7 +46,7 @@ class LookAhead(nn.Module):
         return self.block.is_moe
 
     def forward(self, x_tD: Tensor, token_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> BlockOutput:
-        """``x_tD``: what the block before left. ``token_tD``: embeddings of the tokens ahead of this rank's tokens."""
+        """``x_tD``: the stream before it, normed as for the head. ``token_tD``: embeddings of the tokens ahead."""
         output: BlockOutput = run_in_order(self.phases(lambda: token_tD, batch, earlier_E), x_tD)
         return output
 

@@ -25,7 +25,9 @@ def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -
         [
             {"params": members, "weight_decay": config.weight_decay if decayed else 0.0}
             for (decayed, _), members in groups.items()
-        ],
+        ]
+        # A pipeline rank whose stages are empty has nothing to update, and updates it.
+        or [{"params": []}],
         lr=config.rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

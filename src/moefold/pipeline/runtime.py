@@ -66,7 +66,9 @@ def forward(flight: Flight, action: Action) -> None:
     if schedule_named(share.run.parallel.schedule).overlaps and torch.is_grad_enabled():
         after_forward(flight, key, *run_taped(share, batch, flight.sums.counts_ME, stage, stream))
     else:
-        output = share.model(batch, flight.sums.counts_ME, stage, stream)
+        # Where everything is gathered already, what surrounds the module's call has nothing to do.
+        run = share.model.forward if share.gathers_once else share.model
+        output: DecoderOutput = run(batch, flight.sums.counts_ME, stage, stream)
         after_forward(flight, key, output, (output.stream, objective_of(share, output, batch)))
 
 

@@ -1,68 +1,110 @@
 """The global batch of a proof, and the piece of it that one rank, or the reference, sees at a time.
 
-T tokens, G sequences of the global batch, S sequence length.
+N tokens of a microbatch, T of them on one rank.
 
-The batch is a function of the seed alone. Microbatch j holds sequences j*b to (j+1)*b; in wave w, data-parallel rank d
-runs microbatch w*dp + d. The reference lays the microbatches of a wave side by side.
+Samples are a function of the seed alone. How they form microbatches is the step's plan, as in training; the reference
+lays the microbatches of a wave side by side.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from moefold.model.assemble import whole_batch
+from moefold.model.assemble import share_of, whole_batch
 from moefold.model.batch import IGNORED, Batch
 from moefold.prove.cases import Case
 
 
-def global_batch(case: Case) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, both [G, S]; about one label in seven is ignored, unevenly over the sequences."""
-    data = case.run.data
+class ProofSample(NamedTuple):
+    """What a sample puts into its microbatch: tokens and labels, its documents' lengths, and which tokens are real."""
+
+    tokens_N: Tensor
+    labels_N: Tensor
+    lengths: tuple[int, ...]
+    real_N: Tensor
+
+
+def samples(case: Case) -> list[ProofSample]:
+    """Of the whole step; about one label in seven is ignored, unevenly over the samples."""
     generator = torch.Generator().manual_seed(case.run.seed * 7919 + 11)
-    stream = torch.randint(case.run.model.vocab_size, (data.global_batch, data.seq_len + 1), generator=generator)
-    tokens_GS, labels_GS = stream[:, :-1], stream[:, 1:].clone()
-    ignored = (
-        torch.rand(labels_GS.shape, generator=generator) < torch.rand(data.global_batch, 1, generator=generator) * 0.3
-    )
-    ignored[0, 0] = False  # at least one label counts
-    return tokens_GS, labels_GS.masked_fill(ignored, IGNORED)
+    made = []
+    for number, lengths in enumerate(case.documents):
+        size = sum(lengths)
+        stream = torch.randint(case.run.model.vocab_size, (size + 1,), generator=generator)
+        labels_N = stream[1:].clone()
+        ignored = torch.rand(size, generator=generator) < torch.rand(1, generator=generator) * 0.3
+        ignored[0] &= number > 0  # at least one label counts
+        labels_N[ignored] = IGNORED
+        made.append(_in_its_place(case, stream[:-1], labels_N, lengths))
+    _begin_differently(case, made)
+    return made
+
+
+def _begin_differently(case: Case, made: list[ProofSample]) -> None:
+    """No two documents of a microbatch begin with the same token.
+
+    Those would be equal to the last digit in exact arithmetic, and whoever ranks tokens would be asked to break a tie
+    between numbers that differ by their rounding alone.
+    """
+    for numbers in (group for wave in case.plan.waves for group in wave.documents):
+        starts = [(number, start) for number in numbers for start in accumulate((0, *made[number].lengths[:-1]))]
+        for token, (number, start) in enumerate(starts):
+            made[number].tokens_N[start] = token % case.run.model.vocab_size
+
+
+def _in_its_place(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...]) -> ProofSample:
+    """A padded document is filled up to the sequence length with tokens that nobody may look at."""
+    missing = case.run.data.seq_len - sum(lengths) if case.run.data.documents == "padded" else 0
+    real_N = torch.arange(len(tokens_N) + missing) < len(tokens_N)
+    fill = torch.full((missing,), IGNORED)
+    tokens_N, labels_N = torch.cat((tokens_N, fill * 0 + 1)), torch.cat((labels_N, fill))
+    return ProofSample(tokens_N, labels_N, (len(tokens_N),) if missing else lengths, real_N)
 
 
 def wave_batch(case: Case, wave: int, step_labels: int) -> Batch:
     """All microbatches of one wave, side by side: what one process sees."""
-    dp = case.layout.size("dp")
-    return _batch(case, wave * dp, dp, step_labels)
+    return _batch(case, wave, case.plan.waves[wave].documents, step_labels)
 
 
-def rank_batch(case: Case, wave: int, dp_index: int, step_labels: int) -> Batch:
-    """One microbatch: what one rank sees."""
-    return _batch(case, wave * case.layout.size("dp") + dp_index, 1, step_labels)
+def rank_batch(case: Case, wave: int, rank: int, step_labels: int) -> Batch:
+    """One microbatch, or the share of it that this rank holds."""
+    context = case.plan.waves[wave].context
+    group, index = divmod(case.layout.context_place(rank), context)
+    return share_of(_batch(case, wave, (case.plan.waves[wave].documents[group],), step_labels), index)
 
 
-def labels_of_rank(case: Case, dp_index: int) -> int:
-    """How many labels count in the microbatches that this data-parallel rank will see."""
-    return sum(_count(rank_batch(case, wave, dp_index, 1)) for wave in range(case.num_waves))
+def labels_of_rank(case: Case, rank: int) -> int:
+    """How many labels count in what this rank will see."""
+    return sum(_count(rank_batch(case, wave, rank, 1)) for wave in range(case.num_waves))
 
 
 def labels_of_batch(case: Case) -> int:
-    return int((global_batch(case)[1] != IGNORED).sum())
+    return sum(int((sample.labels_N != IGNORED).sum()) for sample in samples(case))
 
 
 def _count(batch: Batch) -> int:
     return int((batch.labels_T != IGNORED).sum())
 
 
-def _batch(case: Case, first_microbatch: int, num_microbatches: int, step_labels: int) -> Batch:
-    data = case.run.data
-    tokens_GS, labels_GS = global_batch(case)
-    rows = slice(first_microbatch * data.micro_batch, (first_microbatch + num_microbatches) * data.micro_batch)
+def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], step_labels: int) -> Batch:
+    made = samples(case)
+    held = [[made[number] for number in numbers] for numbers in microbatches]
+    flat = [sample for microbatch in held for sample in microbatch]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    real_N = torch.cat([nothing.bool(), *(sample.real_N for sample in flat)])
     return whole_batch(
-        tokens_GS[rows].flatten(),
-        labels_GS[rows].flatten(),
-        (data.seq_len,) * (num_microbatches * data.micro_batch),
-        documents_per_microbatch=(data.micro_batch,) * num_microbatches,
+        torch.cat([nothing, *(sample.tokens_N for sample in flat)]),
+        torch.cat([nothing, *(sample.labels_N for sample in flat)]),
+        tuple(length for sample in flat for length in sample.lengths),
+        documents_per_microbatch=tuple(sum(len(sample.lengths) for sample in microbatch) for microbatch in held),
+        context_size=case.plan.waves[wave].context,
         tensor_size=case.run.parallel.tp,
         step_labels=step_labels,
-        step_tokens=data.global_batch * data.seq_len,
+        step_tokens=sum(map(sum, case.documents)),
+        num_ahead=case.run.model.num_mtp,
+        real_N=real_N if case.run.data.documents == "padded" else None,
     )

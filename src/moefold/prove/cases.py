@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from math import lcm
+from random import Random
 
+from moefold.batching.plan_for import plan_for
+from moefold.batching.step_plan import StepPlan
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
+from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.schedule.names import schedule_named
 from moefold.topology.layout import FoldedLayout, fold
 
 
@@ -23,16 +30,37 @@ class Case:
     def layout(self) -> FoldedLayout:
         return fold(self.run.parallel, self.world)
 
+    @cached_property
+    def documents(self) -> tuple[tuple[int, ...], ...]:
+        """The lengths of every sample's documents: the whole sequence, pieces of it, or one document of any length."""
+        random, data = Random(self.run.seed), self.run.data
+        if data.documents == "joined":
+            return ((data.seq_len,),) * data.global_batch
+        if data.documents == "apart":
+            return tuple(_pieces(random, data.seq_len) for _ in range(data.global_batch))
+        return tuple((random.randint(1, data.seq_len),) for _ in range(data.global_batch))
+
+    @cached_property
+    def plan(self) -> StepPlan:
+        """Which samples form which microbatch, as in training."""
+        return plan_for(self.run, [sum(lengths) for lengths in self.documents], self.layout)
+
     @property
     def num_waves(self) -> int:
         """How many microbatches each rank runs, one after the other."""
-        return self.run.data.global_batch // (self.run.data.micro_batch * self.layout.size("dp"))
+        return len(self.plan.waves)
 
     @property
     def title(self) -> str:
         degrees = {"dp": self.layout.size("dp"), "edp": self.layout.size("edp")}
         degrees |= {axis: getattr(self.run.parallel, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
         return f"{self.run.name} on {self.world}: " + " ".join(f"{k}{v}" for k, v in degrees.items() if v > 1)
+
+
+def _pieces(random: Random, length: int) -> tuple[int, ...]:
+    """Up to three documents that fill a window."""
+    cuts = sorted(random.sample(range(1, length), random.randint(0, min(2, length - 1))))
+    return tuple(stop - start for start, stop in pairwise((0, *cuts, length)))
 
 
 # Big enough to show every mistake, small enough for sixteen processes on a laptop.
@@ -44,8 +72,12 @@ def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     """The same run with its sizes cut down: structure, routing and layout stay, numbers shrink."""
     parallel, model = run.parallel, _reduce_model(run.model, run)
     dp = fold(parallel, world).size("dp")
-    data = DataConfig(seq_len=11, global_batch=2 * dp, micro_batch=1)
-    return Case(replace(run, model=model, data=data, precision=proving_precision(dtype), optim=PROVING_OPTIM), world)
+    # A stage string is about the full number of layers; balanced stages are as many.
+    parallel = replace(parallel, stages=None)
+    fewest = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
+    data = DataConfig(seq_len=11, global_batch=max(2, fewest) * dp, micro_batch=1, documents=run.data.documents)
+    reduced = replace(run, model=model, parallel=parallel, data=data, precision=proving_precision(dtype))
+    return Case(replace(reduced, optim=PROVING_OPTIM), world)
 
 
 def proving_precision(dtype: Format) -> PrecisionConfig:
@@ -81,20 +113,21 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
         num_layers=min(model.num_layers, _MOST_LAYERS),
         num_dense_layers=min(model.num_dense_layers, 1),
         dense_width=8 * tp * 3,
-        attention=_reduce_attention(model, tp),
+        attention=_reduce_attention(model, run.parallel),
         moe=moe,
         init_std=0.2,
     )
 
 
-def _reduce_attention(model: ModelConfig, tp: int) -> AttentionConfig:
-    attention = model.attention
+def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> AttentionConfig:
+    attention, tp = model.attention, parallel.tp
+    # Ranks that trade heads for tokens need some each.
+    trades = {parallel.context.full, parallel.context.windowed} != {"ring"}
+    heads = max(2, tp * (parallel.cp if trades else 1))
     if isinstance(attention, MLAConfig):
         q_latent = None if attention.q_latent is None else 20
-        return replace(
-            attention, num_heads=max(2, tp), q_latent=q_latent, kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6
-        )
+        return replace(attention, num_heads=heads, q_latent=q_latent, kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6)
     grouped = min(attention.num_heads // attention.num_kv_heads, 2)
-    kv_heads = max(2, tp)
+    kv_heads = heads
     window = None if attention.window is None else 4
     return replace(attention, num_heads=kv_heads * grouped, num_kv_heads=kv_heads, head_dim=8, window=window)

@@ -7,18 +7,21 @@ anew for each case and repaired until the run has no problems.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from random import Random
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
-from moefold.config.data import DataConfig
+from moefold.config.data import DataConfig, DocumentKind
+from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ContextConfig, ContextMode, ParallelConfig
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision
+from moefold.schedule.names import SCHEDULES
 
 _DEGREES = (1, 2, 4, 8)
 
@@ -26,9 +29,19 @@ _DEGREES = (1, 2, 4, 8)
 @dataclass(frozen=True)
 class _Deal:
     world: int
+    pp: int
+    cp: int
     tp: int
     ep: int
     etp: int
+
+    @property
+    def stage(self) -> int:
+        return self.world // self.pp
+
+    @property
+    def dp(self) -> int:
+        return self.stage // (self.cp * self.tp)
 
 
 def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64") -> Iterator[Case]:
@@ -36,45 +49,83 @@ def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64")
     deck: list[_Deal] = []
     for number in range(count):
         if not deck:
-            deck = list(_all_deals(max_world))
+            # Choices are recorded for one microbatch at a time, so narrow formats prove layouts of one stage.
+            deck = [deal for deal in _all_deals(max_world) if dtype != "bfloat16" or deal.pp * deal.cp == 1]
             random.shuffle(deck)
         yield _draw(random, deck.pop(), seed * 100_003 + number, dtype)
 
 
 def _all_deals(max_world: int) -> Iterator[_Deal]:
     for world in (size for size in _DEGREES if size <= max_world):
-        for tp in (size for size in _DEGREES if world % size == 0):
-            for ep in (size for size in _DEGREES if world % size == 0):
-                for etp in (size for size in _DEGREES if world // ep % size == 0):
-                    yield _Deal(world, tp, ep, etp)
+        for pp in (size for size in _DEGREES if world % size == 0):
+            stage = world // pp
+            for cp, tp in product((1, 2, 4), _DEGREES):
+                for ep, etp in product(_DEGREES, _DEGREES):
+                    if stage % (cp * tp) == 0 and stage % (ep * etp) == 0:
+                        yield _Deal(world, pp, cp, tp, ep, etp)
 
 
 def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
     """Draw until the checks agree; most draws are legal, so this ends quickly."""
     while True:
+        parallel = _parallel(random, deal, dtype)
+        data = _data(random, deal, parallel, dtype)
+        if data.documents == "packed" and random.random() < 0.6:
+            parallel = replace(parallel, dynamic_cp=True)
+        model = _model(random, deal, parallel, dtype)
+        if parallel.pp * parallel.vpp > 1 and random.random() < 0.5:
+            parallel = replace(parallel, stages=_stages(random, model, parallel.pp * parallel.vpp))
         run = RunConfig(
             name=f"case {seed}",
             seed=seed,
-            model=_model(random, deal, dtype),
-            parallel=_parallel(random, deal),
-            data=_data(random, deal, dtype),
+            model=model,
+            parallel=parallel,
+            data=data,
             precision=proving_precision(dtype),
             optim=PROVING_OPTIM,
+            memory=_memory(random),
         )
         if not problems(run, deal.world):
             return Case(run, deal.world)
 
 
-def _parallel(random: Random, deal: _Deal) -> ParallelConfig:
-    dp, edp = deal.world // deal.tp, deal.world // (deal.ep * deal.etp)
+def _parallel(random: Random, deal: _Deal, dtype: Format) -> ParallelConfig:
+    edp = deal.stage // (deal.ep * deal.etp)
+    # Orders of one stage are worth a look too: they put weight gradients off and overlap.
+    plain = dtype == "bfloat16" or (deal.pp == 1 and random.random() < 0.5)
+    schedule = SCHEDULES["1f1b"] if plain else random.choice(list(SCHEDULES.values()))
     return ParallelConfig(
+        pp=deal.pp,
+        cp=deal.cp,
         tp=deal.tp,
         ep=deal.ep,
         etp=deal.etp,
-        dp_replicate=_copies(random, dp),
+        vpp=random.randint(1, 4) if schedule.virtual is None else schedule.virtual,
+        schedule=schedule.name,
+        context=_context(random, deal.cp),
+        dp_replicate=_copies(random, deal.dp),
         edp_replicate=_copies(random, edp),
         dispatcher=random.choice(("all_to_all", "all_gather")),
     )
+
+
+def _context(random: Random, cp: int) -> ContextConfig:
+    modes: tuple[ContextMode, ...] = ("ring", "all_to_all", "hierarchical")
+    full, windowed = random.choice(modes), random.choice(modes)
+    nested = "hierarchical" in (full, windowed)
+    return ContextConfig(full, windowed, inner=random.choice([1, 2, 4][: cp.bit_length()]) if nested else 1)
+
+
+def _stages(random: Random, model: ModelConfig, count: int) -> str:
+    """Any cut of the model into stages, empty ones too; now and then one that hands the parts out one by one."""
+    letters = "E" + "t" * model.num_layers + "m" * model.num_mtp + "L"
+    cuts = sorted(random.choices(range(1, len(letters)), k=count - 1))
+    return "|".join(letters[start:stop] for start, stop in pairwise((0, *cuts, len(letters))))
+
+
+def _memory(random: Random) -> MemoryConfig:
+    phases: tuple[RecomputedPhase, ...] = ("attention", "feed_forward", "experts")
+    return MemoryConfig(tuple(phase for phase in phases if random.random() < 0.2))
 
 
 def _copies(random: Random, ways: int) -> int:
@@ -83,39 +134,50 @@ def _copies(random: Random, ways: int) -> int:
     return random.choice(divisors) if random.random() < 0.4 else 1
 
 
-def _data(random: Random, deal: _Deal, dtype: Format) -> DataConfig:
-    dp, micro_batch = deal.world // deal.tp, random.choice((1, 1, 2, 3))
+def _data(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format) -> DataConfig:
+    micro_batch = random.choice((1, 1, 2, 3))
+    kinds: tuple[DocumentKind, ...] = ("joined", "joined", "apart", "padded", "packed", "packed")
+    documents = "joined" if dtype == "bfloat16" else random.choice(kinds)
     # Recorded choices are kept for one wave only.
-    waves = 1 if dtype == "bfloat16" else random.choice((1, 2))
+    waves = 1 if dtype == "bfloat16" else random.choice((1, 2, 3, 5)) if deal.pp > 1 else random.choice((1, 2))
+    waves = max(waves, SCHEDULES[parallel.schedule].microbatches_per_stage * parallel.pp * parallel.vpp)
     return DataConfig(
-        seq_len=random.choice((5, 7, 8, 9, 11)), global_batch=waves * dp * micro_batch, micro_batch=micro_batch
+        seq_len=random.choice((5, 7, 8, 9, 11)),
+        global_batch=waves * deal.dp * micro_batch,
+        micro_batch=micro_batch,
+        documents=documents,
     )
 
 
-def _model(random: Random, deal: _Deal, dtype: Format) -> ModelConfig:
-    num_layers = random.choice((1, 2, 2, 3))
+def _model(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format) -> ModelConfig:
+    num_layers = random.choice((1, 2, 2, 3)) if deal.pp == 1 else random.choice((1, 2, 3, 4, 5))
     return ModelConfig(
         vocab_size=8 * random.choice((5, 7)),
         width=random.choice((24, 32)),
         num_layers=num_layers,
-        attention=_attention(random, deal.tp),
+        attention=_attention(random, parallel, deal.dp),
         rope=_rope(random),
         moe=_moe(random, deal, dtype),
         num_dense_layers=random.choice((0, 0, 1)) if num_layers > 1 else 0,
         dense_width=8 * random.choice((3, 5)),
         tied_embeddings=random.random() < 0.25,
         init_std=0.2,
+        num_mtp=0 if dtype == "bfloat16" else random.choice((0, 0, 1, 2)),
     )
 
 
-def _attention(random: Random, tp: int) -> AttentionConfig:
+def _attention(random: Random, parallel: ParallelConfig, dp: int) -> AttentionConfig:
+    # Ranks that trade heads for tokens need some each.
+    trades = {parallel.context.full, parallel.context.windowed} != {"ring"}
+    traders = parallel.cp * (dp if parallel.dynamic_cp else 1) if trades else 1
+    heads = max(2, parallel.tp * traders)
     if random.random() < 0.45:
         return MLAConfig(
-            num_heads=max(2, tp), q_latent=random.choice((None, 20)), kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6
+            num_heads=heads, q_latent=random.choice((None, 20)), kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6
         )
-    kv_heads = max(2, tp)
+    kv_heads = max(2, parallel.tp)
     return GQAConfig(
-        num_heads=kv_heads * random.choice((1, 2)),
+        num_heads=max(heads, kv_heads) * random.choice((1, 2)),
         num_kv_heads=kv_heads,
         head_dim=8,
         qk_norm=random.choice(("none", "head", "full")),

@@ -32,11 +32,10 @@ def compare_rank(case: Case, reference: Path, rank: int) -> dict[str, Any]:
     share = take_share(case.run, groups, torch.device("cpu"), busy_values)
     kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
     optimizer = adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), case.run.optim)
-    index = groups["dp"].index
-    labels = count_step_labels(labels_of_rank(case, index), groups)
-    batches = [rank_batch(case, wave, index, labels) for wave in range(case.num_waves)]
+    labels = count_step_labels(labels_of_rank(case, rank), groups)
+    batches = [rank_batch(case, wave, rank, labels) for wave in range(case.num_waves)]
     if case.run.precision.compute == "bfloat16":
-        replay_choices(share.model, expected, index, batches)
+        replay_choices(share.model, expected, groups["dp"].index, batches)
     seen: dict[str, Difference] = {}
 
     def look(gradients: dict[str, Tensor]) -> None:

@@ -158,9 +158,17 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
 def facts_of(case: Case, counts_ME: Tensor, dropped: int) -> frozenset[str]:
     """Odd things that really happened in this case, for the coverage table."""
     facts = set()
-    tokens = case.run.data.micro_batch * case.run.data.seq_len
-    if tokens % case.run.parallel.tp:
+    samples = [sum(lengths) for lengths in case.documents]
+    microbatches = [sum(samples[i] for i in group) for wave in case.plan.waves for group in wave.documents]
+    if any(tokens % case.run.parallel.tp for tokens in microbatches):
         facts.add("token counts that do not divide over tp")
+    if not all(microbatches):
+        facts.add("a microbatch without a token")
+    if len(set(microbatches)) > 1:
+        facts.add("microbatches of different sizes")
+    if any(1 in lengths for lengths in case.documents):
+        facts.add("a document of one token")
+    facts |= {f"a wave cut over {wave.context} ranks" for wave in case.plan.waves if case.run.parallel.dynamic_cp}
     if counts_ME.numel():
         if (counts_ME == 0).any():
             facts.add("an expert that receives no token")

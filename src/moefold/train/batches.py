@@ -18,9 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from moefold.batching.documents import pack
-from moefold.batching.dynamic import plan_step as plan_dynamic
-from moefold.batching.step_plan import StepPlan, Wave
+from moefold.batching.plan_for import plan_for
 from moefold.comm.mesh import Groups
 from moefold.config.run import RunConfig
 from moefold.data.packing import crossing, lengths
@@ -28,8 +26,6 @@ from moefold.data.samples import Sample
 from moefold.model.assemble import share_of, whole_batch
 from moefold.model.batch import IGNORED, Batch
 from moefold.pipeline.step import count_step_labels
-from moefold.schedule.names import schedule_named
-from moefold.topology.layout import FoldedLayout
 
 
 class SampleOrder(Protocol):
@@ -60,7 +56,7 @@ def step_batches(
 ) -> StepData:
     """What this rank computes of the step that starts at ``first_sample``."""
     sizes = [order.length(first_sample + i) for i in range(run.data.global_batch)]
-    plan = plan_step(run, sizes, groups.layout)
+    plan = plan_for(run, sizes, groups.layout)
     place, slot_of = groups.layout.context_place(groups.rank), SLOTS[run.data.documents]
     mine = [wave.documents[place // wave.context] for wave in plan.waves]
     read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
@@ -72,23 +68,6 @@ def step_batches(
     ]
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
     return StepData(batches, ids, sum(sizes))
-
-
-def plan_step(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:
-    """Which samples of the step form which microbatch, from nothing but their lengths."""
-    data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
-    if data.documents != "packed":
-        return in_order(len(sizes), data.micro_batch, dp, cp)
-    room = data.micro_batch * data.seq_len
-    plan = plan_dynamic(sizes, dp * cp, room // cp) if run.parallel.dynamic_cp else pack(sizes, room, dp, cp)
-    schedule, stages = schedule_named(run.parallel.schedule), run.parallel.pp * run.parallel.vpp
-    return plan.with_at_least(schedule.microbatches_per_stage * stages)
-
-
-def in_order(num_samples: int, micro_batch: int, dp: int, cp: int) -> StepPlan:
-    """``micro_batch`` samples after the other to a microbatch, ``dp`` microbatches after the other to a wave."""
-    bins = [tuple(range(first, first + micro_batch)) for first in range(0, num_samples, micro_batch)]
-    return StepPlan(tuple(Wave(cp, tuple(bins[first : first + dp])) for first in range(0, len(bins), dp)))
 
 
 def joined(sample: Sample, seq_len: int) -> Slot:

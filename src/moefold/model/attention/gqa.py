@@ -64,7 +64,7 @@ class GroupedQueryAttention(nn.Module):
     def _heads(self, x_TF: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None and self.norm_whole_projection:
             x_TF = norm(x_TF)
-        x_THd = x_TF.view(x_TF.shape[0], -1, self.head_dim)
+        x_THd = x_TF.unflatten(-1, (-1, self.head_dim))
         return norm(x_THd) if norm is not None and not self.norm_whole_projection else x_THd
 
 

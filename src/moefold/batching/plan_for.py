@@ -1,0 +1,29 @@
+"""The plan of a step, whatever a run's samples are: a function of the configuration and of their lengths alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moefold.batching.documents import pack
+from moefold.batching.dynamic import plan_step
+from moefold.batching.step_plan import StepPlan, Wave
+from moefold.config.run import RunConfig
+from moefold.schedule.names import schedule_named
+from moefold.topology.layout import FoldedLayout
+
+
+def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:
+    """Which samples of the step form which microbatch, from nothing but their lengths."""
+    data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
+    if data.documents != "packed":
+        return in_order(len(sizes), data.micro_batch, dp, cp)
+    room = data.micro_batch * data.seq_len
+    plan = plan_step(sizes, dp * cp, room // cp) if run.parallel.dynamic_cp else pack(sizes, room, dp, cp)
+    schedule, stages = schedule_named(run.parallel.schedule), run.parallel.pp * run.parallel.vpp
+    return plan.with_at_least(schedule.microbatches_per_stage * stages)
+
+
+def in_order(num_samples: int, micro_batch: int, dp: int, cp: int) -> StepPlan:
+    """``micro_batch`` samples after the other to a microbatch, ``dp`` microbatches after the other to a wave."""
+    bins = [tuple(range(first, first + micro_batch)) for first in range(0, num_samples, micro_batch)]
+    return StepPlan(tuple(Wave(cp, tuple(bins[first : first + dp])) for first in range(0, len(bins), dp)))
