@@ -2,7 +2,7 @@
 
 Importing torch takes seconds; forking a process that has imported it takes milliseconds. So everything a rank will
 need is imported once, here, and every proof and every test of several ranks forks from that. Ranks find each other
-through a file in a private directory and talk over the loopback interface only: nothing listens on the network. They
+through a file in a private directory and talk over the loopback interface: nothing listens on the network. They
 die with the process that started them, and answer in JSON, never in pickles.
 """
 
@@ -55,17 +55,19 @@ def fork_ranks(
     patience: float | None = None,
     grace: float = 2.0,
     started: Callable[[list[int]], None] = lambda pids: None,
+    interface: Callable[[int], str] = lambda rank: "lo",
 ) -> list[Any]:
     """Run ``work(rank)`` on ``world`` gloo processes; its JSON-serialisable results come back in rank order.
 
     A rank that raises or dies ends all of them after ``grace`` seconds, and its error is raised here; so does the end
     of ``seconds``. A collective waits ``patience`` seconds for its peers. ``started`` is told the process numbers.
+    ``interface`` names the network interface that a rank talks over, and is called in the rank before it talks.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as meeting:
         wait = seconds if patience is None else patience
-        ranks = [_fork(work, rank, world, Path(meeting), wait) for rank in range(world)]
+        ranks = [_fork(work, rank, world, Path(meeting), wait, interface) for rank in range(world)]
         started([rank.pid for rank in ranks])
         try:
             _listen(ranks, time.monotonic() + seconds, grace)
@@ -97,23 +99,33 @@ def this_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _fork(work: Callable[[int], Any], rank: int, world: int, meeting: Path, patience: float) -> _Rank:
+def _fork(
+    work: Callable[[int], Any], rank: int, world: int, meeting: Path, patience: float, interface: Callable[[int], str]
+) -> _Rank:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writing)
         return _Rank(pid, reading)
     os.close(reading)
-    _live(work, rank, world, meeting, patience, writing)
+    _live(work, rank, world, meeting, patience, interface, writing)
 
 
-def _live(work: Callable[[int], Any], rank: int, world: int, meeting: Path, patience: float, pipe: int) -> NoReturn:
+def _live(
+    work: Callable[[int], Any],
+    rank: int,
+    world: int,
+    meeting: Path,
+    patience: float,
+    interface: Callable[[int], str],
+    pipe: int,
+) -> NoReturn:
     """A rank's whole life; it never returns into the code that forked it."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = interface(rank)
         store = FileStore(str(meeting / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
         answer = json.dumps({"answer": work(rank)})

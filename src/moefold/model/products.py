@@ -49,7 +49,7 @@ Gradient = Callable[[], Tensor]
 class Deferral:
     """Weight gradients that were put off, in the order in which their inputs' gradients were computed.
 
-    Nothing is put off outside of ``putting_off``; gradients then go to autograd as usual.
+    Nothing is put off outside of ``start`` and ``stop``; gradients then go to autograd as usual.
     """
 
     def __init__(self) -> None:
@@ -83,6 +83,15 @@ class Deferral:
         while any(waiting == key for waiting, _, _ in self._waiting):
             self.run_one()
 
+    def run_before(self, key: object) -> None:
+        """Compute the oldest ones until the oldest is of this key."""
+        while self._waiting and self._waiting[0][0] != key:
+            self.run_one()
+
+    def run_all(self) -> None:
+        while self.run_one():
+            pass
+
     @property
     def is_empty(self) -> bool:
         return not self._waiting
@@ -99,28 +108,49 @@ class DeferredProducts:
         self.matmul, self.deferral = matmul, deferral
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _Linear.apply(x, weight, self.deferral)
+        kept: Tensor = _Keep.apply(x, weight)
+        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.deferral)
 
     def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
-        return _Grouped.apply(rows, weight, rows_per_expert_e, host, self.matmul, self.deferral)
+        kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
+        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, self.matmul, self.deferral)
+        return _Grouped.apply(kept, weight, *more)
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps a product's input for its backward, before the product is computed.
+
+    A function's own forward runs before what it saves is kept. Recomputation stops once it has everything that was
+    kept, so with the input kept first it does not compute the last product of a phase again, which nobody needs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *others)
+        ctx.num_others = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *[None] * ctx.num_others
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.deferral = weight, deferral
+    def forward(ctx: Any, x: Tensor, weight: Tensor, keeper: Any, passes_on: bool, deferral: Deferral) -> Tensor:
+        """``keeper`` has the input for the backward; ``passes_on`` says whether anyone asks for its gradient."""
+        ctx.weight, ctx.keeper, ctx.passes_on, ctx.deferral = weight, keeper, passes_on, deferral
         return F.linear(x, weight.flatten(0, -2).to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (x,), weight = ctx.keeper.saved_tensors, ctx.weight
 
         def weight_gradient() -> Tensor:
             return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).view(weight.shape)
 
-        dx = grad @ weight.flatten(0, -2).to(grad.dtype) if ctx.needs_input_grad[0] else None
-        return dx, _now_or_later(ctx, weight, weight_gradient), None
+        dx = grad @ weight.flatten(0, -2).to(grad.dtype) if ctx.passes_on else None
+        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -129,18 +159,20 @@ class _Grouped(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
+        keeper: Any,
+        passes_on: bool,
         rows_per_expert_e: Tensor,
         host: list[int] | None,
         matmul: GroupedMatmul,
         deferral: Deferral,
     ) -> Tensor:
-        ctx.save_for_backward(rows, rows_per_expert_e)
-        ctx.weight, ctx.host, ctx.matmul, ctx.deferral = weight, host, matmul, deferral
+        ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
+        ctx.host, ctx.matmul, ctx.deferral = host, matmul, deferral
         return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        rows, rows_per_expert_e = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, rows_per_expert_e = ctx.keeper.saved_tensors
         weight, host, matmul = ctx.weight, ctx.host, ctx.matmul
         grad = grad.contiguous()
 
@@ -148,8 +180,8 @@ class _Grouped(torch.autograd.Function):
             return split_products(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
 
         turned = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
-        drows = matmul(grad, turned, rows_per_expert_e, host) if ctx.needs_input_grad[0] else None
-        return drows, _now_or_later(ctx, weight, weight_gradient), None, None, None, None
+        drows = matmul(grad, turned, rows_per_expert_e, host) if ctx.passes_on else None
+        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
 
 
 def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:

@@ -63,7 +63,8 @@ def run_overlapped(
 ) -> tuple[DecoderOutput, Tape]:
     """The forward of one microbatch and the backward of another, whose tape and output gradients are given.
 
-    Weight gradients are put off and computed while both wait; unless ``put_off_as`` names them for later, none is left.
+    Weight gradients are put off and computed while both wait. Those that are left at the end fill the next pair's
+    waits, unless ``put_off_as`` names the action that will compute them.
     """
     deferral, lane = share.deferral, share.comm_lane
     assert deferral is not None and lane is not None
@@ -92,7 +93,7 @@ def run_overlapped(
             else:
                 sides.remove(side)
     if put_off_as is None:
-        deferral.run_until(key)
+        deferral.run_before(key)
     back.finish()
     return ahead.result()
 

@@ -89,14 +89,18 @@ def spoken_for(gradients: dict[str, Tensor], held: dict[str, Held]) -> list[Tens
 
 
 def over_ranks(sums: StepSums, groups: Groups) -> StepSums:
-    """Tensor-parallel ranks all hold their tokens' whole loss, but each only its own tokens' balance and counts."""
+    """Tensor-parallel ranks all hold their tokens' whole loss, but each only its own tokens' balance and counts.
+
+    Each of them adds up its own: a loss that is wrong on one of them alone must not be overlooked.
+    """
     world = groups["world"]
-    speaks = groups["tp"].index == 0
-    none = torch.zeros_like(sums.loss)
-    losses = (sums.loss, sums.ahead) if speaks else (none, none)
-    loss, ahead, *balance = sum_plain(torch.stack([*losses, *sums.balance]), world)
+    losses = torch.stack((sums.loss, sums.ahead))
+    for axis in ("dp", "cp", "pp"):
+        losses = sum_plain(losses, groups[axis])
+    loss, ahead = losses
+    balance = BalanceLosses(*sum_plain(torch.stack(sums.balance), world))
     counts_ME = sum_plain(sums.counts_ME, world)
-    return StepSums(loss, ahead, BalanceLosses(*balance), counts_ME, sum_plain(sums.dropped, world))
+    return StepSums(loss, ahead, balance, counts_ME, sum_plain(sums.dropped, world))
 
 
 @torch.no_grad()
