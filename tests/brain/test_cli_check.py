@@ -6,16 +6,18 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from moefold.blueprint.held import by_stage, largest_share
+from moefold.blueprint.held import largest_share
 from moefold.blueprint.parameters import parameters
 from moefold.cli.main import main
 from moefold.cli.run_argument import split_changes
 from moefold.config.load import dump_run
 from moefold.config.parallel import ParallelConfig
+from moefold.plan.placement import parts_by_rank
 from moefold.recipes.catalog import RECIPES, recipe
 from moefold.topology.layout import fold
 
@@ -107,17 +109,30 @@ def test_changes_are_taken_out_wherever_they_stand() -> None:
     assert changes == ["--a.b", "1", "--c.d=2", "--e.f"]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("schedule", "pp", "vpp"), [("1f1b", 1, 1), ("1f1b", 3, 1), ("interleaved", 2, 2), ("zb_v", 2, 2)]
+)
 @pytest.mark.parametrize("name", ["deepseek_v3_proxy", "gpt_oss_20b_proxy"])
-def test_stages_hold_every_parameter_once(name: str, stages: int) -> None:
-    model = recipe(name).model
-    dealt = [spec for specs in by_stage(model, stages) for spec in specs]
-    assert sorted(spec.name for spec in dealt) == sorted(spec.name for spec in parameters(model))
+def test_pipeline_ranks_hold_every_parameter_once(name: str, schedule: str, pp: int, vpp: int) -> None:
+    run = replace(recipe(name), parallel=ParallelConfig(pp=pp, vpp=vpp, schedule=schedule))
+    held = [spec.name for parts in parts_by_rank(run) for spec in parameters(run.model) if parts.holds(spec.name)]
+    assert sorted(held) == sorted(spec.name for spec in parameters(run.model))
+
+
+def test_what_several_stages_use_is_held_by_each() -> None:
+    run = recipe("deepseek_v3_proxy")
+    model = replace(run.model, tied_embeddings=True, num_mtp=1)
+    first, middle, last = parts_by_rank(
+        replace(run, model=model, parallel=ParallelConfig(pp=3, stages="E" + "t" * model.num_layers + "|m|L"))
+    )
+    assert [parts.holds("embedding.weight") for parts in (first, middle, last)] == [True, True, True]
+    assert [parts.holds("final_norm.weight") for parts in (first, middle, last)] == [False, True, True]
 
 
 def test_the_largest_share_of_one_rank_is_everything() -> None:
-    model = recipe("mixtral_8x7b_proxy").model
-    share = largest_share(model, fold(ParallelConfig(), 1))
+    run = recipe("mixtral_8x7b_proxy")
+    model, whole = run.model, parts_by_rank(run)
+    share = largest_share(model, fold(ParallelConfig(), 1), whole)
     assert share.computed == share.at_rest == sum(spec.size for spec in parameters(model))
-    halves = largest_share(model, fold(ParallelConfig(ep=2), 2))
+    halves = largest_share(model, fold(ParallelConfig(ep=2), 2), whole)
     assert halves.computed < share.computed and halves.at_rest * 2 == share.at_rest

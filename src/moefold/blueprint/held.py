@@ -1,21 +1,20 @@
 """How many parameters one rank holds, after every cut that the layout makes.
 
-Layers are dealt to pipeline stages in contiguous, nearly equal shares, the first stage with the embedding and the last
-with the final norm and the head. Inside a stage all ranks hold equally much, up to the last piece of an uneven shard,
-so the largest rank of a world of any size is found by looking at one rank per stage.
+Ranks of the same pipeline position hold equally much, up to the last piece of an uneven shard, so the largest rank of a
+world of any size is found by looking at one rank per position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
+from moefold.blueprint.parts import Parts
 from moefold.blueprint.sharding import local_shape, shard_dim
 from moefold.config.model import ModelConfig
 from moefold.topology.layout import FoldedLayout
-from moefold.topology.shares import share_sizes
 
 
 @dataclass(frozen=True)
@@ -27,28 +26,13 @@ class RankShare:
     at_rest: int
 
 
-def largest_share(model: ModelConfig, layout: FoldedLayout) -> RankShare:
-    shares = [_share(stage, specs, layout) for stage, specs in enumerate(by_stage(model, layout.size("pp")))]
+def largest_share(model: ModelConfig, layout: FoldedLayout, parts_of_rank: Sequence[Parts]) -> RankShare:
+    """``parts_of_rank`` has the parts of every pipeline rank; what several of them hold, each of them holds."""
+    shares = [
+        _share(rank, (spec for spec in parameters(model) if parts.holds(spec.name)), layout)
+        for rank, parts in enumerate(parts_of_rank)
+    ]
     return max(shares, key=lambda share: (share.at_rest, share.computed))
-
-
-def by_stage(model: ModelConfig, stages: int) -> list[list[ParameterSpec]]:
-    """Parameters of each stage; a tied embedding is needed at both ends."""
-    stage_of_layer = list(_deal(share_sizes(model.num_layers, stages)))
-    dealt: list[list[ParameterSpec]] = [[] for _ in range(stages)]
-    for spec in parameters(model):
-        if spec.name.startswith("layers."):
-            dealt[stage_of_layer[int(spec.name.split(".")[1])]].append(spec)
-        else:
-            dealt[0 if spec.kind == "embedding" else -1].append(spec)
-            if spec.kind == "embedding" and model.tied_embeddings and stages > 1:
-                dealt[-1].append(spec)
-    return dealt
-
-
-def _deal(sizes: Iterable[int]) -> Iterator[int]:
-    for stage, size in enumerate(sizes):
-        yield from [stage] * size
 
 
 def _share(stage: int, specs: Iterable[ParameterSpec], layout: FoldedLayout) -> RankShare:

@@ -11,12 +11,14 @@ from typing import Any
 from moefold.blueprint.counts import Counts, active_size, count_parameters
 from moefold.blueprint.held import RankShare, largest_share
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
+from moefold.blueprint.places import stage_table
 from moefold.checks.precision import BYTES
 from moefold.checks.run_all import problems
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.plan.placement import parts_by_rank, places_of
 from moefold.recipes.catalog import RECIPES
 from moefold.tables import text_table
 from moefold.topology.layout import fold
@@ -63,7 +65,7 @@ def check(name: str, changes: list[str], world: int | None, as_json: bool) -> in
     found = problems(run, world)
     if found:
         return _report_problems(run.name, found, as_json)
-    share = largest_share(run.model, fold(run.parallel, world)) if world is not None else None
+    share = largest_share(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
     print(json.dumps(_as_dict(run, world, share), indent=2) if as_json else "\n\n".join(_report(run, world, share)))
     return 0
 
@@ -98,8 +100,10 @@ def _report(run: RunConfig, world: int | None, share: RankShare | None) -> Itera
     kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
     yield text_table(("kind", "parameters", "share"), [(kind, f"{n:,}", _percent(n, counts)) for kind, n in kinds])
     yield text_table(("layers", "feed-forward", "parameters of each", "active"), list(_layer_rows(run.model)))
-    if share is not None:
+    if share is not None and world is not None:
         yield _share_table(run, world, share)
+        if run.parallel.pp * run.parallel.vpp > 1:
+            yield stage_table(places_of(run, fold(run.parallel, world)))
 
 
 def _sizes_table(run: RunConfig, counts: Counts) -> str:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
-from moefold.blueprint.parts import Parts, parts_of
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.comm.lanes import CommLane
 from moefold.comm.ledger import Ledger
@@ -35,9 +34,9 @@ from moefold.parallel.data import shard_over_data
 from moefold.parallel.expert import dispatcher_for
 from moefold.parallel.placements import Held, cut_parameters, held_parameters, local_part
 from moefold.parallel.tensor import TokenShards, VocabShards
+from moefold.plan.placement import parts_by_rank
 from moefold.precision.formats import TORCH_FORMATS
 from moefold.precision.weights import hold_in
-from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
 from moefold.topology.layout import fold
 
@@ -80,15 +79,6 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
         dynamic_cp=run.parallel.dynamic_cp,
         inner=run.parallel.context.inner,
         own_lane=schedule_named(run.parallel.schedule).overlaps,
-    )
-
-
-def parts_by_rank(run: RunConfig) -> tuple[Parts, ...]:
-    """What each pipeline rank holds."""
-    parallel, stages = run.parallel, stages_of(run.model, run.parallel)
-    holder = place(parallel.pp, parallel.vpp, schedule_named(parallel.schedule).placement)
-    return tuple(
-        parts_of((stage for stage in stages if holder[stage.index] == rank), run.model) for rank in range(parallel.pp)
     )
 
 
