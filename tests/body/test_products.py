@@ -1,0 +1,282 @@
+"""A backward cut in two computes what the whole one computes, with the same number of matmuls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.staged_runs import EXACT, MODEL, microbatches, share_on, staged_run
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.model.attention.gqa import GroupedQueryAttention
+from moefold.model.attention.mla import LatentAttention
+from moefold.model.feed_forward import FeedForward
+from moefold.model.moe.experts import Experts
+from moefold.model.moe.router import Router
+from moefold.model.products import Deferral, DeferredProducts, NativeProducts, Products
+from moefold.ops.grouped_matmul import BACKENDS
+from moefold.parallel.apply import Share
+from moefold.pipeline.flight import objective_of
+from moefold.pipeline.runtime import carry_out
+
+EVERYTHING = ("attention", "feed_forward", "experts")
+ATTENTIONS = {"gqa": GQAConfig(qk_norm="head", qkv_bias=True), "mla": MLAConfig()}
+# Four microbatches: one token, several documents, one document, the same once more.
+SHAPES = ((7,), (5, 1, 4), (1,), (5, 1, 4))
+NUM_MIXTURES = 2
+
+
+class _Gemms(TorchDispatchMode):
+    """Counts the matmuls that are executed."""
+
+    NAMES = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in self.NAMES:
+            self.seen[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def gemms_of(work: Callable[[], object]) -> Counter[str]:
+    with _Gemms() as gemms:
+        work()
+    return gemms.seen
+
+
+# ---- one product ----
+
+
+def _products(backend: str, deferral: Deferral | None) -> Products:
+    matmul = BACKENDS[backend]
+    return NativeProducts(matmul) if deferral is None else DeferredProducts(matmul, deferral)
+
+
+def _linear(products: Products, x: Tensor, weight: Tensor) -> Tensor:
+    return products.linear(x, weight)
+
+
+def _grouped(rows_per_expert: list[int], products: Products, x: Tensor, weight: Tensor) -> Tensor:
+    return products.grouped(x, weight, torch.tensor(rows_per_expert), rows_per_expert)
+
+
+CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (_linear, (7, 8), (16, 8)),
+    "stacked weight": (_linear, (7, 8), (2, 16, 8)),
+    "no rows": (_linear, (0, 8), (16, 8)),
+    "grouped": (lambda *given: _grouped([3, 0, 4], *given), (7, 8), (3, 16, 8)),
+    "stacked and grouped": (lambda *given: _grouped([3, 0, 4], *given), (7, 8), (3, 2, 16, 8)),
+    "grouped, no rows": (lambda *given: _grouped([0, 0, 0], *given), (0, 8), (3, 16, 8)),
+}
+BACKENDS_AND_FORMATS = [
+    ("sequential", torch.float64, torch.float64),
+    ("sequential", torch.float32, torch.bfloat16),
+    ("grouped", torch.float32, torch.float32),
+    ("grouped", torch.float32, torch.bfloat16),
+]
+
+
+def _leaves(case: str, params: torch.dtype, compute: torch.dtype) -> tuple[Tensor, nn.Parameter]:
+    _, x_shape, weight_shape = CASES[case]
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(x_shape, generator=generator, dtype=torch.float64).to(compute).requires_grad_()
+    weight = nn.Parameter(torch.randn(weight_shape, generator=generator, dtype=torch.float64).to(params))
+    return x, weight
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("backend", "params", "compute"), BACKENDS_AND_FORMATS)
+@pytest.mark.parametrize("put_off", [False, True])
+def test_a_product_has_the_bits_of_its_twin(
+    case: str, backend: str, params: torch.dtype, compute: torch.dtype, put_off: bool
+) -> None:
+    times = CASES[case][0]
+    results = []
+    for deferral in (None, Deferral()):
+        x, weight = _leaves(case, params, compute)
+        for factor in (1.0, 3.0):  # twice: gradients add up
+            y = times(_products(backend, deferral), x, weight)
+            if deferral is not None and put_off:
+                deferral.start(factor)
+            y.backward(torch.full_like(y, factor))
+            if deferral is not None:
+                deferral.stop()
+                assert deferral.is_empty is not put_off
+                deferral.run_until(factor)
+                assert deferral.is_empty
+        assert weight.grad is not None and weight.grad.dtype == params
+        results.append((y, x.grad, weight.grad))
+    for got, want in zip(*results):
+        assert torch.equal(got, want)
+
+
+def test_what_needs_no_gradient_gets_no_matmul() -> None:
+    for backend, case in (("sequential", "linear"), ("grouped", "grouped")):
+        times = CASES[case][0]
+        for x_counts, weight_counts in ((True, False), (False, True), (True, True)):
+            deferral = Deferral()
+            x, weight = _leaves(case, torch.float32, torch.float32)
+            x.requires_grad_(x_counts)
+            weight.requires_grad_(weight_counts)
+            y = times(_products(backend, deferral), x, weight)
+            deferral.start("later")
+            assert sum(gemms_of(lambda y=y: y.sum().backward()).values()) == x_counts
+            deferral.stop()
+            assert sum(gemms_of(lambda deferral=deferral: deferral.run_until("later")).values()) == weight_counts
+            assert (x.grad is not None, weight.grad is not None) == (x_counts, weight_counts)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    for case in ("linear", "grouped"):
+        x, weight = _leaves(case, torch.float64, torch.float64)
+        with torch.no_grad():
+            y = CASES[case][0](_products("sequential", Deferral()), x, weight)
+        assert y.grad_fn is None
+
+
+def test_the_oldest_goes_first_whatever_is_asked_for() -> None:
+    deferral, done = Deferral(), []
+    weight = nn.Parameter(torch.zeros(1))
+
+    def gradient(number: int) -> Callable[[], Tensor]:
+        return lambda: (done.append(number), torch.ones(1))[1]
+
+    for number, key in enumerate("aabbc"):
+        deferral.start(key)
+        deferral.put(weight, gradient(number))
+    deferral.stop()
+    deferral.run_until("b")
+    assert done == [0, 1, 2, 3] and not deferral.is_empty
+    deferral.run_until("b")
+    assert deferral.run_one() and not deferral.run_one()
+    assert done == [0, 1, 2, 3, 4] and deferral.is_empty
+    assert weight.grad is not None and weight.grad.item() == 5
+
+
+# ---- a whole stage ----
+
+STAGES = [
+    pytest.param(attention, backend, recompute, id=f"{attention}-{backend}-{'recompute' if recompute else 'kept'}")
+    for attention in ATTENTIONS
+    for backend in BACKENDS
+    for recompute in ((), EVERYTHING)
+]
+
+
+def _share(schedule: str, attention: str, precision: PrecisionConfig, recompute: tuple[str, ...]) -> Share:
+    model = replace(MODEL, attention=ATTENTIONS[attention])
+    return share_on(staged_run(model, precision, recompute, schedule=schedule))
+
+
+def _objective(share: Share) -> Tensor:
+    """Embedding, dense layer, mixture, module that looks ahead, losses: all in one stage."""
+    (batch,) = microbatches(share.run, ((5, 1, 4),))
+    objective = objective_of(share, share.model(batch), batch)
+    assert objective is not None
+    return objective
+
+
+def _gradients(share: Share) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in share.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("attention", "backend", "recompute"), STAGES)
+def test_both_halves_together_execute_the_matmuls_of_the_whole(
+    attention: str, backend: str, recompute: tuple[str, ...]
+) -> None:
+    precision = PrecisionConfig("float32", "float32", backend)
+    native, whole, split = (
+        _share(schedule, attention, precision, recompute) for schedule in ("1f1b", "zb_h1", "zb_h1")
+    )
+    assert native.deferral is None and split.deferral is not None
+    expected = gemms_of(_objective(native).backward)
+    unsplit = gemms_of(_objective(whole).backward)
+    objective = _objective(split)
+    split.deferral.start("weights")
+    inputs = gemms_of(objective.backward)
+    split.deferral.stop()
+    weights = gemms_of(lambda: split.deferral.run_until("weights"))
+    assert split.deferral.is_empty
+    assert inputs + weights == unsplit
+    assert sum(weights.values()) == num_weight_gradients(split, backend)
+    # The plain loop over experts keeps the input of each product just before it, so that a recomputation, which stops
+    # at the last thing that was kept, repeats all but one of a mixture's last products. Here it repeats none.
+    spared = NUM_MIXTURES * (4 - 1) if recompute and backend == "sequential" else 0
+    assert expected == unsplit + Counter(mm=spared)
+    assert_equal_gradients(_gradients(split), _gradients(native))
+    assert_equal_gradients(_gradients(whole), _gradients(native))
+
+
+def num_weight_gradients(share: Share, backend: str) -> int:
+    """One for each weight that a product takes; one per expert where the loop is plain."""
+    single = sum(p.ndim > 1 for name, p in share.model.named_parameters() if is_a_product(name))
+    return single + 2 * NUM_MIXTURES * ((4 if backend == "sequential" else 1) - 1)
+
+
+def is_a_product(name: str) -> bool:
+    """All matrices but the router's, which is small and scored in float32, and the vocabulary's two."""
+    return not name.endswith("router.weight") and name not in ("embedding.weight", "head.weight") and "bias" not in name
+
+
+def assert_equal_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+
+
+@pytest.mark.parametrize(("attention", "backend", "recompute"), STAGES)
+def test_a_whole_step_executes_as_many_matmuls_with_its_backwards_split(
+    attention: str, backend: str, recompute: tuple[str, ...]
+) -> None:
+    """zb_h1 on one rank, against 1f1b."""
+    precision = PrecisionConfig("float32", "float32", backend)
+    plain, split = (_share(schedule, attention, precision, recompute) for schedule in ("1f1b", "zb_h1"))
+    batches = microbatches(plain.run, SHAPES)
+    sums = []
+    expected, found = (gemms_of(lambda share=share: sums.append(carry_out(share, batches))) for share in (plain, split))
+    spared = len(SHAPES) * NUM_MIXTURES * (4 - 1) if recompute and backend == "sequential" else 0
+    assert sum(found.values()) == sum(expected.values()) - spared
+    assert torch.equal(sums[0].loss, sums[1].loss) and torch.equal(sums[0].counts_ME, sums[1].counts_ME)
+    assert_equal_gradients(_gradients(split), _gradients(plain))
+
+
+@contextmanager
+def entries(model: nn.Module) -> Iterator[Counter[str]]:
+    """How often each module is entered."""
+    seen: Counter[str] = Counter()
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _, name=name: seen.update([name]))
+        for name, module in model.named_modules()
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "1f1b_overlapped"])
+def test_a_recomputed_phase_is_computed_once_more_per_microbatch(attention: str, schedule: str) -> None:
+    shares = [_share(schedule, attention, EXACT, recompute) for recompute in ((), EVERYTHING)]
+    batches = microbatches(shares[0].run, SHAPES)
+    for share, times in zip(shares, (1, 2)):
+        with entries(share.model) as seen:
+            carry_out(share, batches)
+        for name, module in share.model.named_modules():
+            if isinstance(module, (GroupedQueryAttention, LatentAttention, Experts, FeedForward)):
+                assert seen[name] == times * len(SHAPES), name
+            # Nothing is routed, and nothing sent, twice.
+            if isinstance(module, Router):
+                assert seen[name] == len(SHAPES), name
+    assert_equal_gradients(_gradients(shares[1]), _gradients(shares[0]))

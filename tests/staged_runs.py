@@ -1,0 +1,93 @@
+"""A small model with one of everything, cut into stages, and microbatches of any shapes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from moefold.comm.launch import fork_ranks
+from moefold.config.memory import MemoryConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+from moefold.model.assemble import whole_batch
+from moefold.model.batch import IGNORED, Batch
+from moefold.parallel.apply import Share, groups_of, take_share
+from moefold.prove.start import busy_values
+
+# A dense layer and a mixture with a shared expert, a latent width and a balance loss, and a module that looks ahead.
+MODEL = ModelConfig(
+    vocab_size=64,
+    width=32,
+    num_layers=2,
+    num_dense_layers=1,
+    dense_width=48,
+    moe=MoEConfig(
+        num_experts=4,
+        top_k=2,
+        expert_width=16,
+        shared_width=24,
+        shared_gate=True,
+        latent_width=20,
+        router=RouterConfig(normalize=True, expert_bias=True),
+        balance=BalanceConfig(sequence=1e-2, microbatch=1e-2),
+    ),
+    num_mtp=1,
+    init_std=0.2,
+)
+EXACT = PrecisionConfig("float64", "float64", "sequential")
+
+# The documents of a microbatch.
+Lengths = tuple[int, ...]
+
+
+def staged_run(
+    model: ModelConfig = MODEL,
+    precision: PrecisionConfig = EXACT,
+    recompute: tuple[Any, ...] = (),
+    **parallel: Any,
+) -> RunConfig:
+    return RunConfig(
+        name="staged",
+        model=model,
+        precision=precision,
+        parallel=ParallelConfig(**parallel),
+        memory=MemoryConfig(recompute=recompute),
+    )
+
+
+def share_on(run: RunConfig, world: int = 1, rank: int = 0) -> Share:
+    groups = groups_of(run, world, rank, timedelta(seconds=30))
+    return take_share(run, groups, torch.device("cpu"), busy_values)
+
+
+def on_shares(run: RunConfig, world: int, work: Callable[[Share], Any]) -> list[Any]:
+    """Run ``work`` on every rank's share of the run."""
+    return fork_ranks(lambda rank: work(share_on(run, world, rank)), world, seconds=60)
+
+
+def microbatches(run: RunConfig, shapes: Sequence[Lengths], *, seed: int = 0) -> list[Batch]:
+    """Random documents; the last token of each has no label."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(map(sum, shapes))
+    made = []
+    for lengths in shapes:
+        tokens = [torch.randint(run.model.vocab_size, (length + 1,), generator=generator) for length in lengths]
+        labels = [torch.cat((document[1:-1], torch.tensor([IGNORED]))) for document in tokens]
+        made.append(
+            whole_batch(
+                torch.cat([document[:-1] for document in tokens]),
+                torch.cat(labels),
+                lengths,
+                tensor_size=run.parallel.tp,
+                step_labels=num_tokens - sum(map(len, shapes)),
+                step_tokens=num_tokens,
+                num_ahead=run.model.num_mtp,
+            )
+        )
+    return made
