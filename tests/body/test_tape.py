@@ -1,0 +1,285 @@
+"""Recorded phase by phase, run backwards phase by phase, or beside another microbatch: always the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.staged_runs import MODEL, Lengths, microbatches, share_on, staged_run
+from torch import Tensor
+
+from moefold.blueprint.stages import StageSpec
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.model import ModelConfig
+from moefold.model.batch import Batch
+from moefold.model.decoder import DecoderOutput, Stream
+from moefold.model.phase import Lane, Phase
+from moefold.parallel.apply import Share
+from moefold.pipeline.flight import add_sums, no_sums, objective_of
+from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back
+from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.tape import map_tensors, record, step_back, tensors_of
+
+# Without a module that looks ahead, every parameter is used once per microbatch. One that is used twice gets both
+# gradients in one sum from autograd, and one after the other from a tape: the same up to rounding.
+ONCE = replace(MODEL, num_mtp=0)
+MODELS = {
+    "gqa": replace(ONCE, attention=GQAConfig(qk_norm="full", sinks=True)),
+    "mla": replace(ONCE, attention=MLAConfig()),
+    "ahead": replace(MODEL, attention=MLAConfig(), num_mtp=2),
+}
+RECOMPUTE = [(), ("attention", "feed_forward", "experts")]
+# The first stage, one from the middle, the last, an empty one, and everything at once.
+STAGES = {
+    "first": StageSpec(0, True, range(1), (), False),
+    "middle": StageSpec(0, False, range(2), (), False),
+    "last": StageSpec(0, False, range(1, 2), (), True),
+    "empty": StageSpec(0, False, range(0), (), False),
+    "whole": StageSpec(0, True, range(2), (), True),
+}
+SHAPES: tuple[Lengths, Lengths] = ((5, 1, 4), (7,))
+
+
+class Run(NamedTuple):
+    """What a microbatch left: its output, and every gradient it asked for."""
+
+    output: DecoderOutput
+    given: Stream | None
+
+
+def _share(model: ModelConfig, recompute: tuple[str, ...] = ()) -> Share:
+    return share_on(staged_run(model, recompute=recompute, schedule="1f1b_overlapped"))
+
+
+def _stage(name: str, model: ModelConfig) -> StageSpec:
+    stage = STAGES[name]
+    return replace(stage, mtp=tuple(range(model.num_mtp))) if stage.loss else stage
+
+
+def _given(share: Share, stage: StageSpec, batch: Batch, seed: int) -> Stream | None:
+    """Random leaves where the stage before would leave its stream."""
+    if stage.embedding:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    x_tD = torch.randn(batch.num_tokens, share.run.model.width, dtype=torch.float64, generator=generator)
+    return Stream(x_tD.requires_grad_())
+
+
+def _asked(output: DecoderOutput, seed: int) -> tuple[Tensor, ...]:
+    """Random gradients where the next stage would ask for some."""
+    generator = torch.Generator().manual_seed(seed)
+    streams = () if output.stream is None else (output.stream.x_tD, *output.stream.ahead_tD)
+    return tuple(torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in streams)
+
+
+def _counts(share: Share) -> Tensor:
+    return no_sums(share).counts_ME
+
+
+def _plain(share: Share, stage: StageSpec, batch: Batch, seed: int) -> Run:
+    """The twin: the module's own forward, and one call of autograd."""
+    given = _given(share, stage, batch, seed)
+    output = share.model(batch, _counts(share), stage, given)
+    objective, asked = objective_of(share, output, batch), _asked(output, seed)
+    roots = [] if objective is None else [objective]
+    if output.stream is not None:
+        roots += [output.stream.x_tD, *output.stream.ahead_tD]
+    torch.autograd.backward(roots, [None] * (len(roots) - len(asked)) + list(asked))
+    return Run(output, given)
+
+
+def _taped(share: Share, stage: StageSpec, batch: Batch, seed: int) -> Run:
+    given = _given(share, stage, batch, seed)
+    output, tape = run_taped(share, batch, _counts(share), stage, given)
+    tape_back(tape, _asked(output, seed))
+    return Run(output, given)
+
+
+def _values(run: Run) -> dict[str, Tensor]:
+    found = {f"output {number}": value.detach() for number, value in enumerate(tensors_of(run.output))}
+    if run.given is not None:
+        assert run.given.x_tD.grad is not None
+        found["gradient of the stream"] = run.given.x_tD.grad
+    return found
+
+
+def _gradients(share: Share) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in share.model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], *, to_the_bit: bool = True) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        if to_the_bit:
+            assert torch.equal(got[name], want[name]), name
+        else:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+# ---- the tape ----
+
+
+class _Pair(NamedTuple):
+    left: Tensor
+    right: list[Any]
+
+
+def test_a_recorded_phase_cuts_the_graph_on_both_sides() -> None:
+    x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
+    still, count = torch.tensor([5.0]), torch.tensor([1])
+    phase = Phase("p", Lane.COMM, lambda carry: _Pair(carry.left * carry.right[0] * still, [carry.right[1], count]))
+    result, recorded = record(phase, _Pair(x * 1, [y * 1, still]))
+    assert recorded.lane is Lane.COMM and isinstance(result, _Pair)
+    assert [leaf.is_leaf for leaf in recorded.leaves] == [True, True]
+    # Only what asks for a gradient is on the tape.
+    assert [made.item() for made in recorded.outputs] == [30.0]
+    gradients = step_back(recorded, [torch.tensor([10.0])])
+    assert [gradient.item() for gradient in gradients if gradient is not None] == [150.0, 100.0]
+    assert x.grad is None and y.grad is None
+
+
+def test_what_nobody_asks_about_has_no_gradient() -> None:
+    x, y = (torch.tensor([2.0], requires_grad=True) for _ in range(2))
+    _, recorded = record(Phase("p", Lane.COMPUTE, lambda pair: (pair[0] * 3, pair[1] * 3)), (x, y))
+    left, right = step_back(recorded, [torch.tensor([1.0]), None])
+    assert left is not None and left.item() == 3.0 and right is None
+    assert step_back(recorded, [None, None]) == [left, None]
+
+
+def test_handing_on_what_was_given_is_a_phase_too() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    result, recorded = record(Phase("p", Lane.COMPUTE, lambda x: (x, x * 2)), x)
+    assert torch.equal(result[0], x)
+    (gradient,) = step_back(recorded, [torch.tensor([1.0]), torch.tensor([10.0])])
+    assert gradient is not None and gradient.item() == 21.0
+
+
+def test_any_structure_of_tensors_is_walked() -> None:
+    value = _Pair(torch.tensor(1), [(torch.tensor(2), None), "word", 7, (torch.tensor(3),)])
+    assert [tensor.item() for tensor in tensors_of(value)] == [1, 2, 3]
+    doubled = map_tensors(value, lambda tensor: tensor * 2)
+    assert isinstance(doubled, _Pair) and isinstance(doubled.right, list)
+    assert [tensor.item() for tensor in tensors_of(doubled)] == [2, 4, 6]
+    assert doubled.right[1:3] == ["word", 7] and doubled.right[0][1] is None
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=["kept", "recompute"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tape_has_the_bits_of_autograd(model: str, stage: str, recompute: tuple[str, ...]) -> None:
+    plain, taped = (_share(MODELS[model], recompute) for _ in range(2))
+    spec = _stage(stage, MODELS[model])
+    (batch,) = microbatches(plain.run, SHAPES[:1])
+    want, got = _plain(plain, spec, batch, 1), _taped(taped, spec, batch, 1)
+    assert_equal(_values(got), _values(want), to_the_bit=not spec.mtp)
+    assert_equal(_gradients(taped), _gradients(plain), to_the_bit=not spec.mtp)
+
+
+# ---- two at once ----
+
+
+class Watched(NamedTuple):
+    """A lane that says what happens on it, and whose exchanges take as long as it is told."""
+
+    inner: Any
+    log: list[str]
+    wait: Callable[[], bool]
+
+    def submit(self, work: Callable[[], Any]) -> Any:
+        self.log.append("exchange")
+        return self.inner.submit(work)
+
+    def take(self, future: Any, meanwhile: Callable[[], bool]) -> Any:
+        self.log.append("wait")
+        while self.wait() and meanwhile():
+            self.log.append("weight gradient")
+        return self.inner.take(future, lambda: False)
+
+
+def _overlapped(share: Share, ahead: StageSpec, back: StageSpec, put_off_as: object | None) -> tuple[Run, Run]:
+    """The first microbatch's backward beside the second's forward; then the second's backward."""
+    first, second = microbatches(share.run, SHAPES)
+    sums = no_sums(share)
+    given = _given(share, back, first, 1)
+    output, tape = run_taped(share, first, sums.counts_ME, back, given)
+    sums = add_sums(sums, share, output, first)
+    next_given = _given(share, ahead, second, 2)
+    next_output, next_tape = run_overlapped(
+        share, second, sums.counts_ME, ahead, next_given, tape, _asked(output, 1), put_off_as
+    )
+    assert share.deferral is not None
+    share.deferral.run_all()
+    tape_back(next_tape, _asked(next_output, 2))
+    return Run(output, given), Run(next_output, next_given)
+
+
+def _in_turn(share: Share, ahead: StageSpec, back: StageSpec) -> tuple[Run, Run]:
+    """The twin: forward, backward, forward, backward, all on tapes."""
+    first, second = microbatches(share.run, SHAPES)
+    sums = no_sums(share)
+    runs = []
+    for stage, batch, seed in ((back, first, 1), (ahead, second, 2)):
+        given = _given(share, stage, batch, seed)
+        output, tape = run_taped(share, batch, sums.counts_ME, stage, given)
+        sums = add_sums(sums, share, output, batch)
+        tape_back(tape, _asked(output, seed))
+        runs.append(Run(output, given))
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE, ids=["kept", "recompute"])
+@pytest.mark.parametrize("put_off_as", [None, "later"])
+@pytest.mark.parametrize(
+    ("ahead", "back"), [("whole", "whole"), ("middle", "last"), ("first", "middle"), ("last", "empty")]
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_at_once_have_the_bits_of_one_after_the_other(
+    model: str, ahead: str, back: str, put_off_as: str | None, recompute: tuple[str, ...]
+) -> None:
+    together, in_turn = (_share(MODELS[model], recompute) for _ in range(2))
+    stages = _stage(ahead, MODELS[model]), _stage(back, MODELS[model])
+    got, want = _overlapped(together, *stages, put_off_as), _in_turn(in_turn, *stages)
+    for one, other in zip(got, want):
+        assert_equal(_values(one), _values(other))
+    assert_equal(_gradients(together), _gradients(in_turn))
+
+
+OVERLAPPING = {"1f1b_overlapped": 1, "interleaved_overlapped": 2, "dualpipe_v": 2}
+
+
+@pytest.mark.parametrize("model", ["mla", "ahead"])
+@pytest.mark.parametrize("schedule", OVERLAPPING)
+def test_how_long_an_exchange_takes_changes_no_bit(schedule: str, model: str) -> None:
+    """However many weight gradients fit into the waits, their sums have the same order."""
+    dice = torch.Generator().manual_seed(7)
+    waits: dict[str, Callable[[], bool]] = {
+        "never": lambda: False,
+        "always": lambda: True,
+        "at times": lambda: bool(torch.rand(1, generator=dice) < 0.7),
+    }
+    run = staged_run(MODELS[model], schedule=schedule, vpp=OVERLAPPING[schedule])
+    batches = microbatches(run, ((5, 1, 4), (7,), (1,), (2, 2), (8,)))
+    found = {}
+    for name, wait in waits.items():
+        share = share_on(run)
+        log: list[str] = []
+        share = replace(share, comm_lane=Watched(share.comm_lane, log, wait))
+        carry_out(share, batches)
+        assert "exchange" in log and ("weight gradient" in log) is (name != "never")
+        found[name] = _gradients(share)
+    for name in ("always", "at times"):
+        assert_equal(found[name], found["never"])
+
+
+def test_exchanges_of_both_are_under_way_together() -> None:
+    """Each side gives the turn to the other when its tokens leave, and the walk is the same every time."""
+    share = _share(MODELS["mla"])
+    log: list[str] = []
+    share = replace(share, comm_lane=Watched(share.comm_lane, log, lambda: False))
+    whole = _stage("whole", MODELS["mla"])
+    _overlapped(share, whole, whole, None)
+    # Dispatch beside combine's backward, then combine beside dispatch's backward.
+    assert log == ["exchange", "exchange", "wait", "exchange", "wait", "exchange", "wait", "wait"]
