@@ -94,16 +94,16 @@ def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: b
 
 
 def prove_mutants(as_json: bool) -> int:
-    from moefold.prove.mutants import CASES, MUTANTS
+    from moefold.prove.mutants import CASES, MUTANTS, caught
     from moefold.prove.mutants import prove_mutants as results
     from moefold.prove.report import as_data, case_report, mutants_report
 
     everything = list(with_progress(results(), len(CASES) + len(MUTANTS), "seeding faults"))
     clean = [verdict for mutant, verdict in everything if mutant is None]
     faulty = [(mutant, verdict) for mutant, verdict in everything if mutant is not None]
-    passed = all(verdict.holds for verdict in clean) and not any(verdict.holds for _, verdict in faulty)
+    passed = all(verdict.holds for verdict in clean) and all(caught(verdict) for _, verdict in faulty)
     if as_json:
-        rows = [{"fault": mutant.name, "caught": not v.holds, "seen_at": v.culprit} for mutant, v in faulty]
+        rows = [{"fault": mutant.name, "caught": caught(v), "seen_at": v.culprit} for mutant, v in faulty]
         print(json.dumps({"holds": passed, "clean": [as_data(v) for v in clean], "faults": rows}))
         return 0 if passed else 1
     for verdict in clean:

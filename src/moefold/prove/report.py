@@ -8,7 +8,7 @@ from typing import Any
 
 from moefold.prove.coverage import coverage
 from moefold.prove.meaning import meaning_of
-from moefold.prove.mutants import Mutant
+from moefold.prove.mutants import Mutant, caught
 from moefold.prove.verdict import Verdict
 from moefold.tables import text_table
 
@@ -59,13 +59,16 @@ def cases_summary(verdicts: Sequence[Verdict], seconds: float) -> str:
 
 
 def mutants_report(results: Sequence[tuple[Mutant, Verdict]]) -> str:
-    rows = [
-        (mutant.name, mutant.case, "NOT CAUGHT" if verdict.holds else "caught", verdict.culprit, mutant.story)
-        for mutant, verdict in results
-    ]
-    caught = sum(not verdict.holds for _, verdict in results)
+    rows = [(mutant.name, mutant.case, _outcome(verdict), verdict.culprit, mutant.story) for mutant, verdict in results]
+    found = sum(caught(verdict) for _, verdict in results)
     table = text_table(("seeded fault", "case", "", "first seen at", "how it comes about"), rows)
-    return f"{table}\n\n{caught} of {len(results)} seeded faults caught"
+    return f"{table}\n\n{found} of {len(results)} seeded faults caught"
+
+
+def _outcome(verdict: Verdict) -> str:
+    if verdict.failure is not None:
+        return "DOES NOT RUN"
+    return "caught" if caught(verdict) else "NOT CAUGHT"
 
 
 def as_data(verdict: Verdict) -> dict[str, Any]:

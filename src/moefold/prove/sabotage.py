@@ -1,6 +1,8 @@
 """Faults that parallel training really has, each as a few lines that break one thing on the ranks.
 
-A fault replaces a name where it is used. It runs in a forked rank that ends with the proof, so nothing is undone.
+A fault replaces a name where it is used. It runs in a forked rank that ends with the proof, so nothing is undone. The
+ranks must get to the end with it: a fault that stops them shows nothing about the proof. Faults of pipelines are in
+``sabotage_pipeline.py``, those of documents and of ranks that share them in ``sabotage_context.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.gather import gather_rows, gather_same, sum_partial
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Arrived
+from moefold.model.decoder import Decoder
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.select import CapacityDrop
 from moefold.model.rotary import Rotary
@@ -33,13 +36,13 @@ from moefold.parallel.placements import Held
 from moefold.parallel.tensor import TokenShards, VocabShards
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Put ``make(what was there)`` in its place."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def _put(owner: Any, name: str, instead: Any) -> None:
-    _wrap(owner, name, lambda _: instead)
+def put(owner: Any, name: str, instead: Any) -> None:
+    wrap(owner, name, lambda _: instead)
 
 
 def _after_sharding(change: Callable[[FSDPModule, str], None]) -> None:
@@ -52,7 +55,7 @@ def _after_sharding(change: Callable[[FSDPModule, str], None]) -> None:
 
         return shard_and_change
 
-    _wrap(moefold.parallel.apply, "shard_over_data", make)
+    wrap(moefold.parallel.apply, "shard_over_data", make)
 
 
 def no_expert_sum_over_edp() -> None:
@@ -61,7 +64,7 @@ def no_expert_sum_over_edp() -> None:
             None if shard == "expert_shard" else mesh(self, device, copies, shard)
         )
 
-    _wrap(moefold.parallel.apply.Groups, "device_mesh", make)
+    wrap(moefold.parallel.apply.Groups, "device_mesh", make)
 
 
 def mean_over_dp() -> None:
@@ -76,7 +79,7 @@ def _no_partial_sum(part_of_name: str) -> None:
     def make(axes: Callable[[ParameterSpec], tuple[str, ...]]) -> Callable[[ParameterSpec], tuple[str, ...]]:
         return lambda spec: () if part_of_name in spec.name else axes(spec)
 
-    _wrap(moefold.parallel.placements, "partial_axes", make)
+    wrap(moefold.parallel.placements, "partial_axes", make)
 
 
 def router_not_summed_over_tp() -> None:
@@ -96,7 +99,7 @@ def split_bias_not_summed_over_etp() -> None:
 
 
 def local_label_count() -> None:
-    _put(moefold.prove.rank, "count_step_labels", lambda mine, groups: mine)
+    put(moefold.prove.rank, "count_step_labels", lambda mine, groups: mine)
 
 
 def experts_in_the_wrong_order() -> None:
@@ -112,18 +115,18 @@ def experts_in_the_wrong_order() -> None:
 
         return opposite
 
-    _wrap(moefold.parallel.placements, "local_slices", make)
+    wrap(moefold.parallel.placements, "local_slices", make)
 
 
 def combine_drops_a_row() -> None:
     def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda rows, token, count: put(rows * (torch.arange(len(rows)) != 1)[:, None], token, count)
 
-    _wrap(moefold.dispatch.local, "put_back", make)
+    wrap(moefold.dispatch.local, "put_back", make)
 
 
 def _experts(change: Callable[[Callable[..., Tensor], Experts, Arrived], Tensor]) -> None:
-    _wrap(Experts, "forward", lambda forward: lambda self, arrived: change(forward, self, arrived))
+    wrap(Experts, "forward", lambda forward: lambda self, arrived: change(forward, self, arrived))
 
 
 def weight_applied_twice() -> None:
@@ -138,7 +141,7 @@ def weight_gradient_lost() -> None:
     def make(send: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda self, rows, counts: send(self, rows.detach() if rows.ndim == 1 else rows, counts)
 
-    _wrap(AllToAllDispatcher, "_send", make)
+    wrap(AllToAllDispatcher, "_send", make)
 
 
 def gathered_weights_gradient_not_summed() -> None:
@@ -149,26 +152,26 @@ def gathered_weights_gradient_not_summed() -> None:
             else gather_rows(rows, sizes, group)
         )
 
-    _put(moefold.dispatch.all_gather, "gather_rows", gather)
+    put(moefold.dispatch.all_gather, "gather_rows", gather)
 
 
 def split_experts_not_added() -> None:
     def reduce(partial: Tensor, sizes: Any, group: Any) -> Tensor:
         return partial.split(sizes)[group.index]
 
-    _put(moefold.dispatch.all_to_all, "reduce_rows", reduce)
+    put(moefold.dispatch.all_to_all, "reduce_rows", reduce)
 
 
 def split_bias_added_by_all() -> None:
-    _wrap(
+    wrap(
         moefold.parallel.apply,
         "seams_of",
-        lambda seams: lambda run, groups: replace(seams(run, groups), bias_share=1.0),
+        lambda seams: lambda *given: replace(seams(*given), bias_share=1.0),
     )
 
 
 def norm_counts_copies() -> None:
-    _put(moefold.pipeline.step, "spoken_for", lambda gradients, held: list(gradients.values()))
+    put(moefold.pipeline.step, "spoken_for", lambda gradients, held: list(gradients.values()))
 
 
 def norm_misses_a_shard() -> None:
@@ -179,79 +182,77 @@ def norm_misses_a_shard() -> None:
 
         return first_experts_only
 
-    _wrap(moefold.pipeline.step, "spoken_for", make)
+    wrap(moefold.pipeline.step, "spoken_for", make)
 
 
 def norm_of_this_rank_only() -> None:
     def norm(spoken_for: list[Tensor], world: Any) -> Tensor:
         return torch.stack([part.double().square().sum() for part in spoken_for]).sum().sqrt()
 
-    _put(moefold.pipeline.step, "gradient_norm", norm)
+    put(moefold.pipeline.step, "gradient_norm", norm)
 
 
 def bias_from_local_load() -> None:
     def make(over_ranks: Callable[..., Any]) -> Callable[..., Any]:
         return lambda sums, groups: over_ranks(sums, groups)._replace(counts_ME=sums.counts_ME)
 
-    _wrap(moefold.pipeline.step, "over_ranks", make)
-
-
-def _counts(change: Callable[[Callable[..., Tensor], TokenShards, Tensor, str], Tensor]) -> None:
-    _wrap(TokenShards, "sum_counts", lambda add: lambda self, counts, reach: change(add, self, counts, reach))
+    wrap(moefold.pipeline.step, "over_ranks", make)
 
 
 def balance_over_own_tokens_only() -> None:
-    _counts(lambda add, self, counts, reach: counts if reach == "microbatch" else add(self, counts, reach))
+    def make(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, counts, reach, batch: counts if reach == "microbatch" else add(self, counts, reach, batch)
+
+    wrap(TokenShards, "sum_counts", make)
 
 
 def balance_of_global_batch_over_one_microbatch() -> None:
-    _counts(lambda add, self, counts, reach: add(self, counts, "microbatch"))
+    def make(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, counts, reach, batch: add(self, counts, "microbatch", batch)
+
+    wrap(TokenShards, "sum_counts", make)
 
 
 def earlier_microbatches_forgotten() -> None:
-    _wrap(
-        moefold.parallel.apply.Decoder,
-        "forward",
-        lambda forward: lambda self, batch, earlier=None: forward(self, batch, None),
-    )
+    wrap(Decoder, "forward", lambda forward: lambda self, batch, earlier_ME, *rest: forward(self, batch, None, *rest))
 
 
 def positions_restart_in_every_shard() -> None:
     def make(forward: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, positions, *rest, **named: forward(self, positions % 4, *rest, **named)
 
-    _wrap(Rotary, "forward", make)
+    wrap(Rotary, "forward", make)
 
 
 def vocabulary_offset_forgotten() -> None:
-    _put(VocabShards, "first_row", lambda self, num_rows: 0)
+    put(VocabShards, "first_row", lambda self, num_rows: 0)
 
 
 def loss_gradient_once_per_rank() -> None:
     def merge(self: VocabShards, lse_T: Tensor) -> Tensor:
         return gather_rows(lse_T.unsqueeze(0), (1,) * self.tp.size, self.tp).logsumexp(0)
 
-    _put(VocabShards, "merge_logsumexp", merge)
+    put(VocabShards, "merge_logsumexp", merge)
 
 
 def target_gradient_once_per_rank() -> None:
-    _put(VocabShards, "merge_sum", lambda self, x_T: sum_partial(x_T, self.tp))
+    put(VocabShards, "merge_sum", lambda self, x_T: sum_partial(x_T, self.tp))
 
 
 def gather_forgets_other_ranks_gradients() -> None:
-    _put(TokenShards, "gather", lambda self, x_tD: gather_same(x_tD, self.sizes, self.tp))
+    put(TokenShards, "gather", lambda self, x_tD, batch: gather_same(x_tD, self._sizes(batch.num_tokens), self.tp))
 
 
 def partial_sums_averaged() -> None:
-    _wrap(TokenShards, "reduce", lambda reduce: lambda self, x_TD: reduce(self, x_TD) / self.tp.size)
+    wrap(TokenShards, "reduce", lambda reduce: lambda self, x_TD: reduce(self, x_TD) / self.tp.size)
 
 
 def full_width_norm_over_own_heads() -> None:
-    _put(TokenShards, "sum_heads", lambda self, x: x * self.tp.size)
+    put(TokenShards, "sum_heads", lambda self, x: x * self.tp.size)
 
 
 def shards_in_the_wrong_order() -> None:
-    _put(TokenShards, "mine", lambda self, x_T: x_T.split(self.sizes)[self.tp.size - 1 - self.tp.index])
+    put(TokenShards, "share", lambda self, x_T: x_T.split(self._sizes(len(x_T)))[self.tp.size - 1 - self.tp.index])
 
 
 def capacity_of_the_shard() -> None:
@@ -260,7 +261,7 @@ def capacity_of_the_shard() -> None:
     def make(init: Callable[..., None]) -> Callable[..., None]:
         return lambda self, config, capacity: init(self, config, replace(capacity, scope="local"))
 
-    _wrap(CapacityDrop, "__init__", make)
+    wrap(CapacityDrop, "__init__", make)
 
 
 def start_depends_on_the_layout() -> None:
@@ -271,21 +272,21 @@ def start_depends_on_the_layout() -> None:
 
         return local
 
-    _wrap(moefold.prove.start, "normal_part", make)
+    wrap(moefold.prove.start, "normal_part", make)
 
 
 def decay_on_everything() -> None:
-    _put(moefold.optim.adamw, "UNDECAYED", frozenset())
+    put(moefold.optim.adamw, "UNDECAYED", frozenset())
 
 
 def dropped_choices_forgotten_by_others() -> None:
     """The gathering dispatcher takes everyone's choices as kept."""
 
     def make(choices: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, routing: choices(self, routing._replace(kept_tK=None))
+        return lambda self, routing, sizes: choices(self, routing._replace(kept_tK=None), sizes)
 
-    _wrap(moefold.dispatch.all_gather.AllGatherDispatcher, "_choices_of_block", make)
+    wrap(moefold.dispatch.all_gather.AllGatherDispatcher, "_choices_of_block", make)
 
 
 def gradients_not_clipped() -> None:
-    _put(moefold.pipeline.step, "clip_gradients", lambda gradients, norm, bound: None)
+    put(moefold.pipeline.step, "clip_gradients", lambda gradients, norm, bound: None)

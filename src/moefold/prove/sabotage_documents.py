@@ -1,0 +1,199 @@
+"""Faults of documents: their ends, their pads, what lies ahead in them, and the ranks that share one.
+
+As in ``sabotage.py``, a fault replaces a name where it is used, on the ranks only, and the ranks get to the end. Not
+among them: positions that run on from one document into the next. Rotary positions only matter by their differences
+inside a document, so that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moefold.model.assemble
+import moefold.model.attention.core
+import moefold.model.moe.balance
+import moefold.model.moe.router
+import moefold.parallel.context
+import moefold.parallel.context_ring
+import moefold.pipeline.step
+import moefold.prove.batches
+import moefold.prove.rank
+from moefold.comm.gather import gather_plain, sum_plain
+from moefold.comm.mesh import Groups
+from moefold.model.batch import Batch
+from moefold.parallel.context_heads import HeadTrade
+from moefold.parallel.tensor import TokenShards
+from moefold.pipeline.flight import StepSums
+from moefold.prove.batches import rank_batch
+from moefold.prove.cases import Case
+from moefold.prove.sabotage import put, wrap
+
+# ---- around the ring, and heads for tokens ----
+
+
+def keys_of_the_neighbour_before() -> None:
+    """From the second step on, the ring works with what the step before had received."""
+
+    def make(passing: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def late(*given: Any) -> Iterator[Any]:
+            before: tuple[Tensor, Tensor] | None = None
+            for heads, step, k_now, v_now in passing(*given):
+                stale = before if step.places > 1 else None
+                before = (k_now, v_now) if step.places > 0 else None
+                if stale is not None:
+                    k_now, v_now = (_overlaid(*pair) for pair in zip((k_now, v_now), stale, strict=True))
+                yield heads, step, k_now, v_now
+
+        return late
+
+    wrap(moefold.parallel.context_ring, "_passing", make)
+
+
+def _overlaid(now: Tensor, before: Tensor) -> Tensor:
+    """As many rows as now, as far as possible those of before."""
+    return torch.cat((before, now[len(before) :]))[: len(now)]
+
+
+def parts_merged_without_rescaling() -> None:
+    def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+        out.add_(more)
+        lse.copy_(torch.logaddexp(lse, more_lse))
+
+    put(moefold.parallel.context_ring, "merge_", merge)
+
+
+def key_gradients_not_brought_home() -> None:
+    def add(self: Any) -> None:
+        self.shift.wait()
+        for own in self.home if self.complete else ():
+            own.write()
+
+    put(moefold.parallel.context_ring._Returning, "add", add)
+
+
+def heads_come_back_in_another_order() -> None:
+    def make(to_tokens: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, seen: to_tokens(self, seen).roll(self.num_heads // self.group.size, 1)
+
+    wrap(HeadTrade, "to_tokens", make)
+
+
+# ---- where tokens stand ----
+
+
+def documents_see_each_other() -> None:
+    for owner in (moefold.model.attention.core, moefold.parallel.context):
+        wrap(owner, "attend", lambda attend: lambda q, k, v, lengths, *rest: attend(q, k, v, (sum(lengths),), *rest))
+
+
+def positions_count_what_a_rank_holds() -> None:
+    def make(share_of: Callable[..., Batch]) -> Callable[..., Batch]:
+        def counted(batch: Batch, index: int) -> Batch:
+            share = share_of(batch, index)
+            return replace(share, positions_T=torch.arange(share.num_tokens))
+
+        return counted
+
+    wrap(moefold.prove.batches, "share_of", make)
+
+
+def gathered_tokens_in_the_order_of_ranks() -> None:
+    def whole(self: TokenShards, x_t: Tensor, batch: Batch) -> Tensor:
+        held_T = gather_plain(x_t, self._sizes(batch.num_tokens), self.tp)
+        return gather_plain(held_T, batch.held_sizes, self.contexts[batch.context_size])
+
+    put(TokenShards, "whole", whole)
+
+
+# ---- what lies ahead ----
+
+
+def _look_ahead(change: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], int]]) -> None:
+    def make(look: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tokens_N, labels_N, lengths, by: look(tokens_N, labels_N, *change(lengths, by))
+
+    wrap(moefold.model.assemble, "look_ahead", make)
+
+
+def looks_one_token_too_far_ahead() -> None:
+    _look_ahead(lambda lengths, by: (lengths, by + 1))
+
+
+def looks_ahead_into_the_next_document() -> None:
+    _look_ahead(lambda lengths, by: ((sum(lengths),), by))
+
+
+# ---- what counts ----
+
+
+def loss_divided_by_padded_tokens() -> None:
+    def tokens_of_rank(case: Case, rank: int) -> int:
+        return sum(rank_batch(case, wave, rank, 1).num_tokens for wave in range(case.num_waves))
+
+    put(moefold.prove.rank, "labels_of_rank", tokens_of_rank)
+
+
+def pads_in_the_balance_losses() -> None:
+    put(moefold.model.moe.balance, "_without_pads", lambda x_tE, real_t: x_tE)
+
+
+def pads_sent_to_experts() -> None:
+    put(moefold.model.moe.router, "keep_real", lambda expert_tK, kept_tK, real_t: kept_tK)
+
+
+def sequence_balance_over_the_microbatch() -> None:
+    put(Batch, "documents", property(lambda self: self.microbatches))
+
+
+def loss_of_one_context_rank_only() -> None:
+    def make(over_ranks: Callable[..., StepSums]) -> Callable[..., StepSums]:
+        def of_first(sums: StepSums, groups: Groups) -> StepSums:
+            heard = float(groups["cp"].index == 0)
+            return over_ranks(sums._replace(loss=sums.loss * heard, ahead=sums.ahead * heard), groups)
+
+        return of_first
+
+    wrap(moefold.pipeline.step, "over_ranks", make)
+
+
+def labels_not_counted_over_context_ranks() -> None:
+    def count(mine: int, groups: Groups) -> int:
+        return int(sum_plain(torch.tensor(mine), groups["dp"]))
+
+    put(moefold.prove.rank, "count_step_labels", count)
+
+
+def shared_tokens_counted_once_per_rank() -> None:
+    """Each rank that shares a microbatch adds all its tokens to those of the step."""
+
+    def make(whole_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+        def counted(*given: Any, **named: Any) -> Batch:
+            batch = whole_batch(*given, **named)
+            return replace(batch, step_tokens=batch.step_tokens * batch.context_size)
+
+        return counted
+
+    wrap(moefold.prove.batches, "whole_batch", make)
+
+
+def balance_over_one_context_share() -> None:
+    def make(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, counts, reach, batch: (
+            sum_plain(counts, self.tp) if reach == "microbatch" else add(self, counts, reach, batch)
+        )
+
+    wrap(TokenShards, "sum_counts", make)
+
+
+def balance_over_the_largest_context_group() -> None:
+    def make(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, counts, reach, batch: add(
+            self, counts, reach, replace(batch, context_size=max(self.contexts))
+        )
+
+    wrap(TokenShards, "sum_counts", make)
