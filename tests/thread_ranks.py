@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from moefold.model.batch import Batch
 from moefold.model.seams import Reach
 from moefold.topology.shares import share_sizes
 
@@ -37,19 +38,22 @@ class CutTokens:
     def __init__(self, num_tokens: int, world: int, rank: int, meeting: Meeting) -> None:
         self.sizes, self.rank, self.meeting = share_sizes(num_tokens, world), rank, meeting
 
-    def whole(self, x_t: Tensor) -> Tensor:
+    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x_t))
 
-    def mine(self, x_T: Tensor) -> Tensor:
-        return x_T.split(self.sizes)[self.rank]
+    def mine(self, x_N: Tensor, batch: Batch | None = None) -> Tensor:
+        return x_N.split(self.sizes)[self.rank]
 
-    def sum_counts(self, counts: Tensor, reach: Reach) -> Tensor:
+    def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
         return torch.stack(self.meeting.exchange(self.rank, counts)).sum(0)
 
-    def gather(self, x_tD: Tensor) -> Tensor:
+    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
         raise NotImplementedError
 
-    reduce = sum_heads = gather
+    def reduce(self, x_TD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    share = sum_heads = reduce
 
 
 def on_threads(num_tokens: int, world: int, work: Callable[[CutTokens], T]) -> Sequence[T]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moefold.model.assemble import whole_batch
 from moefold.model.batch import IGNORED, Batch
 
 
@@ -13,13 +14,11 @@ def batch_of(num_sequences: int, seq_len: int, vocab_size: int, *, seed: int = 0
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (num_sequences, seq_len), generator=generator)
     labels = torch.cat((tokens[:, 1:], torch.full((num_sequences, 1), IGNORED)), dim=1)
-    return Batch(
-        tokens_T=tokens.flatten(),
-        labels_T=labels.flatten(),
-        positions_T=torch.arange(seq_len).repeat(num_sequences),
-        num_sequences=num_sequences,
-        num_microbatches=1,
-        shards_per_microbatch=shards,
+    return whole_batch(
+        tokens.flatten(),
+        labels.flatten(),
+        (seq_len,) * num_sequences,
+        tensor_size=shards,
         step_labels=num_sequences * (seq_len - 1),
         step_tokens=num_sequences * seq_len,
     )

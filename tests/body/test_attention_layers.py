@@ -13,7 +13,9 @@ from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfi
 from moefold.model.attention.core import LocalCore
 from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
+from moefold.model.products import NativeProducts
 from moefold.model.seams import WholeTokens
+from moefold.ops.grouped_matmul import sequential
 
 WIDTH = 12
 GQAS = {
@@ -41,10 +43,10 @@ def _float64() -> object:
 
 
 def _layer(config: GQAConfig | MLAConfig, tokens: WholeTokens | None = None, layer: int = 0) -> nn.Module:
-    seam = tokens or WholeTokens()
+    seam, products = tokens or WholeTokens(), NativeProducts(sequential)
     if isinstance(config, GQAConfig):
-        return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore())
-    return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore())
+        return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore(), products)
+    return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore(), products)
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())

@@ -11,6 +11,7 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.model.assemble import whole_batch
 from moefold.model.batch import Batch, TokenSets
 from moefold.model.moe.balance import BalanceLosses, balance_losses, update_expert_bias
 from moefold.model.moe.select import Choice
@@ -23,7 +24,14 @@ CONFIG = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, balance=ALL_ON)
 
 def batch_of(num_tokens: int = 20, sequences: int = 4, microbatches: int = 2) -> Batch:
     token = torch.arange(num_tokens)
-    return Batch(token, token, token % (num_tokens // sequences), sequences, microbatches, 1, STEP_TOKENS, STEP_TOKENS)
+    return whole_batch(
+        token,
+        token,
+        (num_tokens // sequences,) * sequences,
+        documents_per_microbatch=(sequences // microbatches,) * microbatches,
+        step_labels=STEP_TOKENS,
+        step_tokens=STEP_TOKENS,
+    )
 
 
 def draw(num_tokens: int = 20, by_experts: bool = False) -> tuple[Tensor, Choice]:
@@ -46,7 +54,7 @@ def by_definition(p: Tensor, choice: Choice, sets: TokenSets, groups: list[list[
     """sum_s (n_s / n) sum_g (mean of f over g) * (sum of P over g), f_e = E c_e / (K n_s), P_e = mean of p_e."""
     total = p.new_zeros(())
     for token_set, size in enumerate(sets.sizes):
-        members = [token for token in range(p.shape[0]) if sets.set_of_token[token] == token_set]
+        members = [token for token in range(p.shape[0]) if sets.set_of_token_N[token] == token_set]
         counts = [earlier[e] + sum(e in chosen_by(token, choice) for token in members) for e in range(EXPERTS)]
         if sum(counts) == 0:
             continue
@@ -69,7 +77,7 @@ def expected(logits: Tensor, choice: Choice, batch: Batch, kind: str, earlier: T
     assert isinstance(z, Tensor)
     return BalanceLosses(
         ALL_ON.microbatch * by_definition(p, choice, batch.microbatches, alone, none),
-        ALL_ON.sequence * by_definition(p, choice, batch.sequences, alone, none),
+        ALL_ON.sequence * by_definition(p, choice, batch.documents, alone, none),
         ALL_ON.global_batch
         * by_definition(p, choice, everything, alone, none if earlier is None else earlier.tolist()),
         ALL_ON.device * by_definition(p, choice, batch.microbatches, devices, none),
@@ -112,7 +120,7 @@ def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
 
 def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
     class Silent(WholeTokens):
-        def sum_counts(self, counts: Tensor, reach: str) -> Tensor:
+        def sum_counts(self, counts: Tensor, reach: str, batch: Batch) -> Tensor:
             raise AssertionError("no loss, no exchange")
 
     logits, choice = draw()
@@ -125,7 +133,7 @@ def test_counts_meet_where_their_tokens_are() -> None:
     asked = []
 
     class Listening(WholeTokens):
-        def sum_counts(self, counts: Tensor, reach: str) -> Tensor:
+        def sum_counts(self, counts: Tensor, reach: str, batch: Batch) -> Tensor:
             asked.append(reach)
             return counts
 

@@ -22,9 +22,9 @@ MODELS = {"gqa": MODEL, "mla": replace(MODEL, attention=MLAConfig(), moe=MoEConf
 
 
 def _blocks(model: ModelConfig) -> list[Block]:
-    decoder = build_decoder(model, torch.float64, "sequential", one_process_seams()).double()
+    decoder = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
     fill(decoder)
-    return list(decoder.layers)
+    return list(decoder.layers.values())
 
 
 def _inputs() -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The blueprint lists exactly what the built model has, for every recipe at full size."""
+"""The blueprint lists exactly what the built model has, for every recipe at full size, looking ahead or not."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("num_mtp", [0, 1, 2])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_names_and_shapes(model: ModelConfig) -> None:
+def test_names_and_shapes(model: ModelConfig, num_mtp: int) -> None:
+    model = replace(model, num_mtp=num_mtp)
     with torch.device("meta"):
-        built = build_decoder(model, torch.bfloat16, "grouped", one_process_seams())
+        built = build_decoder(model, torch.bfloat16, one_process_seams("grouped"))
     assert {name: tuple(value.shape) for name, value in built.named_parameters()} == {
         spec.name: spec.shape for spec in parameters(model)
     }

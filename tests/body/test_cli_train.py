@@ -38,7 +38,7 @@ def test_a_run_ends_can_be_named_and_goes_on(tmp_path: Path, capsys: pytest.Capt
     ("words", "said"),
     [
         (["--parallel.ep", "3"], "parallel.ep"),
-        (["--parallel.pp", "2", "--nproc", "2"], "parallel.pp"),
+        (["--parallel.pp", "2", "--parallel.vpp", "2", "--nproc", "2"], "parallel.vpp"),
         (["--train.stps", "3"], "did you mean 'steps'"),
         (["--name", "../elsewhere"], "name"),
     ],

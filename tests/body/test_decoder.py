@@ -26,7 +26,7 @@ MODELS = {
 
 
 def _decoder(model: ModelConfig, compute: torch.dtype = torch.float64) -> Decoder:
-    decoder = build_decoder(model, compute, "sequential", one_process_seams())
+    decoder = build_decoder(model, compute, one_process_seams("sequential"))
     decoder = decoder.double() if compute == torch.float64 else decoder
     fill(decoder)
     return decoder
@@ -54,7 +54,7 @@ def test_every_parameter_gets_a_gradient(model: ModelConfig) -> None:
 def test_earlier_counts_reach_the_mixtures_in_order() -> None:
     decoder, batch = _decoder(MODEL), batch_of(2, 9, 50)
     seen: list[object] = []
-    for router in decoder.routers():
+    for router in decoder.routers().values():
         router.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
     earlier_ME = torch.arange(16).view(2, 8)
     decoder(batch, earlier_ME)

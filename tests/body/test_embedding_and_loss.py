@@ -51,7 +51,7 @@ def test_activations_start_in_the_compute_format() -> None:
 def test_the_loss_is_the_sum_over_labelled_tokens() -> None:
     batch = batch_of(3, 5, 11)
     x, weight = _random(15, 6), _random(11, 6)
-    loss = LanguageLoss(WholeTokens(), WholeVocab(), chunk=4)(x, weight, batch)
+    loss = LanguageLoss(WholeTokens(), WholeVocab(), chunk=4)(x, weight, batch.labels_T, batch)
     expected = F.cross_entropy(x @ weight.T, batch.labels_T, ignore_index=-100, reduction="sum")
     torch.testing.assert_close(loss, expected)
     for a, b in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
@@ -76,13 +76,14 @@ class _OtherHalf(_VocabFrom):
 def test_a_share_of_the_vocabulary_gives_the_same_loss() -> None:
     batch = batch_of(3, 5, 11)
     x, weight = _random(15, 6), _random(11, 6)
-    expected = LanguageLoss(WholeTokens(), WholeVocab())(x, weight, batch)
+    expected = LanguageLoss(WholeTokens(), WholeVocab())(x, weight, batch.labels_T, batch)
     logits = x @ weight.T
     for mine, other in ((slice(0, 4), slice(4, 11)), (slice(4, 11), slice(0, 4))):
         there = (batch.labels_T >= other.start) & (batch.labels_T < other.stop)
         other_target = torch.where(there, logits.gather(1, batch.labels_T.clamp(min=0)[:, None])[:, 0], 0.0)
         vocab = _OtherHalf(mine.start, logits[:, other].logsumexp(-1), other_target)
-        torch.testing.assert_close(LanguageLoss(WholeTokens(), vocab)(x, weight[mine], batch), expected)
+        loss = LanguageLoss(WholeTokens(), vocab)(x, weight[mine], batch.labels_T, batch)
+        torch.testing.assert_close(loss, expected)
 
 
 def _random(*shape: int) -> Tensor:

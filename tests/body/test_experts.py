@@ -10,6 +10,7 @@ from torch import Tensor
 from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Arrived
 from moefold.model.moe.experts import Experts
+from moefold.model.products import NativeProducts
 from moefold.ops.grouped_matmul import BACKENDS, sequential
 from moefold.ops.swiglu import ACTIVATIONS
 
@@ -21,7 +22,7 @@ def build(
     config: MoEConfig, dtype: torch.dtype = torch.float64, backend: str = "sequential", share: float = 1.0
 ) -> Experts:
     torch.manual_seed(0)
-    experts = Experts(config, WIDTH, BACKENDS[backend], share).to(dtype)
+    experts = Experts(config, WIDTH, NativeProducts(BACKENDS[backend]), share).to(dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return experts
@@ -112,7 +113,7 @@ def test_narrow_rows_and_wide_weights() -> None:
 def bytes_saved(weight_at: str) -> tuple[int, int]:
     """All bytes kept for backward beside the inputs, and how many tensors of the shape of the output are among them."""
     config = replace(CONFIG, weight_at=weight_at)
-    experts, arrived = Experts(config, WIDTH, sequential).double(), arrive([5, 1, 4, 2])
+    experts, arrived = Experts(config, WIDTH, NativeProducts(sequential)).double(), arrive([5, 1, 4, 2])
     known = {t.untyped_storage().data_ptr() for t in (arrived.rows_RD, arrived.weight_R, *experts.parameters())}
     kept: dict[int, Tensor] = {}
 

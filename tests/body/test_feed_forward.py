@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.body.model_inputs import fill
+from tests.body.model_inputs import batch_of, fill
 from torch import Tensor
 
 from moefold.model.feed_forward import FeedForward
+from moefold.model.products import NativeProducts
 from moefold.model.seams import WholeTokens
+from moefold.ops.grouped_matmul import sequential
+
+BATCH = batch_of(1, 5, 11)
 
 
 def _layer(hidden: int, activation: str = "swiglu") -> FeedForward:
-    layer = FeedForward(6, hidden, activation, WholeTokens()).double()
+    layer = FeedForward(6, hidden, activation, WholeTokens(), NativeProducts(sequential)).double()
     fill(layer)
     return layer
 
@@ -25,7 +29,7 @@ def _input() -> Tensor:
 def test_is_its_formula() -> None:
     layer, x = _layer(7), _input()
     expected = (F.silu(x @ layer.gate_up[0].T) * (x @ layer.gate_up[1].T)) @ layer.down.T
-    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x, BATCH), expected)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
@@ -37,5 +41,5 @@ def test_shares_of_the_hidden_width_add_up(activation: str) -> None:
         with torch.no_grad():
             part.gate_up.copy_(whole.gate_up[:, mine])
             part.down.copy_(whole.down[:, mine])
-        parts.append(part(x))
-    torch.testing.assert_close(parts[0] + parts[1], whole(x))
+        parts.append(part(x, BATCH))
+    torch.testing.assert_close(parts[0] + parts[1], whole(x, BATCH))

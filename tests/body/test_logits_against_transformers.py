@@ -32,7 +32,7 @@ def test_logits_are_equal(name: str, backend: str) -> None:
     run = RECIPES[name]()
     theirs = AutoModelForCausalLM.from_config(hf_config(run)).float().eval()
     randomize(theirs, seed=1)
-    ours = build_decoder(run.model, torch.float32, backend, one_process_seams())
+    ours = build_decoder(run.model, torch.float32, one_process_seams(backend))
     ours.load_state_dict(our_state(theirs.state_dict()))
     batch = batch_of(2, 37, run.model.vocab_size)
     with torch.no_grad():
@@ -45,7 +45,7 @@ def test_logits_are_equal(name: str, backend: str) -> None:
 def test_the_comparison_can_fail() -> None:
     """A small change to any single parameter moves the logits by more than the tolerance."""
     run = RECIPES["deepseek_v3_proxy"]()
-    ours = build_decoder(run.model, torch.float32, "sequential", one_process_seams())
+    ours = build_decoder(run.model, torch.float32, one_process_seams("sequential"))
     fill(ours)
     batch = batch_of(2, 37, run.model.vocab_size)
     with torch.no_grad():

@@ -24,7 +24,8 @@ MIXTURES = {
 
 def _layer(moe: MoEConfig) -> MoELayer:
     model = ModelConfig(width=12, num_layers=1, moe=moe)
-    layer = build_decoder(model, torch.float64, "sequential", one_process_seams()).double().layers[0].feed_forward
+    decoder = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
+    layer = decoder.layers["0"].feed_forward
     fill(layer)
     return layer
 

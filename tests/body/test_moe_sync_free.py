@@ -13,9 +13,10 @@ from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.dispatch.local import LocalDispatcher
-from moefold.model.batch import Batch
+from moefold.model.assemble import whole_batch
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
+from moefold.model.products import NativeProducts
 from moefold.model.seams import WholeTokens
 from moefold.ops.capacity import capacity_of
 from moefold.ops.grouped_matmul import grouped
@@ -38,11 +39,14 @@ def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """A mixture on one process, as a function that runs it forward and backward."""
     torch.manual_seed(0)
     router, dispatcher = Router(config, WIDTH, WholeTokens()), LocalDispatcher(config.num_experts, slots_of(config))
-    experts = Experts(config, WIDTH, grouped).to(dtype)
+    experts = Experts(config, WIDTH, NativeProducts(grouped)).to(dtype)
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token, earlier_E = torch.arange(TOKENS), torch.ones(config.num_experts, dtype=torch.int64)
-    batch = Batch(token, token, token, 2, 1, SHARDS, TOKENS, TOKENS)
+    batch = whole_batch(token, token, (TOKENS // 2,) * 2, tensor_size=SHARDS, step_labels=TOKENS, step_tokens=TOKENS)
+    # Which tokens belong together comes from lengths that the host knows. It is written to the device once per batch,
+    # when the batch is first asked, and read by all layers: here, before anyone watches this one.
+    assert batch.shards and batch.microbatches and batch.documents
 
     def forward_and_backward(x_tD: Tensor) -> None:
         routing, report = router(x_tD, batch, earlier_E)

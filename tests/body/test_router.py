@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.dispatch.contract import Routing
+from moefold.model.assemble import whole_batch
 from moefold.model.batch import Batch
 from moefold.model.moe.balance import RoutingReport
 from moefold.model.moe.router import Router
@@ -34,7 +35,7 @@ KINDS: dict[str, RouterConfig] = {
 
 def batch_of(num_tokens: int, shards: int = 1) -> Batch:
     token = torch.arange(num_tokens)
-    return Batch(token, token, token, 1, 1, shards, num_tokens, num_tokens)
+    return whole_batch(token, token, (num_tokens,), tensor_size=shards, step_labels=num_tokens, step_tokens=num_tokens)
 
 
 def build(config: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
@@ -170,8 +171,8 @@ def test_a_rank_without_tokens_takes_part_in_backward(kind: str) -> None:
     router = build(config)
 
     class LastOfThree(WholeTokens):
-        def mine(self, x_T: Tensor) -> Tensor:
-            return x_T[:0]
+        def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+            return x_N[:0]
 
     router.tokens = LastOfThree()
     routing, report = router(draw(2)[:0], batch_of(2, shards=3), None)

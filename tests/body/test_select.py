@@ -9,6 +9,7 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
+from moefold.model.assemble import whole_batch
 from moefold.model.batch import Batch
 from moefold.model.moe.select import SELECTORS, CapacityDrop, Choice, ReplaySelect, TopK, build_selector
 from moefold.model.seams import WholeTokens
@@ -19,7 +20,15 @@ CONFIG = MoEConfig(num_experts=8, top_k=2)
 
 def batch_of(num_tokens: int, microbatches: int = 1, shards: int = 1) -> Batch:
     token = torch.arange(num_tokens)
-    return Batch(token, token, token, microbatches, microbatches, shards, num_tokens, num_tokens)
+    return whole_batch(
+        token,
+        token,
+        (num_tokens // microbatches,) * microbatches,
+        documents_per_microbatch=(1,) * microbatches,
+        tensor_size=shards,
+        step_labels=num_tokens,
+        step_tokens=num_tokens,
+    )
 
 
 def draw(num_tokens: int) -> tuple[Tensor, Tensor]:
