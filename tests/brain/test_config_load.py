@@ -75,7 +75,7 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         "parallel.ep: must be a whole number, not '8'; remove the quotes",
         "parallel.dispatcher: cannot be 'ring'; choose 'all_to_all' or 'all_gather'",
         "sead: unknown key; did you mean 'seed'? "
-        "known here: name, seed, model, parallel, precision, data, optim, train",
+        "known here: name, seed, model, parallel, precision, data, optim, train, memory",
     ]
 
 

@@ -100,10 +100,10 @@ def test_what_is_wrong_is_said_with_its_place(text: str, message: str) -> None:
     ],
 )
 def test_hostile_strings_are_refused_quickly(hostile: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         parse_stages(hostile, 2, 0)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     assert len(str(caught.value)) < 500
 
 
