@@ -16,6 +16,7 @@ from transformers import (
     MixtralConfig,
     OlmoeConfig,
     PretrainedConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
 )
 
@@ -36,6 +37,22 @@ def mixtral(run: RunConfig) -> PretrainedConfig:
     moe = _moe(run)
     return MixtralConfig(
         **_decoder(run), **_heads(run), intermediate_size=moe.expert_width, num_local_experts=moe.num_experts
+    )
+
+
+def qwen2_moe(run: RunConfig) -> PretrainedConfig:
+    """Its shared expert always has a gate; a run without one has that much less."""
+    moe = _moe(run)
+    return Qwen2MoeConfig(
+        **_decoder(run),
+        **_heads(run),
+        qkv_bias=_gqa(run).qkv_bias,
+        intermediate_size=run.model.dense_width,
+        moe_intermediate_size=moe.expert_width,
+        shared_expert_intermediate_size=moe.shared_width,
+        num_experts=moe.num_experts,
+        norm_topk_prob=moe.router.normalize,
+        mlp_only_layers=list(range(run.model.num_dense_layers)),
     )
 
 
@@ -97,6 +114,7 @@ _FAMILIES: dict[str, Callable[[RunConfig], PretrainedConfig]] = {
     "deepseek_v3": deepseek_v3,
     "kimi_k2": deepseek_v3,
     "debug_mla": deepseek_v3,
+    "debug_10m": qwen2_moe,
     "debug": mixtral,
 }
 

@@ -48,7 +48,7 @@ def loaded_by_transformers(path: Path) -> nn.Module:
 
 
 def decoder_of(source: TensorSource, model: ModelConfig) -> Decoder:
-    decoder = build_decoder(model, torch.float32, "sequential", one_process_seams())
+    decoder = build_decoder(model, torch.float32, one_process_seams("sequential"))
     decoder.load_state_dict({name: source.read(key) for name, key in weight_keys(model).items()})
     return decoder
 

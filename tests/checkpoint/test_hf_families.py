@@ -38,6 +38,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
+from moefold.errors import ConversionError
 from moefold.parallel.apply import take_share
 from moefold.recipes.catalog import RECIPES
 
@@ -139,11 +140,21 @@ def _share(run: RunConfig, groups: Groups):  # type: ignore[no-untyped-def]
     return take_share(replace(run, parallel=ParallelConfig()) if alone else run, groups, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+# Made for comparing layouts and not after a published model.
+NOBODYS = "debug_10m"
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - {NOBODYS}))
 def test_every_recipe_has_a_family_that_can_say_it(name: str) -> None:
     model = RECIPES[name]().model
     family = family_of(model)
     assert same_numbers(read_config(write_config(model, family, 64, "float32")).model) == same_numbers(model)
+
+
+def test_a_recipe_of_no_family_is_refused_by_what_cannot_be_said() -> None:
+    with pytest.raises(ConversionError) as caught:
+        family_of(RECIPES[NOBODYS]().model)
+    assert {problem.path for problem in caught.value.problems} >= {"model.moe.shared_width", "model.moe.router.scale"}
 
 
 def test_the_command_goes_both_ways_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,12 +38,12 @@ class InMemory:
 
 
 def both_logits(how: Upcycling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    dense = build_decoder(DENSE, torch.float64, "sequential", one_process_seams()).double()
+    dense = build_decoder(DENSE, torch.float64, one_process_seams("sequential")).double()
     fill(dense)
     model = upcycled_model(DENSE, how)
     source = Upcycled(InMemory(dict(dense.state_dict())), model, how, seed=3)
     state = {name.removeprefix("parameter/"): source.read(name) for name in source.names()}
-    mixture = build_decoder(model, torch.float64, "sequential", one_process_seams()).double()
+    mixture = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
     mixture.load_state_dict(state)
     batch = batch_of(2, 19, DENSE.vocab_size)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_shards_that_are_not_chosen_together_would_show() -> None:
     expected, _, state = both_logits(how)
     for layer in range(DENSE.num_layers):
         state[f"layers.{layer}.feed_forward.router.weight"] = torch.randn(4, DENSE.width, dtype=torch.float64)
-    mixture = build_decoder(upcycled_model(DENSE, how), torch.float64, "sequential", one_process_seams()).double()
+    mixture = build_decoder(upcycled_model(DENSE, how), torch.float64, one_process_seams()).double()
     mixture.load_state_dict(state)
     with torch.no_grad():
         found = mixture.logits(batch_of(2, 19, DENSE.vocab_size))
