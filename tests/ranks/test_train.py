@@ -20,7 +20,7 @@ import torch
 from tests.kill import Diary, digest
 
 import moefold.model.moe.router
-import moefold.parallel.step
+import moefold.pipeline.step
 import moefold.train.trainer
 from moefold.comm.launch import fork_ranks
 from moefold.config.parallel import ParallelConfig
@@ -30,6 +30,7 @@ from moefold.config.train import HealthConfig, SavingConfig
 from moefold.data.samples import Samples
 from moefold.errors import RankError, TrainingError
 from moefold.model.moe.experts import Experts
+from moefold.parallel.apply import Share
 from moefold.parallel.placements import local_part
 from moefold.recipes.catalog import RECIPES
 from moefold.train.setup import run_directory, set_up
@@ -65,7 +66,13 @@ def steps_of(run: RunConfig) -> list[dict[str, Any]]:
 
 def test_layouts_follow_one_curve(tmp_path: Path) -> None:
     curves = []
-    layouts = ((1, ParallelConfig()), (4, ParallelConfig(ep=4)), (4, ParallelConfig(tp=2, ep=2, etp=2)))
+    layouts = (
+        (1, ParallelConfig()),
+        (4, ParallelConfig(ep=4)),
+        (4, ParallelConfig(tp=2, ep=2, etp=2)),
+        (4, ParallelConfig(pp=2, cp=2, ep=2)),
+        (4, ParallelConfig(pp=2, vpp=2, schedule="interleaved_overlapped", ep=2)),
+    )
     for number, (world, parallel) in enumerate(layouts):
         run = tiny(tmp_path / str(number), parallel=parallel)
         on_world(run, world)
@@ -115,18 +122,18 @@ def assert_poisons_leave_no_trace(run: RunConfig, poisons: list[Poison], good: i
 
     def before(rank: int, workshop: Any) -> None:
         lab = Laboratory(rank, workshop.share.model)
-        accumulate, number, at_start = moefold.parallel.step.accumulate, [0], [""]
+        carry_out, number, at_start = moefold.pipeline.step.carry_out, [0], [""]
 
-        def watched(model: torch.nn.Module, batches: Any) -> Any:
+        def watched(share: Share, batches: Any) -> Any:
             step = number[0] - good
             now = digest(workshop) if step >= 0 else ""
             if step > 0:
                 assert (now == at_start[0]) == (step % 2 == 1), f"{poisons[(step - 1) // 2]}, step {number[0]}"
             number[0], at_start[0] = number[0] + 1, now
             lab.due = poisons[step // 2] if step >= 0 and step % 2 == 0 else None
-            return lab.after_backward(accumulate(model, batches))
+            return lab.after_backward(carry_out(share, batches))
 
-        moefold.parallel.step.accumulate = watched
+        moefold.pipeline.step.carry_out = watched
 
     on_world(run, 2, before)
     steps = steps_of(run)
