@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.group import Group
+from moefold.ops.cast import widened
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Pipes:
 
 def sum_among(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
     """The sum over some members of a group, added in their order so that all of them get the same bits."""
+    x = x.contiguous()
     parts: list[Tensor] = []
     works: list[Any] = []
     for member in members:
@@ -87,11 +89,11 @@ def sum_among(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
             continue
         group.ledger.record("send", group.name, x)
         parts.append(torch.empty_like(x))
-        works.append(dist.isend(x.contiguous(), group.ranks[member], group=group.connected))
+        works.append(dist.isend(x, group.ranks[member], group=group.connected))
         works.append(dist.irecv(parts[-1], group.ranks[member], group=group.connected))
     for work in works:
         work.wait()
-    total = parts[0].clone()
+    total = widened(parts[0])
     for part in parts[1:]:
-        total += part
-    return total
+        total = total + part
+    return total.to(x.dtype)
