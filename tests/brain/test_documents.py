@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from moefold.batching.bins import first_fit, serpentine
 from moefold.batching.documents import pack
-from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, imbalance
+from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, group_times, imbalance
 from moefold.errors import DataError
 
 Draw = Callable[[int, int, int], list[int]]
@@ -140,3 +140,12 @@ def test_ten_thousand_documents_are_packed_in_a_second() -> None:
     print(f"10,000 documents in {took:.2f} s")
     assert took < 1
     assert_legal(plan, lengths, 8192, 64)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 4))
+def test_waves_grow_and_shrink_again(lengths: list[int], ways: int) -> None:
+    """Serpentine order: a pipeline fills and drains with short microbatches."""
+    took = [max(group_times(wave, lengths, Cost())) for wave in pack(lengths, 64, ways).waves]
+    top = took.index(max(took))
+    assert took[: top + 1] == sorted(took[: top + 1])
+    assert took[top:] == sorted(took[top:], reverse=True)

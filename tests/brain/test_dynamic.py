@@ -204,8 +204,8 @@ def test_close_to_the_best_plan_there_is() -> None:
 
 def test_a_long_document_is_shared_and_short_ones_are_not() -> None:
     plan = plan_step([64, 5, 6, 7, 8], ranks=8, tokens_per_rank=8, cost=Cost(exchange=0.5, visit=0, wave=0))
-    assert plan.waves[0] == Wave(8, ((0,),))
-    assert {wave.context for wave in plan.waves[1:]} == {1}
+    assert Wave(8, ((0,),)) in plan.waves
+    assert {wave.context for wave in plan.waves if wave.documents != ((0,),)} == {1}
 
 
 def test_no_documents_are_one_empty_wave() -> None:

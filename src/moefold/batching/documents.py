@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moefold.batching.bins import evenly, first_fit, serpentine
-from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate
+from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, ramped
 from moefold.batching.waves import Filler, Room
 from moefold.errors import DataError
 
@@ -32,7 +32,8 @@ def pack(lengths: Sequence[int], max_tokens: int, ways: int, context: int = 1, c
     filler = Filler(lengths, ways * context, (context,), Room(max_tokens), cost)
     # One more wave may let the work be even where the fewest have no room to spare.
     plans += [filler.plan(number, hurry=False) for number in (num_waves, num_waves + 1)]
-    return min(plans, key=lambda plan: estimate(plan, lengths, cost))
+    best = min(plans, key=lambda plan: estimate(plan, lengths, cost))
+    return ramped(best, lengths, cost)
 
 
 def refuse_unplaceable(lengths: Sequence[int], max_tokens: int) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moefold.batching.documents import pack, refuse_unplaceable
-from moefold.batching.step_plan import Cost, StepPlan, estimate, held_by_a_rank
+from moefold.batching.step_plan import Cost, StepPlan, estimate, held_by_a_rank, ramped
 from moefold.batching.waves import Filler, Room
 
 # Numbers of waves to try, as multiples of the fewest that the tokens need.
@@ -39,7 +39,7 @@ def plan_step(lengths: Sequence[int], ranks: int, tokens_per_rank: int, cost: Co
         for hurry in (False, True)
     ]
     plans += static_plans(lengths, ranks, tokens_per_rank, cost)
-    return min(plans, key=lambda plan: estimate(plan, lengths, cost))
+    return ramped(min(plans, key=lambda plan: estimate(plan, lengths, cost)), lengths, cost)
 
 
 def static_plans(lengths: Sequence[int], ranks: int, tokens_per_rank: int, cost: Cost) -> list[StepPlan]:

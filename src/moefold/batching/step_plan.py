@@ -79,6 +79,16 @@ def group_times(wave: Wave, lengths: Sequence[int], cost: Cost) -> list[float]:
     return [sum(cost.of_document(lengths[i], wave.context) for i in group) for group in wave.documents]
 
 
+def ramped(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> StepPlan:
+    """The same waves in serpentine order: short ones first, the longest in the middle, short ones last.
+
+    A pipeline fills and drains with its first and last microbatches, and its ranks idle for as long as those take.
+    """
+    took = [cost.of_wave(wave.context, max(group_times(wave, lengths, cost), default=0.0)) for wave in plan.waves]
+    by_time = sorted(range(len(took)), key=lambda i: (took[i], i))
+    return StepPlan(tuple(plan.waves[i] for i in (*by_time[::2], *by_time[1::2][::-1])))
+
+
 def imbalance(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> float:
     """The slowest group of every wave over the mean group: 1 where nobody waits."""
     times = [group_times(wave, lengths, cost) for wave in plan.waves]
