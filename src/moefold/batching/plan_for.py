@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moefold.batching.cost_of import cost_of
 from moefold.batching.documents import pack
 from moefold.batching.dynamic import plan_step
 from moefold.batching.step_plan import StepPlan, Wave
@@ -17,8 +18,12 @@ def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> Step
     data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
     if data.documents != "packed":
         return in_order(len(sizes), data.micro_batch, dp, cp)
-    room = data.micro_batch * data.seq_len
-    plan = plan_step(sizes, dp * cp, room // cp) if run.parallel.dynamic_cp else pack(sizes, room, dp, cp)
+    room, cost = data.micro_batch * data.seq_len, cost_of(run)
+    if run.parallel.dynamic_cp:
+        # A rank's tokens under a static cp, but at least so many that all ranks together hold a whole microbatch.
+        plan = plan_step(sizes, dp * cp, max(room // cp, -(-room // (dp * cp))), cost)
+    else:
+        plan = pack(sizes, room, dp, cp, cost)
     schedule, stages = schedule_named(run.parallel.schedule), run.parallel.pp * run.parallel.vpp
     return plan.with_at_least(schedule.microbatches_per_stage * stages)
 
