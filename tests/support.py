@@ -13,7 +13,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.topology.layout import fold
 
 
-def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: int) -> list[Any]:
+def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[Any]:
     """Run ``work(groups)`` on every rank of a layout; an assertion that fails on a rank fails here."""
     layout = fold(ParallelConfig(**degrees), world)
 

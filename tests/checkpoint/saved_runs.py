@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.collect import about_run, chunks_of
 from moefold.checkpoint.save import Saver
 from moefold.comm.ledger import Ledger
@@ -18,16 +19,16 @@ from moefold.comm.mesh import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, take_share
+from moefold.parallel.apply import Share, held_buffers, take_share
 from moefold.parallel.placements import local_part
 from moefold.prove.start import busy_values
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.layout import fold
 
 
-def small_run(**degrees: int) -> RunConfig:
+def small_run(**layout: Any) -> RunConfig:
     """Latent attention, shared and routed experts, expert bias: every kind of tensor there is."""
-    return replace(RECIPES["debug_mla"](), parallel=ParallelConfig(**degrees))
+    return replace(RECIPES["debug_mla"](), parallel=ParallelConfig(**layout))
 
 
 def share_alone(run: RunConfig | None = None) -> Share:
@@ -62,7 +63,8 @@ def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[Share, A
 
 def everything(share: Share, optimizer: AdamW) -> dict[str, Tensor]:
     """Copies of every local tensor that a checkpoint restores."""
-    found = {f"buffer/{spec.name}": dict(share.model.named_buffers())[spec.name] for spec in buffers(share.run.model)}
+    state = dict(share.model.named_buffers())
+    found = {f"buffer/{spec.name}": state[spec.name] for spec in held_buffers(share.run, share.model)}
     for name, parameter in share.model.named_parameters():
         found[f"parameter/{name}"] = local_part(parameter.detach())
         found |= {f"{kind}/{name}": local_part(value) for kind, value in optimizer.state.get(parameter, {}).items()}

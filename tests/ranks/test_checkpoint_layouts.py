@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.checkpoint.saved_runs import everything, fill_moments, optimizer_for, same, small_run
 from tests.support import on_ranks
 
-from moefold.checkpoint.collect import about_run, chunks_of
+from moefold.checkpoint.collect import about_run, chunks_of, tensors_elsewhere
 from moefold.checkpoint.load import Checkpoint, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.verify import verify
 from moefold.comm.mesh import Groups
+from moefold.config.run import RunConfig
 from moefold.parallel.apply import take_share
 from moefold.prove.start import busy_values
 
-Layout = tuple[int, dict[str, int]]
+# (world, degrees)
+Layout = tuple[int, dict[str, Any]]
 
 ALONE: Layout = (1, {})
-# (world, degrees) of the saving and of the loading run.
+# Everything at once: a pipeline of two times two stages with documents cut over two ranks, one folded over tp and dp,
+# and documents cut over four ranks without a pipeline.
+PIPED: Layout = (8, {"pp": 2, "vpp": 2, "cp": 2, "ep": 2, "schedule": "interleaved"})
+FOLDED: Layout = (8, {"pp": 2, "tp": 2, "ep": 4})
+CUT: Layout = (4, {"cp": 4, "ep": 4})
+# Rank 0 holds the first stage and the last one; a rank holds nothing at all.
+IN_A_V: Layout = (4, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "stages": "Et|t|tm|L"})
+EMPTY: Layout = (3, {"pp": 3, "stages": "Ettt||mL"})
+
+# Of the saving and of the loading run.
 PAIRS: list[tuple[Layout, Layout]] = [
     (ALONE, (4, {"tp": 2, "ep": 4})),
     ((4, {"tp": 2, "ep": 4}), ALONE),
@@ -35,6 +48,24 @@ PAIRS: list[tuple[Layout, Layout]] = [
     ((4, {"tp": 2, "etp": 2}), (3, {})),
     ((8, {"tp": 2, "ep": 2, "etp": 2}), (4, {"dp_replicate": 4, "edp_replicate": 2})),
     ((2, {"tp": 2, "ep": 2}), (8, {"tp": 2, "ep": 8})),
+    (PIPED, FOLDED),
+    (FOLDED, CUT),
+    (CUT, PIPED),
+    (ALONE, PIPED),
+    (IN_A_V, EMPTY),
+    (EMPTY, IN_A_V),
+]
+MORE_PAIRS = [
+    (ALONE, FOLDED),
+    (ALONE, CUT),
+    (PIPED, ALONE),
+    (FOLDED, ALONE),
+    (CUT, ALONE),
+    (FOLDED, PIPED),
+    (PIPED, CUT),
+    (CUT, FOLDED),
+    (IN_A_V, PIPED),
+    (FOLDED, EMPTY),
 ]
 
 
@@ -43,27 +74,36 @@ def label(pair: tuple[Layout, Layout]) -> str:
     return "-to-".join(sides)
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=label)
+def run_of(degrees: dict[str, Any]) -> RunConfig:
+    """With a module that looks ahead, so that pipelines hold some weights more than once."""
+    run = small_run(**degrees)
+    return replace(run, model=replace(run.model, num_mtp=1))
+
+
+@pytest.mark.parametrize(
+    "pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)], ids=label
+)
 def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -> None:
     (world, degrees), (new_world, new_degrees) = pair
 
     def save(groups: Groups) -> None:
         torch.manual_seed(groups.rank)
-        share = take_share(small_run(**degrees), groups, torch.device("cpu"), busy_values)
+        share = take_share(run_of(degrees), groups, torch.device("cpu"), busy_values)
         optimizer = optimizer_for(share)
         fill_moments(share, optimizer, seed=1)
         saver = Saver(tmp_path, groups["world"], 0, about=about_run(share))
-        saver.begin(5, chunks_of(share, optimizer), {"train": {"step": 5}})
+        elsewhere = tensors_elsewhere(share, optimizer)
+        saver.begin(5, chunks_of(share, optimizer), {"train": {"step": 5}}, elsewhere)
         # What happens to the live tensors after `begin` must not reach the file.
         for parameter in share.model.parameters():
             parameter.detach().zero_()
         assert saver.finish() == 5
 
     def load(groups: Groups) -> list[float]:
-        expected = take_share(small_run(**new_degrees), groups, torch.device("cpu"), busy_values)
+        expected = take_share(run_of(new_degrees), groups, torch.device("cpu"), busy_values)
         its_optimizer = optimizer_for(expected)
         fill_moments(expected, its_optimizer, seed=1)
-        share = take_share(small_run(**new_degrees), groups, torch.device("cpu"))
+        share = take_share(run_of(new_degrees), groups, torch.device("cpu"))
         optimizer = optimizer_for(share)
         torch.manual_seed(77)
         found = load_latest(tmp_path, share, optimizer)
@@ -73,7 +113,8 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
 
     on_ranks(save, world, **degrees)
     manifest = verify(tmp_path / "step_00000005")
-    assert manifest.world == world and manifest.layout.items() >= degrees.items()
+    sizes = {name: size for name, size in degrees.items() if isinstance(size, int)}
+    assert manifest.world == world and manifest.layout.items() >= sizes.items()
     drawn = on_ranks(load, new_world, **new_degrees)
     # With as many ranks as before each goes on with its own random numbers, otherwise with new ones of its own.
     before = [torch.rand(2, generator=torch.Generator().manual_seed(rank)).tolist() for rank in range(new_world)]
@@ -81,21 +122,24 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
     assert len({tuple(numbers) for numbers in drawn}) == new_world
 
 
-def test_the_bytes_of_the_model_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+def test_the_bytes_of_model_and_moments_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     def digest(path: Path) -> str:
         checkpoint, digest = Checkpoint(path), hashlib.sha256()
         for name in sorted(checkpoint.names()):
+            digest.update(name.encode())
             digest.update(checkpoint.read(name).numpy().tobytes())
         return digest.hexdigest()
 
     found = set()
-    for number, (world, degrees) in enumerate([(2, {"tp": 2}), (4, {"ep": 4})]):
+    for number, (world, degrees) in enumerate([ALONE, (2, {"tp": 2}), (4, {"ep": 4}), PIPED, FOLDED, CUT]):
         root = tmp_path / str(number)
 
-        def save(groups: Groups, root: Path = root, degrees: dict[str, int] = degrees) -> None:
-            share = take_share(small_run(**degrees), groups, torch.device("cpu"), busy_values)
+        def save(groups: Groups, root: Path = root, degrees: dict[str, Any] = degrees) -> None:
+            share = take_share(run_of(degrees), groups, torch.device("cpu"), busy_values)
+            optimizer = optimizer_for(share)
+            fill_moments(share, optimizer, seed=1)
             saver = Saver(root, groups["world"], 0, background=False)
-            saver.begin(1, chunks_of(share, None), {})
+            saver.begin(1, chunks_of(share, optimizer), {}, tensors_elsewhere(share, optimizer))
             assert saver.advance() == 1 and saver.advance() is None
 
         on_ranks(save, world, **degrees)
