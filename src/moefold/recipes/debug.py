@@ -59,7 +59,7 @@ def debug_10m() -> RunConfig:
                 top_k=1,
                 expert_width=1024,
                 shared_width=512,
-                router=RouterConfig(scale=0.1),
+                router=RouterConfig(scale=0.02),
                 balance=BalanceConfig(microbatch=0.02, z=1e-3),
             ),
             num_dense_layers=2,
