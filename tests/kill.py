@@ -25,6 +25,7 @@ import torch
 import moefold.checkpoint.files
 import moefold.comm.exchange
 import moefold.comm.gather
+import moefold.comm.pipes
 import moefold.pipeline.step
 import moefold.train.trainer
 from moefold.config.parallel import ParallelConfig
@@ -109,7 +110,7 @@ def _alarm(milliseconds: int, die: Callable[[], NoReturn]) -> None:
 class Point(NamedTuple):
     """``arm`` breaks the n-th occurrence, of ``choices``; up to ``commits`` checkpoints are committed on the way there.
 
-    Up to three occurrences once per step, 40 exchanges and 20 sums all come before the first save ends.
+    Up to three occurrences once per step, 40 exchanges, 20 sums and 9 sends all come before the first save ends.
     """
 
     arm: Callable[[int, Callable[[], NoReturn]], None]
@@ -131,17 +132,22 @@ POINTS = {
     "during retention": Point(_mid_removal, 2, 3),
     "any time": Point(_alarm, 3000, 2),
 }
+# Between the stages of a pipeline.
+PIPE_POINTS = {
+    "inside a send": Point(lambda n, die: _before(moefold.comm.pipes.Pipes, "send", n, die), 9, 0),
+}
+ALL_POINTS = POINTS | PIPE_POINTS
 
 
 def steps_for(kills: list[Kill]) -> int:
     """Enough for every kill to happen however far each start gets, and for one more save after the last."""
-    return SAVE_EVERY * (sum(POINTS[kill.point].commits for kill in kills) + 1)
+    return SAVE_EVERY * (sum(ALL_POINTS[kill.point].commits for kill in kills) + 1)
 
 
-def plan_kills(count: int, world: int, seed: int) -> list[Kill]:
+def plan_kills(count: int, world: int, seed: int, *, pipeline: bool = False) -> list[Kill]:
     """Points in turn, so that each comes equally often; only rank 0 commits and deletes."""
     dice = random.Random(seed)
-    names = list(POINTS)
+    names = [*POINTS, *(PIPE_POINTS if pipeline else ())]
     dice.shuffle(names)
     kills = []
     for number in range(count):
@@ -151,7 +157,7 @@ def plan_kills(count: int, world: int, seed: int) -> list[Kill]:
             if point in ("between manifest and commit", "just after commit", "during retention")
             else dice.randrange(world)
         )
-        kills.append(Kill(rank, point, dice.randint(1, POINTS[point].choices)))
+        kills.append(Kill(rank, point, dice.randint(1, ALL_POINTS[point].choices)))
     return kills
 
 
@@ -214,7 +220,7 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
                 os.kill(os.getpid(), signal.SIGKILL)
                 raise AssertionError("unreachable")
 
-            POINTS[kills[number].point].arm(kills[number].occurrence, die)
+            ALL_POINTS[kills[number].point].arm(kills[number].occurrence, die)
         workshop, state = set_up(run, rank, world, torch.device("cpu"), 30.0)
         code = train(workshop, state, [Diary(directory / "diary.jsonl")])
         signal.setitimer(signal.ITIMER_REAL, 0)
