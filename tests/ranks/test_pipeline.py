@@ -14,12 +14,15 @@ from tests.checkpoint.saved_runs import optimizer_for
 from tests.staged_runs import MODEL, Lengths, microbatches, on_shares, share_on, staged_run
 from torch import Tensor
 
+import moefold.pipeline.runtime
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.model.batch import Batch
 from moefold.parallel.apply import Share
 from moefold.parallel.placements import local_part
+from moefold.pipeline.flight import Flight
+from moefold.pipeline.runtime import carry_forward, carry_out
 from moefold.pipeline.step import evaluate, run_step
 
 # Two steps of the same processes: documents of any lengths, another number of microbatches, a microbatch of one token.
@@ -252,3 +255,23 @@ def test_validation_equals_one_process_and_leaves_nothing_behind(schedule: str) 
         torch.testing.assert_close(step.norm, wanted[0].norm, rtol=1e-11, atol=0)
 
     on_shares(run, 4 if schedule in ("1f1b", "dualpipe_v") else 2, work)
+
+
+@pytest.mark.parametrize("schedule", ORDERS)
+def test_a_step_and_a_validation_keep_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was on its way has arrived, and nothing that a microbatch left is held on to."""
+    flights: list[Flight] = []
+    take_off = moefold.pipeline.runtime.take_off
+
+    def watched(*given: Any) -> Flight:
+        flights.append(take_off(*given))
+        return flights[-1]
+
+    monkeypatch.setattr(moefold.pipeline.runtime, "take_off", watched)
+    share = share_on(staged_run(vpp=ORDERS[schedule][0], schedule=schedule))
+    batches = microbatches(share.run, STEPS[0])
+    carry_out(share, batches)
+    carry_forward(share, batches)
+    for flight in flights:
+        assert not (flight.inputs or flight.forwards or flight.leaving or flight.gradients)
+    assert len(flights) == 2 and (share.deferral is None or share.deferral.is_empty)

@@ -44,7 +44,10 @@ def carry_forward(share: Share, batches: Sequence[Batch]) -> StepSums:
     flight = take_off(share, order, batches, actions)
     for action in actions:
         _CARRY_OUT[action.kind](flight, action)
-        flight.forwards.clear()
+        if action.kind is Kind.FORWARD:
+            # No backward will come for them.
+            flight.forwards.clear()
+            flight.inputs.pop((action.stage, action.microbatch), None)
     if flight.pipes is not None:
         flight.pipes.finish()
     return flight.sums
