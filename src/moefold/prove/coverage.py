@@ -5,36 +5,46 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from moefold.blueprint.stages import stages_of
+from moefold.checks.context import modes_in_use
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
 from moefold.prove.cases import Case
 from moefold.prove.verdict import Verdict
+from moefold.schedule.names import schedule_named
 
 
 def features_of(case: Case) -> Iterator[tuple[str, str]]:
     """(group, feature) pairs of one case."""
+    model = case.run.model
     yield from _layout_features(case)
+    yield from _pipeline_features(case)
+    yield from _context_features(case)
     yield from _attention_features(case)
-    if case.run.model.moe is not None:
-        yield from _moe_features(case.run.model.moe)
+    if model.moe is not None:
+        yield from _moe_features(model.moe)
+    yield "documents", case.run.data.documents
     yield "batch", "several waves" if case.num_waves > 1 else "one wave"
-    if case.run.model.tied_embeddings:
-        yield "model", "tied embeddings"
-    if case.run.model.num_dense_layers:
+    if model.tied_embeddings:
+        yield "model", "tied embeddings" if case.run.parallel.pp == 1 else "tied embeddings over stages"
+    if model.num_dense_layers:
         yield "model", "dense layers first"
+    yield "modules that look ahead", str(model.num_mtp)
+    for phase in case.run.memory.recompute or ("nothing",):
+        yield "recomputed", phase
 
 
 def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     parallel, layout = case.run.parallel, case.layout
-    sizes = {axis: layout.size(axis) for axis in ("tp", "dp", "ep", "etp", "edp")}
+    sizes = {axis: layout.size(axis) for axis in ("pp", "cp", "tp", "dp", "ep", "etp", "edp")}
     for axis, size in sizes.items():
         yield f"{axis} =", str(size)
     alone = sizes["ep"] * sizes["etp"] == 1
     yield "dispatcher", "local" if alone else parallel.dispatcher
     if not alone and sizes["etp"] > 1:
         yield "dispatcher", f"{parallel.dispatcher} with etp"
-    if sizes["ep"] > sizes["dp"]:
-        yield "folding", "ep > dp (over tp)"
+    if not alone:
+        yield "folding", _folding(case)
     if sizes["etp"] != sizes["tp"]:
         yield "folding", "etp != tp"
     for what, copies, ways in (
@@ -43,6 +53,48 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     ):
         if copies > 1:
             yield "hybrid sharding", f"{what}: " + ("copies only" if copies == ways else "copies of shards")
+
+
+def _folding(case: Case) -> str:
+    """Which axes of the attention grid one full set of experts spans."""
+    layout = case.layout
+    block = layout.ranks("expert_block", 0)
+    spanned = [axis for axis in ("dp", "cp", "tp") if len({layout.index(axis, rank) for rank in block}) > 1]
+    return f"experts over {' x '.join(spanned)}" + (" inside a stage" if case.run.parallel.pp > 1 else "")
+
+
+def _pipeline_features(case: Case) -> Iterator[tuple[str, str]]:
+    """Also for one rank: an order may have several stages there, or put weight gradients off, or overlap."""
+    parallel = case.run.parallel
+    schedule = schedule_named(parallel.schedule)
+    if parallel.pp * parallel.vpp == 1 and not (schedule.splits_backward or schedule.overlaps):
+        return
+    yield "schedule", schedule.name if parallel.pp > 1 else f"{schedule.name} on one rank"
+    yield "vpp =", str(parallel.vpp)
+    stages = stages_of(case.run.model, parallel)
+    if len(stages) == 1:
+        return
+    yield "stages", "balanced" if parallel.stages is None else "by string"
+    if len({len(stage.layers) for stage in stages}) > 1:
+        yield "stages", "of unequal numbers of layers"
+    if any(stage.empty for stage in stages):
+        yield "stages", "an empty one"
+    if any(stage.loss and not (stage.layers or stage.mtp) for stage in stages):
+        yield "stages", "the loss alone"
+    if any(stage.mtp and not stage.loss for stage in stages):
+        yield "stages", "a module that looks ahead before the loss"
+
+
+def _context_features(case: Case) -> Iterator[tuple[str, str]]:
+    parallel = case.run.parallel
+    if max(case.layout.context_sizes(parallel.dynamic_cp)) == 1:
+        return
+    for layers, mode in modes_in_use(case.run).items():
+        yield "context", f"{mode} in {layers} layers"
+        if mode == "hierarchical":
+            yield "context", f"hierarchical in sets of {parallel.context.inner}"
+    if parallel.dynamic_cp:
+        yield "context", "dynamic"
 
 
 def _attention_features(case: Case) -> Iterator[tuple[str, str]]:

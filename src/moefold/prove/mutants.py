@@ -113,7 +113,7 @@ _CONTEXT = (
         _model(),
         DataConfig(seq_len=13, global_batch=4, micro_batch=2, documents="apart"),
     ),
-    # Waves of four, two and one ranks per document. Counts of documents that other ranks hold have other shapes, so the
+    # Waves of two ranks per document and of one. Counts of documents that other ranks hold have other shapes, so the
     # loss per sequence is off: one fault adds up counts over too many ranks.
     _case(
         "dynamic",
