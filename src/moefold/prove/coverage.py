@@ -142,10 +142,11 @@ def _moe_features(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def coverage(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
+    """How many cases had each feature, by group; what happened in them comes last."""
     table: dict[str, Counter[str]] = {}
+    happened: Counter[str] = Counter()
     for verdict in verdicts:
         for group, feature in features_of(verdict.case):
             table.setdefault(group, Counter())[feature] += 1
-        for fact in verdict.facts:
-            table.setdefault("happened", Counter())[fact] += 1
-    return table
+        happened.update(verdict.facts)
+    return table | {"happened": happened} if happened else table
