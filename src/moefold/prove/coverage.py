@@ -146,7 +146,7 @@ def coverage(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
     table: dict[str, Counter[str]] = {}
     happened: Counter[str] = Counter()
     for verdict in verdicts:
-        for group, feature in features_of(verdict.case):
+        for group, feature in dict.fromkeys(features_of(verdict.case)):
             table.setdefault(group, Counter())[feature] += 1
         happened.update(verdict.facts)
     return table | {"happened": happened} if happened else table
