@@ -64,9 +64,9 @@ class Share:
 
 
 def gathers_once(run: RunConfig) -> bool:
-    """Whether parameters stay gathered for a whole step: with a pipeline, and where phases run outside of modules."""
+    """Whether parameters stay gathered for a whole step: with several stages, and where phases run outside of modules."""
     schedule = schedule_named(run.parallel.schedule)
-    return run.parallel.pp > 1 or schedule.overlaps or schedule.splits_backward
+    return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
 
 
 def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Groups:
