@@ -45,6 +45,7 @@ def test_names_and_lanes() -> None:
         ("dispatch", Lane.COMM),
         ("experts", Lane.COMPUTE),
         ("combine", Lane.COMM),
+        ("answer", Lane.COMPUTE),
     ]
 
 

@@ -64,7 +64,7 @@ class Share:
 
 
 def gathers_once(run: RunConfig) -> bool:
-    """Whether parameters stay gathered for a whole step: with several stages, and where phases run outside of modules."""
+    """Whether parameters stay gathered for a step: with several stages, and where phases run outside of modules."""
     schedule = schedule_named(run.parallel.schedule)
     return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
 

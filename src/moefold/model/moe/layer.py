@@ -43,6 +43,12 @@ class Answered(NamedTuple):
     report: RoutingReport
 
 
+class Home(NamedTuple):
+    shared_tD: Tensor | None
+    y_tL: Tensor
+    report: RoutingReport
+
+
 class MoELayer(nn.Module):
     def __init__(
         self,
@@ -74,6 +80,7 @@ class MoELayer(nn.Module):
             Phase("dispatch", Lane.COMM, self._dispatch),
             Phase("experts", Lane.COMPUTE, partial(self._experts, batch)),
             Phase("combine", Lane.COMM, self._combine),
+            Phase("answer", Lane.COMPUTE, self._answer),
         )
 
     def _route(self, batch: Batch, earlier_E: Tensor | None, x_tD: Tensor) -> Routed:
@@ -90,7 +97,11 @@ class MoELayer(nn.Module):
             shared_tD = shared_tD * self.shared_gate(sent.x_tD).sigmoid()
         return Answered(shared_tD, self.experts(sent.arrived), sent.arrived.ticket, sent.report)
 
-    def _combine(self, answered: Answered) -> tuple[Tensor, RoutingReport]:
+    def _combine(self, answered: Answered) -> Home:
         y_tL = self.dispatcher.combine(answered.rows_RL, answered.ticket)
-        y_tD = y_tL if self.latent_up is None else self.latent_up(y_tL)
-        return (y_tD if answered.shared_tD is None else y_tD + answered.shared_tD), answered.report
+        return Home(answered.shared_tD, y_tL, answered.report)
+
+    def _answer(self, home: Home) -> tuple[Tensor, RoutingReport]:
+        """A phase of its own: what has weights belongs on the compute lane."""
+        y_tD = home.y_tL if self.latent_up is None else self.latent_up(home.y_tL)
+        return (y_tD if home.shared_tD is None else y_tD + home.shared_tD), home.report
