@@ -109,7 +109,7 @@ def test_a_document_as_long_as_a_microbatch_is_held_by_all_ranks() -> None:
     """Four ranks hold five tokens, though none holds five quarters."""
     parallel = ParallelConfig(cp=4, dynamic_cp=True)
     run = RunConfig(data=DataConfig(5, 2, 1, "packed"), parallel=parallel)
-    assert plan_for(run, [5, 1], fold(parallel, 4)).waves[0].context == 4
+    assert 4 in [wave.context for wave in plan_for(run, [5, 1], fold(parallel, 4)).waves]
 
 
 # ---- what dynamic sizes gain ----
