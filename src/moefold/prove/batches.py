@@ -45,15 +45,19 @@ def samples(case: Case) -> list[ProofSample]:
 
 
 def _begin_differently(case: Case, made: list[ProofSample]) -> None:
-    """No two documents of a microbatch begin with the same token.
+    """No two documents of a microbatch begin with the same token, and none begins with the same token twice.
 
-    Those would be equal to the last digit in exact arithmetic, and whoever ranks tokens would be asked to break a tie
-    between numbers that differ by their rounding alone.
+    Such tokens would be equal in exact arithmetic (attention to equal values is that value), and whoever ranks tokens
+    would be asked to break a tie between numbers that differ by their rounding alone.
     """
+    vocab = case.run.model.vocab_size
     for numbers in (group for wave in case.plan.waves for group in wave.documents):
         starts = [(number, start) for number in numbers for start in accumulate((0, *made[number].lengths[:-1]))]
         for token, (number, start) in enumerate(starts):
-            made[number].tokens_N[start] = token % case.run.model.vocab_size
+            tokens_N = made[number].tokens_N
+            tokens_N[start] = token % vocab
+            if start + 1 < len(tokens_N) and tokens_N[start + 1] == tokens_N[start]:
+                tokens_N[start + 1] = (token + vocab // 2) % vocab
 
 
 def _in_its_place(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...]) -> ProofSample:
