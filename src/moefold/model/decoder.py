@@ -84,19 +84,19 @@ class Decoder(nn.Module):
         stream: Stream | None = None,
     ) -> DecoderOutput:
         """``earlier_ME``: tokens per expert in the step's earlier microbatches, one row per mixture."""
-        phases = tuple(self._parts(batch, earlier_ME, stage or self.whole))
+        phases = tuple(self._walk(batch, earlier_ME, stage or self.whole, take_apart=False))
         output: DecoderOutput = run_in_order(phases, DecoderOutput(stream))
         return output
 
     def phases(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> tuple[Phase, ...]:
         """The same forward in pieces fine enough to run between another microbatch's."""
-        return tuple(self._pieces(batch, earlier_ME, stage))
+        return tuple(self._walk(batch, earlier_ME, stage, take_apart=True))
 
     def logits(self, batch: Batch) -> Tensor:
         """[T, V], written out in full: for comparisons on one process, not for training."""
         assert self.final_norm is not None
         layers = replace(self.whole, mtp=(), loss=False)
-        phases = tuple(self._parts(batch, None, layers))
+        phases = tuple(self._walk(batch, None, layers, take_apart=False))
         stream = run_in_order(phases, DecoderOutput()).stream
         x_TD = self.final_norm(stream.x_tD)
         return x_TD @ self.head_weight.to(x_TD.dtype).T
@@ -127,36 +127,27 @@ class Decoder(nn.Module):
         assert isinstance(block, Block)
         return block
 
-    def _parts(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> Iterator[Phase]:
-        """One phase per part, each a call of its module: sharded data parallelism gathers parameters around those."""
-        if stage.embedding:
-            yield Phase("embedding", Lane.COMPUTE, partial(self._embed, batch))
-        for layer in stage.layers:
-            row, earlier_E = self._row(f"layers.{layer}", earlier_ME)
-            yield Phase(
-                f"layer {layer}", Lane.COMPUTE, partial(_through_layer, self.layers[str(layer)], batch, earlier_E, row)
-            )
-        for depth in stage.mtp:
-            row, earlier_E = self._row(f"mtp.{depth}.block", earlier_ME)
-            yield Phase(f"ahead {depth}", Lane.COMPUTE, partial(self._ahead, depth, batch, earlier_E, row))
-        if stage.loss:
-            yield Phase("loss", Lane.COMPUTE, partial(self._losses, batch))
+    def _walk(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec, *, take_apart: bool) -> Iterator[Phase]:
+        """A stage's parts in order, each as one phase or taken apart into its own.
 
-    def _pieces(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> Iterator[Phase]:
-        """The same parts, each layer taken apart into its own phases."""
+        A part that is one phase is a call of its module: sharded data parallelism gathers parameters around those.
+        """
         if stage.embedding:
             yield Phase("embedding", Lane.COMPUTE, partial(self._embed, batch))
         for layer in stage.layers:
             row, earlier_E = self._row(f"layers.{layer}", earlier_ME)
-            block = self._block(f"layers.{layer}")
-            assert block is not None
-            yield from nest(block.phases(batch, earlier_E), _stream_of, partial(_after_layer, row))
+            block = self.layers[str(layer)]
+            assert isinstance(block, Block)
+            whole = Phase(f"layer {layer}", Lane.COMPUTE, partial(_call, block, batch, earlier_E))
+            phases = block.phases(batch, earlier_E) if take_apart else (whole,)
+            yield from nest(phases, _stream_of, partial(_after_layer, row))
         for depth in stage.mtp:
             row, earlier_E = self._row(f"mtp.{depth}.block", earlier_ME)
-            module = self.mtp[str(depth)]
+            module, tokens = self.mtp[str(depth)], partial(self._tokens_ahead, depth, batch)
             assert isinstance(module, LookAhead)
-            inner = module.phases(partial(self._tokens_ahead, depth, batch), batch, earlier_E)
-            yield from nest(inner, partial(self._before_ahead, depth), partial(_after_ahead, row))
+            whole = Phase(f"ahead {depth}", Lane.COMPUTE, partial(_call_ahead, module, tokens, batch, earlier_E))
+            phases = module.phases(tokens, batch, earlier_E) if take_apart else (whole,)
+            yield from nest(phases, partial(self._before_ahead, depth), partial(_after_ahead, row))
         if stage.loss:
             yield Phase("loss", Lane.COMPUTE, partial(self._losses, batch))
 
@@ -169,14 +160,6 @@ class Decoder(nn.Module):
     def _embed(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.embedding is not None
         return carry._replace(stream=Stream(self.embedding(batch.tokens_T)))
-
-    def _ahead(
-        self, depth: int, batch: Batch, earlier_E: Tensor | None, row: int | None, carry: DecoderOutput
-    ) -> DecoderOutput:
-        token_tD = self._tokens_ahead(depth, batch)
-        return _after_ahead(
-            row, carry, self.mtp[str(depth)](self._before_ahead(depth, carry), token_tD, batch, earlier_E)
-        )
 
     def _before_ahead(self, depth: int, carry: DecoderOutput) -> Tensor:
         """The stream as the head reads it, after its norm: engines that draft with these modules feed them so."""
@@ -208,14 +191,16 @@ def _stream_of(carry: DecoderOutput) -> Tensor:
     return carry.stream.x_tD
 
 
-def _through_layer(
-    layer: Callable[..., BlockOutput],
-    batch: Batch,
-    earlier_E: Tensor | None,
-    row: int | None,
-    carry: DecoderOutput,
-) -> DecoderOutput:
-    return _after_layer(row, carry, layer(_stream_of(carry), batch, earlier_E))
+def _call(block: Block, batch: Batch, earlier_E: Tensor | None, x_tD: Tensor) -> BlockOutput:
+    output: BlockOutput = block(x_tD, batch, earlier_E)
+    return output
+
+
+def _call_ahead(
+    module: LookAhead, tokens: Callable[[], Tensor], batch: Batch, earlier_E: Tensor | None, x_tD: Tensor
+) -> BlockOutput:
+    output: BlockOutput = module(x_tD, tokens(), batch, earlier_E)
+    return output
 
 
 def _after_layer(row: int | None, carry: DecoderOutput, output: BlockOutput) -> DecoderOutput:
