@@ -18,7 +18,7 @@ from moefold.comm.mesh import Groups
 from moefold.ops.attention import attend_naive
 from moefold.ops.attention_parts import PLAIN
 from moefold.parallel import context_ring
-from moefold.parallel.context import HeadsCore, HierarchicalCore, PerLayerCore, RingCore
+from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.context_plan import around
 from moefold.parallel.context_ring import ring_attend
 
@@ -113,12 +113,12 @@ def sets(cp: Group, inner: int) -> tuple[Group, Group]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-@pytest.mark.parametrize("core", [RingCore, HeadsCore])
-def test_ring_and_heads_equal_the_whole(core: Any, world: int) -> None:
+@pytest.mark.parametrize("ways", [by_ring, by_heads])
+def test_ring_and_heads_equal_the_whole(ways: Any, world: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
         for case in CASES.values():
-            check(core({cp.size: cp}), case, cp)
+            check(ContextCore(ways({cp.size: cp})), case, cp)
 
     on_ranks(work, world, cp=world)
 
@@ -127,7 +127,7 @@ def test_ring_and_heads_equal_the_whole(core: Any, world: int) -> None:
 def test_hierarchical_equals_the_whole(world: int, inner: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
-        core = HierarchicalCore({cp.size: sets(cp, inner)})
+        core = ContextCore({cp.size: sets(cp, inner)})
         for case in CASES.values():
             check(core, case, cp)
 
@@ -138,7 +138,11 @@ def test_hierarchical_equals_the_whole(world: int, inner: int) -> None:
 def test_random_microbatches(world: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
-        cores = (RingCore({world: cp}), HeadsCore({world: cp}), HierarchicalCore({world: sets(cp, 2)}))
+        cores = (
+            ContextCore(by_ring({world: cp})),
+            ContextCore(by_heads({world: cp})),
+            ContextCore({world: sets(cp, 2)}),
+        )
         draw = Random(world)
         for _ in range(12):
             kv_heads = draw.choice([1, 2, 3])
@@ -165,7 +169,7 @@ def test_heads_that_go_around_in_groups(monkeypatch: pytest.MonkeyPatch) -> None
     def work(groups: Groups) -> None:
         cp = groups["cp"]
         for case in (*CASES.values(), Case((700, 90), 4, 2, 2, 2, 130, True)):
-            check(RingCore({2: cp}), case, cp)
+            check(ContextCore(by_ring({2: cp})), case, cp)
 
     on_ranks(work, 2, cp=2)
 
@@ -205,7 +209,7 @@ def test_short_formats(dtype: torch.dtype) -> None:
             return attend_naive(q, k, v, lengths, 0.4, case.window, sinks)
 
         exact = run(naive, [x.double() for x in whole], grad.double(), case.lengths)
-        for core in (RingCore({2: cp}), HeadsCore({2: cp})):
+        for core in (ContextCore(by_ring({2: cp})), ContextCore(by_heads({2: cp}))):
 
             def call(q: Tensor, k: Tensor, v: Tensor, batch: Share, sinks: Tensor, core: Any = core) -> Tensor:
                 return core(q, k, v, batch, scale=0.4, window=case.window, sinks_H=sinks)
@@ -231,7 +235,7 @@ def test_sizes_and_ways_differ_by_batch_and_layer() -> None:
         two = Group("cp2", (first, first + 1), four.index % 2, pairs[first // 2], four.ledger)
         one = Group("cp1", (four.index,), 0, None, four.ledger)
         contexts = {4: four, 2: two}
-        core = PerLayerCore(full=HeadsCore(contexts), windowed=RingCore(contexts))
+        core = PerLayerCore(full=ContextCore(by_heads(contexts)), windowed=ContextCore(by_ring(contexts)))
         for group in (four, two):
             check(core, CASES["packed"], group)
             check(core, CASES["packed, window, sinks"], group)
@@ -256,7 +260,9 @@ def test_only_what_is_read_travels() -> None:
             whole, _ = case.draw(torch.float32)
             before = cp.ledger.of("send", "cp").bytes_sent
             mine = [held(x, case.lengths, cp.index, 4) for x in whole[:3]]
-            RingCore({4: cp})(*mine, Share(case.lengths, 4, cp.index), scale=1.0, window=window, sinks_H=None)
+            ContextCore(by_ring({4: cp}))(
+                *mine, Share(case.lengths, 4, cp.index), scale=1.0, window=window, sinks_H=None
+            )
             sent.append(cp.ledger.of("send", "cp").bytes_sent - before)
         return sent
 

@@ -16,7 +16,7 @@ from moefold.comm.ledger import Ledger
 from moefold.comm.mesh import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel import context_ring
-from moefold.parallel.context import RingCore
+from moefold.parallel.context import ContextCore, by_ring
 from moefold.topology.layout import fold
 
 # heads, kv heads, qk dim, v dim, format, sinks
@@ -36,7 +36,7 @@ def peak(cp: Group, tokens: int, shape: tuple[Any, ...]) -> int:
         sinks = torch.randn(num_heads, requires_grad=True) if with_sinks and cp.size > 1 else None
         grad = torch.randn(tokens, num_heads, value_dim, dtype=dtype)
         share = Share((tokens * cp.size,), cp.size, cp.index)
-        out = RingCore({cp.size: cp})(*leaves, share, scale=0.3, window=None, sinks_H=sinks)
+        out = ContextCore(by_ring({cp.size: cp}))(*leaves, share, scale=0.3, window=None, sinks_H=sinks)
         torch.autograd.grad(out, leaves, grad)
     return memory.peak
 

@@ -29,7 +29,7 @@ from moefold.model.decoder import Decoder
 from moefold.model.initialize import Box, first_values
 from moefold.model.products import Deferral, DeferredProducts, NativeProducts
 from moefold.ops.grouped_matmul import BACKENDS
-from moefold.parallel.context import HeadsCore, HierarchicalCore, PerLayerCore, RingCore
+from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.data import shard_over_data
 from moefold.parallel.expert import dispatcher_for
 from moefold.parallel.placements import Held, cut_parameters, held_parameters, local_part
@@ -142,9 +142,9 @@ def core_for(run: RunConfig, groups: Groups) -> AttentionCore:
     if max(groups.contexts) == 1:
         return LocalCore()
     context = run.parallel.context
-    cores: dict[str, AttentionCore] = {
-        "ring": RingCore(groups.contexts),
-        "all_to_all": HeadsCore(groups.contexts),
-        "hierarchical": HierarchicalCore(groups.nested_contexts),
+    cores = {
+        "ring": ContextCore(by_ring(groups.contexts)),
+        "all_to_all": ContextCore(by_heads(groups.contexts)),
+        "hierarchical": ContextCore(groups.nested_contexts),
     }
     return PerLayerCore(cores[context.full], cores[context.windowed])

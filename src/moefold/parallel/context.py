@@ -23,57 +23,29 @@ from moefold.parallel.context_heads import HeadTrade
 from moefold.parallel.context_plan import around
 from moefold.parallel.context_ring import ring_attend
 
+# By context size: the neighbours to trade heads with, and the ranks to go around; None where there is nobody.
+Ways = Mapping[int, tuple[Group | None, Group | None]]
 
-class RingCore:
+
+def by_ring(contexts: Mapping[int, Group]) -> Ways:
     """Keys and values go around all ranks."""
-
-    def __init__(self, contexts: Mapping[int, Group]) -> None:
-        self.contexts = contexts
-
-    def __call__(
-        self,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGv: Tensor,
-        batch: Batch,
-        *,
-        scale: float,
-        window: int | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        ring = None if batch.context_size == 1 else self.contexts[batch.context_size]
-        return _attend_over(None, ring, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
+    return {size: (None, group) for size, group in contexts.items()}
 
 
-class HeadsCore:
+def by_heads(contexts: Mapping[int, Group]) -> Ways:
     """Each rank takes a share of the heads and sees all tokens."""
-
-    def __init__(self, contexts: Mapping[int, Group]) -> None:
-        self.contexts = contexts
-
-    def __call__(
-        self,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGv: Tensor,
-        batch: Batch,
-        *,
-        scale: float,
-        window: int | None,
-        sinks_H: Tensor | None,
-    ) -> Tensor:
-        traders = None if batch.context_size == 1 else self.contexts[batch.context_size]
-        return _attend_over(traders, None, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
+    return {size: (group, None) for size, group in contexts.items()}
 
 
-class HierarchicalCore:
-    """All-to-all inside sets of neighbouring ranks, and a ring across the sets.
+class ContextCore:
+    """Attends over ranks that share documents.
 
-    For each context size the groups (inner, outer) of this rank: context rank i is number i % inner of set i // inner.
+    Where there are both groups, context rank i is number i % inner of set i // inner: heads are traded inside a set,
+    and a ring runs across the sets.
     """
 
-    def __init__(self, contexts: Mapping[int, tuple[Group, Group]]) -> None:
-        self.contexts = contexts
+    def __init__(self, ways: Ways) -> None:
+        self.ways = ways
 
     def __call__(
         self,
@@ -86,7 +58,7 @@ class HierarchicalCore:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        traders, ring = (None, None) if batch.context_size == 1 else self.contexts[batch.context_size]
+        traders, ring = (None, None) if batch.context_size == 1 else self.ways[batch.context_size]
         return _attend_over(traders, ring, q_THd, k_TGd, v_TGv, batch, scale, window, sinks_H)
 
 
