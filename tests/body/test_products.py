@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -108,11 +108,9 @@ def test_a_product_has_the_bits_of_its_twin(
         x, weight = _leaves(case, params, compute)
         for factor in (1.0, 3.0):  # twice: gradients add up
             y = times(_products(backend, deferral), x, weight)
-            if deferral is not None and put_off:
-                deferral.start(factor)
-            y.backward(torch.full_like(y, factor))
+            with deferral.putting_off(factor) if deferral is not None and put_off else nullcontext():
+                y.backward(torch.full_like(y, factor))
             if deferral is not None:
-                deferral.stop()
                 assert deferral.is_empty is not put_off
                 deferral.run_until(factor)
                 assert deferral.is_empty
@@ -131,9 +129,8 @@ def test_what_needs_no_gradient_gets_no_matmul() -> None:
             x.requires_grad_(x_counts)
             weight.requires_grad_(weight_counts)
             y = times(_products(backend, deferral), x, weight)
-            deferral.start("later")
-            assert sum(gemms_of(lambda y=y: y.sum().backward()).values()) == x_counts
-            deferral.stop()
+            with deferral.putting_off("later"):
+                assert sum(gemms_of(lambda y=y: y.sum().backward()).values()) == x_counts
             assert sum(gemms_of(lambda deferral=deferral: deferral.run_until("later")).values()) == weight_counts
             assert (x.grad is not None, weight.grad is not None) == (x_counts, weight_counts)
 
@@ -154,9 +151,8 @@ def test_the_oldest_goes_first_whatever_is_asked_for() -> None:
         return lambda: (done.append(number), torch.ones(1))[1]
 
     for number, key in enumerate("aabbc"):
-        deferral.start(key)
-        deferral.put(weight, gradient(number))
-    deferral.stop()
+        with deferral.putting_off(key):
+            deferral.put(weight, gradient(number))
     deferral.run_until("b")
     assert done == [0, 1, 2, 3] and not deferral.is_empty
     deferral.run_until("b")
@@ -204,9 +200,8 @@ def test_both_halves_together_execute_the_matmuls_of_the_whole(
     expected = gemms_of(_objective(native).backward)
     unsplit = gemms_of(_objective(whole).backward)
     objective = _objective(split)
-    split.deferral.start("weights")
-    inputs = gemms_of(objective.backward)
-    split.deferral.stop()
+    with split.deferral.putting_off("weights"):
+        inputs = gemms_of(objective.backward)
     weights = gemms_of(lambda: split.deferral.run_until("weights"))
     assert split.deferral.is_empty
     assert inputs + weights == unsplit

@@ -29,27 +29,25 @@ def test_a_group_of_one_expert_can_be_judged_by_its_best_two() -> None:
     assert topk.choose_topk(topk.limit_groups(scores, 3, 2, "top2_sum"), 2).tolist() == [[1, 2]]
 
 
-@pytest.mark.parametrize("num_sets", [1, 3])
-def test_sinkhorn_is_the_rescaled_plan(num_sets: int) -> None:
+def test_sinkhorn_is_the_rescaled_plan() -> None:
     logits = torch.randn(21, 5, dtype=torch.float64)
-    plan = topk.sinkhorn(logits, num_sets, 6).exp()
-    torch.testing.assert_close(plan, topk.sinkhorn_by_definition(logits, num_sets, 6))
-    per_expert = plan.unflatten(0, (num_sets, -1)).sum(1)
-    torch.testing.assert_close(per_expert, torch.full_like(per_expert, 21 / num_sets / 5))
+    plan = topk.sinkhorn(logits, 6).exp()
+    torch.testing.assert_close(plan, topk.sinkhorn_by_definition(logits, 6))
+    per_expert = plan.sum(0)
+    torch.testing.assert_close(per_expert, torch.full_like(per_expert, 21 / 5))
 
 
 def test_sinkhorn_survives_logits_whose_exponential_does_not() -> None:
-    plan = topk.sinkhorn(torch.tensor([[2000.0, 0.0], [1000.0, -1000.0]]), 1, 8)
+    plan = topk.sinkhorn(torch.tensor([[2000.0, 0.0], [1000.0, -1000.0]]), 8)
     assert plan.isfinite().all()
 
 
-@pytest.mark.parametrize("num_sets", [1, 2])
 @pytest.mark.parametrize("capacity", [1, 4, 9])
-def test_expert_choice_equals_the_loop(num_sets: int, capacity: int) -> None:
+def test_expert_choice_equals_the_loop(capacity: int) -> None:
     scores = torch.randint(0, 4, (18, 7)).double()
-    kept = topk.choose_by_experts(scores, num_sets, capacity)
-    assert torch.equal(kept, topk.choose_by_experts_by_loop(scores, num_sets, capacity))
-    assert (kept.unflatten(0, (num_sets, -1)).sum(1) == capacity).all()
+    kept = topk.choose_by_experts(scores, capacity)
+    assert torch.equal(kept, topk.choose_by_experts_by_loop(scores, capacity))
+    assert (kept.sum(0) == capacity).all()
 
 
 def test_balanced_choices_use_every_expert_equally_and_ignore_the_cut() -> None:

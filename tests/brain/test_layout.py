@@ -83,7 +83,6 @@ def test_by_hand() -> None:
     assert layout.ranks("pp", 5) == (5, 21)
     assert layout.ranks("ep", 5) == tuple(range(8))
     assert layout.ranks("edp", 5) == (5, 13)
-    assert layout.ranks("microbatch", 5) == (4, 5, 6, 7)
     assert layout.ranks("dense_shard", 5) == (1, 3, 5, 7, 9, 11, 13, 15)
     assert (layout.size("dp"), layout.size("edp"), layout.index("dp", 5)) == (4, 2, 1)
     assert layout.attention.coordinates(5) == {"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 1}

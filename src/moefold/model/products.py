@@ -11,7 +11,8 @@ kept by reference, so a recomputed input is recomputed once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -56,12 +57,14 @@ class Deferral:
         self._waiting: deque[tuple[object, nn.Parameter, Gradient]] = deque()
         self._key: object | None = None
 
-    def start(self, key: object) -> None:
-        """Put off from here on, under this key, until ``stop``."""
+    @contextmanager
+    def putting_off(self, key: object) -> Iterator[None]:
+        """Inside, weight gradients wait under this key."""
         self._key = key
-
-    def stop(self) -> None:
-        self._key = None
+        try:
+            yield
+        finally:
+            self._key = None
 
     @property
     def active(self) -> bool:

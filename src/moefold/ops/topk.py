@@ -1,10 +1,9 @@
 """From logits to scores, and from scores to choices.
 
-t tokens of this rank, T tokens of whole sets, E experts, K choices per token, G groups of experts.
+t tokens of this rank, T tokens of a microbatch, E experts, K choices per token, G groups of experts.
 
 Choices are whole numbers without a gradient. Equal scores go to the lower expert number or the earlier token, so the
-same scores give the same choices on every machine. A *set* is a group of tokens that is decided together, a
-microbatch; sets have equal sizes and follow one another, so a reshape takes them apart.
+same scores give the same choices on every machine. Rules that look at many tokens at once see one microbatch.
 """
 
 from __future__ import annotations
@@ -37,26 +36,25 @@ def limit_groups(scores_tE: Tensor, num_groups: int, top_groups: int, how: Liter
     return grouped_tGe.masked_fill(~open_tG[:, :, None], -torch.inf).flatten(-2)
 
 
-def sinkhorn(logits_TE: Tensor, num_sets: int, iterations: int) -> Tensor:
+def sinkhorn(logits_TE: Tensor, iterations: int) -> Tensor:
     """Log of a transport plan: exp(logits), rescaled in turn so that each token gives 1 and each expert gets its share.
 
     A fixed number of rounds, so that no rank has to ask whether another has converged. In logs, because exp(logits)
     overflows, and in float32 at least, because the plan is a product of many factors.
     """
     dtype = torch.promote_types(logits_TE.dtype, torch.float32)
-    plan_snE = logits_TE.to(dtype).unflatten(0, (num_sets, -1))
-    log_share = log(plan_snE.shape[1] / plan_snE.shape[2])
+    plan_TE = logits_TE.to(dtype)
+    log_share = log(plan_TE.shape[0] / plan_TE.shape[1])
     for _ in range(iterations):
-        plan_snE = plan_snE - plan_snE.logsumexp(2, keepdim=True)
-        plan_snE = plan_snE - plan_snE.logsumexp(1, keepdim=True) + log_share
-    return plan_snE.flatten(0, 1)
+        plan_TE = plan_TE - plan_TE.logsumexp(1, keepdim=True)
+        plan_TE = plan_TE - plan_TE.logsumexp(0, keepdim=True) + log_share
+    return plan_TE
 
 
-def choose_by_experts(scores_TE: Tensor, num_sets: int, capacity: int) -> Tensor:
-    """Expert choice: in every set, each expert takes its ``capacity`` best tokens. True where it did, [T, E]."""
-    scores_snE = scores_TE.unflatten(0, (num_sets, -1))
-    best_scE = scores_snE.argsort(dim=1, descending=True, stable=True)[:, :capacity]
-    return torch.zeros_like(scores_snE, dtype=torch.bool).scatter(1, best_scE, True).flatten(0, 1)
+def choose_by_experts(scores_TE: Tensor, capacity: int) -> Tensor:
+    """Expert choice: each expert takes its ``capacity`` best tokens. True where it did, [T, E]."""
+    best_cE = scores_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
+    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter(0, best_cE, True)
 
 
 def choose_balanced(token_t: Tensor, num_experts: int, k: int) -> Tensor:
@@ -64,23 +62,19 @@ def choose_balanced(token_t: Tensor, num_experts: int, k: int) -> Tensor:
     return (token_t[:, None] * k + torch.arange(k, device=token_t.device)) % num_experts
 
 
-def sinkhorn_by_definition(logits_TE: Tensor, num_sets: int, iterations: int) -> Tensor:
-    """The twin of ``sinkhorn``: the plan itself, one set after the other."""
-    plans = []
-    for plan_nE in logits_TE.double().exp().chunk(num_sets):
-        for _ in range(iterations):
-            plan_nE = plan_nE / plan_nE.sum(1, keepdim=True)
-            plan_nE = plan_nE / plan_nE.sum(0, keepdim=True) * (plan_nE.shape[0] / plan_nE.shape[1])
-        plans.append(plan_nE)
-    return torch.cat(plans)
+def sinkhorn_by_definition(logits_TE: Tensor, iterations: int) -> Tensor:
+    """The twin of ``sinkhorn``: the plan itself."""
+    plan_TE = logits_TE.double().exp()
+    for _ in range(iterations):
+        plan_TE = plan_TE / plan_TE.sum(1, keepdim=True)
+        plan_TE = plan_TE / plan_TE.sum(0, keepdim=True) * (plan_TE.shape[0] / plan_TE.shape[1])
+    return plan_TE
 
 
-def choose_by_experts_by_loop(scores_TE: Tensor, num_sets: int, capacity: int) -> Tensor:
-    """The twin of ``choose_by_experts``: every expert reads through every set."""
+def choose_by_experts_by_loop(scores_TE: Tensor, capacity: int) -> Tensor:
+    """The twin of ``choose_by_experts``: every expert reads through all tokens."""
     kept_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
-    size = scores_TE.shape[0] // num_sets
-    for start in range(0, scores_TE.shape[0], size):
-        for expert in range(scores_TE.shape[1]):
-            tokens = sorted(range(start, start + size), key=lambda token: (-scores_TE[token, expert].item(), token))
-            kept_TE[tokens[:capacity], expert] = True
+    for expert in range(scores_TE.shape[1]):
+        tokens = sorted(range(scores_TE.shape[0]), key=lambda token: (-scores_TE[token, expert].item(), token))
+        kept_TE[tokens[:capacity], expert] = True
     return kept_TE

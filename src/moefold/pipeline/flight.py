@@ -54,10 +54,6 @@ class Flight:
     leaving: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    @property
-    def index(self) -> int:
-        return self.share.groups["pp"].index
-
     def peer(self, stage: int) -> int:
         return self.order.rank_of_stage[stage]
 

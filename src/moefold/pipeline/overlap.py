@@ -71,11 +71,8 @@ def run_overlapped(
     key = object() if put_off_as is None else put_off_as
 
     def putting_off(work: Callable[[], Any]) -> Any:
-        deferral.start(key)
-        try:
+        with deferral.putting_off(key):
             return work()
-        finally:
-            deferral.stop()
 
     ahead = _Forward(share, batch, counts_ME, stage, stream)
     back = _Backward(tape, gradients, putting_off)

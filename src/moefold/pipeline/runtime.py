@@ -123,9 +123,8 @@ def after_backward(flight: Flight, key: Key) -> None:
 def backward_input(flight: Flight, action: Action) -> None:
     deferral = flight.share.deferral
     assert deferral is not None
-    deferral.start((action.stage, action.microbatch))
-    backward(flight, action)
-    deferral.stop()
+    with deferral.putting_off((action.stage, action.microbatch)):
+        backward(flight, action)
 
 
 def backward_weight(flight: Flight, action: Action) -> None:

@@ -46,7 +46,6 @@ GROUPS = MappingProxyType(
         "expert_shard": GroupSpec("expert", ("edp_shard",), "cut expert parameters and their optimizer states"),
         "expert_replicate": GroupSpec("expert", ("edp_replicate",), "repeat that cut"),
         # Where tokens meet.
-        "microbatch": GroupSpec("attention", ("cp", "tp"), "share one microbatch's tokens"),
         "expert_block": GroupSpec("expert", ("ep", "etp"), "hold one full set of experts"),
         "stage": GroupSpec("attention", ("dp_replicate", "dp_shard", "cp", "tp"), "hold the same layers"),
         "world": GroupSpec("attention", ATTENTION_AXES, "everyone"),

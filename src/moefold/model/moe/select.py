@@ -65,7 +65,7 @@ class SinkhornSelect:
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
     ) -> Choice:
         iterations = self.config.router.sinkhorn_iterations
-        plan_tE = _by_microbatch(logits_tE, batch, tokens, lambda part_nE: sinkhorn(part_nE, 1, iterations))
+        plan_tE = _by_microbatch(logits_tE, batch, tokens, lambda part_nE: sinkhorn(part_nE, iterations))
         return Choice(choose_topk(plan_tE, self.config.top_k))
 
 
@@ -83,7 +83,7 @@ class ExpertChoiceSelect:
 
         def choose(part_nE: Tensor) -> Tensor:
             capacity = capacity_of(part_nE.shape[0], factor, config.top_k, config.num_experts)
-            return choose_by_experts(part_nE, 1, capacity)
+            return choose_by_experts(part_nE, capacity)
 
         kept_tE = _by_microbatch(scores_tE, batch, tokens, choose)
         every_expert_E = torch.arange(config.num_experts, device=scores_tE.device)
