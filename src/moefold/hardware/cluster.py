@@ -1,0 +1,35 @@
+"""A cluster: how many accelerators, and how they reach each other.
+
+Neighbours in rank order sit together: ranks r and s share a domain of fast links if r // domain == s // domain. Every
+accelerator has its own share of the network between domains.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moefold.hardware.gpu import Gpu, gpu_named
+
+
+@dataclass(frozen=True)
+class Cluster:
+    gpu: Gpu
+    num_gpus: int
+    # Accelerators that reach each other by fast links; a rack of GB200 has 72 of which jobs mostly use 64.
+    domain: int
+    # One accelerator's share of the network between domains, in 1e9 bytes per second and direction.
+    nic_gb_s: float
+    # "ib" or "roce", which behave alike here, or "efa", whose small messages are slow.
+    network: str = "ib"
+
+    @property
+    def usable_domain(self) -> int:
+        """Ranks per domain: jobs leave 8 of a rack's 72 aside, so that powers of two fit."""
+        return 64 if self.domain == 72 else self.domain
+
+
+def cluster_of(gpu: str, num_gpus: int, **changes: object) -> Cluster:
+    """The usual cluster of this card; `changes` are fields to differ in."""
+    card = gpu_named(gpu)
+    usual = Cluster(card, num_gpus, card.domain, card.nic_gb_s)
+    return replace(usual, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Accelerators as data: what each can do at best, as its maker or a benchmark's table states it.
+
+These are nominal figures. What a program really gets of them (the sustained share of a peak, the achieved share of a
+link) is the planner's business: `plan/constants.py`. Memory is what a program can allocate, which is less than the
+label on cards whose driver keeps a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moefold.errors import UnknownNameError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator. Rates are per second and per direction, in units of 1e12 FLOP and 1e9 bytes."""
+
+    name: str
+    # Dense products without sparsity; 0 where the format has no units of its own.
+    bf16_tflops: float
+    fp8_tflops: float
+    fp4_tflops: float
+    memory_gb: float
+    memory_tb_s: float
+    # To the other accelerators of its domain, and how many those are by default.
+    link_gb_s: float
+    domain: int
+    per_node: int
+    # Its share of the node's network cards, and of the path to the host's memory.
+    nic_gb_s: float
+    host_gb_s: float
+    # What programs are built for; cards of one architecture run the same kernels.
+    architecture: str
+    watts: float
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * 1e9
+
+
+_ALL = (
+    #     name         bf16   fp8    fp4  memory TB/s   link dom node nic host arch     watts
+    Gpu("A100", 312, 0, 0, 80, 2.039, 300, 8, 8, 25, 32, "sm80", 400),
+    Gpu("A100-PCIe", 312, 0, 0, 80, 1.935, 16, 8, 8, 25, 32, "sm80", 300),
+    Gpu("H100", 989, 1979, 0, 80, 3.35, 450, 8, 8, 50, 64, "sm90", 700),
+    # A variant with 96 GB of slower memory, held at 500 W.
+    Gpu("H100-96G-500W", 989, 1979, 0, 96, 2.4, 450, 8, 8, 50, 64, "sm90", 500),
+    Gpu("H800", 989, 1979, 0, 80, 3.35, 200, 8, 8, 50, 64, "sm90", 700),
+    Gpu("H20", 148, 296, 0, 96, 4.0, 450, 8, 8, 50, 64, "sm90", 400),
+    Gpu("H200", 989, 1979, 0, 141, 4.8, 450, 8, 8, 50, 64, "sm90", 700),
+    Gpu("B200", 2250, 4500, 9000, 180, 7.7, 900, 8, 8, 50, 64, "sm100", 1000),
+    Gpu("GB200", 2450, 4900, 9800, 186, 8.0, 900, 72, 4, 50, 225, "sm100", 1200),
+    Gpu("B300", 2250, 4500, 13500, 270, 7.7, 900, 8, 8, 100, 64, "sm103", 1100),
+    Gpu("GB300", 2450, 4900, 14700, 279, 8.0, 900, 72, 4, 100, 225, "sm103", 1400),
+    Gpu("MI300X", 1307, 2615, 0, 192, 5.3, 448, 8, 8, 50, 64, "cdna3", 750),
+    Gpu("MI325X", 1307, 2615, 0, 256, 6.0, 448, 8, 8, 50, 64, "cdna3", 1000),
+    Gpu("MI355X", 2300, 4600, 9200, 288, 8.0, 538, 8, 8, 50, 64, "cdna4", 1400),
+)
+GPUS: Mapping[str, Gpu] = MappingProxyType({gpu.name: gpu for gpu in _ALL})
+
+
+def gpu_named(name: str) -> Gpu:
+    if name not in GPUS:
+        raise UnknownNameError("gpu", name, GPUS)
+    return GPUS[name]

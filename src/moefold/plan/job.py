@@ -1,0 +1,131 @@
+"""A job: everything a prediction depends on, and nothing about where it came from.
+
+A job is a model's shape, a cluster, how the work is cut over it, and the options of the program that runs it. Jobs are
+made from a moefold run (`job_of`) or from a published record (`plan/records.py`); memory, time, search and reports only
+ever see jobs, so a formula that is right about published runs is the formula that plans yours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from moefold.hardware.cluster import Cluster
+from moefold.plan.shape import ModelShape
+
+# How GEMM operands are held: whole words, or eight or four bits with scales per tensor, block or 32 values.
+Format = Literal["float32", "fp16", "bf16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
+# What is cut over data-parallel ranks. zero1: optimizer states. zero3: parameters and gradients too (FSDP).
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Dispatcher = Literal["local", "all_to_all", "all_gather", "deduplicated", "deepep", "hybridep"]
+# Parts of a layer whose activations are dropped and computed again. "full" is whole layers.
+Recomputed = Literal["full", "attention", "core_attention", "mla_up", "norms", "feed_forward", "experts", "activation"]
+# What launches kernels: one by one, some parts from a recorded graph, or the whole step from one.
+Graphs = Literal["none", "partial", "full"]
+# Programs differ in what they save, overlap and launch: `plan/stacks.py` says how.
+Stack = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Over how many ranks each dimension is cut."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    schedule: str = "1f1b"
+    # Which layers each stage holds, in the notation of `blueprint/stages.py`; None balances them.
+    stages: str | None = None
+    sharding: Sharding = "zero1"
+    # Full copies of what is sharded (hybrid sharding).
+    replicate: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        return max(1, self.world // (self.pp * self.ep * self.etp))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step works through. A microbatch is `sequences` of `seq_len` tokens on each data-parallel rank."""
+
+    seq_len: int
+    sequences: int
+    microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch, before context or tensor parallelism cut it."""
+        return self.seq_len * self.sequences
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Formats of products, and bytes per element of what is kept."""
+
+    format: Format = "bf16"
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    # Master weights, 0 where the weights themselves are the masters, and both moments together.
+    master_bytes: float = 4.0
+    moments_bytes: float = 8.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the program carries the work out."""
+
+    stack: Stack = "megatron"
+    dispatcher: Dispatcher = "all_to_all"
+    # Expert exchanges of one microbatch run beside the computation of another.
+    ep_overlap: bool = False
+    # Weight gradients are put off to fill the waits.
+    delay_wgrad: bool = False
+    recompute: frozenset[Recomputed] = frozenset()
+    graphs: Graphs = "none"
+    # Parts that a partial graph holds: "attn", "mamba", "moe_router", "moe_preprocess", "mlp".
+    graph_parts: frozenset[str] = frozenset()
+    tp_overlap: bool = False
+    gradient_overlap: bool = True
+    # Rows of experts are kept in a pool of pages, so that graphs need no copies.
+    paged_stash: bool = False
+    # Activations, by name, and optimizer states that wait in the host's memory.
+    offloaded: frozenset[str] = frozenset()
+    optimizer_on_host: bool = False
+    # Busiest rank over the mean; forced balance is 1.
+    imbalance: float = 1.0
+    # Tokens over capacity are dropped, so no rank gets more than its share.
+    drops: bool = False
+    # torch.compile or another compiler fuses elementwise work.
+    compiled: bool = False
+    # The year and month of the program, as a float (2025.5); kernels get better with time. 0 is not known.
+    date: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    model: ModelShape
+    cluster: Cluster
+    cuts: Cuts
+    batch: Batch
+    numbers: Numbers = field(default_factory=Numbers)
+    options: Options = field(default_factory=Options)
+
+    @cached_property
+    def local_tokens(self) -> float:
+        """Of one microbatch, after context and tensor (sequence) parallelism cut it."""
+        return self.batch.tokens / self.cuts.cp / self.cuts.tp
+
+    @cached_property
+    def global_tokens(self) -> float:
+        return float(self.batch.tokens * self.batch.microbatches * self.cuts.dp)
