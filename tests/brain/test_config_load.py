@@ -129,6 +129,8 @@ def test_overrides() -> None:
     assert override(padded, ["--model.moe.capacity", "null"]) == run
     assert override(run, ["--name", "'8'"]).name == "8"
     assert override(run, ["--optim.rate", "1e-3"]).optim.rate == 1e-3
+    assert override(run, ["--memory.recompute", "[attention, experts]"]).memory.recompute == ("attention", "experts")
+    assert override(run, ["--memory.recompute=[]"]) == run
 
 
 def test_a_change_of_kind_starts_from_that_kinds_defaults() -> None:

@@ -88,7 +88,8 @@ def run_from_mapping(data: object, earlier: Sequence[Problem] = ()) -> RunConfig
 def override(run: RunConfig, changes: Sequence[str] | Mapping[str, object]) -> RunConfig:
     """The run with some dotted keys changed: `["--parallel.ep", "8"]`, `["parallel.ep=8"]` or `{"parallel.ep": "8"}`.
 
-    A section that is null comes to life with its defaults when one of its keys is set.
+    A list is written `[attention,experts]`. A section that is null comes to life with its defaults when one of its keys
+    is set.
     """
     pairs = list(changes.items() if isinstance(changes, Mapping) else _pairs(changes))
     tree, problems = asdict(run), []
@@ -168,6 +169,8 @@ def _pairs(words: Sequence[str]) -> list[tuple[str, object]]:
 
 
 def _read_word(text: str) -> object:
+    if len(text) > 1 and text[0] == "[" and text[-1] == "]":
+        return [read_scalar(word.strip()) for word in text[1:-1].split(",") if word.strip()]
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else read_scalar(text)
 
