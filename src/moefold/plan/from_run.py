@@ -1,0 +1,183 @@
+"""A moefold run as a job, and a job as the command that starts it.
+
+The planner reasons about jobs; the trainer reads runs. This file is the only bridge. What a run says in one word may be
+two facts of a job: an order that pairs forwards with backwards hides the experts' exchanges (`ep_overlap`), one that
+splits the backward puts weight gradients off (`delay_wgrad`). What a job has and moefold does not offer yet is listed
+by `beyond_moefold`, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import get_args
+
+from moefold.checks.precision import BYTES
+from moefold.config.memory import RecomputedPhase
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import Format as RunFormat
+from moefold.config.run import RunConfig
+from moefold.errors import LayoutError, Problem
+from moefold.hardware.cluster import Cluster
+from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Job, Numbers, Options, Recomputed
+from moefold.plan.shape import from_config
+from moefold.schedule.names import SCHEDULES, schedule_named
+from moefold.topology.layout import FoldedLayout, fold
+
+_FORMATS: Mapping[RunFormat, Format] = {"float64": "float32", "float32": "float32", "bfloat16": "bf16"}
+_RECOMPUTED: Mapping[RecomputedPhase, Recomputed] = {
+    "attention": "attention",
+    "feed_forward": "feed_forward",
+    "experts": "experts",
+}
+RUN_DISPATCHERS: tuple[Dispatcher, ...] = ("all_to_all", "all_gather")
+RUN_RECOMPUTED: tuple[Recomputed, ...] = tuple(_RECOMPUTED[phase] for phase in get_args(RecomputedPhase))
+
+
+def job_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Job:
+    """What this run would be on this cluster. ``imbalance``: rows of the busiest rank over the mean."""
+    layout = fold(run.parallel, cluster.num_gpus)
+    return Job(
+        model=from_config(run.model),
+        cluster=cluster,
+        cuts=_cuts(run.parallel, layout),
+        batch=_batch(run, layout.size("dp")),
+        numbers=numbers_of_run(run),
+        options=_options(run, imbalance),
+    )
+
+
+def numbers_of_run(run: RunConfig) -> Numbers:
+    """Weights are their own masters; gradients and both moments have their format."""
+    each = float(BYTES[run.precision.params])
+    return Numbers(_FORMATS[run.precision.compute], each, each, master_bytes=0.0, moments_bytes=2 * each)
+
+
+def _cuts(parallel: ParallelConfig, layout: FoldedLayout) -> Cuts:
+    return Cuts(
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        dp=layout.size("dp"),
+        schedule=parallel.schedule,
+        stages=parallel.stages,
+        sharding="zero3",
+        replicate=parallel.dp_replicate,
+    )
+
+
+def _batch(run: RunConfig, dp: int) -> Batch:
+    data = run.data
+    one_round = data.micro_batch * dp
+    if data.documents != "packed" and data.global_batch % one_round:
+        message = f"{data.global_batch} sequences do not divide over micro_batch * dp = {data.micro_batch} * {dp}"
+        raise LayoutError(Problem("data.global_batch", message, f"use a multiple of {one_round}"))
+    # Packed documents fill microbatches of this size about as often.
+    return Batch(data.seq_len, data.micro_batch, max(1, round(data.global_batch / one_round)))
+
+
+def _options(run: RunConfig, imbalance: float) -> Options:
+    parallel, moe = run.parallel, run.model.moe
+    order = schedule_named(parallel.schedule)
+    spread = moe is not None and parallel.ep * parallel.etp > 1
+    return Options(
+        stack="moefold",
+        dispatcher=parallel.dispatcher if spread else "local",
+        ep_overlap=order.overlaps,
+        delay_wgrad=order.splits_backward,
+        recompute=frozenset(_RECOMPUTED[phase] for phase in run.memory.recompute),
+        imbalance=imbalance,
+        drops=moe is not None and moe.capacity is not None,
+    )
+
+
+# ---- and back ----
+
+
+def beyond_moefold(job: Job) -> list[str]:
+    """What this job has that moefold cannot carry out, in words; empty if it can start it."""
+    options, cuts = job.options, job.cuts
+    found = []
+    if options.dispatcher not in (*RUN_DISPATCHERS, "local"):
+        found.append(f"the {options.dispatcher} dispatcher")
+    if job.numbers.format not in _FORMATS.values():
+        found.append(f"products in {job.numbers.format}")
+    if extra := sorted(options.recompute - set(RUN_RECOMPUTED)):
+        found.append(f"computing {', '.join(extra)} again")
+    if options.graphs != "none":
+        found.append(f"{options.graphs} graphs")
+    if cuts.sharding != "zero3" and cuts.dp * cuts.cp > 1:
+        found.append(f"{cuts.sharding} sharding (moefold cuts weights too: zero3)")
+    if options.offloaded or options.optimizer_on_host:
+        found.append("offloading to the host")
+    if order_of(job) is None:
+        found.append(f"{_traits(job)} over {cuts.vpp} stages per rank")
+    return found
+
+
+def order_of(job: Job) -> str | None:
+    """The name of moefold's order for this job; None if it has none that does all of it."""
+    cuts, wanted = job.cuts, (job.options.ep_overlap, job.options.delay_wgrad)
+
+    def suits(name: str) -> bool:
+        schedule = SCHEDULES[name]
+        fits = not schedule.problems(cuts.pp, cuts.vpp, job.batch.microbatches)
+        return fits and (schedule.overlaps, schedule.splits_backward) == wanted
+
+    if cuts.schedule in SCHEDULES and suits(cuts.schedule):
+        return cuts.schedule
+    return next((name for name in ("1f1b", "interleaved", *SCHEDULES) if suits(name)), None)
+
+
+def _traits(job: Job) -> str:
+    options = job.options
+    named = ("hidden exchanges" * options.ep_overlap, "put-off weight gradients" * options.delay_wgrad)
+    return f"{job.cuts.schedule} with {' and '.join(filter(None, named)) or 'plain passes'}"
+
+
+def changes_to_run(job: Job, run: RunConfig) -> dict[str, str]:
+    """The dotted keys in which the run must change to be this job, with their new values as a command line has them."""
+    cuts, batch = job.cuts, job.batch
+    recompute = [phase for phase in get_args(RecomputedPhase) if _RECOMPUTED[phase] in job.options.recompute]
+    wanted: dict[str, object] = {f"parallel.{axis}": getattr(cuts, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    wanted |= {
+        "parallel.vpp": cuts.vpp,
+        "parallel.schedule": order_of(job) or cuts.schedule,
+        "parallel.stages": cuts.stages,
+        "parallel.dp_replicate": cuts.replicate,
+        "data.micro_batch": batch.sequences,
+        "data.global_batch": batch.sequences * batch.microbatches * cuts.dp,
+        "data.seq_len": batch.seq_len,
+        "memory.recompute": tuple(recompute),
+    }
+    if job.options.dispatcher in RUN_DISPATCHERS:
+        wanted["parallel.dispatcher"] = job.options.dispatcher
+    if job.numbers.format != _FORMATS[run.precision.compute] and job.numbers.format in _FORMATS.values():
+        wanted["precision.compute"] = "bfloat16" if job.numbers.format == "bf16" else "float32"
+    return {path: _word(value) for path, value in wanted.items() if _value_at(run, path) != value}
+
+
+def launch_line(job: Job, name: str, changes: Mapping[str, str]) -> str:
+    """What to type once per node. ``name`` is the run's recipe or file."""
+    cluster = job.cluster
+    per_node = min(cluster.gpu.per_node, cluster.num_gpus)
+    nodes = -(-cluster.num_gpus // per_node)
+    meet = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    words = [shlex.quote(name), *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]
+    return f"torchrun {meet} --nproc-per-node {per_node} -m moefold.cli.main train {' '.join(words)}"
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value)
+
+
+def _value_at(run: RunConfig, path: str) -> object:
+    value: object = run
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,88 @@
+"""Runs become jobs and jobs become the command that starts them, without loss in either direction."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from moefold.cli.run_argument import split_changes
+from moefold.config.load import override
+from moefold.config.memory import MemoryConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.errors import LayoutError
+from moefold.hardware.cluster import cluster_of
+from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run, launch_line, order_of
+from moefold.recipes.catalog import RECIPES, recipe
+
+LAYOUTS = (
+    ParallelConfig(),
+    ParallelConfig(tp=2, ep=8),
+    ParallelConfig(pp=4, vpp=2, ep=8, schedule="interleaved_overlapped"),
+    ParallelConfig(pp=2, vpp=2, cp=2, ep=4, schedule="dualpipe_v", dispatcher="all_gather"),
+    ParallelConfig(pp=4, ep=2, schedule="zb_h1", dp_replicate=2),
+    ParallelConfig(pp=2, schedule="1f1b_overlapped", stages="Et|tL"),
+)
+
+
+def of(parallel: ParallelConfig, **memory: object) -> RunConfig:
+    run = recipe("debug_small")
+    data = replace(run.data, global_batch=512)
+    return replace(run, parallel=parallel, data=data, memory=MemoryConfig(**memory))  # type: ignore[arg-type]
+
+
+def test_a_run_is_the_job_it_describes() -> None:
+    job = job_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048))
+    assert (job.cuts.dp, job.cuts.edp, job.cuts.world, job.batch.microbatches) == (128, 2, 2048, 120)
+    assert job.global_tokens == 15_360 * 4096
+    assert (job.options.stack, job.options.dispatcher, job.numbers.format) == ("moefold", "all_to_all", "bf16")
+    # Sharded float32 parameters are their own masters.
+    assert (job.numbers.weight_bytes, job.numbers.master_bytes, job.numbers.moments_bytes) == (4, 0, 8)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_the_command_line_starts_the_same_job(parallel: ParallelConfig) -> None:
+    """From any run to this one and back: what `train` would read is the job that was planned."""
+    asked, cluster = of(parallel, recompute=("experts",)), cluster_of("H100", 64)
+    job = job_of_run(asked, cluster)
+    assert beyond_moefold(job) == [] and order_of(job) == parallel.schedule
+    changes = changes_to_run(job, recipe("debug_small"))
+    line = launch_line(job, "debug_small", changes)
+    words = shlex.split(line)
+    assert words[:3] == ["torchrun", "--nnodes", "8"]
+    _, dotted = split_changes(words[words.index("train") + 2 :])
+    again = override(recipe("debug_small"), dotted)
+    assert job_of_run(again, cluster) == job and again == asked
+
+
+def test_every_recipe_is_a_job_of_its_own_layout() -> None:
+    for name in RECIPES:
+        run = recipe(name)
+        world = run.parallel.pp * run.parallel.tp * run.parallel.cp * run.parallel.ep * run.parallel.etp
+        if run.data.global_batch % (world // run.parallel.pp) == 0:
+            assert changes_to_run(job_of_run(run, cluster_of("H100", world)), run) == {}, name
+
+
+def test_what_moefold_cannot_do_is_said() -> None:
+    job = job_of_run(recipe("deepseek_v3"), cluster_of("GB200", 2048))
+    options = replace(
+        job.options, dispatcher="hybridep", graphs="full", recompute=frozenset({"mla_up", "experts"}), ep_overlap=True
+    )
+    beyond = beyond_moefold(
+        replace(
+            job,
+            options=replace(options, delay_wgrad=True),
+            numbers=replace(job.numbers, format="mxfp8"),
+            cuts=replace(job.cuts, sharding="zero1"),
+        )
+    )
+    text = "; ".join(beyond)
+    for word in ("hybridep", "mxfp8", "mla_up", "full graphs", "zero1", "put-off weight gradients"):
+        assert word in text
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(LayoutError, match="multiple of 2048"):
+        job_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048 * 16))
