@@ -16,6 +16,7 @@ from moefold import __version__
 from moefold.errors import MoefoldError, did_you_mean
 
 VERBS = {
+    "plan": "moefold.cli.plan",
     "check": "moefold.cli.check",
     "layout": "moefold.cli.layout",
     "schedule": "moefold.cli.schedule",

@@ -1,0 +1,106 @@
+"""`moefold plan --records`: every record is answered under its own id, or named with the reason why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+
+SRC = Path(__file__).parents[2] / "src"
+MODEL = {
+    "moe": True,
+    "layers": 4,
+    "dense_first_layers": 1,
+    "hidden": 1024,
+    "heads": 16,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "attn": "gqa",
+    "ffn": 4096,
+    "moe_ffn": 512,
+    "experts": 16,
+    "topk": 2,
+    "vocab": 32000,
+}
+RECORD = {
+    "id": "a",
+    "model": MODEL,
+    "hardware": {"gpu": "H100", "num_gpus": 64},
+    "precision": "bf16",
+    "seq_len": 4096,
+    "gbs": 512,
+    "mbs": 1,
+    "parallel": {"tp": 1, "pp": 2, "cp": 1, "ep": 8, "etp": 1, "vpp": 1},
+    "flags": {"recompute": ["moe_act"]},
+}
+ASK_AND_LOOK = """
+import sys
+from moefold.cli.main import main
+code = main(sys.argv[1:])
+print("torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+def written(path: Path, *records: object) -> Path:
+    path.write_text("\n".join(text if isinstance(text := record, str) else json.dumps(record) for record in records))
+    return path
+
+
+def test_every_record_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = {key: value for key, value in RECORD.items() if key != "gbs"} | {"id": "b"}
+    strange = RECORD | {"id": "c", "hardware": {"gpu": "H1000", "num_gpus": 64}}
+    records = written(tmp_path / "in.jsonl", RECORD, "", broken, strange, "{", RECORD | {"id": "d"}, "[1]")
+    out = tmp_path / "out.jsonl"
+    assert main(["plan", "--records", str(records), "--predictions", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["id"] for line in lines] == ["a", "d"]
+    assert set(lines[0]) == {"id", "step_time_s", "memory_gib", "fits", "interval"}
+    low, high = lines[0]["interval"]
+    assert 0 < low <= lines[0]["step_time_s"] <= high and lines[0]["memory_gib"] > 0 and lines[0]["fits"] is True
+    said = capsys.readouterr()
+    assert "2 of 6 records predicted (2 fit), 4 not" in said.out
+    for words in (
+        "not predicted: b: does not say gbs\n",
+        "not predicted: c: no gpu named 'H1000'",
+        "line 5: not JSON",
+        "line 7",
+    ):
+        assert words in said.err
+
+
+def test_answers_go_to_stdout_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = written(tmp_path / "in.jsonl", RECORD)
+    assert main(["plan", "--records", str(records)]) == 0
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == ["a"]
+    assert main(["plan", "--records", str(records), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records"] == 1
+
+
+def test_nothing_predicted_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--records", str(written(tmp_path / "in.jsonl", "{"))]) == 1
+    assert main(["plan", "--records", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_records_are_predicted_without_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ASK_AND_LOOK, "plan", "--records", str(written(tmp_path / "in.jsonl", RECORD))]
+    done = subprocess.run(command, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False", "torch was imported"
+
+
+@pytest.mark.skipif("MOEFOLD_PUBLISHED" not in os.environ, reason="the published collection is not here")
+def test_published_records_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("published.jsonl", "feasibility.jsonl"):
+        path = Path(os.environ["MOEFOLD_PUBLISHED"]) / name
+        assert main(["plan", "--records", str(path), "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        complete = {record["id"] for record in map(json.loads, path.open()) if record.get("use", {}).get("time")}
+        assert complete <= {line["id"] for line in answer["predictions"]}
