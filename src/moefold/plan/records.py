@@ -164,16 +164,25 @@ def _cuts(record: Record) -> Cuts:
     vpp = parallel.get("vpp") or 1
     world = _world(record)
     # Old programs without folding cut experts by the tensor-parallel size; those say so in `etp`.
-    etp = parallel.get("etp") or 1
+    etp = tp if flags.get("system") in ("FSDP", "FSDP+EP") else parallel.get("etp") or 1
     sharding, shards = _sharding(parallel.get("fsdp"), flags)
     schedule = "1f1b" if vpp == 1 else "interleaved"
     if "interleaved" in str(flags.get("pp_schedule")):
         layers = record["model"]["layers"]
         schedule, vpp = "interleaved", max(vpp, round(layers / pp / 2))
+    if vpp == 1 and pp > 1 and _unstated(record, "VPP"):
+        # Tuned runs of a source that does not print it: as many virtual stages as there are layers, up to eight.
+        vpp = next((v for v in (8, 7, 6, 5, 4, 3, 2) if record["model"]["layers"] % (pp * v) == 0), 1)
+        schedule = "1f1b" if vpp == 1 else "interleaved"
     dp = max(1, world // (tp * cp * pp))
     return Cuts(
         tp, cp, pp, vpp, ep, etp, dp, schedule, _stages(flags.get("pp_layout")), sharding, _copies(shards, dp * cp)
     )
+
+
+def _unstated(record: Record, what: str) -> bool:
+    """Whether the record's notes say that its source does not print this."""
+    return any(what in note and "not stated" in note for note in record.get("notes") or ())
 
 
 def _stages(layout: object) -> str | None:
@@ -219,6 +228,9 @@ def _dispatcher(record: Record, cuts: Cuts) -> Dispatcher:
     named = str((record.get("flags") or {}).get("dispatcher") or "")
     if named.startswith("deepep"):
         return "deepep"
+    if not named and record["hardware"]["nvlink_domain"] > 8 and _date(record.get("date")) > 2025.6:
+        # What these releases choose on racks.
+        return "hybridep"
     return _DISPATCHERS.get(named, "all_to_all")
 
 
@@ -251,7 +263,7 @@ def _options(record: Record, cuts: Cuts) -> Options:
         recompute=frozenset(_recompute(flags)),
         graphs=_graphs(flags),
         graph_parts=frozenset(_names(flags.get("cuda_graph_scope"))),
-        tp_overlap=bool(flags.get("tp_comm_overlap")) or bool(flags.get("async_tp")),
+        tp_overlap=_tensor_overlap(record, flags),
         gradient_overlap=flags.get("overlap_grad_reduce") is not False
         and "overlap paths disabled" not in str(flags.get("system")),
         paged_stash=bool(flags.get("paged_stash")),
@@ -262,6 +274,12 @@ def _options(record: Record, cuts: Cuts) -> Options:
         compiled=bool(flags.get("compile")) or _stack(record) == "jax",
         date=_date(record.get("date")),
     )
+
+
+def _tensor_overlap(record: Record, flags: Record) -> bool:
+    """Where a record does not say: tuned dense runs of Megatron overlap these collectives, mixtures do not."""
+    stated = flags.get("tp_comm_overlap", flags.get("async_tp"))
+    return bool(stated) if stated is not None else _stack(record) == "megatron" and not record["model"]["moe"]
 
 
 def _graphs(flags: Record) -> Graphs:

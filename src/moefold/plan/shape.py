@@ -8,6 +8,7 @@ able to say their sizes. `from_config` describes a moefold model, `plan/records.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
@@ -80,6 +81,14 @@ class ModelShape:
     tied: bool = False
     # Modules that predict further ahead: one more layer like the last, and the head once more, each.
     mtp: int = 0
+
+    def __hash__(self) -> int:
+        # Models are keys of caches that a search asks a hundred thousand times; their layers are hashed once.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.width, self.vocab, self.layers, self.tied, self.mtp))
 
     @property
     def is_mixture(self) -> bool:

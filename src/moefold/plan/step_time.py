@@ -1,17 +1,185 @@
-"""How long a step takes. (A first rough form: a fixed share of the peak. The real one follows.)"""
+"""How long a step takes, and where the time goes.
+
+One microbatch through every layer gives each stage its forward and backward time; the order of microbatches turns those
+into the pipeline's time; what happens once per step (reducing gradients, the optimizer) comes on top.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moefold.plan.collectives import ring
+from moefold.plan.constants import CURRENT, Constants
+from moefold.plan.held import layer_parameters
 from moefold.plan.job import Job
+from moefold.plan.layer_time import Passes, Seconds, layer_passes, part_passes
 from moefold.plan.prediction import TimeLine, TimePrediction
+from moefold.plan.price import Rates, rates_of
+from moefold.plan.shape import Layer, ModelShape
+from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape
+from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
+from moefold.plan.work import Sizes, embedding_of, head_of, join_of, sizes_of
+
+_NOTHING = Passes(Seconds(), Seconds())
+# Bytes the optimizer reads and writes per parameter: gradient, master, both moments, and the new weight.
+_OPTIMIZER_BYTES = 34.0
 
 
-def predict_time(job: Job) -> TimePrediction:
-    flops = 6.0 * 3e9 * job.global_tokens / job.cluster.num_gpus
-    seconds = flops / (0.4 * job.cluster.gpu.bf16_tflops * 1e12)
-    lines = (
-        TimeLine("compute", "products", seconds * 0.6),
-        TimeLine("communication", "experts' exchanges", seconds * 0.5, hidden=seconds * 0.3),
-        TimeLine("bubble", "waiting for stages", seconds * 0.2),
+@dataclass(frozen=True)
+class StepTime:
+    """A step's parts in seconds: `busy` is the slowest pipeline rank's own work over all microbatches."""
+
+    busy: Passes
+    bubble: float
+    messages: float
+    reduction: float
+    hidden_reduction: float
+    optimizer: float
+    fixed: float
+
+    @property
+    def total(self) -> float:
+        return self.busy.total + self.bubble + self.messages + self.reduction + self.optimizer + self.fixed
+
+
+def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
+    """The closed form, which the search uses; a test holds it against the simulated order."""
+    sizes = sizes_of(job)
+    rates = rates_of(job, c, float(job.batch.seq_len))
+    cuts, count = job.cuts, job.batch.microbatches
+    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, cuts.stages)
+    each = stage_passes(job, stages, sizes, rates, c)
+    totals = [passes.total for passes in each]
+    per_rank = [
+        sum(totals[stages.which[i]] for i in range(rank, len(stages.which), cuts.pp)) for rank in range(cuts.pp)
+    ]
+    slowest = per_rank.index(max(per_rank))
+    busy = _NOTHING
+    for i in range(slowest, len(stages.which), cuts.pp):
+        busy = busy.plus(each[stages.which[i]])
+    # The slowest rank waits for the others' work on one microbatch, or on one virtual stage of it.
+    bubble = (sum(per_rank) - per_rank[slowest]) / cuts.vpp
+    reduction, hidden = _reduction(job, busy.backward.total / cuts.vpp, c)
+    return StepTime(
+        _NOTHING.plus(busy, count),
+        bubble,
+        _messages(job, c),
+        reduction,
+        hidden,
+        _optimizer(job, rates),
+        c.step_ms * 1e-3,
     )
-    return TimePrediction(seconds, 0.8 * seconds, 1.2 * seconds, lines)
+
+
+def stage_passes(job: Job, stages: Stages, sizes: Sizes, rates: Rates, c: Constants) -> list[Passes]:
+    """Forward and backward of one microbatch on each different stage."""
+    times: dict[int, Passes] = {}
+
+    def of(layer: Layer) -> Passes:
+        # Equal layers of a model are few objects; looking them up by identity saves hashing them.
+        if id(layer) not in times:
+            times[id(layer)] = layer_passes(job, layer, sizes, rates, c)
+        return times[id(layer)]
+
+    def stage(contents: Contents) -> Passes:
+        total = _NOTHING
+        for layer, number in contents.layers:
+            total = total.plus(of(layer), number)
+        head = part_passes(head_of(job.model.vocab, sizes), rates)
+        if contents.embedding:
+            total = total.plus(part_passes(embedding_of(sizes), rates))
+        if contents.mtp:
+            ahead = of(job.model.layers[-1]).plus(part_passes(join_of(sizes), rates)).plus(head)
+            total = total.plus(ahead, contents.mtp)
+        return total.plus(head) if contents.head else total
+
+    return [stage(contents) for contents in stages.different]
+
+
+def _messages(job: Job, c: Constants) -> float:
+    cuts = job.cuts
+    if cuts.pp == 1:
+        return 0.0
+    outside = pipeline_leaves_domain(cuts, job.cluster.usable_domain)
+    rate = job.cluster.nic_gb_s * c.ring_nic if outside else job.cluster.gpu.link_gb_s * c.ring_link
+    once = stage_bytes(job) / (rate * 1e9) + c.latency_us * 1e-6
+    return float(2 * cuts.vpp * job.batch.microbatches * once * c.stage_exposed)
+
+
+def _reduction(job: Job, window: float, c: Constants) -> tuple[float, float]:
+    """Gradients are scattered and parameters gathered once per step, mostly beside the last and first microbatch."""
+    cuts = job.cuts
+    if cuts.sharding == "zero3" and cuts.pp == 1:
+        return 0.0, 0.0
+    dense, experts = _held(job)
+    weight = min(2.0, job.numbers.weight_bytes) if cuts.sharding != "none" else job.numbers.gradient_bytes
+    grad = job.numbers.gradient_bytes
+    if cuts.sharding == "none":
+        grad = weight = 2.0 if job.numbers.format in ("fp16", "bf16") else 4.0
+    moved = ring(dense * (grad + weight), data_reach(job), job.cluster, c) + ring(
+        experts * (grad + weight), expert_data_reach(job), job.cluster, c
+    )
+    if not job.options.gradient_overlap or cuts.sharding == "none":
+        return moved, 0.0
+    shown = max(c.data_exposed * moved, moved - window)
+    return shown, moved - shown
+
+
+def _held(job: Job) -> tuple[float, float]:
+    """Parameters of the rank that holds most: dense and experts."""
+    cuts = job.cuts
+    return _held_by(job.model, cuts.pp, cuts.vpp, cuts.stages, cuts.tp, cuts.ep * cuts.etp)
+
+
+@lru_cache(maxsize=10_000)
+def _held_by(
+    model: ModelShape, pp: int, vpp: int, written: str | None, tp: int, expert_cuts: int
+) -> tuple[float, float]:
+    ranks = [[0.0, 0.0] for _ in range(pp)]
+    for index, contents in enumerate(contents_of(model, pp * vpp, written)):
+        own = ranks[index % pp]
+        for layer, number in contents.layers:
+            held = layer_parameters(layer, model.width)
+            own[0] += number * (held.dense / tp + held.whole)
+            own[1] += number * held.experts / expert_cuts
+        own[0] += (contents.embedding + contents.head) * model.width * model.vocab / tp
+    dense, experts = max(ranks, key=sum)
+    return dense, experts
+
+
+def _optimizer(job: Job, rates: Rates) -> float:
+    cuts = job.cuts
+    dense, experts = _held(job)
+    shards = 1 if cuts.sharding == "none" else cuts.dp * cuts.cp
+    edp = 1 if cuts.sharding == "none" else cuts.edp
+    own = dense / shards + experts / edp
+    if job.options.optimizer_on_host:
+        return own * 16.0 / (job.cluster.gpu.host_gb_s * 1e9)
+    return (own * _OPTIMIZER_BYTES + (dense + experts) * 4.0) * rates.traffic
+
+
+def predict_time(job: Job, c: Constants = CURRENT) -> TimePrediction:
+    """The step with its lines."""
+    step = step_time(job, c)
+    f, b = step.busy.forward, step.busy.backward
+    both = f.plus(b)
+    lines = (
+        TimeLine("compute", "products and attention", both.compute),
+        TimeLine("compute", "memory traffic", both.moving),
+        TimeLine("host", "waiting for the host", both.host),
+        TimeLine("communication", "tensor parallelism", both.tensor + both.hidden_tensor, both.hidden_tensor),
+        TimeLine("communication", "expert exchanges", both.expert + both.hidden_expert, both.hidden_expert),
+        TimeLine("communication", "context parallelism", both.context),
+        TimeLine("communication", "sharded parameters", both.sharded + both.hidden_sharded, both.hidden_sharded),
+        TimeLine("communication", "messages between stages", step.messages),
+        TimeLine(
+            "communication", "gradients and parameters", step.reduction + step.hidden_reduction, step.hidden_reduction
+        ),
+        TimeLine("bubble", "waiting for other stages", step.bubble),
+        TimeLine("optimizer", "optimizer", step.optimizer),
+        TimeLine("host", "fixed time of a step", step.fixed),
+    )
+    return TimePrediction(
+        step.total, 0.85 * step.total, 1.15 * step.total, tuple(line for line in lines if line.seconds)
+    )

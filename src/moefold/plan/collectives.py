@@ -1,0 +1,47 @@
+"""How long exchanges between ranks take, by bytes, links and how far the group reaches."""
+
+from __future__ import annotations
+
+from moefold.hardware.cluster import Cluster
+from moefold.plan.constants import Constants
+from moefold.plan.job import Job
+from moefold.plan.traffic import ExchangeBytes, Reach
+
+_EFA_LATENCY = 6.0
+
+
+def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
+    """A gather or scatter of `total` bytes over a group; an all-reduce is two of them.
+
+    Inside a domain every rank receives what it lacks over its own links. Between domains the bytes cross once per
+    domain, over the cards of those ranks of the group that are in it.
+    """
+    if where.size == 1 or total == 0:
+        return 0.0
+    inside = total * (where.size - 1) / where.size / (cluster.gpu.link_gb_s * 1e9 * c.ring_link)
+    if not where.crosses:
+        return float(inside + latency(cluster, c, crosses=False))
+    network = cluster.nic_gb_s * 1e9 * c.ring_nic * where.inside * _penalty(cluster, c)
+    outside = total * (where.domains - 1) / where.domains / network
+    return float(max(inside if where.inside > 1 else 0.0, outside) + latency(cluster, c, crosses=True))
+
+
+def exchange(sent: ExchangeBytes, job: Job, c: Constants) -> float:
+    """One dispatch or one combine. Fast links and the network work at the same time; the slower one counts."""
+    if not sent.inside and not sent.outside:
+        return 0.0
+    cluster = job.cluster
+    fused = job.options.dispatcher in ("deepep", "hybridep", "deduplicated")
+    link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
+    network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c)
+    inside, outside = sent.inside / link, sent.outside / network
+    return float((inside**2 + outside**2) ** 0.5 + latency(cluster, c, crosses=sent.outside > 0))
+
+
+def latency(cluster: Cluster, c: Constants, *, crosses: bool) -> float:
+    slow = _EFA_LATENCY if crosses and cluster.network == "efa" else 1.0
+    return float(c.latency_us * 1e-6 * slow * (1.5 if crosses else 1.0))
+
+
+def _penalty(cluster: Cluster, c: Constants) -> float:
+    return c.efa if cluster.network == "efa" else 1.0

@@ -1,0 +1,217 @@
+"""The time of one layer, forward and backward, on one rank: the card, the host, and what other ranks cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from moefold.plan.collectives import exchange, ring
+from moefold.plan.constants import Constants
+from moefold.plan.held import layer_parameters
+from moefold.plan.job import Job, Options
+from moefold.plan.price import Rates, slower
+from moefold.plan.shape import Layer, Mixture
+from moefold.plan.traffic import (
+    context_bytes,
+    data_reach,
+    exchange_bytes,
+    expert_data_reach,
+    reach,
+    tensor_bytes,
+)
+from moefold.plan.work import Part, Sizes, Work, parts_of
+
+# A kernel inside a recorded graph costs the host and the card this share of one outside.
+_GRAPHED = 0.06
+_GRAPHED_GAP = 0.5
+# Parts that a partial graph holds, by the names programs give them.
+_SCOPES: dict[str, frozenset[str]] = {
+    "attn": frozenset({"qkv", "latents", "mla_up", "core_attention", "attention_out", "norms"}),
+    "mamba": frozenset({"scan_in", "scan", "scan_out"}),
+    "moe_router": frozenset({"router", "shared", "shared_activation", "latent"}),
+    "moe_preprocess": frozenset({"permutation"}),
+    "mlp": frozenset({"feed_forward", "dense_activation"}),
+}
+# What a recompute option runs forward once more.
+_AGAIN: dict[str, frozenset[str]] = {
+    "mla_up": frozenset({"mla_up"}),
+    "core_attention": frozenset({"core_attention"}),
+    "attention": frozenset({"qkv", "latents", "mla_up", "core_attention", "attention_out"}),
+    "norms": frozenset({"norms"}),
+    "activation": frozenset({"activation", "shared_activation"}),
+    "feed_forward": frozenset({"feed_forward", "dense_activation"}),
+    "experts": frozenset({"router", "permutation", "experts", "activation", "latent", "shared", "shared_activation"}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """One pass, cause by cause; the causes add up to the pass's time. `hidden_*` run beside it and are not in it."""
+
+    compute: float = 0.0
+    moving: float = 0.0
+    host: float = 0.0
+    tensor: float = 0.0
+    expert: float = 0.0
+    context: float = 0.0
+    sharded: float = 0.0
+    hidden_tensor: float = 0.0
+    hidden_expert: float = 0.0
+    hidden_sharded: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.moving + self.host + self.tensor + self.expert + self.context + self.sharded
+
+    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
+        """Written out, for a search does this a million times."""
+        return Seconds(
+            self.compute + times * other.compute,
+            self.moving + times * other.moving,
+            self.host + times * other.host,
+            self.tensor + times * other.tensor,
+            self.expert + times * other.expert,
+            self.context + times * other.context,
+            self.sharded + times * other.sharded,
+            self.hidden_tensor + times * other.hidden_tensor,
+            self.hidden_expert + times * other.hidden_expert,
+            self.hidden_sharded + times * other.hidden_sharded,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    forward: Seconds
+    backward: Seconds
+
+    def plus(self, other: Passes, times: float = 1.0) -> Passes:
+        return Passes(self.forward.plus(other.forward, times), self.backward.plus(other.backward, times))
+
+    @property
+    def total(self) -> float:
+        return self.forward.total + self.backward.total
+
+
+@lru_cache(maxsize=100_000)
+def summed(layer: Layer, sizes: Sizes, options: Options) -> tuple[Work, Work, float, float, bool]:
+    """Forward, backward (with what is recomputed), kernels outside graphs in each, and whether all runs twice."""
+    parts = parts_of(layer, sizes)
+    again = _recomputed(options)
+    graphed = _graphed(options)
+    full = "full" in options.recompute
+    forward, backward = Work(), Work()
+    loose_forward = loose_backward = 0.0
+    for part in parts:
+        forward = forward + part.forward
+        twice = full or part.name in again
+        back = part.backward + part.forward if twice else part.backward
+        backward = backward + back
+        share = 0.0 if options.graphs == "full" else _GRAPHED if part.name in graphed else 1.0
+        loose_forward += share * part.forward.launches
+        loose_backward += share * back.launches
+    return forward, backward, loose_forward, loose_backward, full
+
+
+def _recomputed(options: Options) -> frozenset[str]:
+    return frozenset().union(*(_AGAIN.get(name, frozenset()) for name in options.recompute))
+
+
+def _graphed(options: Options) -> frozenset[str]:
+    if options.graphs != "partial":
+        return frozenset()
+    return frozenset().union(*(_SCOPES.get(name, frozenset()) for name in options.graph_parts))
+
+
+def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
+    """One microbatch through one layer."""
+    options, cuts = job.options, job.cuts
+    forward, backward, loose_forward, loose_backward, full = summed(layer, sizes, options)
+    again = 1.0 if full else 0.0
+    mixture = layer.feed if isinstance(layer.feed, Mixture) else None
+    # ---- exchanges ----
+    one_exchange = exchange(exchange_bytes(job, mixture), job, c) if mixture else 0.0
+    repeated = 1.0 if full or "experts" in options.recompute else 0.0
+    hide = c.expert_hidden if options.ep_overlap else 0.0
+    tensor = _tensor(job, layer, c)
+    exposed = c.tensor_hidden if options.tp_overlap else c.tensor_exposed
+    context = _context(job, layer, c) * c.context_exposed
+    sync = _sync(options, mixture, c)
+    gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
+
+    def one(work: Work, loose: float, exchanges: float, gathers: float, rings: float, *, back: bool) -> Seconds:
+        compute = rates.compute(work, backward=back)
+        moving = rates.moving(work) + gap * work.kernels
+        host = rates.launch * loose
+        expert, ring_time = exchanges * one_exchange, gathers * tensor
+        shown = (1 - hide) * expert + exposed * ring_time + rings * context
+        lost = c.contention * (hide * expert + (1 - exposed) * ring_time)
+        waiting = sync * (again if back else 1.0)
+        card = compute + moving + shown + lost
+        return Seconds(
+            compute + lost,
+            moving,
+            slower(card, host) - card + waiting,
+            exposed * ring_time,
+            (1 - hide) * expert,
+            rings * context,
+            hidden_tensor=(1 - exposed) * ring_time,
+            hidden_expert=hide * expert,
+        )
+
+    passes = Passes(
+        one(forward, loose_forward, 2, 1, 1, back=False),
+        one(backward, loose_backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True),
+    )
+    return _with_sharding(job, layer, passes, c) if cuts.sharding == "zero3" and cuts.pp == 1 else passes
+
+
+def part_passes(part: Part, rates: Rates) -> Passes:
+    """The embedding, the head and the like: no exchange, and their host time hides behind the card."""
+
+    def one(work: Work, *, back: bool) -> Seconds:
+        return Seconds(rates.compute(work, backward=back), rates.moving(work) + rates.gap * work.kernels)
+
+    return Passes(one(part.forward, back=False), one(part.backward, back=True))
+
+
+def _sync(options: Options, mixture: Mixture | None, c: Constants) -> float:
+    """Dropless mixtures must tell the host how many rows arrive, unless the card keeps that to itself."""
+    if mixture is None or options.graphs == "full" or options.drops:
+        return 0.0
+    return c.sync_us * 1e-6 * (1.0 if options.dispatcher in ("deepep", "hybridep") else 2.0)
+
+
+def _tensor(job: Job, layer: Layer, c: Constants) -> float:
+    size = max(job.cuts.tp, job.cuts.etp)
+    if size == 1:
+        return 0.0
+    where = reach(size, 1, job.cluster.usable_domain)
+    total = tensor_bytes(job, layer) * size / (size - 1)
+    calls = 4 if layer.mixer is not None and layer.feed is not None else 2
+    return calls * ring(total / calls, where, job.cluster, c)
+
+
+def _context(job: Job, layer: Layer, c: Constants) -> float:
+    if job.cuts.cp == 1:
+        return 0.0
+    where = reach(job.cuts.cp, job.cuts.tp, job.cluster.usable_domain)
+    total = context_bytes(job, layer) * job.cuts.cp / (job.cuts.cp - 1)
+    return ring(total, where, job.cluster, c)
+
+
+def _with_sharding(job: Job, layer: Layer, passes: Passes, c: Constants) -> Passes:
+    """Parameters are gathered before each pass and gradients scattered after the second, beside the computation."""
+    held = layer_parameters(layer, job.model.width)
+    cuts = job.cuts
+    dense = held.dense / cuts.tp + held.whole
+    experts = held.experts / (cuts.ep * cuts.etp)
+    dense_where, expert_where = data_reach(job), expert_data_reach(job)
+    gather = ring(2.0 * dense, dense_where, job.cluster, c) + ring(2.0 * experts, expert_where, job.cluster, c)
+    width = min(4.0, job.numbers.gradient_bytes)
+    scatter = ring(width * dense, dense_where, job.cluster, c) + ring(width * experts, expert_where, job.cluster, c)
+
+    def one(seconds: Seconds, moved: float) -> Seconds:
+        shown = slower(seconds.total, moved) - seconds.total + c.contention * min(moved, seconds.total)
+        return seconds.plus(Seconds(sharded=shown, hidden_sharded=max(0.0, moved - shown)))
+
+    return Passes(one(passes.forward, gather), one(passes.backward, gather + scatter))

@@ -1,0 +1,99 @@
+"""From work to seconds: rates of one job's card, and the time of one pass over one layer.
+
+    time = arithmetic / sustained rate + traffic / memory bandwidth + gaps between kernels
+
+The host runs beside the card and wins where it is slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from moefold.plan.constants import Constants
+from moefold.plan.job import Job
+from moefold.plan.work import Work
+
+# Cards are compared with this one, in 1e12 FLOP/s of bf16 per watt.
+_H100 = 989 / 700
+# How sharply the slower of card and host wins; 4 adds 19 % where both are equal.
+_SHARPNESS = 4.0
+_PROGRAM = {"fsdp2": "fsdp2", "deepspeed": "deepspeed", "jax": "jax"}
+_TODAY = 2026.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds per unit of each kind of work, for one job."""
+
+    gemm: float
+    grouped: float
+    quantised: float
+    attention_forward: float
+    attention_backward: float
+    scan: float
+    traffic: float
+    gap: float
+    launch: float
+
+    def compute(self, work: Work, *, backward: bool) -> float:
+        """Arithmetic."""
+        attention = self.attention_backward if backward else self.attention_forward
+        return (
+            work.gemm_flops * self.gemm
+            + work.grouped_flops * self.grouped
+            + work.attention_flops * attention
+            + work.scan_flops * self.scan
+        )
+
+    def moving(self, work: Work) -> float:
+        """What only moves memory, conversions included."""
+        return work.traffic * self.traffic + work.quantised * self.quantised
+
+
+def rates_of(job: Job, c: Constants, length: float) -> Rates:
+    """`length`: positions that a token of full attention sees, times two; longer sequences attend faster."""
+    gpu, form = job.cluster.gpu, job.numbers.format
+    power = (gpu.bf16_tflops / gpu.watts / _H100) ** -c.power
+    power *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
+    age = slowdown(job, c)
+    bf16 = age / (gpu.bf16_tflops * 1e12 * power)
+    products = bf16 / c.gemm_bf16
+    fp8 = gpu.fp8_tflops or gpu.bf16_tflops
+    if form == "nvfp4":
+        products = age / (2 * fp8 * 1e12 * power * c.gemm_fp4)
+    elif form not in ("bf16", "fp16", "float32"):
+        products = age / (fp8 * 1e12 * power * c.gemm_fp8)
+    bandwidth = gpu.memory_tb_s * 1e12
+    fused = c.compiled if job.options.compiled else 1.0
+    gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
+    # Measured attention rates are alike shares of the peak on all cards, so neither watts nor architecture enter.
+    attention = age / (gpu.bf16_tflops * 1e12 * gain)
+    grace = c.launch_grace if gpu.per_node == 4 else 1.0
+    return Rates(
+        gemm=products,
+        grouped=products / c.grouped,
+        quantised=c.quantise / (bandwidth * c.traffic),
+        attention_forward=attention / c.attention_forward,
+        attention_backward=attention / c.attention_backward,
+        scan=bf16 / c.scan,
+        traffic=fused / (bandwidth * c.traffic),
+        gap=c.gap_us * 1e-6,
+        launch=c.launch_us * 1e-6 * grace * age,
+    )
+
+
+def slowdown(job: Job, c: Constants) -> float:
+    """Programs' own factor, and their age."""
+    program = _PROGRAM.get(job.options.stack)
+    factor = getattr(c, program) if program else 1.0
+    years = max(-1.0, min(2.0, _TODAY - job.options.date)) if job.options.date else 0.0
+    return float(factor * (1 + c.year) ** years)
+
+
+def slower(card: float, host: float) -> float:
+    """The larger of two, rounded off where they are close."""
+    top = max(card, host)
+    if top <= 0:
+        return 0.0
+    return float(top * ((card / top) ** _SHARPNESS + (host / top) ** _SHARPNESS) ** (1 / _SHARPNESS))

@@ -1,0 +1,89 @@
+"""Which layers each (virtual) stage of a job's pipeline holds, for shapes of any kind.
+
+A stage string is obeyed. Without one, layers that divide evenly are dealt evenly, as programs do; others are dealt so
+that the dearest stage is as cheap as can be, counted in parameters that a token uses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from moefold.blueprint.balance import balance
+from moefold.blueprint.stages import parse_stages
+from moefold.plan.held import layer_parameters
+from moefold.plan.shape import Layer, Mixture, ModelShape
+
+
+@dataclass(frozen=True)
+class Contents:
+    """One stage: layers by kind with their number, and what stands at the pipeline's ends."""
+
+    layers: tuple[tuple[Layer, int], ...]
+    embedding: bool = False
+    mtp: int = 0
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Every stage's contents. Most stages are alike, so different ones are listed once and pointed at."""
+
+    different: tuple[Contents, ...]
+    which: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def stages_of_shape(model: ModelShape, stages: int, written: str | None) -> Stages:
+    contents = contents_of(model, stages, written)
+    different = tuple(dict.fromkeys(contents))
+    index = {each: number for number, each in enumerate(different)}
+    return Stages(different, tuple(index[each] for each in contents))
+
+
+def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[Contents, ...]:
+    """One entry per stage, in the model's order."""
+    if stages == 1:
+        return (Contents(_count(model.layers), True, model.mtp, True),)
+    if written is not None:
+        parsed = parse_stages(written, len(model.layers), model.mtp)
+        if len(parsed) == stages:
+            return tuple(
+                Contents(
+                    _count(model.layers[spec.layers.start : spec.layers.stop]),
+                    spec.embedding,
+                    len(spec.mtp),
+                    spec.loss,
+                )
+                for spec in parsed
+            )
+    edges = _edges(model, stages)
+    last = stages - 1
+    return tuple(
+        Contents(_count(model.layers[start:stop]), index == 0, model.mtp * (index == last), index == last)
+        for index, (start, stop) in enumerate(pairwise(edges))
+    )
+
+
+def _edges(model: ModelShape, stages: int) -> list[int]:
+    number = len(model.layers)
+    if number % stages == 0 and not model.mtp:
+        return [number // stages * index for index in range(stages + 1)]
+    costs = [_active(layer, model.width) for layer in model.layers]
+    ends = model.width * model.vocab * (1 + model.mtp) + model.mtp * costs[-1]
+    # The embedding costs a token nothing; the head and the modules before it stand at the end of the row.
+    cuts = balance([0.0, *costs, float(ends)], stages)
+    return [0, *(min(number, max(0, cut - 1)) for cut in cuts), number]
+
+
+def _active(layer: Layer, width: int) -> float:
+    held = layer_parameters(layer, width)
+    feed = layer.feed
+    share = feed.top_k / feed.experts if isinstance(feed, Mixture) else 0.0
+    return held.dense + held.whole + held.experts * share
+
+
+def _count(layers: tuple[Layer, ...]) -> tuple[tuple[Layer, int], ...]:
+    return tuple(Counter(layers).items())
