@@ -1,0 +1,316 @@
+"""Candidates: one value for every choice, which of them are legal, and the job that each is.
+
+Legality is divisibility, by the rules of `checks` told about shapes instead of runs: heads over tp, experts over ep,
+experts' widths over etp, the batch over microbatches and data-parallel ranks, the two grids over the same ranks, and an
+order of microbatches that exists. `why_illegal` gives the rule in words, so that a search that finds nothing can say
+why.
+
+`layouts` lists the coarse candidates from which a search starts. It leaves out what another candidate dominates: stages
+that only repeat the depth of fewer ones, and experts cut in width where they could be dealt out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import NamedTuple
+
+from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Graphs, Job, Sharding
+from moefold.plan.shape import Attention, Dense, Mixture
+from moefold.plan.space import Recompute, Space
+from moefold.schedule.names import SCHEDULES
+
+# Where several orders would do, the first of these is meant.
+_ORDERS = tuple(dict.fromkeys(("1f1b", "interleaved", "1f1b_overlapped", "interleaved_overlapped", *SCHEDULES)))
+_GRAPHED = frozenset({"attn", "moe_router", "moe_preprocess"})
+# grouped products read rows in pieces of this many elements of two bytes.
+_ROW = 8
+# Tokens of a sequence that one rank can well hold.
+_LONG = 8192
+
+
+class Choice(NamedTuple):
+    """One value for every choice of a `Space`; the order of microbatches follows from them."""
+
+    tp: int
+    cp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    sequences: int
+    format: Format
+    dispatcher: Dispatcher
+    ep_overlap: bool
+    delay_wgrad: bool
+    recompute: Recompute
+    graphs: Graphs
+    sharding: Sharding
+    replicate: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What candidates of one question must divide."""
+
+    world: int
+    sequences: int
+    seq_len: int
+    depth: int
+    # Every size that tensor parallelism cuts, with its name.
+    over_tp: tuple[tuple[int, str], ...]
+    experts: int
+    expert_widths: tuple[int, ...]
+    # moefold's own rules, on top of those of every program.
+    ours: bool
+    domain: int
+
+
+def limits_of(job: Job) -> Limits:
+    model = job.model
+    mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)}
+    feeds = {layer.feed for layer in model.layers}
+    ours = job.options.stack == "moefold"
+    sizes = {(mixer.heads, "heads") for mixer in mixers}
+    sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
+    sizes |= {(feed.width, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
+    mixtures = [feed for feed in feeds if isinstance(feed, Mixture)]
+    sizes |= {(feed.shared_width, "columns of the shared expert") for feed in mixtures}
+    # Other programs fill the vocabulary up to a multiple.
+    sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
+    return Limits(
+        world=job.cluster.num_gpus,
+        sequences=round(job.global_tokens / job.batch.seq_len),
+        seq_len=job.batch.seq_len,
+        depth=len(model.layers) + model.mtp,
+        over_tp=tuple(sorted(sizes)),
+        experts=min((feed.experts for feed in mixtures), default=1),
+        expert_widths=tuple(sorted({feed.width for feed in mixtures})),
+        ours=ours,
+        domain=job.cluster.usable_domain,
+    )
+
+
+def why_illegal(choice: Choice, limits: Limits, space: Space) -> str | None:
+    """The first rule that this candidate breaks, or None."""
+    stage = limits.world // choice.pp
+    model = choice.tp * choice.cp * choice.pp
+    if limits.world % model:
+        return f"tp*cp*pp does not divide {limits.world} ranks"
+    if choice.tp > limits.domain:
+        return "tp leaves the domain of fast links"
+    for size, what in limits.over_tp:
+        if size % choice.tp:
+            return f"{size} {what} do not divide over tp"
+    if limits.seq_len % (2 * choice.cp if choice.cp > 1 else 1):
+        return f"sequences of {limits.seq_len} tokens do not divide over cp"
+    if limits.experts % choice.ep:
+        return f"{limits.experts} experts do not divide over ep"
+    if stage % (choice.ep * choice.etp):
+        return "ep*etp does not divide the ranks of a stage"
+    if any(width % choice.etp or (limits.ours and width // choice.etp % _ROW) for width in limits.expert_widths):
+        return "experts' columns do not divide over etp"
+    if choice.pp * choice.vpp > limits.depth + 2:
+        return f"more than {limits.depth + 2} stages for {limits.depth} layers, an embedding and a head"
+    if choice.pp == 1 < choice.vpp:
+        return "virtual stages need a pipeline"
+    return _why_no_batch(choice, limits) or _why_no_program(choice, limits, space)
+
+
+def _why_no_batch(choice: Choice, limits: Limits) -> str | None:
+    dp = limits.world // (choice.tp * choice.cp * choice.pp)
+    if limits.sequences % (choice.sequences * dp):
+        return f"a batch of {limits.sequences} sequences does not divide over sequences*dp"
+    if dp % choice.replicate or (limits.world // choice.pp // (choice.ep * choice.etp)) % choice.replicate:
+        return "replicate does not divide dp and edp"
+    return None
+
+
+def _why_no_program(choice: Choice, limits: Limits, space: Space) -> str | None:
+    """What programs do not combine."""
+    if (choice.dispatcher == "local") != (choice.ep * choice.etp == 1):
+        return "only experts on the same rank need no dispatcher"
+    if choice.replicate > 1 and choice.sharding != "zero3":
+        return "copies are of what is sharded"
+    if not limits.ours:
+        if choice.ep_overlap and choice.pp > 1 and choice.vpp == 1:
+            return "hiding exchanges in a pipeline needs virtual stages"
+        if choice.delay_wgrad and not choice.ep_overlap:
+            return "weight gradients are put off to fill what hidden exchanges leave"
+        if choice.sharding == "zero3" and choice.pp > 1:
+            return "zero3 with a pipeline gathers weights for every microbatch"
+        if choice.vpp > 1 and microbatches_of(choice, limits) % choice.pp:
+            return "interleaved stages take microbatches in rounds of pp"
+    if choice.ep_overlap and choice.ep * choice.etp == 1:
+        return "there is no exchange to hide"
+    return None if order_of_choice(choice, limits, space) else "no order of microbatches does this"
+
+
+def microbatches_of(choice: Choice, limits: Limits) -> int:
+    dp = limits.world // (choice.tp * choice.cp * choice.pp)
+    return limits.sequences // (choice.sequences * dp)
+
+
+def order_of_choice(choice: Choice, limits: Limits, space: Space) -> str | None:
+    if not limits.ours:
+        name = "1f1b" if choice.vpp == 1 else "interleaved"
+        return name if name in space.schedule else None
+    wanted = (choice.ep_overlap, choice.delay_wgrad)
+    microbatches = microbatches_of(choice, limits)
+    for name in _ORDERS:
+        order = SCHEDULES[name]
+        traits = (order.overlaps, order.splits_backward) == wanted and order.virtual in (None, choice.vpp)
+        enough = microbatches >= order.microbatches_per_stage * choice.pp * choice.vpp
+        if traits and enough and name in space.schedule:
+            return name
+    return None
+
+
+def job_of_choice(choice: Choice, template: Job, limits: Limits, space: Space) -> Job:
+    """The template with this candidate's cuts, batch, format and options."""
+    microbatches = microbatches_of(choice, limits)
+    dp = limits.world // (choice.tp * choice.cp * choice.pp)
+    return Job(
+        model=template.model,
+        cluster=template.cluster,
+        cuts=Cuts(
+            tp=choice.tp,
+            cp=choice.cp,
+            pp=choice.pp,
+            vpp=choice.vpp,
+            ep=choice.ep,
+            etp=choice.etp,
+            dp=dp,
+            schedule=order_of_choice(choice, limits, space) or "1f1b",
+            sharding=choice.sharding,
+            replicate=choice.replicate,
+        ),
+        batch=Batch(limits.seq_len, choice.sequences, microbatches),
+        numbers=replace(template.numbers, format=choice.format),
+        options=replace(
+            template.options,
+            dispatcher=choice.dispatcher,
+            ep_overlap=choice.ep_overlap,
+            delay_wgrad=choice.delay_wgrad,
+            recompute=choice.recompute,
+            graphs=choice.graphs,
+            graph_parts=_GRAPHED if choice.graphs == "partial" else frozenset(),
+            # Graphs of a whole step need rows of experts in places that do not move.
+            paged_stash=choice.graphs == "full" and template.model.is_mixture,
+        ),
+    )
+
+
+def choice_of_job(job: Job) -> Choice:
+    """The candidate that is this job, as far as choices describe it."""
+    cuts, options = job.cuts, job.options
+    return Choice(
+        cuts.tp,
+        cuts.cp,
+        cuts.pp,
+        cuts.vpp,
+        cuts.ep,
+        cuts.etp,
+        job.batch.sequences,
+        job.numbers.format,
+        options.dispatcher,
+        options.ep_overlap,
+        options.delay_wgrad,
+        options.recompute,
+        options.graphs,
+        cuts.sharding,
+        cuts.replicate,
+    )
+
+
+# ---- enumeration ----
+
+
+def layouts(limits: Limits, space: Space) -> Iterator[Choice]:
+    """Coarse candidates: every grid worth trying, with the first value of every option that the grid allows."""
+    for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
+        if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
+            continue
+        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
+            for etp in _worthwhile_widths(ep, limits, space):
+                grid = first_choice(space)._replace(tp=tp, cp=cp, pp=pp, vpp=vpp, ep=ep, etp=etp)
+                yield from islice(presets(grid, limits, space), 1)
+
+
+def first_choice(space: Space) -> Choice:
+    return Choice(*(getattr(space, name)[0] for name in Choice._fields))
+
+
+def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sequences are cut where they are long, or where there are too few of them for all ranks."""
+    if len(sizes) == 1:
+        return sizes
+    least = max((cp for cp in sizes if cp * _LONG <= limits.seq_len), default=min(sizes))
+    scarce = limits.world > limits.sequences * least
+    return tuple(cp for cp in sizes if cp == least or cp == 2 * least > 2 or (scarce and cp > least))
+
+
+def presets(choice: Choice, limits: Limits, space: Space) -> Iterator[Choice]:
+    """The legal ones of this grid's usual programs: with and without hidden exchanges and put-off weight gradients."""
+    spread = choice.ep * choice.etp > 1
+    local: tuple[Dispatcher, ...] = ("local",)
+    dispatchers = tuple(name for name in space.dispatcher if name != "local") if spread else local
+    for sequences in space.sequences:
+        for overlap in space.ep_overlap:
+            for delay in space.delay_wgrad:
+                for sharding in space.sharding:
+                    made = choice._replace(
+                        dispatcher=dispatchers[0] if dispatchers else choice.dispatcher,
+                        sequences=sequences,
+                        ep_overlap=overlap,
+                        delay_wgrad=delay,
+                        sharding=sharding,
+                    )
+                    if why_illegal(made, limits, space) is None:
+                        yield made
+
+
+def worthwhile_stages(depth: int, pp: int, virtual: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of virtual stages of which each makes the deepest stage shallower than the one before."""
+    if len(virtual) == 1:
+        return virtual
+    if pp == 1:
+        return tuple(vpp for vpp in virtual if vpp == 1)
+    fewest: dict[int, int] = {}
+    for vpp in sorted(virtual):
+        if pp * vpp <= depth + 2:
+            fewest.setdefault(-(-depth // (pp * vpp)), vpp)
+    return tuple(fewest.values())
+
+
+def _worthwhile_widths(ep: int, limits: Limits, space: Space) -> tuple[int, ...]:
+    """Experts are cut in width only where they cannot be dealt out further, or where the user says so."""
+    if len(space.etp) == 1 or ep == limits.experts or ep == max(space.ep):
+        return space.etp
+    return tuple(etp for etp in space.etp if etp == 1)
+
+
+def neighbours(choice: Choice, limits: Limits, space: Space) -> Iterator[Choice]:
+    """Legal candidates that differ in one choice, or in one and what must follow it."""
+    for made in _steps(choice, limits, space):
+        if made != choice and why_illegal(made, limits, space) is None:
+            yield made
+
+
+def _steps(choice: Choice, limits: Limits, space: Space) -> Iterator[Choice]:
+    for name in choice._fields:
+        for value in getattr(space, name):
+            yield choice._replace(**{name: value})
+    for pp in space.pp:
+        for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
+            yield choice._replace(pp=pp, vpp=vpp)
+    for ep in space.ep:
+        dispatchers = ("local",) if ep * choice.etp == 1 else space.dispatcher
+        yield choice._replace(ep=ep, dispatcher=dispatchers[0], ep_overlap=choice.ep_overlap and ep > 1)
+    for tp in space.tp:
+        for etp in space.etp:
+            yield choice._replace(tp=tp, etp=etp)
+    for overlap in space.ep_overlap:
+        for delay in space.delay_wgrad:
+            yield choice._replace(ep_overlap=overlap, delay_wgrad=delay)

@@ -1,0 +1,274 @@
+"""The search: which legal candidate makes the fastest step that fits, and which others nobody beats in both.
+
+There are far too many candidates to predict them all (billions for thousands of ranks), and choices hang together, so
+the search goes from coarse to fine:
+
+1. every grid worth trying, with usual options and the lightest recompute that fits: one prediction each;
+2. the best grids of every kind (per pp, ep and tp, and overall), each with its options varied one at a time;
+3. the best few of those, climbing: every legal neighbour in any choice, until none is faster.
+
+Memory is asked first, because it is cheap and rules most out. Everything predicted on the way is kept, and those that
+no other beats in both time and memory are the Pareto set. Nothing is random: the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from moefold.errors import MoefoldError
+from moefold.plan.candidates import (
+    Choice,
+    Limits,
+    choice_of_job,
+    first_choice,
+    job_of_choice,
+    layouts,
+    limits_of,
+    neighbours,
+    presets,
+    why_illegal,
+)
+from moefold.plan.job import Job
+from moefold.plan.memory import predict_memory
+from moefold.plan.space import Recompute, Space, usual_space
+from moefold.plan.step_time import predict_time
+
+Item = TypeVar("Item")
+Progress = Callable[[str, int, int], None]
+# How many grids are looked at closer, and how many of those may climb.
+_BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 8, 2, 3
+_OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate")
+# Steps of a climb; each looks at about a hundred neighbours.
+_LONGEST_CLIMB = 8
+
+
+class NothingFitsError(MoefoldError):
+    """No legal candidate fits, or none is legal; the message says which rules or bytes are in the way."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with what was predicted for it."""
+
+    choice: Choice
+    job: Job
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Best first; `pareto` from the fastest to the leanest."""
+
+    ranked: tuple[Candidate, ...]
+    pareto: tuple[Candidate, ...]
+    # The template's own choice, if it is legal and fits.
+    own: Candidate | None
+    num_layouts: int
+    num_memory: int
+    num_time: int
+    wall_seconds: float
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    @property
+    def runner_up(self) -> Candidate | None:
+        """The fastest that cuts the work differently, not just an option away."""
+        return next((each for each in self.ranked if grid_of(each.choice) != grid_of(self.best.choice)), None)
+
+
+def grid_of(choice: Choice) -> tuple[int, ...]:
+    return choice[:6]
+
+
+def search(template: Job, space: Space | None = None, progress: Progress | None = None) -> Result:
+    """The best candidates for the template's model, cluster, batch and program."""
+    began = time.monotonic()
+    space = space or usual_space(template)
+    looked = _Looked(template, limits_of(template), space)
+    say = progress or (lambda what, done, total: None)
+    coarse = _sweep(looked, say)
+    if not coarse:
+        raise NothingFitsError(looked.why_nothing())
+    varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
+    for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
+        _climb(looked, start)
+    ranked = tuple(sorted(looked.timed.values(), key=lambda each: (each.seconds, each.bytes, str(each.choice))))
+    own = looked.timed.get(choice_of_job(template))
+    found = (len(coarse), len(looked.held), len(looked.timed))
+    return Result(ranked, pareto(ranked), own, *found, time.monotonic() - began)
+
+
+def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Of candidates in the order of their time, those that hold less than every faster one."""
+    kept: list[Candidate] = []
+    for each in ranked:
+        if not kept or each.bytes < kept[-1].bytes * (1 - 1e-9):
+            kept.append(each)
+    return tuple(kept)
+
+
+class _Looked:
+    """What has been asked already."""
+
+    def __init__(self, template: Job, limits: Limits, space: Space) -> None:
+        self.template, self.limits, self.space = template, limits, space
+        self.held: dict[Choice, float] = {}
+        self.timed: dict[Choice, Candidate] = {}
+        self.capacity = template.cluster.gpu.memory_bytes
+        self.milestones = _milestones(space.recompute)
+
+    def job(self, choice: Choice) -> Job:
+        return job_of_choice(choice, self.template, self.limits, self.space)
+
+    def fits(self, choice: Choice) -> bool:
+        if choice not in self.held:
+            memory = predict_memory(self.job(choice))
+            self.capacity = memory.capacity
+            self.held[choice] = memory.total
+        return self.held[choice] <= self.capacity
+
+    def time(self, choice: Choice) -> Candidate | None:
+        """None if it does not fit."""
+        if choice not in self.timed and self.fits(choice):
+            job = self.job(choice)
+            self.timed[choice] = Candidate(choice, job, predict_time(job).step_seconds, self.held[choice])
+        return self.timed.get(choice)
+
+    def lightest(self, choice: Choice) -> Candidate | None:
+        """With the recompute set that is cheapest among those that fit."""
+        if self.fits(choice):
+            return self.time(choice)
+        if not self.fits(choice._replace(recompute=self.milestones[-1])):
+            return None
+        for recompute in self.milestones:
+            found = self.time(choice._replace(recompute=recompute))
+            if found:
+                return found
+        return None
+
+    def why_nothing(self) -> str:
+        if self.held:
+            least = min(self.held, key=self.held.__getitem__)
+            return (
+                f"nothing fits: of {len(self.held):,} candidates the leanest needs {self.held[least] / 1e9:.1f} GB of "
+                f"{self.capacity / 1e9:.0f} GB ({described(least)}); use more GPUs, or free a choice"
+            )
+        start = first_choice(self.space)
+        reasons = Counter(why_illegal(made, self.limits, self.space) for made in _grids(start, self.space))
+        listed = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common(4) if reason)
+        return f"no legal layout: {listed}"
+
+
+def _grids(start: Choice, space: Space) -> Iterator[Choice]:
+    for pp in space.pp:
+        for tp in space.tp:
+            for ep in space.ep:
+                yield start._replace(pp=pp, tp=tp, ep=ep)
+
+
+def described(choice: Choice) -> str:
+    """A candidate in a few words: what it cuts, and the options that are on."""
+    axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
+    sizes = [f"{axis}{getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1] or ["dp only"]
+    options = [f"mbs{choice.sequences}", choice.format, choice.dispatcher * (choice.dispatcher != "local")]
+    options += ["overlap" * choice.ep_overlap, "delayed wgrad" * choice.delay_wgrad]
+    options += [f"{choice.graphs} graphs" if choice.graphs != "none" else "", choice.sharding]
+    options += [f"x{choice.replicate} copies" if choice.replicate > 1 else ""]
+    options += [f"recompute {'+'.join(sorted(choice.recompute))}" if choice.recompute else ""]
+    return " ".join(filter(None, [*sizes, *options]))
+
+
+# ---- from coarse to fine ----
+
+
+def _sweep(looked: _Looked, say: Progress) -> list[Candidate]:
+    starts = list(layouts(looked.limits, looked.space))
+    own = choice_of_job(looked.template)
+    if why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
+        starts.append(own)
+    found = (looked.lightest(start) for start in _counted(starts, "grids", say))
+    return [each for each in found if each is not None]
+
+
+def _within(choice: Choice, space: Space) -> bool:
+    return all(getattr(choice, name) in getattr(space, name) for name in choice._fields)
+
+
+def _starts(coarse: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest overall, and the fastest of every pp, ep and tp."""
+    ordered = sorted(coarse, key=lambda each: each.seconds)
+    chosen = dict.fromkeys(each.choice for each in ordered[:_BEST_OVERALL])
+    for axis in ("pp", "ep", "tp"):
+        seen: Counter[int] = Counter()
+        for each in ordered:
+            size = getattr(each.choice, axis)
+            seen[size] += 1
+            if seen[size] <= _BEST_OF_A_KIND and each.seconds < 2 * ordered[0].seconds:
+                chosen[each.choice] = None
+    return [each for each in ordered if each.choice in chosen]
+
+
+def _vary(looked: _Looked, start: Candidate) -> Candidate:
+    """One option at a time, each time keeping the fastest; twice, because options hang together."""
+    best = start
+    for _ in range(2):
+        before = best
+        for made in presets(best.choice, looked.limits, looked.space):
+            best = _faster(best, looked.lightest(made))
+        for name in _OPTIONS:
+            for value in getattr(looked.space, name):
+                made = best.choice._replace(**{name: value})
+                if made != best.choice and why_illegal(made, looked.limits, looked.space) is None:
+                    best = _faster(best, looked.lightest(made))
+        if best is before:
+            break
+    return best
+
+
+def _climb(looked: _Looked, start: Candidate) -> Candidate:
+    """To the fastest neighbour, and on from there."""
+    best = start
+    for _ in range(_LONGEST_CLIMB):
+        before = best
+        for made in neighbours(before.choice, looked.limits, looked.space):
+            same = made.recompute == before.choice.recompute
+            # Another recompute set is a step by itself; elsewhere the lightest that fits goes along.
+            best = _faster(best, looked.lightest(made) if same else looked.time(made))
+        if best is before:
+            break
+    return best
+
+
+def _faster(best: Candidate, other: Candidate | None) -> Candidate:
+    return other if other is not None and other.seconds < best.seconds else best
+
+
+def _fastest(found: Sequence[Candidate], most: int) -> list[Candidate]:
+    """Of different grids, so that climbs do not begin at one place."""
+    by_grid: dict[tuple[int, ...], Candidate] = {}
+    for each in sorted(found, key=lambda each: each.seconds):
+        by_grid.setdefault(grid_of(each.choice), each)
+    return list(by_grid.values())[:most]
+
+
+def _milestones(sets: Sequence[Recompute]) -> tuple[Recompute, ...]:
+    """A few sets from nothing to everything, each holding the one before where there is such a one."""
+    kept = [sets[0]]
+    for each in sets[1:]:
+        if each > kept[-1]:
+            kept.append(each)
+    return tuple(dict.fromkeys((*kept, sets[-1])))
+
+
+def _counted(items: Sequence[Item], what: str, say: Progress) -> Iterator[Item]:
+    for number, item in enumerate(items):
+        say(what, number, len(items))
+        yield item
+    say(what, len(items), len(items))

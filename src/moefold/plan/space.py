@@ -1,0 +1,199 @@
+"""What a search may choose: for every choice the values it may take, as data.
+
+`usual_space` says what is worth trying for a program, a card and a model; `narrowed` keeps what the user pinned:
+`tp=1,ep=32,64,recompute=mla_up+norms` leaves one value of tp, two of ep and one set of recomputed parts. Values stand
+in the order in which they are tried, the fastest or most usual first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any, get_args
+
+from moefold.errors import ConfigError, Problem, did_you_mean
+from moefold.hardware.gpu import Gpu
+from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
+from moefold.plan.job import Dispatcher, Format, Graphs, Job, Recomputed, Sharding
+from moefold.plan.shape import Attention, Mixture, ModelShape
+from moefold.schedule.names import SCHEDULES
+
+Recompute = frozenset[Recomputed]
+# How dear it is to compute each part again, in any unit: the order in which sets are tried.
+_DEAR: Mapping[Recomputed, int] = {
+    "norms": 1,
+    "activation": 1,
+    "mla_up": 3,
+    "core_attention": 6,
+    "feed_forward": 5,
+    "attention": 10,
+    "experts": 12,
+    "full": 40,
+}
+# Cards whose programs hold operands in eight or four bits, by architecture.
+_FORMATS: Mapping[str, tuple[Format, ...]] = {
+    "sm90": ("fp8_tensor", "fp8_block"),
+    "sm100": ("mxfp8", "fp8_tensor"),
+    "sm103": ("mxfp8", "fp8_tensor"),
+    "cdna3": ("fp8_tensor",),
+    "cdna4": ("mxfp8", "fp8_tensor"),
+}
+_LARGEST_TP, _MOST_SEQUENCES, _SHORTEST_SHARE = 8, 8, 1024
+
+
+@dataclass(frozen=True)
+class Space:
+    """Each field lists the values of one choice of `candidates.Choice`."""
+
+    tp: tuple[int, ...]
+    cp: tuple[int, ...]
+    pp: tuple[int, ...]
+    vpp: tuple[int, ...]
+    ep: tuple[int, ...]
+    etp: tuple[int, ...]
+    # Of a microbatch.
+    sequences: tuple[int, ...]
+    format: tuple[Format, ...]
+    dispatcher: tuple[Dispatcher, ...]
+    ep_overlap: tuple[bool, ...]
+    delay_wgrad: tuple[bool, ...]
+    recompute: tuple[Recompute, ...]
+    graphs: tuple[Graphs, ...]
+    sharding: tuple[Sharding, ...]
+    replicate: tuple[int, ...]
+    # Orders follow from the other choices; this only says which may come out.
+    schedule: tuple[str, ...] = tuple(SCHEDULES)
+
+
+CHOICES = tuple(field.name for field in fields(Space))
+
+
+def usual_space(job: Job) -> Space:
+    """What is worth trying for this job's program, card, model and batch."""
+    model, cluster, batch = job.model, job.cluster, job.batch
+    sequences = round(job.global_tokens / batch.seq_len)
+    ours = job.options.stack == "moefold"
+    depth = len(model.layers) + model.mtp
+    share = max(1, batch.seq_len // _SHORTEST_SHARE)
+    return Space(
+        tp=_doubling(min(_LARGEST_TP, cluster.usable_domain)),
+        cp=_doubling(share),
+        pp=_divisors(cluster.num_gpus, depth + 2),
+        vpp=tuple(range(1, depth + 3)),
+        ep=_divisors(_experts(model), cluster.num_gpus),
+        etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_mixture else (1,),
+        sequences=_doubling(min(_MOST_SEQUENCES, sequences)),
+        format=(job.numbers.format,) if ours else _formats(cluster.gpu, job.numbers.format),
+        dispatcher=_dispatchers(model, ours),
+        ep_overlap=(True, False) if model.is_mixture else (False,),
+        delay_wgrad=(False, True),
+        recompute=_recompute_sets(model, ours),
+        graphs=("none",) if ours else ("full", "partial", "none"),
+        sharding=("zero3",) if ours else ("zero1", "zero3"),
+        replicate=_doubling(cluster.num_gpus) if ours else (1,),
+    )
+
+
+def narrowed(space: Space, text: str) -> Space:
+    """Only the values that `text` names: `tp=1,ep=32,64`. They need not be in the space: the user knows best."""
+    changes: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, words in _pinned(text):
+        if name not in CHOICES:
+            problems.append(Problem("fix", f"no choice is called {name[:40]!r}", _known_choices(name)))
+            continue
+        values = [_value(name, word) for word in words]
+        problems += [value for value in values if isinstance(value, Problem)]
+        changes[name] = tuple(dict.fromkeys(values))
+    if problems:
+        raise ConfigError(*problems)
+    return replace(space, **changes)
+
+
+def _known_choices(name: str) -> str:
+    return f"{did_you_mean(name, CHOICES)}known: {', '.join(CHOICES)}"
+
+
+def _pinned(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Words without `=` are further values of the choice before them."""
+    name, words = "", list[str]()
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        before, equals, after = word.partition("=")
+        if not equals:
+            words.append(before)
+            continue
+        if name or words:
+            yield name, words
+        name, words = before.strip(), [after.strip()]
+    if name or words:
+        yield name, words
+
+
+def _value(name: str, word: str) -> object:
+    kind = {
+        "format": get_args(Format),
+        "dispatcher": get_args(Dispatcher),
+        "graphs": get_args(Graphs),
+        "sharding": get_args(Sharding),
+        "schedule": tuple(SCHEDULES),
+    }.get(name)
+    if kind is not None:
+        return word if word in kind else _refused(name, word, kind)
+    if name in ("ep_overlap", "delay_wgrad"):
+        known = {"true": True, "1": True, "false": False, "0": False}
+        return known[word.lower()] if word.lower() in known else _refused(name, word, ("true", "false"))
+    if name == "recompute":
+        parts = frozenset() if word == "none" else frozenset(word.split("+"))
+        unknown = sorted(parts - set(get_args(Recomputed)))
+        return _refused(name, unknown[0], ("none", *get_args(Recomputed))) if unknown else parts
+    if not (word.isascii() and word.isdigit() and len(word) < 8 and int(word) > 0):
+        return Problem(f"fix {name}", f"{word[:40]!r} is not a size", "use a whole number from 1")
+    return int(word)
+
+
+def _refused(name: str, word: str, known: Iterable[str]) -> Problem:
+    known = tuple(known)
+    return Problem(f"fix {name}", f"cannot be {word[:40]!r}", f"{did_you_mean(word, known)}choose {', '.join(known)}")
+
+
+# ---- what is worth trying ----
+
+
+def _experts(model: ModelShape) -> int:
+    return next((layer.feed.experts for layer in model.layers if isinstance(layer.feed, Mixture)), 1)
+
+
+def _dispatchers(model: ModelShape, ours: bool) -> tuple[Dispatcher, ...]:
+    if not model.is_mixture:
+        return ("local",)
+    return RUN_DISPATCHERS if ours else ("hybridep", "deepep", "all_to_all", "all_gather")
+
+
+def _formats(gpu: Gpu, asked: Format) -> tuple[Format, ...]:
+    """Those of the card, and the one that was asked for."""
+    return tuple(dict.fromkeys((*_FORMATS.get(gpu.architecture, ()), "bf16", asked)))
+
+
+def _recompute_sets(model: ModelShape, ours: bool) -> tuple[Recompute, ...]:
+    if ours:
+        groups: list[tuple[Recomputed | None, ...]] = [(None, part) for part in RUN_RECOMPUTED]
+    else:
+        latent = any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in model.layers)
+        # Computing experts again computes their activation again.
+        groups = [(None, "norms"), (None, "activation", "experts"), (None, "feed_forward")]
+        groups += [(None, "mla_up")] if latent else []
+    made = {frozenset(part for part in parts if part is not None) for parts in product(*groups)}
+    if not ours:
+        made.add(frozenset({"full"}))
+    if not model.is_mixture:
+        made = {parts for parts in made if "experts" not in parts}
+    return tuple(sorted(made, key=lambda parts: (sum(_DEAR[part] for part in parts), sorted(parts))))
+
+
+def _doubling(most: int) -> tuple[int, ...]:
+    return tuple(2**power for power in range(max(1, most).bit_length()))
+
+
+def _divisors(number: int, most: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, min(number, most) + 1) if number % n == 0)
