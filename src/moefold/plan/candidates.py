@@ -122,7 +122,8 @@ def _why_no_batch(choice: Choice, limits: Limits) -> str | None:
     dp = limits.world // (choice.tp * choice.cp * choice.pp)
     if limits.sequences % (choice.sequences * dp):
         return f"a batch of {limits.sequences} sequences does not divide over sequences*dp"
-    if dp % choice.replicate or (limits.world // choice.pp // (choice.ep * choice.etp)) % choice.replicate:
+    edp = limits.world // choice.pp // (choice.ep * choice.etp)
+    if dp % choice.replicate or (edp > 1 and edp % choice.replicate):
         return "replicate does not divide dp and edp"
     return None
 

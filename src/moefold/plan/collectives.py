@@ -7,8 +7,6 @@ from moefold.plan.constants import Constants
 from moefold.plan.job import Job
 from moefold.plan.traffic import ExchangeBytes, Reach
 
-_EFA_LATENCY = 6.0
-
 
 def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
     """A gather or scatter of `total` bytes over a group; an all-reduce is two of them.
@@ -33,15 +31,18 @@ def exchange(sent: ExchangeBytes, job: Job, c: Constants) -> float:
     cluster = job.cluster
     fused = job.options.dispatcher in ("deepep", "hybridep", "deduplicated")
     link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
-    network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c)
+    network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c, dedup=fused)
     inside, outside = sent.inside / link, sent.outside / network
     return float((inside**2 + outside**2) ** 0.5 + latency(cluster, c, crosses=sent.outside > 0))
 
 
 def latency(cluster: Cluster, c: Constants, *, crosses: bool) -> float:
-    slow = _EFA_LATENCY if crosses and cluster.network == "efa" else 1.0
-    return float(c.latency_us * 1e-6 * slow * (1.5 if crosses else 1.0))
+    if crosses and cluster.network == "efa":
+        return float(c.efa_latency_us * 1e-6)
+    return float(c.latency_us * 1e-6 * (1.5 if crosses else 1.0))
 
 
-def _penalty(cluster: Cluster, c: Constants) -> float:
-    return c.efa if cluster.network == "efa" else 1.0
+def _penalty(cluster: Cluster, c: Constants, *, dedup: bool = False) -> float:
+    if cluster.network != "efa":
+        return 1.0
+    return c.efa_dedup if dedup else c.efa

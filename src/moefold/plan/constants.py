@@ -25,22 +25,25 @@ class Meaning:
 MEANINGS: tuple[Meaning, ...] = (
     # ---- arithmetic ----
     Meaning("gemm_bf16", 0.72, 0.15, "share of the bf16 peak that large products sustain on a card with H100's watts per FLOP"),
-    Meaning("gemm_fp8", 0.62, 0.2, "the same for 8-bit products and the 8-bit peak"),
-    Meaning("gemm_fp4", 0.55, 0.4, "the same for 4-bit products and twice the 8-bit peak"),
+    Meaning("gemm_fp8", 0.75, 0.2, "the same for 8-bit products and the 8-bit peak"),
+    Meaning("gemm_fp4", 0.75, 0.3, "the same for 4-bit products and twice the 8-bit peak"),
     Meaning("gemm_sm80", 1.0, 0.15, "sustained share of A100-class cards against H100-class ones"),
     Meaning("gemm_sm100", 1.0, 0.15, "the same for B200-class cards"),
-    Meaning("power", 0.25, 0.5, "how the sustained share falls with FLOP/s per watt: (ratio to H100's) ** -power"),
+    Meaning("power", 0.7, 0.4, "how the sustained share falls with FLOP/s per watt: (ratio to H100's) ** -power"),
     Meaning("grouped", 0.85, 0.15, "grouped products of experts against one product of equal arithmetic"),
     Meaning("attention_forward", 0.55, 0.12, "share of the bf16 peak in causal attention forward at 4k tokens (cuDNN: 0.55)"),
     Meaning("attention_backward", 0.435, 0.12, "the same backward (cuDNN: 0.43-0.44)"),
     Meaning("attention_long", 0.11, 0.4, "gain of attention per doubling of the length seen beyond 4k, up to 16k"),
+    Meaning("attention_sm103", 1.25, 0.15, "attention of B300-class cards against B200-class ones"),
     Meaning("scan", 0.25, 0.4, "share of the bf16 peak in chunked scans of recurrences"),
     # ---- memory traffic ----
     Meaning("traffic", 0.62, 0.2, "share of memory bandwidth in norms, activations, permutations and losses"),
     Meaning("quantise", 5.0, 0.25, "bytes moved to convert one element to a narrow format"),
+    Meaning("quantise_fused", 2.5, 0.3, "the same where a norm or an activation converts what it writes"),
     Meaning("compiled", 0.75, 0.2, "traffic that is left after a compiler fused elementwise work"),
     # ---- host ----
-    Meaning("launch_us", 10.0, 0.5, "host time per kernel, framework included, x86, in microseconds"),
+    Meaning("launch_us", 20.0, 0.5, "host time per kernel, framework included, x86, in microseconds"),
+    Meaning("loop_us", 5.0, 0.5, "host time per expert and product in loops that leave Python aside"),
     Meaning("launch_grace", 1.15, 0.2, "the same on Grace hosts, as a factor"),
     Meaning("gap_us", 1.0, 0.3, "device time lost between two kernels"),
     Meaning("sync_us", 120.0, 0.6, "idle time per forward pass of a mixture whose row counts the host must know"),
@@ -52,7 +55,9 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("dedup_link", 0.75, 0.15, "share of fast links in deduplicating dispatchers (0.72-0.9 measured)"),
     Meaning("dedup_nic", 0.95, 0.2, "share of the network in deduplicating dispatchers (0.8-1.1 measured)"),
     Meaning("latency_us", 30.0, 0.4, "fixed time of one collective"),
-    Meaning("efa", 0.35, 0.4, "share of its nominal rate that an EFA network gives small messages"),
+    Meaning("efa", 0.35, 0.8, "share of an EFA network's rate against InfiniBand's"),
+    Meaning("efa_dedup", 0.35, 0.8, "the same for deduplicating dispatchers"),
+    Meaning("efa_latency_us", 500.0, 1.0, "fixed time of a collective over EFA"),
     # ---- overlap ----
     Meaning("tensor_exposed", 0.70, 0.25, "tensor-parallel collectives left exposed where nothing overlaps them"),
     Meaning("tensor_hidden", 0.35, 0.3, "the same where they run beside products"),
@@ -62,7 +67,6 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("contention", 0.15, 0.5, "compute time lost per hidden second of communication"),
     Meaning("stage_exposed", 0.30, 0.5, "messages between stages left exposed"),
     # ---- programs ----
-    Meaning("imbalance", 1.0, 0.2, "weight of the stated imbalance of experts"),
     Meaning("fsdp2", 1.05, 0.1, "compute time of FSDP2 programs against Megatron's"),
     Meaning("deepspeed", 1.10, 0.1, "the same for Megatron-DeepSpeed of 2023"),
     Meaning("jax", 1.05, 0.1, "the same for JAX"),

@@ -91,6 +91,7 @@ def _options(run: RunConfig, imbalance: float) -> Options:
         recompute=frozenset(_RECOMPUTED[phase] for phase in run.memory.recompute),
         imbalance=imbalance,
         drops=moe is not None and moe.capacity is not None,
+        weighted_inside=moe is None or moe.weight_at == "activation",
     )
 
 
@@ -148,6 +149,8 @@ def changes_to_run(job: Job, run: RunConfig) -> dict[str, str]:
         "parallel.schedule": order_of(job) or cuts.schedule,
         "parallel.stages": cuts.stages,
         "parallel.dp_replicate": cuts.replicate,
+        # Where no two ranks hold the same experts there is nothing to copy.
+        "parallel.edp_replicate": cuts.replicate if cuts.edp > 1 else 1,
         "data.micro_batch": batch.sequences,
         "data.global_batch": batch.sequences * batch.microbatches * cuts.dp,
         "data.seq_len": batch.seq_len,

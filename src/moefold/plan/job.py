@@ -102,12 +102,24 @@ class Options:
     # Activations, by name, and optimizer states that wait in the host's memory.
     offloaded: frozenset[str] = frozenset()
     optimizer_on_host: bool = False
+    # So many layers of each pipeline rank keep all of their activations in the host's memory.
+    offloaded_layers: int = 0
     # Busiest rank over the mean; forced balance is 1.
     imbalance: float = 1.0
     # Tokens over capacity are dropped, so no rank gets more than its share.
     drops: bool = False
     # torch.compile or another compiler fuses elementwise work.
     compiled: bool = False
+    # Between matrices that tensor parallelism cuts, tokens are cut instead (else every rank keeps all of them).
+    sequence_parallel: bool = True
+    # Attention keeps no scores: it computes them again block by block.
+    flash: bool = True
+    # The routing weight is applied inside the experts' activation, so that their answers need not be kept.
+    weighted_inside: bool = True
+    # Loss and gradient are written over the logits; else each pass makes its own copies.
+    fused_loss: bool = True
+    # Dropout keeps a mask.
+    dropout: bool = False
     # The year and month of the program, as a float (2025.5); kernels get better with time. 0 is not known.
     date: float = 0.0
 

@@ -93,23 +93,23 @@ class Passes:
 
 
 @lru_cache(maxsize=100_000)
-def summed(layer: Layer, sizes: Sizes, options: Options) -> tuple[Work, Work, float, float, bool]:
-    """Forward, backward (with what is recomputed), kernels outside graphs in each, and whether all runs twice."""
+def summed(layer: Layer, sizes: Sizes, options: Options) -> tuple[Work, Work, tuple[float, ...], bool]:
+    """Forward, backward (with what is recomputed), launches and loops outside graphs of each, and whether all runs twice."""
     parts = parts_of(layer, sizes)
     again = _recomputed(options)
     graphed = _graphed(options)
     full = "full" in options.recompute
     forward, backward = Work(), Work()
-    loose_forward = loose_backward = 0.0
+    loose = [0.0, 0.0, 0.0, 0.0]
     for part in parts:
         forward = forward + part.forward
         twice = full or part.name in again
         back = part.backward + part.forward if twice else part.backward
         backward = backward + back
         share = 0.0 if options.graphs == "full" else _GRAPHED if part.name in graphed else 1.0
-        loose_forward += share * part.forward.launches
-        loose_backward += share * back.launches
-    return forward, backward, loose_forward, loose_backward, full
+        for index, value in enumerate((part.forward.launches, part.forward.loops, back.launches, back.loops)):
+            loose[index] += share * value
+    return forward, backward, tuple(loose), full
 
 
 def _recomputed(options: Options) -> frozenset[str]:
@@ -125,7 +125,7 @@ def _graphed(options: Options) -> frozenset[str]:
 def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
     """One microbatch through one layer."""
     options, cuts = job.options, job.cuts
-    forward, backward, loose_forward, loose_backward, full = summed(layer, sizes, options)
+    forward, backward, loose, full = summed(layer, sizes, options)
     again = 1.0 if full else 0.0
     mixture = layer.feed if isinstance(layer.feed, Mixture) else None
     # ---- exchanges ----
@@ -138,10 +138,9 @@ def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constant
     sync = _sync(options, mixture, c)
     gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
 
-    def one(work: Work, loose: float, exchanges: float, gathers: float, rings: float, *, back: bool) -> Seconds:
+    def one(work: Work, host: float, exchanges: float, gathers: float, rings: float, *, back: bool) -> Seconds:
         compute = rates.compute(work, backward=back)
         moving = rates.moving(work) + gap * work.kernels
-        host = rates.launch * loose
         expert, ring_time = exchanges * one_exchange, gathers * tensor
         shown = (1 - hide) * expert + exposed * ring_time + rings * context
         lost = c.contention * (hide * expert + (1 - exposed) * ring_time)
@@ -159,8 +158,15 @@ def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constant
         )
 
     passes = Passes(
-        one(forward, loose_forward, 2, 1, 1, back=False),
-        one(backward, loose_backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True),
+        one(forward, rates.launch * loose[0] + rates.loop * loose[1], 2, 1, 1, back=False),
+        one(
+            backward,
+            rates.launch * loose[2] + rates.loop * loose[3],
+            2 + 2 * repeated,
+            1.5 + again,
+            2 + again,
+            back=True,
+        ),
     )
     return _with_sharding(job, layer, passes, c) if cuts.sharding == "zero3" and cuts.pp == 1 else passes
 

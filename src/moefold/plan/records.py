@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from moefold.blueprint.stages import parse_stages
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.gpu import gpu_named
 from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Graphs, Job, Numbers, Options, Recomputed, Sharding, Stack
@@ -170,14 +171,27 @@ def _cuts(record: Record) -> Cuts:
     if "interleaved" in str(flags.get("pp_schedule")):
         layers = record["model"]["layers"]
         schedule, vpp = "interleaved", max(vpp, round(layers / pp / 2))
-    if vpp == 1 and pp > 1 and _unstated(record, "VPP"):
-        # Tuned runs of a source that does not print it: as many virtual stages as there are layers, up to eight.
-        vpp = next((v for v in (8, 7, 6, 5, 4, 3, 2) if record["model"]["layers"] % (pp * v) == 0), 1)
-        schedule = "1f1b" if vpp == 1 else "interleaved"
     dp = max(1, world // (tp * cp * pp))
-    return Cuts(
-        tp, cp, pp, vpp, ep, etp, dp, schedule, _stages(flags.get("pp_layout")), sharding, _copies(shards, dp * cp)
-    )
+    stages = _stages(flags.get("pp_layout"))
+    if pp > 1 and parallel.get("vpp") is None:
+        vpp = _virtual(record, stages, pp, dp)
+        schedule = "1f1b" if vpp == 1 else "interleaved"
+    return Cuts(tp, cp, pp, vpp, ep, etp, dp, schedule, stages, sharding, _copies(shards, dp * cp))
+
+
+def _virtual(record: Record, stages: str | None, pp: int, dp: int) -> int:
+    """Virtual stages where a source does not print them: those of its stage string, or, where waiting for the pipeline
+    would cost a quarter of the step, as many as there are layers, up to eight. Tuned runs do not wait that long."""
+    layers = record["model"]["layers"]
+    if stages is not None:
+        number = len(parse_stages(stages, layers, record["model"].get("mtp") or 0))
+        return max(1, number // pp)
+    microbatches = record["gbs"] / (dp * (record.get("mbs") or 1))
+    if (record.get("flags") or {}).get("pp_schedule") == "1f1b" or (
+        microbatches >= 4 * pp and not _unstated(record, "VPP")
+    ):
+        return 1
+    return next((v for v in (8, 7, 6, 5, 4, 3, 2) if layers % (pp * v) == 0), 1)
 
 
 def _unstated(record: Record, what: str) -> bool:
@@ -228,9 +242,10 @@ def _dispatcher(record: Record, cuts: Cuts) -> Dispatcher:
     named = str((record.get("flags") or {}).get("dispatcher") or "")
     if named.startswith("deepep"):
         return "deepep"
-    if not named and record["hardware"]["nvlink_domain"] > 8 and _date(record.get("date")) > 2025.6:
-        # What these releases choose on racks.
-        return "hybridep"
+    domain = (record.get("hardware") or {}).get("nvlink_domain") or 8
+    if not named and _date(record.get("date")) > 2025.6 and (domain > 8 or cuts.ep > domain):
+        # What tuned runs choose on racks, and between nodes, since there is a choice.
+        return "hybridep" if domain > 8 else "deepep"
     return _DISPATCHERS.get(named, "all_to_all")
 
 
@@ -285,6 +300,9 @@ def _tensor_overlap(record: Record, flags: Record) -> bool:
 def _graphs(flags: Record) -> Graphs:
     implementation, scope = flags.get("cuda_graph_impl"), flags.get("cuda_graph_scope")
     if implementation == "full_iteration" or scope == "full_iteration":
+        return "full"
+    if implementation is None and scope is None and str(flags.get("routing")) == "token_drop":
+        # Fixed shapes: these recipes record whole layers.
         return "full"
     return "partial" if implementation not in (None, "none") or _names(scope) else "none"
 

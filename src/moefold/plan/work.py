@@ -30,16 +30,18 @@ class Work:
     # arithmetic that would take as long; experts' rows are rounded up to tiles.
     gemm_flops: float = 0.0
     grouped_flops: float = 0.0
-    # Elements that are converted to a narrow format.
+    # Elements that are converted to a narrow format: on their own, or while a norm or an activation writes them.
     quantised: float = 0.0
+    quantised_fused: float = 0.0
     # Attention's two products (five backward), and scans of recurrences.
     attention_flops: float = 0.0
     scan_flops: float = 0.0
     # Everything that only moves memory: norms, activations, permutations, losses.
     traffic: float = 0.0
-    # What the card runs, and what the host launches: programs loop over experts with less work per kernel.
+    # What the card runs, and what the host launches. Over experts programs loop without Python between.
     kernels: float = 0.0
     launches: float = 0.0
+    loops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, name) + getattr(other, name) for name in _NAMES))
@@ -165,8 +167,8 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     )
     first, second = 1 + 2 * narrow, 2 + 2 * narrow
     return (
-        Work(gemm_flops=forward, quantised=x if narrow else 0.0, kernels=first, launches=first),
-        Work(gemm_flops=backward, quantised=y if narrow else 0.0, kernels=second, launches=second),
+        Work(gemm_flops=forward, quantised_fused=x if narrow else 0.0, kernels=first, launches=first),
+        Work(gemm_flops=backward, quantised_fused=y if narrow else 0.0, kernels=second, launches=second),
     )
 
 
@@ -180,11 +182,10 @@ def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float) 
     backward = _roofline(flops, s.operand_bytes * (y + w) + 2.0 * x, s) + _roofline(
         flops, s.operand_bytes * (x + y) + 2 * s.gradient_bytes * w, s
     )
-    # Programs loop over a rank's experts, for products and for conversions, without Python between.
-    looped = 2 + 0.5 * experts * (1 + 2 * s.narrow)
+    loops = experts * (1 + 2 * s.narrow)
     return (
-        Work(grouped_flops=forward, quantised=x if s.narrow else 0.0, kernels=4, launches=looped),
-        Work(grouped_flops=backward, quantised=y if s.narrow else 0.0, kernels=8, launches=2 * looped),
+        Work(grouped_flops=forward, quantised=x if s.narrow else 0.0, kernels=4, launches=2, loops=loops),
+        Work(grouped_flops=backward, quantised=y if s.narrow else 0.0, kernels=8, launches=4, loops=2 * loops),
     )
 
 
