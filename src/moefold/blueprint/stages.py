@@ -116,6 +116,11 @@ def parse_stages(text: str, num_layers: int, num_mtp: int) -> tuple[StageSpec, .
     return _assemble("".join(letter for letter, _ in symbols).split("|"))
 
 
+def unfolded(text: str) -> str:
+    """The same stages with every repetition written out."""
+    return "".join(letter for letter, _ in _unfold(text))
+
+
 def print_stages(stages: Sequence[StageSpec]) -> str:
     """A short string that parses to these stages."""
     *most, last = map(_letters, stages)

@@ -2,8 +2,8 @@
 
 States stay all step long (`plan/states.py`). Activations pile up with the microbatches that the pipeline's order keeps
 alive (`plan/live.py`), each with what its layers keep (`plan/activations.py`). On top comes what one passing moment
-needs: either the loss with its logits, or the backward of one layer with its gradients and with what is computed again.
-The larger of the two is counted. Pipeline ranks differ in all of this, so each is reckoned and the fullest reported.
+needs (`plan/workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and with
+what is computed again. Pipeline ranks differ in all of this, so each is reckoned and the fullest reported.
 """
 
 from __future__ import annotations
@@ -18,86 +18,90 @@ from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.saved import Setting, setting_of
 from moefold.plan.shape import Layer, ModelShape
 from moefold.plan.stage_contents import Contents, stages_of_shape
-from moefold.plan.states import RankWeights, gathered_lines, padded_vocab, rank_weights, state_lines
+from moefold.plan.states import RankWeights, gathered_lines, rank_weights, state_lines
 from moefold.plan.workspace import workspace_lines
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
 
 # Labels of cards count memory in units of 2**30, and the driver keeps a little of it.
 LABEL_UNIT = 2**30
-USABLE_SHARE = 0.985
-# Holes between allocated blocks, as a share of all that is allocated (nine runs of one node: 3 to 8 %).
-FRAGMENTATION = 0.04
+USABLE_SHARE = 0.983
+# Holes between allocated blocks, as a share of all that is allocated (nine runs of one node: 3 to 8 %, and programs
+# that let segments grow have fewer).
+FRAGMENTATION = 0.03
+# Of one more microbatch, where a forward runs beside a backward (two runs without a pipeline: 50 and 75 %).
+PAIR_SHARE = 0.6
 # The runtime's own: context, kernels, buffers of communication libraries. Not seen by the allocator.
 RUNTIME_BYTES = 2e9
 
+# A kind of layer, bytes per token of all such layers, how many; no layer stands for the pipeline's end.
+_Part = tuple[Layer | None, float, int]
+
 
 @dataclass(frozen=True)
-class RankMemory:
-    """One pipeline rank: its stages, their activations per microbatch, and the moment at which most is alive."""
+class _RankShape:
+    """What pipeline ranks with the same stages have in common."""
 
     stages: tuple[Contents, ...]
     weights: RankWeights
-    stage_bytes: tuple[float, ...]
-    moment: Moment
-
-    @property
-    def live_bytes(self) -> float:
-        return sum(count * size for count, size in zip(self.moment, self.stage_bytes))
+    # Per stage: its parts, and bytes per token of one microbatch.
+    parts: tuple[tuple[_Part, ...], ...]
+    token_bytes: tuple[float, ...]
 
 
 def predict_memory(job: Job) -> MemoryPrediction:
     """The fullest pipeline rank."""
-    totals = tuple(sum(line.bytes for line in memory_lines(job, rank)) for rank in range(job.cuts.pp))
+    setting, tokens = setting_of(job), job.batch.tokens / job.cuts.cp
+    shapes = [_rank_shape_of(job, rank, setting) for rank in range(job.cuts.pp)]
+    live = [tokens * _dot(_fullest_moment(job, rank, shape), shape) for rank, shape in enumerate(shapes)]
+    # Ranks with the same stages differ in what is alive, and in nothing else.
+    rest: dict[int, float] = {}
+    found: dict[int, list[MemoryLine]] = {}
+    totals = []
+    for rank, shape in enumerate(shapes):
+        if id(shape) not in rest:
+            found[rank] = _lines(job, rank, shape, setting)
+            rest[id(shape)] = sum(line.bytes for line in found[rank]) - live[rank] * (1 + FRAGMENTATION)
+        totals.append(rest[id(shape)] + live[rank] * (1 + FRAGMENTATION))
     fullest = max(range(job.cuts.pp), key=totals.__getitem__)
-    return MemoryPrediction(tuple(memory_lines(job, fullest)), usable_bytes(job), fullest, totals)
+    lines = found[fullest] if fullest in found else _lines(job, fullest, shapes[fullest], setting)
+    return MemoryPrediction(tuple(lines), usable_bytes(job), fullest, tuple(totals))
 
 
 def memory_at(job: Job, pipeline_rank: int) -> MemoryPrediction:
     """The same for one pipeline rank."""
-    lines = tuple(memory_lines(job, pipeline_rank))
-    return MemoryPrediction(lines, usable_bytes(job), pipeline_rank)
+    setting = setting_of(job)
+    lines = _lines(job, pipeline_rank, _rank_shape_of(job, pipeline_rank, setting), setting)
+    return MemoryPrediction(tuple(lines), usable_bytes(job), pipeline_rank)
 
 
 def usable_bytes(job: Job) -> float:
     return job.cluster.gpu.memory_gb * LABEL_UNIT * USABLE_SHARE
 
 
-def memory_lines(job: Job, pipeline_rank: int) -> list[MemoryLine]:
-    rank = rank_memory(job, pipeline_rank)
+def _lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
     lines = [
-        *state_lines(job, rank.weights),
-        *gathered_lines(job, rank.weights),
-        *_activation_lines(job, rank),
-        *workspace_lines(job, rank.stages, rank.weights),
+        *state_lines(job, shape.weights),
+        *gathered_lines(job, shape.weights),
+        *_activation_lines(job, rank, shape, setting),
+        *workspace_lines(job, shape.stages, shape.weights, setting),
     ]
-    allocated = sum(line.bytes for line in lines)
-    lines += [
-        MemoryLine(
-            "overhead",
-            "allocator",
-            FRAGMENTATION * allocated,
-            f"{FRAGMENTATION:.0%} of what is allocated lies between blocks",
-        ),
-        MemoryLine("overhead", "runtime", RUNTIME_BYTES, "context, kernels and communication buffers"),
-    ]
+    holes = FRAGMENTATION * sum(line.bytes for line in lines)
+    why = f"{FRAGMENTATION:.0%} of what is allocated lies between blocks"
+    lines.append(MemoryLine("overhead", "allocator", holes, why))
+    lines.append(MemoryLine("overhead", "runtime", RUNTIME_BYTES, "context, kernels and communication buffers"))
     return lines
 
 
-def rank_memory(job: Job, pipeline_rank: int) -> RankMemory:
-    cuts = job.cuts
-    stages = _stages_of_rank(job, pipeline_rank)
-    setting = setting_of(job)
-    tokens = job.batch.tokens / cuts.cp
-    per_stage = tuple(tokens * _stage_bytes(job.model, stage, setting) for stage in stages)
-    weights = rank_weights(job.model, stages, (cuts.tp, cuts.ep, cuts.etp))
-    return RankMemory(stages, weights, per_stage, _fullest_moment(job, pipeline_rank, per_stage))
+# ---- who holds what ----
 
 
-def _stages_of_rank(job: Job, pipeline_rank: int) -> tuple[Contents, ...]:
+def _rank_shape_of(job: Job, rank: int, setting: Setting) -> _RankShape:
     cuts = job.cuts
     stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, cuts.stages)
-    return tuple(stages.different[stages.which[index]] for index in _held(cuts.schedule, cuts.pp, cuts.vpp)[pipeline_rank])
+    held = _held(cuts.schedule, cuts.pp, cuts.vpp)[rank]
+    which = tuple(stages.which[index] for index in held)
+    return _rank_shape(job.model, cuts.pp * cuts.vpp, cuts.stages, which, setting, cuts.ep)
 
 
 @lru_cache(maxsize=1024)
@@ -107,26 +111,24 @@ def _held(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...
     return tuple(tuple(stage for stage, held in enumerate(holder) if held == rank) for rank in range(ranks))
 
 
-def _fullest_moment(job: Job, pipeline_rank: int, per_stage: tuple[float, ...]) -> Moment:
-    cuts = job.cuts
-    # Programs that run one microbatch's exchange beside another's work warm up with one more.
-    extra = int(job.options.ep_overlap and cuts.schedule in ("1f1b", "interleaved"))
-    candidates = moments(cuts.schedule, cuts.pp, cuts.vpp, job.batch.microbatches, extra)[pipeline_rank]
-    return max(candidates, key=lambda moment: sum(count * size for count, size in zip(moment, per_stage)))
-
-
 @lru_cache(maxsize=50_000)
-def _stage_bytes(model: ModelShape, stage: Contents, setting: Setting) -> float:
-    """Per token of one microbatch."""
-    return sum(size for _, size, _ in stage_parts(model, stage, setting))
+def _rank_shape(
+    model: ModelShape, stages: int, written: str | None, which: tuple[int, ...], setting: Setting, ep: int
+) -> _RankShape:
+    different = stages_of_shape(model, stages, written).different
+    contents = tuple(different[index] for index in which)
+    parts = tuple(_stage_parts(model, stage, setting) for stage in contents)
+    weights = rank_weights(model, contents, (setting.tp, ep, setting.etp))
+    return _RankShape(contents, weights, parts, tuple(sum(size for _, size, _ in stage) for stage in parts))
 
 
-@lru_cache(maxsize=50_000)
-def stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[tuple[Layer | None, float, int], ...]:
-    """(kind of layer, bytes per token of all of them, how many); the pipeline's end has no layer."""
-    found: list[tuple[Layer | None, float, int]] = []
-    for layer, count in stage.layers:
-        found.append((layer, count * kept_by(layer, model.width, setting).total, count))
+def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[_Part, ...]:
+    found: list[_Part] = []
+    for number, (layer, count) in enumerate(stage.layers):
+        kept = kept_by(layer, model.width, setting)
+        # The last layer of all goes backward at once, so it sends nothing to the host.
+        stays = kept.away * (stage.head and number == len(stage.layers) - 1)
+        found.append((layer, count * kept.total + stays, count))
     if stage.mtp:
         ahead = model.layers[-1]
         found.append((ahead, stage.mtp * kept_by(ahead, model.width, setting).total, stage.mtp))
@@ -139,30 +141,59 @@ def stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[t
 def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
     """Around the head: a norm's input and output. A module ahead also has two more normed, joined to one."""
     tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
-    return tensors * model.width * tokens * (4.0 if setting.format == "float32" else 2.0)
+    return tensors * model.width * tokens * setting.word
 
 
-def _activation_lines(job: Job, rank: RankMemory) -> list[MemoryLine]:
-    """One line per kind of layer, with what recomputation and offloading took off it."""
-    setting, tokens = setting_of(job), job.batch.tokens / job.cuts.cp
+# ---- what is alive ----
+
+
+def _fullest_moment(job: Job, rank: int, shape: _RankShape) -> Moment:
+    cuts = job.cuts
+    candidates = moments(cuts.schedule, cuts.pp, cuts.vpp, job.batch.microbatches)[rank]
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda moment: _dot(moment, shape))
+
+
+def _dot(moment: Moment, shape: _RankShape) -> float:
+    return sum(map(float.__mul__, map(float, moment), shape.token_bytes))
+
+
+def _activation_lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
+    """One line per kind of layer."""
+    tokens, moment = job.batch.tokens / job.cuts.cp, _fullest_moment(job, rank, shape)
     sizes: dict[Layer | None, float] = {}
     layers: dict[Layer | None, int] = {}
-    for stage, live in zip(rank.stages, rank.moment):
-        for layer, size, count in stage_parts(job.model, stage, setting):
+    for parts, live in zip(shape.parts, moment):
+        for layer, size, count in parts:
             sizes[layer] = sizes.get(layer, 0.0) + live * size * tokens
             layers[layer] = layers.get(layer, 0) + live * count
-    lines = []
+    lines = _pair_lines(job, shape, tokens)
     for layer, size in sizes.items():
         if layer is None:
             lines.append(MemoryLine("activations", "around the head", size, "norms and joined inputs"))
-            continue
-        kept = kept_by(layer, job.model.width, setting)
-        why = (
-            f"{layers[layer]} layers of live microbatches (per stage {', '.join(map(str, rank.moment))}), "
-            f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"
-        )
-        lines.append(MemoryLine("activations", _name_of(layer), size, why))
+        elif size:
+            why = _why_kept(job, layer, layers[layer], moment, setting)
+            lines.append(MemoryLine("activations", _name_of(layer), size, why))
     return lines
+
+
+def _why_kept(job: Job, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:
+    kept, tokens = kept_by(layer, job.model.width, setting), job.batch.tokens / job.cuts.cp
+    why = (
+        f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment))}), "
+        f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"
+    )
+    return f"{why}; {kept.again:,.0f} more are computed again or wait in the host's memory" if kept.again else why
+
+
+def _pair_lines(job: Job, shape: _RankShape, tokens: float) -> list[MemoryLine]:
+    """Where a forward runs beside a backward, both have activations; the one fills faster than the other frees."""
+    if not job.options.ep_overlap or SCHEDULES[job.cuts.schedule].overlaps:
+        return []
+    size = PAIR_SHARE * max(shape.token_bytes) * tokens
+    why = f"{PAIR_SHARE:.0%} of one more microbatch"
+    return [MemoryLine("activations", "a forward beside a backward", size, why)]
 
 
 def _name_of(layer: Layer) -> str:

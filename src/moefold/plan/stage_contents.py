@@ -1,7 +1,8 @@
 """Which layers each (virtual) stage of a job's pipeline holds, for shapes of any kind.
 
-A stage string is obeyed. Without one, layers that divide evenly are dealt evenly, as programs do; others are dealt so
-that the dearest stage is as cheap as can be, counted in parameters that a token uses.
+A stage string is obeyed. Without one, layers that divide evenly are dealt evenly, as programs do, with the embedding
+and the head in place of a layer each if that makes it even; others are dealt so that the dearest stage is as cheap as
+can be, counted in parameters that a token uses.
 """
 
 from __future__ import annotations
@@ -69,8 +70,12 @@ def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[Co
 
 def _edges(model: ModelShape, stages: int) -> list[int]:
     number = len(model.layers)
-    if number % stages == 0 and not model.mtp:
+    if number % stages == 0:
         return [number // stages * index for index in range(stages + 1)]
+    if (number + 2) % stages == 0:
+        # The embedding and the head take the place of a layer each.
+        each = (number + 2) // stages
+        return [0, *(each * index - 1 for index in range(1, stages)), number]
     costs = [_active(layer, model.width) for layer in model.layers]
     ends = model.width * model.vocab * (1 + model.mtp) + model.mtp * costs[-1]
     # The embedding costs a token nothing; the head and the modules before it stand at the end of the row.

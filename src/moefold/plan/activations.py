@@ -1,0 +1,78 @@
+"""Activations of one layer under a job's settings: what is kept, what recomputation drops, what the backward needs.
+
+All figures are bytes per token of a microbatch after context parallelism cut the tokens; tensor and expert parallelism
+are inside. Results are kept per kind of layer and setting, so that a search pays for them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from moefold.plan.saved import Kept, Saved, Setting, Sizes, element_bytes, parts_of, row_bytes, sizes_of
+from moefold.plan.saved_megatron import FSDP2, MEGATRON
+from moefold.plan.shape import Layer
+
+TABLES: Mapping[str, tuple[Saved, ...]] = {
+    "megatron": MEGATRON,
+    "deepspeed": MEGATRON,
+    "fsdp2": FSDP2,
+    "jax": FSDP2,
+    "moefold": FSDP2,
+}
+
+
+@lru_cache(maxsize=100_000)
+def kept_by(layer: Layer, width: int, setting: Setting) -> Kept:
+    """What one layer keeps of one token."""
+    sizes = sizes_of(layer, width, setting.length)
+    kept: dict[str, float] = {}
+    saved: dict[str, float] = {}
+    away = 0.0
+    for row in rows_of(layer, setting.stack):
+        size = row_bytes(row, sizes, setting)
+        name = f"{row.part}: {row.name}"
+        if is_dropped(row, layer, setting):
+            saved[name] = size
+        elif row.offload in setting.offloaded:
+            saved[name] = size
+            away += size
+        else:
+            kept[name] = size
+    return Kept(
+        kept=tuple(kept.items()),
+        total=sum(kept.values()) * (1 - setting.offloaded_share),
+        again=sum(saved.values()),
+        backward=_backward(sizes, setting),
+        away=away,
+        saved=tuple(saved.items()),
+    )
+
+
+@lru_cache(maxsize=10_000)
+def rows_of(layer: Layer, stack: str) -> tuple[Saved, ...]:
+    """The rows of a layer's parts, its input first."""
+    parts = parts_of(layer)
+    return tuple(row for part in parts for row in TABLES[stack] if row.part == part)
+
+
+def is_dropped(row: Saved, layer: Layer, setting: Setting) -> bool:
+    if "full" in setting.recompute:
+        return row is not rows_of(layer, setting.stack)[0]
+    return bool(row.dropped & setting.recompute)
+
+
+def _backward(sizes: Sizes, setting: Setting) -> float:
+    """Gradients that are alive together in the widest part: of what entered, of what was inside, of what came out."""
+    word = element_bytes("word", setting.format)
+    tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / setting.tp
+    attention = (sizes.query + sizes.key + sizes.value + sizes.context) / setting.tp + sizes.D * tokens
+    if "flash" not in setting.on:
+        # Of probabilities and of scores.
+        attention += 2 * sizes.heads * sizes.length / setting.tp
+    if sizes.experts:
+        rows = tokens * setting.imbalance * sizes.top_k
+        feed = rows * (2 * sizes.travel * setting.etp + sizes.up + sizes.hidden)
+    else:
+        feed = (sizes.up + sizes.hidden) / setting.tp + sizes.D * tokens
+    return word * max(attention, feed)

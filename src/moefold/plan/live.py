@@ -1,0 +1,96 @@
+"""How many microbatches of each stage a pipeline rank holds at once.
+
+A rank keeps the activations of a (stage, microbatch) from its forward until its backward is done. The order says how
+many that are, and of which stages: with several virtual stages per rank the early ones pile up higher than the late
+ones, and stages differ in size. So the answer for a rank is not a number but a list of **moments**: how many
+microbatches of each of its stages it holds, at every time that no other time outdoes.
+
+The walk over an order is exact for every schedule. 1F1B and its interleaved form, which a search asks for by the
+thousand, have the same answer without building the order: ranks forward `warm_up` times and then alternate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from moefold.schedule.actions import Action, Kind
+from moefold.schedule.names import SCHEDULES
+from moefold.topology.shares import share_sizes
+
+# Microbatches held of each of the rank's stages, in the model's order.
+Moment = tuple[int, ...]
+# Orders repeat themselves once the pipe is full, so longer ones hold no more.
+_ENOUGH_ROUNDS = 3
+
+
+@lru_cache(maxsize=4096)
+def moments(
+    schedule: str, ranks: int, virtual: int, microbatches: int, extra: int = 0
+) -> tuple[tuple[Moment, ...], ...]:
+    """The fullest moments of every rank. ``extra`` forwards are added to each warm-up of 1F1B or interleaved."""
+    if schedule in ("1f1b", "interleaved"):
+        microbatches = _enough(ranks, ranks, microbatches)
+        hops = 1 if schedule == "1f1b" and virtual == 1 else 2
+        return tuple(
+            _fullest(_alternating(hops * (ranks - 1 - rank) + extra, ranks, virtual, microbatches), virtual)
+            for rank in range(ranks)
+        )
+    if schedule != "gpipe":
+        microbatches = _enough(ranks * virtual, ranks, microbatches)
+    order = SCHEDULES[schedule].build(ranks, virtual, microbatches)
+    return tuple(
+        _fullest(_changes(actions, order.stages_of(rank)), virtual) for rank, actions in enumerate(order.actions)
+    )
+
+
+def _enough(stages: int, ranks: int, microbatches: int) -> int:
+    """Fewer microbatches with the same moments. Uneven rounds differ all along the order: those keep all of them."""
+    return min(microbatches, _ENOUGH_ROUNDS * stages) if microbatches % ranks == 0 else microbatches
+
+
+def _changes(actions: Iterable[Action], stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(which of the rank's stages, +1 or -1) in the order's own sequence."""
+    for action in actions:
+        for part in action.parts:
+            if part.kind is Kind.FORWARD:
+                yield stages.index(part.stage), 1
+        for part in action.parts:
+            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                yield stages.index(part.stage), -1
+
+
+def _alternating(ahead: int, ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """The same for 1F1B and interleaved: `ahead` forwards more than all laps but the last, then one by one by turns."""
+    rounds = share_sizes(microbatches, max(1, microbatches // ranks))
+    warm_up = rounds[0] * (virtual - 1) + ahead
+    forwards = [lap for size in rounds for lap in range(virtual) for _ in range(size)]
+    backwards = [lap for size in rounds for lap in reversed(range(virtual)) for _ in range(size)]
+    warm_up = min(warm_up, len(forwards))
+    yield from ((lap, 1) for lap in forwards[:warm_up])
+    steady = len(forwards) - warm_up
+    for forth, back in zip(forwards[warm_up:], backwards):
+        yield forth, 1
+        yield back, -1
+    yield from ((lap, -1) for lap in backwards[steady:])
+
+
+def _fullest(changes: Iterable[tuple[int, int]], virtual: int) -> tuple[Moment, ...]:
+    """Moments that no other moment matches or exceeds in every stage."""
+    held = [0] * virtual
+    seen: set[Moment] = set()
+    grew = False
+    for which, change in changes:
+        if grew and change < 0:
+            seen.add(tuple(held))
+        grew = change > 0
+        held[which] += change
+    if grew:
+        seen.add(tuple(held))
+    # Only a larger total can outdo a moment; in 1F1B nearly all have the same.
+    most = max(map(sum, seen), default=0)
+    full = [one for one in seen if sum(one) == most]
+    for one in sorted(seen.difference(full), key=sum, reverse=True):
+        if not any(all(mine <= theirs for mine, theirs in zip(one, other)) for other in full):
+            full.append(one)
+    return tuple(sorted(full, reverse=True))

@@ -1,0 +1,57 @@
+"""Which figure a published record measured, so that a prediction is held against the same thing.
+
+Sources print different figures: what the allocator gave out at most (**allocated**), what it had taken from the device
+(**reserved**), or what the device showed; of the last rank, of rank 0, or of the fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moefold.plan.job import Job
+from moefold.plan.memory import memory_at, predict_memory
+from moefold.plan.prediction import MemoryPrediction
+
+Record = Mapping[str, Any]
+
+
+# What a table of requirements adds up, without what a passing moment needs.
+_LASTING = ("weights", "gradients", "optimizer", "activations")
+
+
+def measured_bytes(record: Record, job: Job) -> float:
+    """The prediction of what the record's source measured."""
+    memory = record.get("memory") or {}
+    what = str(memory.get("what") or "")
+    if "total_gb" in memory:
+        return _typical(job)
+    rank = _rank_of(what, job)
+    prediction = predict_memory(job) if rank is None else memory_at(job, rank)
+    if "peak_allocated_gib" in memory or "peak_allocated_gb" in memory:
+        return allocated(prediction)
+    return reserved(prediction)
+
+
+def _typical(job: Job) -> float:
+    """A requirement "per GPU": the lasting lines of a rank in the middle (the lower median)."""
+    ranks = [memory_at(job, rank) for rank in range(job.cuts.pp)]
+    totals = sorted(sum(prediction.of(group) for group in _LASTING) for prediction in ranks)
+    return totals[(len(totals) - 1) // 2]
+
+
+def allocated(prediction: MemoryPrediction) -> float:
+    """What the allocator gives out at most."""
+    return prediction.total - prediction.of("overhead")
+
+
+def reserved(prediction: MemoryPrediction) -> float:
+    """What the allocator takes from the device."""
+    return prediction.total - sum(line.bytes for line in prediction.lines if line.name == "runtime")
+
+
+def _rank_of(what: str, job: Job) -> int | None:
+    """None is the fullest. Megatron's log is the last rank's."""
+    if "LAST rank" in what or what == "peak memory as reported":
+        return job.cuts.pp - 1
+    return 0 if "rank-0" in what else None

@@ -1,0 +1,166 @@
+"""What published records leave unsaid and memory depends on, program by program.
+
+`completed` fills in fields that a source does not print, so that the record can be read as a job at all; `with_details`
+sets what a program does without being told. Both know programs, never results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moefold.blueprint.stages import unfolded
+from moefold.plan.job import Cuts, Job, Numbers, Options
+from moefold.plan.shape import Attention
+
+Record = Mapping[str, Any]
+
+# Vocabularies of tokenizers that test configurations name; others have GPT-2's.
+_VOCABULARIES = {"NullTokenizer": 131072, "Llama2Tokenizer": 32000}
+_GPT2_VOCABULARY = 50257
+# Enough microbatches to fill any pipeline, where a source prints none.
+_MICROBATCHES_PER_RANK = 8
+# Rows of the busiest rank over the mean, where untrained routers choose over made-up tokens (a study of a 30B hybrid
+# saw 10 GB more on the busiest rank).
+MOCK_IMBALANCE = 2.0
+# Sources whose runs use the presets for speed.
+_TUNED = ("Megatron-Bridge", "dgxc-benchmarking", "moe_recipes", "ModelZoo", "NeMo docs", "examples/llama")
+# Formats whose presets keep the weights themselves in eight bits.
+_NATIVE_FP8 = ("fp8_delayed", "fp8_tensor", "mxfp8")
+
+
+def completed(record: Record) -> Record:
+    """The same record with what it lacks: microbatches, the experts' width, the vocabulary, dense layers, vpp."""
+    made = {**record, "model": _completed_model(record["model"]), "parallel": dict(record["parallel"])}
+    parallel, flags = made["parallel"], record.get("flags") or {}
+    tp, pp, cp = (parallel.get(axis) or 1 for axis in ("tp", "pp", "cp"))
+    layout = flags.get("pp_layout")
+    if isinstance(layout, str) and re.fullmatch(r"[EtmL|()*\d]+", layout):
+        # A layout says how many stages there are, and how many modules look ahead.
+        letters = unfolded(layout)
+        parallel["vpp"] = parallel.get("vpp") or max(1, (letters.count("|") + 1) // pp)
+        made["model"]["mtp"] = letters.count("m")
+    if not parallel.get("etp") and (parallel.get("ep") or 1) > 1:
+        # The program's own default.
+        parallel["etp"] = tp
+    if not parallel.get("fsdp") and any("FSDP" in note for note in record.get("notes") or ()):
+        parallel["fsdp"] = "stated in words"
+    if not record.get("gbs"):
+        world = (record.get("hardware") or record)["num_gpus"]
+        dp = max(1, world // (tp * cp * pp))
+        made["gbs"] = dp * (record.get("mbs") or 1) * pp * _MICROBATCHES_PER_RANK
+    return made
+
+
+def is_test_configuration(record: Record) -> bool:
+    """Of a program's own functional tests: its defaults hold, not those of tuned runs."""
+    return record.get("flags_source") == "model_config.yaml"
+
+
+def _completed_model(model: Record) -> dict[str, Any]:
+    made = dict(model)
+    if model.get("moe") and not model.get("moe_ffn"):
+        made["moe_ffn"] = model.get("ffn") or 4 * model["hidden"]
+    if not model.get("vocab"):
+        vocabulary = _VOCABULARIES.get(str(model.get("tokenizer")), _GPT2_VOCABULARY)
+        multiple = model.get("make_vocab_size_divisible_by") or 128
+        made["vocab"] = -(-vocabulary // multiple) * multiple
+    pattern = re.fullmatch(r"\(\[0\]\*(\d+)\+\[1\]\*\d+\)", str(model.get("moe_layer_freq_pattern")))
+    if pattern:
+        made["dense_first_layers"] = int(pattern.group(1))
+    return made
+
+
+def with_details(record: Record, job: Job) -> Job:
+    """The job with what its program does untold."""
+    flags = record.get("flags") or {}
+    options = replace(
+        job.options,
+        sequence_parallel=_sequence_parallel(record, job.cuts),
+        flash=flags.get("attention_backend") != "unfused",
+        fused_loss=_fused_loss(record, job),
+        dropout=is_test_configuration(record) and not _is_latent(job) and record["model"].get("act") == "gelu",
+        imbalance=MOCK_IMBALANCE if _routes_mock_data(record) else job.options.imbalance,
+        offloaded_layers=int(flags.get("cpu_offload_layers") or flags.get("activation_cpu_offload_layers") or 0),
+    )
+    options = _recomputed(record, options)
+    return replace(job, options=options, numbers=_numbers(record, job), cuts=_cuts(record, job.cuts))
+
+
+def _cuts(record: Record, cuts: Cuts) -> Cuts:
+    """A stated number of shards counts ranks of dp; ranks of cp share their work."""
+    shards = record["parallel"].get("fsdp")
+    if cuts.sharding != "zero3" or not isinstance(shards, int) or shards < 2:
+        return cuts
+    return replace(cuts, replicate=max(1, cuts.dp // shards))
+
+
+def _routes_mock_data(record: Record) -> bool:
+    """An untrained router over made-up tokens, not forced to balance."""
+    flags = record.get("flags") or {}
+    return bool(record["model"].get("moe") and flags.get("mock_data") and not flags.get("routing"))
+
+
+def _is_latent(job: Job) -> bool:
+    return any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in job.model.layers)
+
+
+def _sequence_parallel(record: Record, cuts: Cuts) -> bool:
+    stated = (record.get("flags") or {}).get("sequence_parallel")
+    if stated is None:
+        return not is_test_configuration(record)
+    return bool(stated)
+
+
+def _fused_loss(record: Record, job: Job) -> bool:
+    """Tuned Megatron runs overwrite the logits, compilers fuse; tests and torchtitan before 2025 do neither."""
+    stated = (record.get("flags") or {}).get("cross_entropy_fusion")
+    if stated is not None:
+        return bool(stated)
+    if job.options.stack == "fsdp2":
+        system = str((record.get("flags") or {}).get("system"))
+        return "AutoModel" in system or (job.options.compiled and job.options.date > 2025.2)
+    return job.options.stack in ("megatron", "jax") and not is_test_configuration(record)
+
+
+def _recomputed(record: Record, options: Options) -> Options:
+    """Defaults: torchtitan recomputes operator by operator; MaxText and AutoModel recompute whole layers."""
+    flags = record.get("flags") or {}
+    system = str(flags.get("system") or "")
+    if flags.get("recompute"):
+        return options
+    if "torchtitan" in system:
+        return replace(options, recompute=frozenset(("norms", "activation")))
+    if "MaxText" in system or "AutoModel" in system:
+        return replace(options, recompute=frozenset(("full",)))
+    return options
+
+
+def _numbers(record: Record, job: Job) -> Numbers:
+    numbers, flags = job.numbers, record.get("flags") or {}
+    if flags.get("peft") == "lora":
+        # Weights alone; adapters are small.
+        return replace(numbers, gradient_bytes=0.0, master_bytes=0.0, moments_bytes=0.0)
+    optimizer = str(flags.get("optimizer") or "")
+    if "8bit" in optimizer:
+        numbers = replace(numbers, moments_bytes=2.0)
+    if "muon" in optimizer:
+        numbers = replace(numbers, moments_bytes=4.0)
+    if job.options.stack != "megatron" or not _is_tuned(record):
+        return numbers
+    # Presets of tuned runs reduce gradients as words, hold weights in eight bits where the format allows, and those of
+    # mixtures hold moments as words.
+    return replace(
+        numbers,
+        gradient_bytes=2.0,
+        weight_bytes=1.0 if numbers.format in _NATIVE_FP8 else numbers.weight_bytes,
+        moments_bytes=4.0 if job.model.is_mixture else numbers.moments_bytes,
+    )
+
+
+def _is_tuned(record: Record) -> bool:
+    source = record.get("source")
+    name = str(source.get("name") if isinstance(source, Mapping) else source)
+    return any(word in name for word in _TUNED)

@@ -1,0 +1,243 @@
+"""What a layer keeps between its forward and its backward, as data: one row per tensor.
+
+A row says what the tensor is, how many elements a token has of it, in which format it is held, over which ranks it is
+cut, which kinds of recomputation drop it, and which name an offload knows it by. `plan/saved_megatron.py` and its
+neighbours have the rows of each program; this file adds them up for a layer under a job's settings.
+
+    kind       bytes of an element
+    word       2 (4 in float32): the tensor as it is computed
+    operand    as a product reads it: a word, or one byte and a share of a scale in FP8, half a byte in FP4
+    copy       an operand whose word is kept anyway, so it costs nothing unless the format is narrow
+    single     4
+    byte       1
+
+    cut        who has it
+    tokens     every tensor-parallel rank has its share of the tokens (all of them without sequence parallelism)
+    heads      every tensor-parallel rank has its heads or columns, for all tokens
+    rows       rows that were routed to the rank's experts; expert-tensor ranks all have them
+    columns    the same rows, and expert-tensor ranks share their width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from moefold.plan.job import Format, Job, Recomputed
+from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
+
+Kind = Literal["word", "operand", "copy", "single", "byte"]
+Cut = Literal["tokens", "heads", "rows", "columns"]
+Part = Literal["attention", "recurrence", "dense", "mixture"]
+
+# Bytes of one element of a saved operand: scales per block of 128 or 32 values, or per 16 with half a byte each.
+OPERAND_BYTES: Mapping[Format, float] = {
+    "float32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "fp8_delayed": 1.0,
+    "fp8_tensor": 1.0,
+    "fp8_row": 1.0,
+    "fp8_block": 1 + 4 / 128,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Elements per token of everything that a row may be made of; 0 where a layer has none of it."""
+
+    D: int
+    length: int
+    heads: int = 0
+    query: int = 0
+    key: int = 0
+    value: int = 0
+    context: int = 0
+    q_latent: int = 0
+    kv_latent: int = 0
+    rope: int = 0
+    # What enters an activation (both halves of a gated one) and what leaves it.
+    up: int = 0
+    hidden: int = 0
+    shared_up: int = 0
+    shared: int = 0
+    experts: int = 0
+    top_k: int = 0
+    # Width in which tokens travel to experts.
+    travel: int = 0
+    # What a recurrence projects its input to, its inner width, and the state between blocks of tokens.
+    projected: int = 0
+    inner: int = 0
+    states: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that a program keeps for the backward."""
+
+    part: Part
+    name: str
+    elements: Callable[[Sizes], float]
+    kind: Kind = "word"
+    cut: Cut = "tokens"
+    # Any of these drops it; whole layers ("full") drop all but the layer's input.
+    dropped: frozenset[Recomputed] = frozenset()
+    offload: str = ""
+    # It exists only with, or only without, this setting.
+    needs: str = ""
+    lacks: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All of a job that decides what a layer keeps."""
+
+    stack: str
+    format: Format
+    tp: int
+    etp: int
+    recompute: frozenset[Recomputed]
+    offloaded: frozenset[str]
+    length: int
+    imbalance: float
+    # Share of the layers whose activations all wait in the host's memory.
+    offloaded_share: float
+    # Names of what is on: see `setting_of`.
+    on: frozenset[str]
+
+    def __hash__(self) -> int:
+        # A key of caches that a search asks a hundred thousand times.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    @cached_property
+    def word(self) -> float:
+        """Bytes of an element as it is computed."""
+        return 4.0 if self.format == "float32" else 2.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes per token of a microbatch, before context parallelism cuts the tokens."""
+
+    # What stays until the backward, by part and name.
+    kept: tuple[tuple[str, float], ...]
+    total: float
+    # What was dropped or sent away and is back while the layer's own backward runs.
+    again: float
+    # Gradients of the widest part, alive at the same time.
+    backward: float
+    # Of what is away, what waits in the host's memory.
+    away: float
+    # What recomputation and offloading save, by name of the tensor.
+    saved: tuple[tuple[str, float], ...]
+
+
+def setting_of(job: Job) -> Setting:
+    """The same for all layers of a job."""
+    options, cuts = job.options, job.cuts
+    on = []
+    if options.flash:
+        on.append("flash")
+    if options.weighted_inside:
+        on.append("weighted_inside")
+    if options.dropout:
+        on.append("dropout")
+    if options.sequence_parallel:
+        on.append("sequence_parallel")
+    if cuts.cp > 1:
+        on.append("context_parallel")
+    if job.numbers.format == "nvfp4" and options.recompute >= {"norms", "activation"}:
+        on.append("own_products")
+    away = options.offloaded_layers * cuts.pp / max(1, len(job.model.layers))
+    return Setting(
+        stack=options.stack,
+        format=job.numbers.format,
+        tp=cuts.tp,
+        etp=cuts.etp,
+        recompute=options.recompute,
+        offloaded=options.offloaded,
+        length=job.batch.seq_len,
+        imbalance=options.imbalance,
+        offloaded_share=min(1.0, away),
+        on=frozenset(on),
+    )
+
+
+@lru_cache(maxsize=10_000)
+def sizes_of(layer: Layer, width: int, length: int) -> Sizes:
+    """The layer's sizes under the names that rows use."""
+    found: dict[str, float] = {}
+    a, feed = layer.mixer, layer.feed
+    if isinstance(a, Attention):
+        found |= {
+            "heads": a.heads,
+            "query": a.heads * a.qk_dim,
+            "key": a.kv_heads * a.qk_dim,
+            "value": a.kv_heads * a.v_dim,
+            "context": a.heads * a.v_dim,
+            "q_latent": a.q_latent,
+            "kv_latent": a.kv_latent,
+            "rope": a.rope_dim,
+        }
+    elif isinstance(a, Recurrence):
+        inner = a.heads * a.head_dim
+        found |= {"inner": inner, "projected": 2 * inner + 2 * a.groups * a.state + a.heads}
+        # One state per head and block of 256 tokens.
+        found |= {"heads": a.heads, "states": inner * a.state / 256}
+    if isinstance(feed, Dense):
+        found |= {"up": (1 + feed.gated) * feed.width, "hidden": feed.width}
+    elif isinstance(feed, Mixture):
+        found |= {"up": (1 + feed.gated) * feed.width, "hidden": feed.width, "experts": feed.experts}
+        found |= {"top_k": feed.top_k, "travel": feed.latent or width}
+        found |= {"shared": feed.shared_width, "shared_up": (1 + feed.gated) * feed.shared_width}
+    return Sizes(width, length, **found)  # type: ignore[arg-type]
+
+
+def parts_of(layer: Layer) -> tuple[Part, ...]:
+    """Which tables apply to a layer."""
+    found: list[Part] = []
+    if isinstance(layer.mixer, Attention):
+        found.append("attention")
+    elif layer.mixer is not None:
+        found.append("recurrence")
+    if isinstance(layer.feed, Dense):
+        found.append("dense")
+    elif layer.feed is not None:
+        found.append("mixture")
+    return tuple(found)
+
+
+def row_bytes(row: Saved, sizes: Sizes, setting: Setting) -> float:
+    """Bytes per token of one row on one rank, if it is kept at all."""
+    if (row.needs and row.needs not in setting.on) or (row.lacks and row.lacks in setting.on):
+        return 0.0
+    return row.elements(sizes) * element_bytes(row.kind, setting.format) * _share(row.cut, setting)
+
+
+def element_bytes(kind: Kind, format: Format) -> float:
+    word = 4.0 if format == "float32" else 2.0
+    if kind == "word":
+        return word
+    if kind == "operand":
+        return OPERAND_BYTES[format]
+    if kind == "copy":
+        return OPERAND_BYTES[format] if OPERAND_BYTES[format] < 2 else 0.0
+    return 4.0 if kind == "single" else 1.0
+
+
+def _share(cut: Cut, setting: Setting) -> float:
+    tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
+    if cut == "tokens":
+        return tokens
+    if cut == "heads":
+        return 1 / setting.tp
+    rows = tokens * setting.imbalance
+    return rows * setting.etp if cut == "rows" else rows

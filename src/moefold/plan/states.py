@@ -1,0 +1,183 @@
+"""What stays on a rank all step long: weights, gradients, optimizer states, and copies of weights.
+
+Cuts come first: tensor parallelism cuts dense matrices, expert parallelism deals experts out, expert-tensor parallelism
+cuts each. What is left is the same on several ranks: dense matrices on dp * cp of them, experts on edp. Sharding cuts
+some of it over those:
+
+    mode     weights   gradients   optimizer states
+    none     whole     whole       whole
+    zero1    whole     whole       cut
+    zero2    whole     cut         cut
+    zero3    cut       cut         cut, and weights of a few layers are whole while they are used
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moefold.plan.held import Parameters, layer_parameters
+from moefold.plan.job import Cuts, Job
+from moefold.plan.prediction import MemoryLine
+from moefold.plan.shape import Layer, Mixture, ModelShape
+from moefold.plan.stage_contents import Contents
+from moefold.units import format_bytes
+
+# Vocabularies are padded to a multiple of this times the tensor-parallel size.
+VOCAB_MULTIPLE = 128
+GRADIENT_WHOLE = ("none", "zero1")
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """Parameters of one pipeline rank after tp, ep, etp: those that dp * cp ranks share, and those that edp share."""
+
+    dense: float
+    experts: float
+    # Of them, those that have narrow copies in FP8: matrices inside layers.
+    in_layers: float
+    # The largest layer, which sharding gathers; and embedding and head, which are gathered apart.
+    layer: float
+    ends: float
+    # One of each different matrix, whose gradients have a buffer of their own.
+    different: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def rank_weights(model: ModelShape, stages: tuple[Contents, ...], cuts: tuple[int, int, int]) -> RankWeights:
+    """``stages``: what the rank holds; ``cuts``: tp, ep and etp."""
+    tp, ep, etp = cuts
+    dense = experts = largest = different = 0.0
+    kinds: dict[Layer, int] = {}
+    for stage in stages:
+        for layer, count in stage.layers:
+            kinds[layer] = kinds.get(layer, 0) + count
+        if stage.mtp:
+            kinds[model.layers[-1]] = kinds.get(model.layers[-1], 0) + stage.mtp
+            dense += stage.mtp * 2 * model.width**2 / tp
+    for layer, count in kinds.items():
+        held = layer_parameters(layer, model.width)
+        local = held.dense / tp + held.whole, held.experts / (ep * etp)
+        dense += count * local[0]
+        experts += count * local[1]
+        largest = max(largest, sum(local))
+        different += local[0] + _one_expert(layer, held) / etp
+    inside = dense + experts
+    ends = _ends(model, stages) * padded_vocab(model.vocab, tp) * model.width / tp
+    return RankWeights(dense + ends, experts, inside, largest, ends, different)
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    multiple = VOCAB_MULTIPLE * tp
+    return -(-vocab // multiple) * multiple
+
+
+def _ends(model: ModelShape, stages: tuple[Contents, ...]) -> int:
+    """How many matrices of vocabulary by width: the embedding, the head, and the copy that modules ahead read."""
+    embedding = any(stage.embedding for stage in stages)
+    head = any(stage.head for stage in stages)
+    looks_up = embedding or any(stage.mtp for stage in stages)
+    return 1 if model.tied and (looks_up or head) else looks_up + head
+
+
+def _one_expert(layer: Layer, held: Parameters) -> float:
+    return held.experts / layer.feed.experts if isinstance(layer.feed, Mixture) else 0.0
+
+
+def shards(cuts: Cuts) -> tuple[int, int]:
+    """Over how many ranks dense parameters are cut, and experts."""
+    dense = max(1, cuts.dp * cuts.cp // cuts.replicate)
+    return dense, max(1, cuts.edp // cuts.replicate if cuts.edp > 1 else 1)
+
+
+def state_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
+    """Weights, gradients and optimizer states of one pipeline rank."""
+    numbers, mode = job.numbers, job.cuts.sharding
+    dense, experts = shards(job.cuts)
+    cut = held.dense / dense + held.experts / experts
+    say = _Words(held, cut, dense, experts)
+    weights = cut if mode == "zero3" else held.total
+    # Where weights are gathered once for all microbatches, gradients are whole until the last.
+    gradients = held.total if mode in GRADIENT_WHOLE or gathers_once(job) else cut
+    states = held.total if mode == "none" else cut
+    lines = [
+        MemoryLine("weights", "weights", weights * numbers.weight_bytes, say.why(weights, numbers.weight_bytes)),
+        MemoryLine(
+            "gradients", "gradients", gradients * numbers.gradient_bytes, say.why(gradients, numbers.gradient_bytes)
+        ),
+    ]
+    if not job.options.optimizer_on_host:
+        if numbers.master_bytes:
+            size = states * numbers.master_bytes
+            lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, numbers.master_bytes)))
+        size = states * numbers.moments_bytes
+        lines.append(MemoryLine("optimizer", "moments", size, say.why(states, numbers.moments_bytes)))
+    return lines + _narrow_copies(job, held, cut)
+
+
+@dataclass(frozen=True)
+class _Words:
+    held: RankWeights
+    cut: float
+    dense: int
+    experts: int
+
+    def why(self, parameters: float, each: float) -> str:
+        held = self.held
+        if parameters == held.total:
+            what = f"{held.dense / 1e9:.3f}B dense and {held.experts / 1e9:.3f}B expert parameters of this rank"
+        else:
+            what = (
+                f"{held.dense / 1e9:.3f}B dense over {self.dense} ranks and {held.experts / 1e9:.3f}B expert "
+                f"parameters over {self.experts}"
+            )
+        return f"{what}, {each:g} bytes each"
+
+
+def _narrow_copies(job: Job, held: RankWeights, cut: float) -> list[MemoryLine]:
+    """FP8 copies that live for the whole step, so that every microbatch reads the same."""
+    format = job.numbers.format
+    if job.options.stack != "megatron" or not (format.startswith("fp8") or format in ("mxfp8", "nvfp4")):
+        return []
+    each = 0.5625 if format == "nvfp4" else 1.0
+    # Scales along rows and along columns differ, and Hopper reads one order of elements alone: both are kept.
+    both = format in ("mxfp8", "nvfp4", "fp8_block") or job.cluster.gpu.architecture == "sm90"
+    copies = each * (2 if both else 1) - (1.0 if job.numbers.weight_bytes == 1.0 else 0.0)
+    if copies <= 0 or job.cuts.sharding == "zero3":
+        return []
+    why = f"{held.in_layers / 1e9:.3f}B parameters of matrices, {copies:g} bytes each beside the weights"
+    return [MemoryLine("weights", f"{format} copies", held.in_layers * copies, why)]
+
+
+def gathers_once(job: Job) -> bool:
+    """Every microbatch would gather again: in a pipeline weights stay whole for the step."""
+    return job.cuts.sharding == "zero3" and job.cuts.pp > 1
+
+
+def gathered_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
+    """zero3: weights that are whole while they are used."""
+    if job.cuts.sharding != "zero3" or max(shards(job.cuts)) == 1:
+        return []
+    word = 4.0 if job.numbers.format == "float32" else 2.0
+    if gathers_once(job):
+        why = f"{held.total / 1e9:.3f}B parameters, whole for the step, {word:g} bytes each"
+        return [MemoryLine("buffers", "gathered weights", held.total * word, why)]
+    two = 2 * held.layer * word
+    lines = [
+        MemoryLine("buffers", "gathered weights", two, f"this layer and the next whole, {format_bytes(two / 2)} each"),
+    ]
+    if held.ends:
+        why = f"{held.ends / 1e9:.3f}B parameters, {word:g} bytes each"
+        lines.append(MemoryLine("buffers", "gathered embedding and head", held.ends * word, why))
+    return lines
+
+
+def under_way_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
+    """zero3: gradients of the layer that just went backward, as computed and as summed."""
+    if job.cuts.sharding != "zero3" or max(shards(job.cuts)) == 1 or gathers_once(job):
+        return []
+    word = 4.0 if job.numbers.format == "float32" else 2.0
+    why = f"one layer of {held.layer / 1e9:.3f}B parameters, as computed and as summed"
+    return [MemoryLine("buffers", "gradients under way", held.layer * (word + job.numbers.gradient_bytes), why)]

@@ -1,0 +1,106 @@
+"""What a passing moment needs on top of states and saved activations.
+
+Two moments compete, and the larger counts. The **loss** has the logits, the head's weight gradient before it is added
+up, and the last hidden states in several forms. The **backward of a layer** has the gradients inside of it and what was
+dropped or sent away and is there again. Programs also keep buffers of their own: Transformer Engine hands autograd one
+unused gradient per shape of matrix, because the real one is already added up.
+"""
+
+from __future__ import annotations
+
+from moefold.plan.activations import kept_by
+from moefold.plan.job import Job
+from moefold.plan.prediction import MemoryLine
+from moefold.plan.saved import Setting
+from moefold.plan.stage_contents import Contents
+from moefold.plan.states import RankWeights, padded_vocab, under_way_lines
+
+# Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both are
+# there. Else Megatron has
+# the logits, the probabilities in float32 and the gradient; plain PyTorch has float32 logarithms, their gradient and
+# the logits' gradient in float32 beside the logits.
+FUSED_LOSS, COMPILED_LOSS, MEGATRON_LOSS, PLAIN_LOSS = 2.0, 4.0, 8.0, 14.0
+# Hidden states of all tensor-parallel ranks' tokens around the head: normed, gathered, their gradients.
+HIDDEN_AT_LOSS = 6
+
+
+def workspace_lines(job: Job, stages: tuple[Contents, ...], held: RankWeights, setting: Setting) -> list[MemoryLine]:
+    """Buffers, and the larger of the two moments."""
+    lines = _unused_gradients(job, held) + _answer_lines(job, stages)
+    loss = _loss_lines(job, stages)
+    layer = _layer_lines(job, stages, setting) + under_way_lines(job, held)
+    return lines + max(loss, layer, key=lambda some: sum(line.bytes for line in some))
+
+
+def _unused_gradients(job: Job, held: RankWeights) -> list[MemoryLine]:
+    if job.options.stack != "megatron" or job.cuts.sharding == "zero3":
+        return []
+    why = f"one gradient per shape of matrix, {held.different / 1e9:.3f}B elements of 2 bytes"
+    return [MemoryLine("buffers", "gradients for autograd", held.different * 2.0, why)]
+
+
+def _loss_lines(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+    if not any(stage.head for stage in stages):
+        return []
+    model, tp, tokens = job.model, job.cuts.tp, job.batch.tokens / job.cuts.cp
+    vocab = padded_vocab(model.vocab, tp) / tp
+    heads = 1 + sum(stage.mtp for stage in stages)
+    each = loss_bytes(job)
+    word = 4.0 if job.numbers.format == "float32" else 2.0
+    logits = tokens * vocab * (each + FUSED_LOSS * (heads - 1))
+    hidden = HIDDEN_AT_LOSS * tokens * model.width * word
+    return [
+        MemoryLine(
+            "buffers", "logits and loss", logits, f"{tokens:,.0f} tokens of {vocab:,.0f} logits, {each:g} bytes each"
+        ),
+        MemoryLine(
+            "buffers", "hidden states at the head", hidden, f"{HIDDEN_AT_LOSS} times {tokens:,.0f} x {model.width}"
+        ),
+        MemoryLine(
+            "buffers",
+            "the head's weight gradient",
+            vocab * model.width * word,
+            f"{vocab:,.0f} x {model.width}, before it is added up",
+        ),
+    ]
+
+
+def loss_bytes(job: Job) -> float:
+    """Bytes per logit at the most."""
+    megatron = job.options.stack in ("megatron", "deepspeed")
+    if job.options.fused_loss:
+        return FUSED_LOSS if megatron else COMPILED_LOSS
+    return MEGATRON_LOSS if megatron else PLAIN_LOSS
+
+
+def _layer_lines(job: Job, stages: tuple[Contents, ...], setting: Setting) -> list[MemoryLine]:
+    tokens = job.batch.tokens / job.cuts.cp
+    kinds = {layer for stage in stages for layer, _ in stage.layers}
+    if not kinds:
+        return []
+    kept = max((kept_by(layer, job.model.width, setting) for layer in kinds), key=lambda one: one.again + one.backward)
+    lines = [
+        MemoryLine(
+            "buffers",
+            "gradients inside a layer",
+            kept.backward * tokens,
+            f"{tokens:,.0f} tokens of {kept.backward:,.0f} bytes",
+        )
+    ]
+    if kept.again:
+        why = f"one layer, {tokens:,.0f} tokens of {kept.again:,.0f} bytes"
+        lines.append(MemoryLine("buffers", "computed again or brought back", kept.again * tokens, why))
+    if kept.away:
+        why = f"the next layer on its way from the host, {tokens:,.0f} tokens of {kept.away:,.0f} bytes"
+        lines.append(MemoryLine("buffers", "on its way", kept.away * tokens, why))
+    return lines
+
+
+def _answer_lines(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+    """torch's pipeline keeps what the last stage gave for every microbatch until the step ends."""
+    if job.options.stack != "fsdp2" or job.cuts.pp == 1 or not any(stage.head for stage in stages):
+        return []
+    model, cuts, batch = job.model, job.cuts, job.batch
+    logits = batch.tokens / cuts.cp * padded_vocab(model.vocab, cuts.tp) / cuts.tp
+    why = f"{batch.microbatches} microbatches of {logits:,.0f} logits of 2 bytes"
+    return [MemoryLine("buffers", "logits of all microbatches", batch.microbatches * logits * 2.0, why)]
