@@ -17,6 +17,7 @@ from torch import Tensor
 from moefold.comm.gather import Sizes, gather_plain, gather_rows, reduce_rows
 from moefold.comm.group import Group
 from moefold.dispatch.contract import Arrived, Routing
+from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.dispatch.local import LocalDispatcher
 
 
@@ -29,14 +30,21 @@ class AllGatherDispatcher:
     """``tokens_of_rank`` is how many tokens each rank of the block holds; None where that changes and must be asked."""
 
     def __init__(
-        self, num_experts: int, block: Group, etp_size: int, tokens_of_rank: Sizes | None, capacity: int | None = None
+        self,
+        num_experts: int,
+        block: Group,
+        etp_size: int,
+        tokens_of_rank: Sizes | None,
+        capacity: int | None = None,
+        host: HostCounts = READ_BACK,
     ) -> None:
-        self.block, self.tokens_of_rank = block, tokens_of_rank
+        self.block, self.tokens_of_rank, self.host = block, tokens_of_rank, host
         self.num_local = num_experts * etp_size // block.size
         # etp varies fastest inside the block.
         self.first_expert = (block.index // etp_size) * self.num_local
         # What one rank may send to an expert, all of them may.
-        self.here = LocalDispatcher(self.num_local, None if capacity is None else capacity * block.size)
+        slots = None if capacity is None else capacity * block.size
+        self.here = LocalDispatcher(self.num_local, slots, host.gathered)
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
         sizes = self._ask(x_tD) if self.tokens_of_rank is None else self.tokens_of_rank
@@ -50,7 +58,7 @@ class AllGatherDispatcher:
 
     def _ask(self, x_tD: Tensor) -> Sizes:
         mine = torch.tensor([x_tD.shape[0]], device=x_tD.device)
-        return tuple(gather_plain(mine, (1,) * self.block.size, self.block).tolist())
+        return tuple(self.host.tokens(gather_plain(mine, (1,) * self.block.size, self.block)))
 
     def _choices_of_block(self, routing: Routing, sizes: Sizes) -> Routing:
         """Everyone's choices, renumbered to the experts of this rank; others' experts count as dropped."""

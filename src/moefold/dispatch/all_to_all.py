@@ -22,16 +22,18 @@ from moefold.comm.exchange import Sizes, exchange_counts, exchange_rows
 from moefold.comm.gather import gather_plain, gather_rows, reduce_rows
 from moefold.comm.group import Group
 from moefold.dispatch.contract import Arrived, Routing
+from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.dispatch.local import LocalDispatcher
 
 
 class _Counts(NamedTuple):
-    """How many rows travel: to and from each ep peer, to each etp peer, and in all per (source, local expert)."""
+    """How many rows travel: to and from each ep peer, to each etp peer, per (source, local expert), and in all."""
 
     send: Sizes
     recv: Sizes
     etp_sizes: Sizes
     rows_from_Se: Tensor
+    rows_per_expert: list[int]
 
 
 class _Ticket(NamedTuple):
@@ -45,10 +47,12 @@ class _Ticket(NamedTuple):
 class AllToAllDispatcher:
     """A sort at home, an exchange, and a sort on arrival."""
 
-    def __init__(self, num_experts: int, ep: Group, etp: Group, capacity: int | None = None) -> None:
-        self.home = LocalDispatcher(num_experts, capacity)
+    def __init__(
+        self, num_experts: int, ep: Group, etp: Group, capacity: int | None = None, host: HostCounts = READ_BACK
+    ) -> None:
+        self.home = LocalDispatcher(num_experts, capacity, host.leaving)
         self.num_local = num_experts // ep.size
-        self.ep, self.etp, self.capacity = ep, etp, capacity
+        self.ep, self.etp, self.capacity, self.host = ep, etp, capacity, host
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
         leaving = self.home.dispatch(x_tD, routing)
@@ -56,12 +60,11 @@ class AllToAllDispatcher:
         rows_RD = self._send(leaving.rows_RD, counts)
         weight_R = self._send(leaving.weight_R, counts)
         order_R = _order_by_expert(counts.rows_from_Se, rows_RD.shape[0])
-        rows_per_expert_e = counts.rows_from_Se.sum(0)
         return Arrived(
             rows_RD[order_R],
             weight_R[order_R],
-            rows_per_expert_e,
-            self._on_host(rows_per_expert_e),
+            counts.rows_from_Se.sum(0),
+            counts.rows_per_expert,
             _Ticket(order_R, counts, leaving.ticket),
         )
 
@@ -82,20 +85,18 @@ class AllToAllDispatcher:
         theirs_Pe = exchange_counts(leaving.rows_per_expert_e, self.ep).view(self.ep.size, self.num_local)
         rows_from_Se = gather_plain(theirs_Pe, (self.ep.size,) * self.etp.size, self.etp)
         send = _sum_runs(leaving.rows_per_expert, self.num_local)
-        recv = tuple(theirs_Pe.sum(1).tolist())
-        etp_sizes = tuple(rows_from_Se.view(self.etp.size, -1).sum(1).tolist())
-        return _Counts(send, recv, etp_sizes, rows_from_Se)
+        on_host_Se = self.host.arriving(rows_from_Se)
+        from_source = [sum(rows) for rows in on_host_Se]
+        # Sources stand etp peer by etp peer; what came to this rank itself is its own run of them.
+        recv = tuple(from_source[self.etp.index * self.ep.size :][: self.ep.size])
+        rows_per_expert = [sum(rows) for rows in zip(*on_host_Se, strict=True)]
+        return _Counts(send, recv, _sum_runs(from_source, self.ep.size), rows_from_Se, rows_per_expert)
 
     def _constant_counts(self, leaving: Arrived, capacity: int) -> _Counts:
         even = (capacity * self.num_local,) * self.ep.size
         sources = self.ep.size * self.etp.size
         rows_from_Se = torch.full((sources, self.num_local), capacity, device=leaving.rows_RD.device)
-        return _Counts(even, even, (sum(even),) * self.etp.size, rows_from_Se)
-
-    def _on_host(self, rows_per_expert_e: Tensor) -> list[int]:
-        if self.capacity is None:
-            return rows_per_expert_e.tolist()
-        return [self.capacity * self.ep.size * self.etp.size] * self.num_local
+        return _Counts(even, even, (sum(even),) * self.etp.size, rows_from_Se, [capacity * sources] * self.num_local)
 
 
 def _sum_runs(counts: list[int], length: int) -> Sizes:

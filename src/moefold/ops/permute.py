@@ -10,6 +10,7 @@ end: it reads zeros and has weight 0, and what it holds on the way back goes now
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,16 +32,19 @@ class Grouped(NamedTuple):
     choice_N: Tensor
     token_N: Tensor
     rows_per_expert_E: Tensor
+    # The same counts on the host.
+    rows_per_expert: list[int]
 
 
-def group_by_expert(routing: Choices, num_experts: int) -> Grouped:
-    """Kept choices in the order of their experts. Where some were dropped, the number of the rest is read back."""
+def group_by_expert(routing: Choices, num_experts: int, read: Callable[[Tensor], list[int]] = Tensor.tolist) -> Grouped:
+    """Kept choices in the order of their experts; ``read`` brings their number per expert to the host."""
     key_N = _expert_or_none(routing, num_experts)
-    rows_per_key = count_keys(key_N, num_experts + 1)
+    rows_per_expert_E = count_keys(key_N, num_experts + 1)[:num_experts]
+    rows_per_expert = read(rows_per_expert_E)
     choice_N = stable_order(key_N, num_experts + 1)
     if routing.kept_tK is not None:
-        choice_N = choice_N[: int(rows_per_key[:num_experts].sum())]
-    return Grouped(choice_N, choice_N // routing.expert_tK.shape[1], rows_per_key[:num_experts])
+        choice_N = choice_N[: sum(rows_per_expert)]
+    return Grouped(choice_N, choice_N // routing.expert_tK.shape[1], rows_per_expert_E, rows_per_expert)
 
 
 def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
@@ -56,7 +60,8 @@ def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
     # One slot more than there are: choices without a place overwrite one another there, and it is cut off.
     choices = torch.full((num_slots + 1,), num_choices, device=device)
     choices = choices.scatter(0, slot_N, torch.arange(num_choices, device=device))[:num_slots]
-    return Grouped(choices, choices // expert_tK.shape[1], torch.full((num_experts,), capacity, device=device))
+    rows_per_expert_E = torch.full((num_experts,), capacity, device=device)
+    return Grouped(choices, choices // expert_tK.shape[1], rows_per_expert_E, [capacity] * num_experts)
 
 
 def take_rows(x_tD: Tensor, token_N: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from moefold.comm.lanes import CommLane
 from moefold.comm.ledger import Ledger
 from moefold.comm.mesh import Groups
 from moefold.config.run import RunConfig
+from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.model.attention.core import AttentionCore, LocalCore
 from moefold.model.build import Seams, build_decoder
 from moefold.model.decoder import Decoder
@@ -84,28 +85,34 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
 
 def take_share(run: RunConfig, groups: Groups, device: torch.device, start: FirstValues = first_values) -> Share:
     """Build this rank's share; ``start`` decides the first values."""
+    share = lay_out_share(run, groups, device)
+    share.model.to_empty(device=device)
+    fill(run, share.model, share.held, start)
+    return share
+
+
+def lay_out_share(run: RunConfig, groups: Groups, device: torch.device, host: HostCounts = READ_BACK) -> Share:
+    """The share without memory: all of it is on the meta device. ``host`` tells dispatchers how many rows travel."""
     everyone = parts_by_rank(run)
     held = held_parameters(run.model, groups, everyone)
     schedule = schedule_named(run.parallel.schedule)
     deferral = Deferral() if schedule.splits_backward or schedule.overlaps else None
-    seams = seams_of(run, groups, deferral)
+    seams = seams_of(run, groups, deferral, host)
     with torch.device("meta"):
         model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], seams, everyone[groups["pp"].index])
     hold_in(model, TORCH_FORMATS[run.precision.params])
     cut_parameters(model, held)
     shard_over_data(model, groups, device.type, gathers_once(run))
-    model.to_empty(device=device)
-    fill(run, model, held, start)
     lane = CommLane(device) if schedule.overlaps else None
     return Share(run, groups, model, held, stages_of(run.model, run.parallel), device, deferral, lane)
 
 
-def seams_of(run: RunConfig, groups: Groups, deferral: Deferral | None) -> Seams:
+def seams_of(run: RunConfig, groups: Groups, deferral: Deferral | None, host: HostCounts) -> Seams:
     matmul = BACKENDS[run.precision.experts]
     return Seams(
         tokens=TokenShards(groups),
         vocab=VocabShards(groups["tp"]),
-        dispatcher=lambda _: dispatcher_for(run, groups),
+        dispatcher=lambda _: dispatcher_for(run, groups, host),
         products=NativeProducts(matmul) if deferral is None else DeferredProducts(matmul, deferral),
         # The bias of a split expert is added on one of the ranks that hold its parts.
         bias_share=float(groups["etp"].index == 0),

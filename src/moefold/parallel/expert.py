@@ -11,29 +11,26 @@ from moefold.config.run import RunConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Dispatcher
+from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.dispatch.local import LocalDispatcher
 from moefold.ops.capacity import capacity_of
 from moefold.topology.shares import share_sizes
 
 
-def dispatcher_for(run: RunConfig, groups: Groups) -> Dispatcher:
-    """Local where all experts are whole on this rank, else the one the run names."""
+def dispatcher_for(run: RunConfig, groups: Groups, host: HostCounts = READ_BACK) -> Dispatcher:
+    """Local where all experts are whole on this rank, else the one the run names; ``host`` knows the counts."""
     moe = run.model.moe
     assert moe is not None
     if groups["expert_block"].alone:
-        return _local(run, moe, groups)
-    return DISPATCHERS[run.parallel.dispatcher](run, moe, groups)
+        return LocalDispatcher(moe.num_experts, padded_rows(run, groups), host.leaving)
+    return DISPATCHERS[run.parallel.dispatcher](run, moe, groups, host)
 
 
-def _local(run: RunConfig, moe: MoEConfig, groups: Groups) -> Dispatcher:
-    return LocalDispatcher(moe.num_experts, padded_rows(run, groups))
+def _all_to_all(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+    return AllToAllDispatcher(moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups), host)
 
 
-def _all_to_all(run: RunConfig, moe: MoEConfig, groups: Groups) -> Dispatcher:
-    return AllToAllDispatcher(moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups))
-
-
-def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups) -> Dispatcher:
+def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
     block = groups["expert_block"]
     layout = groups.layout
     tokens_of_rank = None
@@ -41,7 +38,8 @@ def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups) -> Dispatcher:
         tokens_of_rank = tuple(
             shard_sizes(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
         )
-    return AllGatherDispatcher(moe.num_experts, block, groups["etp"].size, tokens_of_rank, padded_rows(run, groups))
+    slots = padded_rows(run, groups)
+    return AllGatherDispatcher(moe.num_experts, block, groups["etp"].size, tokens_of_rank, slots, host)
 
 
 def padded_rows(run: RunConfig, groups: Groups) -> int | None:
@@ -75,7 +73,7 @@ def most_microbatch_tokens(run: RunConfig, groups: Groups) -> int:
     return tokens * groups.layout.size("dp") if run.parallel.dynamic_cp else tokens
 
 
-DISPATCHERS: dict[str, Callable[[RunConfig, MoEConfig, Groups], Dispatcher]] = {
+DISPATCHERS: dict[str, Callable[[RunConfig, MoEConfig, Groups, HostCounts], Dispatcher]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
 }
