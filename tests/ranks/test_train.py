@@ -124,14 +124,14 @@ def assert_poisons_leave_no_trace(run: RunConfig, poisons: list[Poison], good: i
         lab = Laboratory(rank, workshop.share.model)
         carry_out, number, at_start = moefold.pipeline.step.carry_out, [0], [""]
 
-        def watched(share: Share, batches: Any) -> Any:
+        def watched(share: Share, batches: Any, told: Any) -> Any:
             step = number[0] - good
             now = digest(workshop) if step >= 0 else ""
             if step > 0:
                 assert (now == at_start[0]) == (step % 2 == 1), f"{poisons[(step - 1) // 2]}, step {number[0]}"
             number[0], at_start[0] = number[0] + 1, now
             lab.due = poisons[step // 2] if step >= 0 and step % 2 == 0 else None
-            return lab.after_backward(carry_out(share, batches))
+            return lab.after_backward(carry_out(share, batches, told))
 
         moefold.pipeline.step.carry_out = watched
 

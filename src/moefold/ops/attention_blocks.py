@@ -60,7 +60,7 @@ class Rows(NamedTuple):
         """[starts, num, ...]; a view where the starts are evenly spaced, otherwise a copy."""
         step = self._step()
         if step is None:
-            index = _index(self.starts, self.num).to(x.device, non_blocking=True)
+            index = row_index(self.starts, self.num).to(x.device, non_blocking=True)
             return x.index_select(0, index).unflatten(0, (len(self.starts), self.num))
         x = x[self.starts[0] : self.starts[-1] + self.num]
         return x.unflatten(0, (-1, self.num)) if step == self.num else x.unfold(0, self.num, step).movedim(-1, 1)
@@ -223,5 +223,5 @@ def _stack(heap: list[Block]) -> Stack:
 
 
 @lru_cache(maxsize=256)
-def _index(starts: tuple[int, ...], count: int) -> Tensor:
+def row_index(starts: tuple[int, ...], count: int) -> Tensor:
     return (torch.tensor(starts)[:, None] + torch.arange(count)).flatten()

@@ -21,14 +21,22 @@ from moefold.schedule.actions import Action, Kind, Order
 from moefold.schedule.names import schedule_named
 from moefold.schedule.passes import executable
 
+# Told after each action.
+Told = Callable[[Flight, Action], None]
 
-def carry_out(share: Share, batches: Sequence[Batch]) -> StepSums:
+
+def untold(flight: Flight, action: Action) -> None:
+    """Does not want to know."""
+
+
+def carry_out(share: Share, batches: Sequence[Batch], told: Told = untold) -> StepSums:
     """Forward and backward over all microbatches; gradients add up in the parameters."""
     order = _order(share, len(batches))
     actions = order.actions[share.groups["pp"].index]
     flight = take_off(share, order, batches, actions)
     for action in actions:
         _CARRY_OUT[action.kind](flight, action)
+        told(flight, action)
     if share.deferral is not None:
         share.deferral.run_all()
     if flight.pipes is not None:

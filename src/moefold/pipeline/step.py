@@ -24,7 +24,7 @@ from moefold.parallel.gradients import finish_gradients
 from moefold.parallel.once import gather_once, reduce_once
 from moefold.parallel.placements import Held
 from moefold.pipeline.flight import StepSums
-from moefold.pipeline.runtime import carry_forward, carry_out
+from moefold.pipeline.runtime import Told, carry_forward, carry_out, untold
 
 
 class StepResult(NamedTuple):
@@ -55,12 +55,13 @@ def run_step(
     batches: Sequence[Batch],
     look: Look = look_away,
     objection: Objection = never,
+    told: Told = untold,
 ) -> StepResult:
     """Forward and backward over ``batches``, then one clipped update and the loss-free bias's move."""
     optimizer.zero_grad()
     if share.gathers_once:
         gather_once(share.model)
-    sums = over_ranks(carry_out(share, batches), share.groups)
+    sums = over_ranks(carry_out(share, batches, told), share.groups)
     if share.gathers_once:
         reduce_once(share.model, share.groups)
     gradients = finish_gradients(share.model, share.held, share.groups["pp"])

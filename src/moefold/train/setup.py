@@ -58,8 +58,7 @@ def set_up(run: RunConfig, rank: int, world: int, device: torch.device, seconds:
     if rank == 0:
         (directory / "config.yaml").write_text(dump_run(run))
     share = take_share(run, groups, device)
-    kinds = {spec.name: spec.kind for spec in parameters(run.model)}
-    optimizer = adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), run.optim)
+    optimizer = make_optimizer(share)
     samples = open_samples(run.data, run.model.vocab_size, run.seed, "train")
     validation = (
         None if run.data.validation is None else open_samples(run.data, run.model.vocab_size, run.seed, "validation")
@@ -67,6 +66,11 @@ def set_up(run: RunConfig, rank: int, world: int, device: torch.device, seconds:
     saver = make_saver(share, directory, incarnation, device)
     workshop = Workshop(run, directory, device, share, optimizer, samples, validation, saver)
     return workshop, _resume(workshop)
+
+
+def make_optimizer(share: Share) -> Optimizer:
+    kinds = {spec.name: spec.kind for spec in parameters(share.run.model)}
+    return adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), share.run.optim)
 
 
 def make_saver(share: Share, directory: Path, incarnation: int, device: torch.device) -> Saver:
