@@ -14,7 +14,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run, launch_line, order_of
+from moefold.plan.from_run import beyond_moefold, changes_to_run, folded, job_of_run, launch_words, order_of
 from moefold.recipes.catalog import RECIPES, recipe
 
 LAYOUTS = (
@@ -49,8 +49,7 @@ def test_the_command_line_starts_the_same_job(parallel: ParallelConfig) -> None:
     job = job_of_run(asked, cluster)
     assert beyond_moefold(job) == [] and order_of(job) == parallel.schedule
     changes = changes_to_run(job, recipe("debug_small"))
-    line = launch_line(job, "debug_small", changes)
-    words = shlex.split(line)
+    words = shlex.split(folded(launch_words(job, "debug_small", changes), 80).replace("\\\n", ""))
     assert words[:3] == ["torchrun", "--nnodes", "8"]
     _, dotted = split_changes(words[words.index("train") + 2 :])
     again = override(recipe("debug_small"), dotted)

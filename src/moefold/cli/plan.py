@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moefold.cli.run_argument import add_run_argument
-from moefold.errors import MoefoldError
+from moefold.cli.run_argument import add_run_argument, find_run
+from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.hardware.cluster import Cluster, cluster_of
 from moefold.hardware.gpu import GPUS
+from moefold.units import parse_count
 
 EXAMPLES = """examples:
-  moefold plan --records published.jsonl --predictions out.jsonl"""
+  moefold plan deepseek_v3 --gpu H100 --gpus 1024
+  moefold plan qwen3_235b_a22b --gpu GB200 --gpus 256 --stack megatron --fix tp=1,ep=32,64 --html plan.html
+  moefold plan my_run.yaml --gpus 64 --no-search --json
+  moefold plan deepseek_v3 --gpus 2048 --serve
+  moefold plan --records published.jsonl --predictions out.jsonl
+
+--stack moefold searches what moefold can start today; --stack megatron also what other programs offer: eight-bit
+products, DeepEP-class dispatchers, graphs. Choices to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (of a
+microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate.
+Exits with 0 when the choice fits, 1 when it does not, 2 when the command cannot be understood or nothing fits."""
 
 
 def add_to(commands: Any) -> None:
@@ -23,11 +39,46 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_argument(parser, optional=True)
+    _add_cluster(parser)
+    _add_search(parser)
+    _add_goodput(parser)
+    _add_output(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"one of {', '.join(GPUS)} (H100)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many of them")
+    parser.add_argument("--domain", type=int, metavar="N", help="GPUs that fast links join (the card's usual)")
+    parser.add_argument("--nic", type=float, metavar="GB/S", help="each GPU's share of the network (the card's usual)")
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--global-batch", type=int, metavar="N", help="sequences per step (the run's)")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (the run's)")
+    parser.add_argument("--stack", choices=("moefold", "megatron", "fsdp2"), default="moefold", help="whose options")
+    parser.add_argument(
+        "--fix", default="", metavar="CHOICES", help="pin choices: tp=1,ep=32,64,recompute=mla_up+norms"
+    )
+    parser.add_argument("--no-search", action="store_true", help="predict the run's own layout only")
+    parser.add_argument(
+        "--imbalance", type=float, default=1.0, metavar="X", help="rows of the busiest rank over the mean (1)"
+    )
+    parser.add_argument("--headroom", type=float, default=0.0, metavar="X", help="share of memory to leave free (0)")
+
+
+def _add_goodput(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mtbf-hours", type=float, metavar="H", help="GPU hours per failure (50,000)")
+    parser.add_argument("--restart-seconds", type=float, metavar="S", help="from a failure until training (600)")
+    parser.add_argument("--save-seconds", type=float, metavar="S", help="a save stops training for (reckoned)")
+    parser.add_argument("--write-seconds", type=float, metavar="S", help="and is whole on disk after (reckoned)")
+    parser.add_argument("--tokens", default="1T", metavar="N", help="tokens to train on, such as 14.8T (1T)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--records", type=Path, metavar="FILE", help="predict published records, one JSON per line")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="where to write them (stdout)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,4 +86,91 @@ def run(args: argparse.Namespace) -> int:
         from moefold.cli.plan_records import run_records
 
         return run_records(args.records, args.predictions, args.json)
-    raise MoefoldError("plan what? name a RUN, or give --records FILE; see `moefold plan --help`")
+    if args.name is None:
+        raise MoefoldError("plan what? name a RUN, or give --records FILE; see `moefold plan --help`")
+    from moefold.plan.proposal import propose
+
+    proposal = propose(question_of(args), _progress())
+    if args.json:
+        from moefold.plan.report.data import proposal_data
+
+        print(json.dumps(proposal_data(proposal), indent=2))
+    else:
+        _print(proposal)
+    return 0 if proposal.chosen.memory.fits else 1
+
+
+def question_of(args: argparse.Namespace) -> Any:
+    """What was asked, or every problem with the asking."""
+    from moefold.plan.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
+    from moefold.plan.proposal import Question
+
+    named, asked = find_run(args.name), find_run(args.name, args.changes)
+    batch = args.global_batch or asked.data.global_batch
+    data = replace(asked.data, global_batch=batch, seq_len=args.seq or asked.data.seq_len)
+    return Question(
+        run=replace(asked, data=data),
+        name=args.name,
+        cluster=_cluster(args),
+        named=named,
+        dotted=_dotted(args.changes),
+        stack=args.stack,
+        fixed=args.fix,
+        searching=not args.no_search,
+        imbalance=args.imbalance,
+        headroom=args.headroom,
+        mtbf_hours=args.mtbf_hours or USUAL_MTBF_HOURS,
+        restart_seconds=USUAL_RESTART_SECONDS if args.restart_seconds is None else args.restart_seconds,
+        save_seconds=args.save_seconds,
+        write_seconds=args.write_seconds,
+        tokens=parse_count(args.tokens),
+    )
+
+
+def _dotted(changes: list[str]) -> dict[str, str]:
+    """`--a.b 1` and `--a.b=1` by their keys."""
+    found: dict[str, str] = {}
+    words = iter(changes)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        found[key] = value if equals else next(words, "")
+    return found
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    problems = []
+    if args.gpus is None:
+        problems.append(Problem("gpus", "how many GPUs?", "give --gpus 1024"))
+    for name, low in (("gpus", 1), ("domain", 1), ("nic", 1e-6), ("global_batch", 1), ("seq", 1), ("imbalance", 1)):
+        value = getattr(args, name)
+        if value is not None and not low <= value <= 10_000_000:
+            problems.append(Problem(name.replace("_", "-"), f"is {value:g}", f"use a number from {low:g}"))
+    if not 0 <= args.headroom < 1:
+        problems.append(Problem("headroom", f"is {args.headroom:g}", "use a share, such as 0.05"))
+    if problems:
+        raise ConfigError(*problems)
+    changes = {"domain": args.domain, "nic_gb_s": args.nic}
+    return cluster_of(args.gpu, args.gpus, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _print(proposal: Any) -> None:
+    from rich.console import Console
+
+    from moefold.plan.report.terminal import terminal_report
+
+    width = max(100, min(160, shutil.get_terminal_size((140, 24)).columns))
+    Console(width=width, highlight=False, soft_wrap=False).print(terminal_report(proposal))
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    """One line on stderr that is rewritten; on anything but a terminal, one line per stage of the search."""
+    live = sys.stderr.isatty()
+
+    def say(what: str, done: int, total: int) -> None:
+        if live:
+            end = "\n" if done == total else ""
+            print(f"\r{what}: {done:,} of {total:,}    ", end=end, file=sys.stderr, flush=True)
+        elif done == total:
+            print(f"{what}: {total:,}", file=sys.stderr, flush=True)
+
+    return say

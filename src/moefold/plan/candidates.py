@@ -64,6 +64,8 @@ class Limits:
     expert_widths: tuple[int, ...]
     # moefold's own rules, on top of those of every program.
     ours: bool
+    # The program shards parameters as a matter of course.
+    shards: bool
     domain: int
 
 
@@ -88,6 +90,7 @@ def limits_of(job: Job) -> Limits:
         experts=min((feed.experts for feed in mixtures), default=1),
         expert_widths=tuple(sorted({feed.width for feed in mixtures})),
         ours=ours,
+        shards=job.options.stack in ("moefold", "fsdp2", "jax"),
         domain=job.cluster.usable_domain,
     )
 
@@ -139,7 +142,7 @@ def _why_no_program(choice: Choice, limits: Limits, space: Space) -> str | None:
             return "hiding exchanges in a pipeline needs virtual stages"
         if choice.delay_wgrad and not choice.ep_overlap:
             return "weight gradients are put off to fill what hidden exchanges leave"
-        if choice.sharding == "zero3" and choice.pp > 1:
+        if choice.sharding == "zero3" and choice.pp > 1 and not limits.shards:
             return "zero3 with a pipeline gathers weights for every microbatch"
         if choice.vpp > 1 and microbatches_of(choice, limits) % choice.pp:
             return "interleaved stages take microbatches in rounds of pp"

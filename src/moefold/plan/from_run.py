@@ -9,7 +9,7 @@ by `beyond_moefold`, never dropped in silence.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from moefold.checks.precision import BYTES
@@ -42,6 +42,18 @@ def job_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Job:
         cluster=cluster,
         cuts=_cuts(run.parallel, layout),
         batch=_batch(run, layout.size("dp")),
+        numbers=numbers_of_run(run),
+        options=_options(run, imbalance),
+    )
+
+
+def question_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Job:
+    """The run's model, batch and formats without a layout of its own: what a search begins with."""
+    return Job(
+        model=from_config(run.model),
+        cluster=cluster,
+        cuts=Cuts(sharding="zero3"),
+        batch=Batch(run.data.seq_len, 1, run.data.global_batch),
         numbers=numbers_of_run(run),
         options=_options(run, imbalance),
     )
@@ -163,14 +175,26 @@ def changes_to_run(job: Job, run: RunConfig) -> dict[str, str]:
     return {path: _word(value) for path, value in wanted.items() if _value_at(run, path) != value}
 
 
-def launch_line(job: Job, name: str, changes: Mapping[str, str]) -> str:
-    """What to type once per node. ``name`` is the run's recipe or file."""
+def launch_words(job: Job, name: str, changes: Mapping[str, str]) -> list[str]:
+    """What to type once per node, in pieces that belong together. ``name`` is the run's recipe or file."""
     cluster = job.cluster
     per_node = min(cluster.gpu.per_node, cluster.num_gpus)
     nodes = -(-cluster.num_gpus // per_node)
-    meet = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
-    words = [shlex.quote(name), *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]
-    return f"torchrun {meet} --nproc-per-node {per_node} -m moefold.cli.main train {' '.join(words)}"
+    meet = ["--standalone"]
+    if nodes > 1:
+        meet = [f"--nnodes {nodes}", "--rdzv-backend c10d", "--rdzv-endpoint $HEAD:29500"]
+    started = [f"--nproc-per-node {per_node}", "-m moefold.cli.main", f"train {shlex.quote(name)}"]
+    return ["torchrun", *meet, *started, *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]
+
+
+def folded(words: Sequence[str], width: int) -> str:
+    """The command over several lines, as a shell reads it."""
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
+            lines.append("    ")
+        lines[-1] += word if not lines[-1].strip() else f" {word}"
+    return " \\\n".join(lines)
 
 
 def _word(value: object) -> str:

@@ -36,6 +36,7 @@ from moefold.plan.job import Job
 from moefold.plan.memory import predict_memory
 from moefold.plan.space import Recompute, Space, usual_space
 from moefold.plan.step_time import predict_time
+from moefold.units import format_bytes
 
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
@@ -87,19 +88,29 @@ def grid_of(choice: Choice) -> tuple[int, ...]:
     return choice[:6]
 
 
-def search(template: Job, space: Space | None = None, progress: Progress | None = None) -> Result:
-    """The best candidates for the template's model, cluster, batch and program."""
+def search(
+    template: Job,
+    space: Space | None = None,
+    progress: Progress | None = None,
+    from_own: bool = True,
+    headroom: float = 0.0,
+) -> Result:
+    """The best candidates for the template's model, cluster, batch and program.
+
+    With ``from_own`` the template's own choice is one of the starts, so the answer is never slower than it.
+    ``headroom`` is the share of the card's memory that must stay free.
+    """
     began = time.monotonic()
     space = space or usual_space(template)
-    looked = _Looked(template, limits_of(template), space)
+    looked = _Looked(template, limits_of(template), space, headroom)
     say = progress or (lambda what, done, total: None)
-    coarse = _sweep(looked, say)
+    coarse = _sweep(looked, say, from_own)
     if not coarse:
         raise NothingFitsError(looked.why_nothing())
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         _climb(looked, start)
-    ranked = tuple(sorted(looked.timed.values(), key=lambda each: (each.seconds, each.bytes, str(each.choice))))
+    ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
     own = looked.timed.get(choice_of_job(template))
     found = (len(coarse), len(looked.held), len(looked.timed))
     return Result(ranked, pareto(ranked), own, *found, time.monotonic() - began)
@@ -117,10 +128,11 @@ def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
 class _Looked:
     """What has been asked already."""
 
-    def __init__(self, template: Job, limits: Limits, space: Space) -> None:
+    def __init__(self, template: Job, limits: Limits, space: Space, headroom: float) -> None:
         self.template, self.limits, self.space = template, limits, space
         self.held: dict[Choice, float] = {}
         self.timed: dict[Choice, Candidate] = {}
+        self.usable = 1 - headroom
         self.capacity = template.cluster.gpu.memory_bytes
         self.milestones = _milestones(space.recompute)
 
@@ -130,7 +142,7 @@ class _Looked:
     def fits(self, choice: Choice) -> bool:
         if choice not in self.held:
             memory = predict_memory(self.job(choice))
-            self.capacity = memory.capacity
+            self.capacity = memory.capacity * self.usable
             self.held[choice] = memory.total
         return self.held[choice] <= self.capacity
 
@@ -153,12 +165,22 @@ class _Looked:
                 return found
         return None
 
+    def rank(self, each: Candidate) -> tuple[float, float, int]:
+        """Fastest first; among equals the leanest, then the one of most usual values."""
+        places = (
+            getattr(self.space, name).index(value)
+            for name, value in zip(Choice._fields, each.choice)
+            if value in getattr(self.space, name)
+        )
+        return each.seconds, each.bytes, sum(places)
+
     def why_nothing(self) -> str:
         if self.held:
             least = min(self.held, key=self.held.__getitem__)
             return (
-                f"nothing fits: of {len(self.held):,} candidates the leanest needs {self.held[least] / 1e9:.1f} GB of "
-                f"{self.capacity / 1e9:.0f} GB ({described(least)}); use more GPUs, or free a choice"
+                f"nothing fits: of {len(self.held):,} candidates the leanest needs "
+                f"{format_bytes(self.held[least])} of {format_bytes(self.capacity)} "
+                f"({described(least)}); use more GPUs, or free a choice"
             )
         start = first_choice(self.space)
         reasons = Counter(why_illegal(made, self.limits, self.space) for made in _grids(start, self.space))
@@ -188,10 +210,10 @@ def described(choice: Choice) -> str:
 # ---- from coarse to fine ----
 
 
-def _sweep(looked: _Looked, say: Progress) -> list[Candidate]:
+def _sweep(looked: _Looked, say: Progress, from_own: bool) -> list[Candidate]:
     starts = list(layouts(looked.limits, looked.space))
     own = choice_of_job(looked.template)
-    if why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
+    if from_own and why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
         starts.append(own)
     found = (looked.lightest(start) for start in _counted(starts, "grids", say))
     return [each for each in found if each is not None]

@@ -74,6 +74,7 @@ def usual_space(job: Job) -> Space:
     model, cluster, batch = job.model, job.cluster, job.batch
     sequences = round(job.global_tokens / batch.seq_len)
     ours = job.options.stack == "moefold"
+    sharded = job.options.stack in ("moefold", "fsdp2", "jax")
     depth = len(model.layers) + model.mtp
     share = max(1, batch.seq_len // _SHORTEST_SHARE)
     return Space(
@@ -89,9 +90,9 @@ def usual_space(job: Job) -> Space:
         ep_overlap=(True, False) if model.is_mixture else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
-        graphs=("none",) if ours else ("full", "partial", "none"),
-        sharding=("zero3",) if ours else ("zero1", "zero3"),
-        replicate=_doubling(cluster.num_gpus) if ours else (1,),
+        graphs=("full", "partial", "none") if job.options.stack == "megatron" else ("none",),
+        sharding=("zero3",) if sharded else ("zero1", "zero3"),
+        replicate=_doubling(cluster.num_gpus) if sharded else (1,),
     )
 
 

@@ -1,0 +1,150 @@
+"""Why this layout, in words: against another one line by line, which wall binds, and what would move it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moefold.plan.candidates import Choice, choice_of_job
+from moefold.plan.prediction import Prediction, Wall
+from moefold.plan.what_if import Answer
+from moefold.units import format_bytes
+
+# Differences below this share of the whole are not worth a word.
+_WORTH_A_WORD = 0.01
+_GROUPS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
+_OPTION_NAMES = {"sequences": "microbatch", "ep_overlap": "hidden exchanges", "delay_wgrad": "delayed wgrad"}
+_MEANING: dict[Wall, str] = {
+    "memory": "it does not fit",
+    "communication": "ranks wait for each other's data",
+    "compute": "the card's arithmetic and memory are busy",
+    "host": "the card waits for the host to launch work",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One line of two predictions; positive is more in the second."""
+
+    name: str
+    first: float
+    second: float
+
+    @property
+    def more(self) -> float:
+        return self.second - self.first
+
+
+def seconds(time: float) -> str:
+    """Steps are compared with each other, so all of them are in seconds."""
+    return f"{time:.2f} s" if time >= 0.1 else f"{1000 * time:.1f} ms"
+
+
+def time_differences(first: Prediction, second: Prediction) -> list[Difference]:
+    """Exposed seconds by cause, the largest difference first."""
+    return _differences(_exposed(first), _exposed(second))
+
+
+def memory_differences(first: Prediction, second: Prediction) -> list[Difference]:
+    """Bytes by group, the largest difference first."""
+    return _differences(_held(first), _held(second))
+
+
+def changed_choices(first: Choice, second: Choice) -> str:
+    """What the second chooses differently: `ep 64 instead of 32, no graphs instead of full`."""
+    words = []
+    for name, a, b in zip(Choice._fields, first, second):
+        if a != b:
+            words.append(f"{_OPTION_NAMES.get(name, name)} {_shown(b)} instead of {_shown(a)}")
+    return ", ".join(words) or "the same choices"
+
+
+def versus(best: Prediction, other: Prediction, name: str) -> str:
+    """One paragraph: the choice against another layout called `name`."""
+    choices = changed_choices(choice_of_job(best.job), choice_of_job(other.job))
+    own, others = best.time.step_seconds, other.time.step_seconds
+    share = others / own - 1
+    if abs(share) < 0.0005:
+        speed = f"takes the same time ({seconds(others)})"
+    else:
+        speed = f"is {abs(share):.1%} {'slower' if share > 0 else 'faster'} ({seconds(others)} against {seconds(own)})"
+    unsure = "" if abs(share) > _spread(best) else "; the difference is within the error of the prediction"
+    time = _listed(time_differences(best, other), own, seconds)
+    memory = _listed(memory_differences(best, other), best.memory.total, format_bytes)
+    fit = "" if other.memory.fits else f" It does not fit: {format_bytes(other.memory.total)}."
+    return (
+        f"{name} has {choices}. It {speed}{unsure}."
+        + (f" Time: {time}." if time else "")
+        + (f" Memory: {memory}." if memory else "")
+        + fit
+    )
+
+
+def wall_words(prediction: Prediction) -> str:
+    """Which wall binds, with the share of the step that each takes."""
+    time = prediction.time
+    shares = {wall: time.of(wall) / time.step_seconds for wall in ("compute", "communication", "host", "bubble")}
+    listed = ", ".join(f"{wall} {share:.0%}" for wall, share in sorted(shares.items(), key=lambda item: -item[1]))
+    dearest = max(
+        (line for line in time.lines if line.wall == prediction.wall),
+        key=lambda line: line.seconds - line.hidden,
+        default=None,
+    )
+    if prediction.wall == "memory":
+        over = prediction.memory.total - prediction.memory.capacity
+        first = f"Memory binds: {format_bytes(over)} more than the card has"
+    else:
+        part = f", most of it {dearest.name}" if dearest else ""
+        first = f"{prediction.wall.capitalize()} binds: {_MEANING[prediction.wall]}{part}"
+    return f"{first}. Exposed time: {listed}."
+
+
+def what_would_move(prediction: Prediction, answers: Sequence[Answer]) -> str:
+    """The changes that help most, and those that memory alone forbids."""
+    faster = [each for each in answers if each.prediction and each.faster(prediction) > _WORTH_A_WORD]
+    faster.sort(key=lambda each: -each.faster(prediction))
+    fitting = [each for each in faster if each.prediction and each.prediction.memory.fits]
+    words = [f"if {each.question}, {each.faster(prediction):.0%} faster" for each in fitting[:4]]
+    sentence = f"What would move it: {'; '.join(words)}." if words else "No single change makes it faster."
+    held_back = [each for each in faster if each.prediction and not each.prediction.memory.fits]
+    if held_back and held_back[0].prediction:
+        first = held_back[0]
+        needs = held_back[0].prediction.memory.total - prediction.memory.capacity
+        sentence += (
+            f" With {format_bytes(needs)} more memory, if {first.question}: {first.faster(prediction):.0%} faster."
+        )
+    return sentence
+
+
+def _exposed(prediction: Prediction) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in prediction.time.lines:
+        found[line.name] = found.get(line.name, 0.0) + line.seconds - line.hidden
+    return found
+
+
+def _held(prediction: Prediction) -> dict[str, float]:
+    return {group: prediction.memory.of(group) for group in _GROUPS}
+
+
+def _differences(first: dict[str, float], second: dict[str, float]) -> list[Difference]:
+    names = dict.fromkeys((*first, *second))
+    found = [Difference(name, first.get(name, 0.0), second.get(name, 0.0)) for name in names]
+    return sorted(found, key=lambda each: -abs(each.more))
+
+
+def _listed(differences: list[Difference], whole: float, shown: Callable[[float], str]) -> str:
+    worth = [each for each in differences if abs(each.more) > _WORTH_A_WORD * whole][:4]
+    return ", ".join(f"{each.name} {'+' if each.more > 0 else '-'}{shown(abs(each.more))}" for each in worth)
+
+
+def _spread(prediction: Prediction) -> float:
+    """Half of the 80 % interval, as a share; two layouts of one model share much of that error, so take a quarter."""
+    time = prediction.time
+    return 0.25 * (time.high - time.low) / 2 / time.step_seconds
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, frozenset):
+        return "+".join(sorted(value)) or "nothing"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,194 @@
+"""A proposal: everything that the planner has to say about one question, made once and shown in many ways.
+
+The terminal, JSON, the HTML page and the page with sliders all read this. Making one searches (unless told not to),
+predicts the choice, the runner-up and the user's own layout in full, asks what if, and reckons goodput.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
+from moefold.config.run import RunConfig
+from moefold.errors import ProblemsError
+from moefold.hardware.cluster import Cluster
+from moefold.plan.explain import versus, wall_words, what_would_move
+from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run, launch_words, question_of_run
+from moefold.plan.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS, Faults, Goodput, days_for, faults_of, goodput
+from moefold.plan.job import Job, Numbers, Stack
+from moefold.plan.predict import predict
+from moefold.plan.prediction import Prediction
+from moefold.plan.search import Progress, Result, search
+from moefold.plan.space import narrowed, usual_space
+from moefold.plan.stage_contents import contents_of
+from moefold.plan.what_if import Answer, answers
+from moefold.units import format_bytes
+
+# What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.
+STORAGE_GB_S = 0.25
+_TIGHT = 0.05
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user asks."""
+
+    run: RunConfig
+    # How the run was named on the command line: a recipe or a file.
+    name: str
+    cluster: Cluster
+    # What the name alone stands for, and the dotted keys that were changed in it.
+    named: RunConfig | None = None
+    dotted: Mapping[str, str] = field(default_factory=dict)
+    stack: Stack = "moefold"
+    fixed: str = ""
+    searching: bool = True
+    imbalance: float = 1.0
+    # Share of the card's memory to leave free.
+    headroom: float = 0.0
+    mtbf_hours: float = USUAL_MTBF_HOURS
+    restart_seconds: float = USUAL_RESTART_SECONDS
+    # None: reckoned from the states' bytes and the links they travel.
+    save_seconds: float | None = None
+    write_seconds: float | None = None
+    tokens: float = 1e12
+
+
+@dataclass(frozen=True)
+class Proposal:
+    question: Question
+    chosen: Prediction
+    # The user's own layout, or why it cannot be.
+    own: Prediction | None
+    own_problem: str
+    runner_up: Prediction | None
+    result: Result | None
+    answers: tuple[Answer, ...]
+    # "Why this layout", one paragraph each.
+    reasons: tuple[str, ...]
+    # What starts it, in pieces to be folded into lines.
+    command: tuple[str, ...]
+    # What moefold cannot do of it.
+    beyond: tuple[str, ...]
+    faults: Faults
+    goodput: Goodput
+    days: float
+
+
+def propose(question: Question, progress: Progress | None = None) -> Proposal:
+    own, problem = _own(question)
+    template = own or _with_stack(question_of_run(question.run, question.cluster, question.imbalance), question.stack)
+    result = None
+    if question.searching:
+        space = narrowed(usual_space(template), question.fixed)
+        result = search(template, space, progress, own is not None, question.headroom)
+    elif own is None:
+        raise problem if problem is not None else AssertionError("a run without a layout has a problem")
+    chosen = predict(result.best.job if result else template)
+    own_prediction = predict(own) if own else None
+    second = result.runner_up if result else None
+    runner_up = predict(second.job) if second else None
+    asked = tuple(answers(chosen.job))
+    faults = _faults(question)
+    found = goodput(faults)
+    rate = chosen.tokens_per_second_per_gpu * question.cluster.num_gpus
+    return Proposal(
+        question=question,
+        chosen=chosen,
+        own=own_prediction,
+        own_problem=str(problem or ""),
+        runner_up=runner_up,
+        result=result,
+        answers=asked,
+        reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked)),
+        command=command_for(chosen.job, question),
+        beyond=tuple(beyond_moefold(chosen.job)),
+        faults=faults,
+        goodput=found,
+        days=days_for(question.tokens, rate, found.effective),
+    )
+
+
+def command_for(job: Job, question: Question) -> tuple[str, ...]:
+    """The line that starts it. Stages are written out where the trainer would deal layers otherwise."""
+    num_stages = job.cuts.pp * job.cuts.vpp
+    if job.cuts.stages is None and num_stages > 1:
+        planned = stage_string(job)
+        if planned != print_stages(balanced_stages(question.run.model, num_stages)):
+            job = replace(job, cuts=replace(job.cuts, stages=planned))
+    wanted = changes_to_run(job, question.named or question.run)
+    asked = {path: value for path, value in question.dotted.items() if path not in wanted}
+    return tuple(launch_words(job, question.name, asked | wanted))
+
+
+def stage_string(job: Job) -> str:
+    """The layers of every stage as the prediction dealt them."""
+    stages = contents_of(job.model, job.cuts.pp * job.cuts.vpp, job.cuts.stages)
+    letters = "|".join(
+        "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
+        for stage in stages
+    )
+    return print_stages(parse_stages(letters, len(job.model.layers), job.model.mtp))
+
+
+def _own(question: Question) -> tuple[Job | None, ProblemsError | None]:
+    try:
+        job = job_of_run(question.run, question.cluster, question.imbalance)
+    except ProblemsError as error:
+        return None, error
+    return _with_stack(job, question.stack), None
+
+
+def _with_stack(job: Job, stack: Stack) -> Job:
+    """The same work under another program, which keeps other things."""
+    if stack == "moefold":
+        return job
+    sharded = stack == "fsdp2"
+    numbers = job.numbers if sharded else Numbers(job.numbers.format)
+    cuts = replace(job.cuts, sharding="zero3" if sharded else "zero1", replicate=1)
+    return replace(job, numbers=numbers, cuts=cuts, options=replace(job.options, stack=stack))
+
+
+def _reasons(
+    chosen: Prediction,
+    runner_up: Prediction | None,
+    own: Prediction | None,
+    result: Result | None,
+    asked: Sequence[Answer],
+) -> list[str]:
+    said = [wall_words(chosen), what_would_move(chosen, asked)]
+    if runner_up is not None:
+        said.append(versus(chosen, runner_up, "The runner-up"))
+    if own is not None and own.job != chosen.job:
+        said.append(versus(chosen, own, "Your own layout"))
+    spare = 1 - chosen.memory.total / chosen.memory.capacity
+    if 0 <= spare < _TIGHT:
+        said.append(_tight(chosen, result, spare))
+    return said
+
+
+def _tight(chosen: Prediction, result: Result | None, spare: float) -> str:
+    words = f"Memory is tight: {spare:.1%} of the card is left, less than the prediction's own error."
+    roomy = next(
+        (each for each in (result.pareto if result else ()) if each.bytes < 0.9 * chosen.memory.capacity), None
+    )
+    if roomy is None:
+        return words
+    slower = roomy.seconds / chosen.time.step_seconds - 1
+    return f"{words} The fastest with a tenth to spare is {slower:.1%} slower and holds {format_bytes(roomy.bytes)}."
+
+
+def _faults(question: Question) -> Faults:
+    gpus = question.cluster.num_gpus
+    # Every state is saved once, by whoever holds it.
+    each = 12.0 * count_parameters(question.run.model).total / gpus
+    save, write = question.save_seconds, question.write_seconds
+    return faults_of(
+        gpus,
+        question.mtbf_hours,
+        save=each / (question.cluster.gpu.host_gb_s * 1e9) + 1.0 if save is None else save,
+        write=each / (STORAGE_GB_S * 1e9) if write is None else write,
+        restart=question.restart_seconds,
+    )

@@ -1,0 +1,109 @@
+"""A proposal as plain data, for `--json` and for whoever reads it next."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from moefold.plan.job import Job
+from moefold.plan.prediction import Prediction
+from moefold.plan.proposal import Proposal
+from moefold.plan.search import Candidate, described
+from moefold.plan.what_if import Answer
+
+
+def proposal_data(proposal: Proposal) -> dict[str, Any]:
+    question, result = proposal.question, proposal.result
+    return {
+        "run": question.name,
+        "gpu": question.cluster.gpu.name,
+        "gpus": question.cluster.num_gpus,
+        "domain": question.cluster.domain,
+        "nic_gb_s": question.cluster.nic_gb_s,
+        "stack": question.stack,
+        "chosen": prediction_data(proposal.chosen),
+        "runner_up": prediction_data(proposal.runner_up) if proposal.runner_up else None,
+        "own": prediction_data(proposal.own) if proposal.own else None,
+        "own_problem": proposal.own_problem,
+        "why": list(proposal.reasons),
+        "what_if": [_answer_data(answer, proposal.chosen) for answer in proposal.answers],
+        "pareto": [_candidate_data(each) for each in result.pareto] if result else [],
+        "searched": {
+            "layouts": result.num_layouts,
+            "memory_predictions": result.num_memory,
+            "time_predictions": result.num_time,
+            "seconds": result.wall_seconds,
+        }
+        if result
+        else None,
+        "goodput": asdict(proposal.goodput) | {"tokens": question.tokens, "days": proposal.days},
+        "command": " ".join(proposal.command),
+        "beyond_moefold": list(proposal.beyond),
+    }
+
+
+def prediction_data(prediction: Prediction) -> dict[str, Any]:
+    memory, time = prediction.memory, prediction.time
+    return {
+        "layout": layout_data(prediction.job),
+        "step_seconds": time.step_seconds,
+        "interval": [time.low, time.high],
+        "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
+        "tflops_per_gpu": prediction.tflops_per_gpu,
+        "mfu": prediction.mfu,
+        "wall": prediction.wall,
+        "time": [
+            {"wall": line.wall, "name": line.name, "seconds": line.seconds, "hidden": line.hidden, "why": line.why}
+            for line in time.lines
+        ],
+        "memory_bytes": memory.total,
+        "capacity_bytes": memory.capacity,
+        "fits": memory.fits,
+        "fullest_pipeline_rank": memory.pipeline_rank,
+        "memory_by_rank": list(memory.by_rank),
+        "memory": [
+            {"group": line.group, "name": line.name, "bytes": line.bytes, "why": line.why} for line in memory.lines
+        ],
+        "notes": list(prediction.notes),
+    }
+
+
+def layout_data(job: Job) -> dict[str, Any]:
+    cuts, options = job.cuts, job.options
+    return asdict(cuts) | {
+        "edp": cuts.edp,
+        "micro_batch": job.batch.sequences,
+        "microbatches": job.batch.microbatches,
+        "global_batch": job.batch.sequences * job.batch.microbatches * cuts.dp,
+        "seq_len": job.batch.seq_len,
+        "format": job.numbers.format,
+        "stack": options.stack,
+        "dispatcher": options.dispatcher,
+        "ep_overlap": options.ep_overlap,
+        "delay_wgrad": options.delay_wgrad,
+        "recompute": sorted(options.recompute),
+        "graphs": options.graphs,
+    }
+
+
+def _candidate_data(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "choice": described(candidate.choice),
+        "layout": layout_data(candidate.job),
+        "step_seconds": candidate.seconds,
+        "memory_bytes": candidate.bytes,
+    }
+
+
+def _answer_data(answer: Answer, chosen: Prediction) -> dict[str, Any]:
+    found = answer.prediction
+    return {
+        "if": answer.question,
+        "about": answer.about,
+        "step_seconds": found.time.step_seconds if found else None,
+        "faster_by": answer.faster(chosen) if found else None,
+        "memory_bytes": found.memory.total if found else None,
+        "fits": found.memory.fits if found else None,
+        "wall": found.wall if found else None,
+        "not_legal": answer.reason,
+    }

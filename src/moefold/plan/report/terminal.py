@@ -1,0 +1,164 @@
+"""A proposal on a terminal: the choice, its memory and time by cause, the others, and why, on about one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from moefold.plan.candidates import choice_of_job
+from moefold.plan.explain import seconds
+from moefold.plan.from_run import folded
+from moefold.plan.prediction import Prediction
+from moefold.plan.proposal import Proposal
+from moefold.plan.search import described
+from moefold.units import format_bytes, format_count, format_seconds
+
+_BAR, _COMMAND = 28, 96
+_COLOURS = {"compute": "blue", "communication": "dark_orange", "host": "yellow", "bubble": "bright_black"}
+_MOST_PARETO, _MOST_ANSWERS = 6, 8
+
+
+def terminal_report(proposal: Proposal) -> RenderableType:
+    return Group(*_parts(proposal))
+
+
+def _parts(proposal: Proposal) -> Iterator[RenderableType]:
+    yield _headline(proposal)
+    yield _choice_table(proposal)
+    yield _bars(proposal.chosen)
+    if proposal.result and len(proposal.result.pareto) > 1:
+        yield _pareto(proposal)
+    yield _what_if(proposal)
+    for reason in proposal.reasons:
+        yield Padding(Text(reason), (0, 0, 0, 1))
+    yield Text()
+    yield Padding(Text(_goodput_words(proposal)), (0, 0, 0, 1))
+    yield from _command(proposal)
+
+
+def _headline(proposal: Proposal) -> Text:
+    question, chosen = proposal.question, proposal.chosen
+    cluster = question.cluster
+    text = Text()
+    text.append(f"{question.name} on {cluster.num_gpus:,} {cluster.gpu.name}", style="bold")
+    text.append(f"  domain {cluster.domain}, {cluster.nic_gb_s:g} GB/s network, {question.stack}\n")
+    text.append(described(choice_of_job(chosen.job)) + "\n", style="bold green" if chosen.memory.fits else "bold red")
+    time = chosen.time
+    text.append(
+        f"{seconds(time.step_seconds)} per step (80 % interval {seconds(time.low)} to "
+        f"{seconds(time.high)}), {chosen.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+    )
+    if chosen.mfu:
+        text.append(f", {chosen.tflops_per_gpu:,.0f} TFLOP/s, MFU {chosen.mfu:.1%}")
+    return text
+
+
+def _table(*columns: str, **options: Any) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("", "layout", "if", "note") else "right", overflow="fold")
+    return table
+
+
+def _choice_table(proposal: Proposal) -> Table:
+    table = _table("", "step", "tokens/s/GPU", "memory", "of card", "wall", "layout")
+    rows = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up), ("your own", proposal.own)]
+    for name, found in rows:
+        if found is None or (name == "your own" and found.job == proposal.chosen.job):
+            continue
+        table.add_row(
+            name,
+            seconds(found.time.step_seconds),
+            f"{found.tokens_per_second_per_gpu:,.0f}",
+            format_bytes(found.memory.total),
+            _share(found),
+            found.wall,
+            described(choice_of_job(found.job)),
+        )
+    if proposal.own_problem:
+        table.add_row("your own", "", "", "", "", "", Text(proposal.own_problem, style="red"))
+    return table
+
+
+def _share(found: Prediction) -> Text:
+    share = found.memory.total / found.memory.capacity
+    return Text(f"{share:.0%}", style="" if share <= 1 else "red")
+
+
+def _bars(chosen: Prediction) -> Table:
+    """Memory and exposed time side by side, the largest first."""
+    both = Table.grid(padding=(0, 4))
+    memory, time = chosen.memory, chosen.time
+    left = _table("", "memory", "")
+    for line in sorted(memory.lines, key=lambda line: -line.bytes)[:10]:
+        bar = Text("█" * round(_BAR * line.bytes / memory.capacity), style="cyan")
+        left.add_row(f"{line.group}: {line.name}", format_bytes(line.bytes), bar)
+    left.add_row(f"total, pipeline rank {memory.pipeline_rank}", format_bytes(memory.total), "")
+    right = _table("", "exposed", "hidden", "")
+    for cause in sorted(time.lines, key=lambda cause: -(cause.seconds - cause.hidden))[:10]:
+        bar = Text(
+            "█" * round(_BAR * (cause.seconds - cause.hidden) / time.step_seconds),
+            style=_COLOURS.get(cause.wall, "white"),
+        )
+        hidden = seconds(cause.hidden) if cause.hidden > 1e-4 else ""
+        right.add_row(cause.name, seconds(cause.seconds - cause.hidden), hidden, bar)
+    both.add_row(left, right)
+    return both
+
+
+def _pareto(proposal: Proposal) -> Table:
+    result = proposal.result
+    assert result is not None
+    table = _table("step", "slower", "memory", "layout", title="nobody is both faster and leaner", title_justify="left")
+    shown = result.pareto if len(result.pareto) <= _MOST_PARETO else _spread(result.pareto, _MOST_PARETO)
+    for each in shown:
+        slower = each.seconds / result.best.seconds - 1
+        table.add_row(seconds(each.seconds), f"{slower:.1%}", format_bytes(each.bytes), described(each.choice))
+    return table
+
+
+def _spread(items: tuple[Any, ...], count: int) -> list[Any]:
+    """The first, the last, and evenly between."""
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _what_if(proposal: Proposal) -> Table:
+    table = _table("if", "step", "faster", "memory", "note", title="what if", title_justify="left")
+    told = [each for each in proposal.answers if each.prediction]
+    told.sort(key=lambda each: -each.faster(proposal.chosen))
+    for each in told[:_MOST_ANSWERS]:
+        found = each.prediction
+        assert found is not None
+        note = "" if found.memory.fits else "does not fit"
+        table.add_row(
+            each.question,
+            seconds(found.time.step_seconds),
+            f"{each.faster(proposal.chosen):+.1%}",
+            format_bytes(found.memory.total),
+            note,
+        )
+    return table
+
+
+def _goodput_words(proposal: Proposal) -> str:
+    found, question = proposal.goodput, proposal.question
+    return (
+        f"Goodput: at one failure per {question.mtbf_hours:,.0f} GPU hours the job fails {found.failures_per_day:.2g} "
+        f"times a day. Saving every {format_seconds(found.interval)} is best: {found.effective:.1%} of the time trains "
+        f"(saves {found.lost_to_saves:.1%}, restarts {found.lost_to_restarts:.1%}, repeated work "
+        f"{found.lost_to_repeats:.1%}). {format_count(question.tokens)} tokens take {proposal.days:,.1f} days."
+    )
+
+
+def _command(proposal: Proposal) -> Iterator[RenderableType]:
+    yield Text()
+    if proposal.beyond:
+        words = f"moefold does not have yet: {'; '.join(proposal.beyond)}. The nearest run that it can start:"
+        yield Padding(Text(words, style="yellow"), (0, 0, 0, 1))
+    yield Padding(Text(folded(proposal.command, _COMMAND), style="bold"), (0, 0, 0, 1))

@@ -1,0 +1,107 @@
+"""What if: the same job with one thing changed, predicted again.
+
+Some questions are about the machine (a larger domain of fast links, a faster network), some about the layout or the
+program (more experts' ranks, larger microbatches, no recompute). Each answer is a prediction or the rule that forbids
+it. An answer that does not fit is still given its time: it says what memory costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moefold.plan.candidates import Choice, choice_of_job, job_of_choice, limits_of, why_illegal
+from moefold.plan.job import Job
+from moefold.plan.predict import predict
+from moefold.plan.prediction import Prediction
+from moefold.plan.space import Space, usual_space
+
+_RACK, _NODE = 72, 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`prediction` is None where a rule forbids the change; `reason` then says which."""
+
+    question: str
+    about: str
+    prediction: Prediction | None = None
+    reason: str = ""
+
+    def faster(self, than: Prediction) -> float:
+        """By which share the step gets shorter; negative if it gets longer."""
+        return 1 - self.prediction.time.step_seconds / than.time.step_seconds if self.prediction else 0.0
+
+
+def answers(job: Job) -> list[Answer]:
+    """Every question that makes sense for this job."""
+    return [*_about_machine(job), *_about_layout(job), *_about_program(job)]
+
+
+def _about_machine(job: Job) -> Iterator[Answer]:
+    cluster, gpu = job.cluster, job.cluster.gpu
+    if job.model.is_mixture or job.cuts.tp > 1:
+        for domain in (_RACK, _NODE):
+            changed = replace(job, cluster=replace(cluster, domain=domain))
+            if domain != cluster.domain and changed.cluster.usable_domain <= cluster.num_gpus:
+                yield Answer(f"the NVLink domain were {domain}", "machine", predict(changed))
+    twice = replace(cluster, nic_gb_s=2 * cluster.nic_gb_s)
+    yield Answer("the network were twice as fast", "machine", predict(replace(job, cluster=twice)))
+    links = replace(cluster, gpu=replace(gpu, link_gb_s=2 * gpu.link_gb_s))
+    yield Answer("NVLink were twice as fast", "machine", predict(replace(job, cluster=links)))
+    rate = {name: 2 * getattr(gpu, name) for name in ("bf16_tflops", "fp8_tflops", "fp4_tflops")}
+    products = replace(cluster, gpu=replace(gpu, **rate))
+    yield Answer("products were twice as fast", "machine", predict(replace(job, cluster=products)))
+
+
+def _about_layout(job: Job) -> Iterator[Answer]:
+    own, space = choice_of_job(job), usual_space(job)
+    for name, label in (("ep", "EP"), ("tp", "TP"), ("pp", "PP"), ("vpp", "VPP"), ("cp", "CP"), ("sequences", "MBS")):
+        size = getattr(own, name)
+        for other in dict.fromkeys((size // 2, size * 2)):
+            if other >= 1 and other != size and _worth_asking(job, name, other):
+                yield _changed(job, own._replace(**{name: other}), space, f"{label} {other}", "layout")
+
+
+def _worth_asking(job: Job, name: str, size: int) -> bool:
+    if name == "ep":
+        return job.model.is_mixture
+    if name == "vpp":
+        return job.cuts.pp > 1
+    return name != "cp" or job.cuts.cp > 1 or job.batch.seq_len >= 16_384
+
+
+def _about_program(job: Job) -> Iterator[Answer]:
+    own, space = choice_of_job(job), usual_space(job)
+    if own.recompute:
+        yield _changed(job, own._replace(recompute=frozenset()), space, "nothing were computed twice", "program")
+    if own.ep * own.etp > 1:
+        hidden = "exchanges were not hidden" if own.ep_overlap else "exchanges were hidden behind other microbatches"
+        yield _changed(job, own._replace(ep_overlap=not own.ep_overlap), space, hidden, "program")
+        for dispatcher in space.dispatcher:
+            if dispatcher not in (own.dispatcher, "local"):
+                yield _changed(
+                    job, own._replace(dispatcher=dispatcher), space, f"the dispatcher were {dispatcher}", "program"
+                )
+    for graphs in space.graphs:
+        if graphs != own.graphs:
+            words = "kernels were launched one by one" if graphs == "none" else f"graphs were {graphs}"
+            yield _changed(job, own._replace(graphs=graphs), space, words, "program")
+    for format in space.format:
+        if format != own.format:
+            yield _changed(job, own._replace(format=format), space, f"products were in {format}", "program")
+    balanced = replace(job, options=replace(job.options, imbalance=job.options.imbalance + 0.3))
+    if job.model.is_mixture and not job.options.drops:
+        words = f"the busiest rank got {balanced.options.imbalance:.1f} times the mean"
+        yield Answer(words, "program", predict(balanced))
+
+
+def _changed(job: Job, choice: Choice, space: Space, question: str, about: str) -> Answer:
+    limits = limits_of(job)
+    reason = why_illegal(choice, limits, space)
+    if reason is not None:
+        return Answer(question, about, reason=reason)
+    changed = job_of_choice(choice, job, limits, space)
+    same_stages = (choice.pp, choice.vpp) == (job.cuts.pp, job.cuts.vpp)
+    cuts = replace(changed.cuts, stages=job.cuts.stages if same_stages else None)
+    return Answer(question, about, predict(replace(changed, cuts=cuts)))

@@ -1,0 +1,107 @@
+"""`moefold plan` as a user meets it: the report, JSON, pinned choices, and errors that help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moefold.cli.main import main
+
+SRC = Path(__file__).parents[2] / "src"
+Output = pytest.CaptureFixture[str]
+SMALL = ["plan", "olmoe_1b_7b", "--gpu", "H100", "--gpus", "16", "--global-batch", "256"]
+PINNED = [*SMALL, "--fix", "tp=1,cp=1,pp=1,2,vpp=1,2,ep=8,etp=1,sequences=1,replicate=1"]
+ASK_AND_LOOK = """
+import sys
+from moefold.cli.main import main
+code = main(sys.argv[1:])
+print("torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+def test_the_report_says_all_that_matters(capsys: Output) -> None:
+    assert main(PINNED) == 0
+    said = capsys.readouterr()
+    for words in (
+        "olmoe_1b_7b on 16 H100",
+        "80 % interval",
+        "chosen",
+        "your own",
+        "what if",
+        "the network were twice as fast",
+        "binds:",
+        "Goodput: at one failure per 50,000 GPU hours",
+        "torchrun --nnodes 2",
+        "train olmoe_1b_7b",
+        "--data.global_batch 256",
+    ):
+        assert words in said.out, words
+    assert "grids: " in said.err, "progress goes to stderr"
+
+
+def test_json_is_data_and_the_choice_obeys_what_was_pinned(capsys: Output) -> None:
+    assert main([*PINNED, "--json", "--tokens", "5T", "--mtbf-hours", "1000"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    layout = data["chosen"]["layout"]
+    assert (layout["tp"], layout["ep"], layout["micro_batch"], layout["global_batch"]) == (1, 8, 1, 256)
+    assert data["chosen"]["fits"] and data["chosen"]["step_seconds"] <= data["own"]["step_seconds"]
+    assert sum(line["seconds"] - line["hidden"] for line in data["chosen"]["time"]) == pytest.approx(
+        data["chosen"]["step_seconds"]
+    )
+    assert sum(line["bytes"] for line in data["chosen"]["memory"]) == pytest.approx(data["chosen"]["memory_bytes"])
+    assert data["pareto"][0]["step_seconds"] == data["chosen"]["step_seconds"]
+    assert data["goodput"]["failures_per_day"] == pytest.approx(24 * 16 / 1000)
+    assert data["goodput"]["days"] > 0 and data["goodput"]["tokens"] == 5e12
+    assert {answer["about"] for answer in data["what_if"]} == {"machine", "layout", "program"}
+
+
+def test_without_a_search_the_runs_own_layout_is_predicted(capsys: Output) -> None:
+    assert main([*SMALL, "--no-search", "--json", "--parallel.ep", "4"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["chosen"]["layout"]["ep"] == 4 and data["searched"] is None
+    assert "--parallel.ep 4" in data["command"] and "--parallel.tp" not in data["command"]
+
+
+def test_a_layout_that_cannot_be_is_explained_and_the_search_goes_on(capsys: Output) -> None:
+    assert main([*PINNED, "--json", "--parallel.tp", "32"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["own"] is None and "does not divide the world of 16" in data["own_problem"]
+    assert main([*SMALL, "--no-search", "--parallel.tp", "32"]) == 2
+    assert "does not divide the world of 16" in capsys.readouterr().err
+
+
+def test_what_moefold_cannot_start_is_said(capsys: Output) -> None:
+    assert main([*PINNED, "--stack", "megatron", "--fix", "tp=1,pp=1,ep=8,sequences=1,dispatcher=deepep"]) == 0
+    said = capsys.readouterr().out
+    assert "moefold does not have yet: the deepep dispatcher" in said and "nearest run that it can start" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["plan"], "plan what?"),
+        (["plan", "olmoe_1b_7b"], "give --gpus 1024"),
+        (["plan", "olmo", "--gpus", "8"], "no recipe named 'olmo'"),
+        ([*SMALL, "--gpu", "H10"], "no gpu named 'H10'"),
+        ([*SMALL, "--domain", "0", "--nic", "-1"], "nic: is -1"),
+        ([*SMALL, "--fix", "ep=7"], "no legal layout: 64 experts do not divide over ep"),
+        ([*SMALL, "--headroom", "2"], "use a share"),
+        ([*SMALL, "--mtbf-hours", "-3"], "mtbf-hours: is -3"),
+        (["plan", "deepseek_v3", "--gpus", "8", "--global-batch", "64"], "nothing fits: "),
+    ],
+)
+def test_wrong_questions_get_helpful_answers(words: list[str], expected: str, capsys: Output) -> None:
+    assert main(words) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_plans_are_made_without_torch() -> None:
+    command = [sys.executable, "-c", ASK_AND_LOOK, *PINNED]
+    done = subprocess.run(command, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False", "torch was imported"
