@@ -213,7 +213,8 @@ def _with_sharding(job: Job, layer: Layer, passes: Passes, c: Constants) -> Pass
     experts = held.experts / (cuts.ep * cuts.etp)
     dense_where, expert_where = data_reach(job), expert_data_reach(job)
     gather = ring(2.0 * dense, dense_where, job.cluster, c) + ring(2.0 * experts, expert_where, job.cluster, c)
-    width = min(4.0, job.numbers.gradient_bytes)
+    # FSDP2 adds gradients up in float32, Megatron in the format in which it computed them.
+    width = 4.0 if job.options.stack == "fsdp2" else 2.0
     scatter = ring(width * dense, dense_where, job.cluster, c) + ring(width * experts, expert_where, job.cluster, c)
 
     def one(seconds: Seconds, moved: float) -> Seconds:

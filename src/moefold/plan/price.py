@@ -22,7 +22,7 @@ _PROGRAM = {"fsdp2": "fsdp2", "deepspeed": "deepspeed", "jax": "jax"}
 _TODAY = 2026.0
 # Passes over memory to convert, against MXFP8's one: scales that need the largest value first read everything twice,
 # and those of the step before do not.
-_CONVERSION = {"fp8_delayed": 0.7, "fp8_tensor": 1.1, "fp8_row": 1.3, "fp8_block": 1.2, "nvfp4": 1.2}
+_CONVERSION = {"fp8_delayed": 0.7, "fp8_tensor": 1.1, "fp8_row": 3.0, "fp8_block": 1.2, "nvfp4": 1.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def rates_of(job: Job, c: Constants, length: float) -> Rates:
     if form == "nvfp4":
         products = age / (2 * fp8 * 1e12 * power * c.gemm_fp4)
     elif form not in ("bf16", "fp16", "float32"):
-        products = age / (fp8 * 1e12 * power * c.gemm_fp8)
+        newer = c.narrow_sm100 if gpu.architecture.startswith("sm10") else 1.0
+        products = age / (fp8 * 1e12 * power * c.gemm_fp8 * newer)
     bandwidth = gpu.memory_tb_s * 1e12
     passes = _CONVERSION.get(form, 1.0)
     fused = c.compiled if job.options.compiled else 1.0

@@ -292,7 +292,7 @@ def _options(record: Record, cuts: Cuts) -> Options:
 
 
 def _tensor_overlap(record: Record, flags: Record) -> bool:
-    """Where a record does not say: tuned dense runs of Megatron overlap these collectives, mixtures do not."""
+    """Where a record does not say: tuned runs of Megatron overlap these collectives."""
     stated = flags.get("tp_comm_overlap", flags.get("async_tp"))
     return bool(stated) if stated is not None else _stack(record) == "megatron" and not record["model"]["moe"]
 

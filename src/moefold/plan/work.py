@@ -77,6 +77,7 @@ class Sizes:
     operand_bytes: float
     gradient_bytes: float
     fused: bool
+    exact: bool
     # FLOPs that the card does while it fetches one byte.
     balance: float
 
@@ -96,6 +97,7 @@ def sizes_of(job: Job) -> Sizes:
         operand_bytes=operand,
         gradient_bytes=job.numbers.gradient_bytes,
         fused=job.options.compiled or job.options.dispatcher in ("deepep", "hybridep"),
+        exact=job.options.drops,
         balance=_balance(job),
     )
 
@@ -173,9 +175,11 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
 
 
 def _grouped(s: Sizes, rows: float, experts: float, inner: float, outer: float) -> tuple[Work, Work]:
-    """The same for the experts of a rank. Each expert's rows fill whole tiles, the last one in part."""
+    """The same for the experts of a rank. Each expert's rows fill whole tiles, the last one in part, unless a
+    capacity makes all row counts alike."""
     per_expert = rows / experts
-    padded = experts * (per_expert + TILE * (0.5 if per_expert > TILE else 1 - 0.5 * per_expert / TILE))
+    spare = 0.0 if s.exact else TILE * (0.5 if per_expert > TILE else 1 - 0.5 * per_expert / TILE)
+    padded = experts * (per_expert + spare)
     flops = 2.0 * padded * inner * outer
     x, w, y = rows * inner, experts * inner * outer, rows * outer
     forward = _roofline(flops, s.operand_bytes * (x + w) + 2.0 * y, s)

@@ -1,0 +1,114 @@
+"""Fitting the planner's constants to published runs, and leaving runs out to see how well they are predicted.
+
+The logarithm of the predicted step is compared with that of the measured one, so that a run of minutes and one of
+milliseconds count alike. Constants are fitted as logarithms too, each held to its prior by a spring whose strength is
+its spread: a constant that few runs speak about stays where microbenchmarks put it. Residuals beyond ten percent lose
+weight, so a run that did something its record does not say cannot bend a constant far; and a group of n related runs
+counts as sqrt(n).
+
+**Leaving out.** For every group the constants are fitted again without it, by one more step of the same Gauss-Newton
+iteration from the common optimum, and the group is predicted with those. The step uses the derivatives at the optimum;
+what is left of the group's influence is of second order in how far the constants move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moefold.plan.constants import MEANINGS, Constants
+from moefold.plan.points import Point
+from moefold.plan.step_time import step_time
+
+Vector = NDArray[np.float64]
+Progress = Callable[[str, int, int], None]
+
+# How far a good prediction is off, which sets the weight of runs against priors, and where residuals lose weight.
+_SCATTER = 0.08
+_FAR = 0.10
+_NUDGE = 0.03
+_PRIOR: Vector = np.log([meaning.prior for meaning in MEANINGS])
+_SPREAD: Vector = np.array([meaning.spread for meaning in MEANINGS])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants, and what a step from them needs: predictions (as logarithms) and their derivatives."""
+
+    theta: Vector
+    predicted: Vector
+    slopes: NDArray[np.float64]
+
+    @property
+    def constants(self) -> Constants:
+        return constants_of(self.theta)
+
+
+def constants_of(theta: Vector) -> Constants:
+    return Constants(tuple(float(value) for value in np.exp(theta)))
+
+
+def log_seconds(points: Sequence[Point], theta: Vector) -> Vector:
+    constants = constants_of(theta)
+    return np.log([step_time(point.job, constants).total for point in points])
+
+
+def fit(points: Sequence[Point], progress: Progress, iterations: int = 6, start: Vector | None = None) -> Fit:
+    """All points together."""
+    theta = _PRIOR.copy() if start is None else start
+    for iteration in range(iterations):
+        here = _linearized(points, theta)
+        step = _step(here, points, np.ones(len(points)))
+        largest = float(np.abs(step).max())
+        # Half an e-fold at most: slopes are not true farther away.
+        theta = theta + step * min(1.0, 0.5 / max(largest, 1e-12))
+        progress("fitting constants", iteration + 1, iterations)
+        if largest < 0.02:
+            break
+    progress("fitting constants", iterations, iterations)
+    return _linearized(points, theta)
+
+
+def left_out(points: Sequence[Point], fitted: Fit, group_of: Callable[[Point], str], progress: Progress) -> Vector:
+    """Each point's prediction (a logarithm) by constants that never saw its group."""
+    groups = sorted({group_of(point) for point in points})
+    predictions = fitted.predicted.copy()
+    for number, group in enumerate(groups, 1):
+        held = [index for index, point in enumerate(points) if group_of(point) == group]
+        kept = np.ones(len(points))
+        kept[held] = 0.0
+        theta = fitted.theta + _step(fitted, points, kept)
+        predictions[held] = log_seconds([points[index] for index in held], theta)
+        progress("leaving groups out", number, len(groups))
+    return predictions
+
+
+def _linearized(points: Sequence[Point], theta: Vector) -> Fit:
+    predicted = log_seconds(points, theta)
+    slopes = np.empty((len(points), len(theta)))
+    for index in range(len(theta)):
+        nudged = theta.copy()
+        nudged[index] += _NUDGE
+        slopes[:, index] = (log_seconds(points, nudged) - predicted) / _NUDGE
+    return Fit(theta, predicted, slopes)
+
+
+def _step(here: Fit, points: Sequence[Point], kept: Vector) -> Vector:
+    """Where the robust least squares of the linearized predictions and the priors has its minimum."""
+    count = Counter(point.leak_group for point in points)
+    weight = kept * np.array([1 / math.sqrt(count[point.leak_group]) for point in points]) / _SCATTER**2
+    error = here.predicted - np.log([point.seconds for point in points])
+    springs = np.diag(1 / _SPREAD**2)
+    step = np.zeros_like(here.theta)
+    for _ in range(8):
+        residual = error + here.slopes @ step
+        w = weight / np.sqrt(1 + (residual / _FAR) ** 2)
+        left = here.slopes.T @ (w[:, None] * here.slopes) + springs
+        right = -here.slopes.T @ (w * error) - (here.theta - _PRIOR) / _SPREAD**2
+        step = np.linalg.solve(left, right)
+    return step
