@@ -11,6 +11,7 @@ BRAIN = (
     "errors",
     "units",
     "tables",
+    "page",
     "config",
     "topology",
     "blueprint",

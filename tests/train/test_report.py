@@ -14,11 +14,12 @@ import pytest
 from tests.run_records import info_of, record_of, tell
 
 from moefold.cli.main import main
+from moefold.page.scale import Scale, round_ticks, short
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
 from moefold.train.report import heat
 from moefold.train.report.history import MOST_BINS, read_history
 from moefold.train.report.page import page
-from moefold.train.report.scale import Scale, round_ticks, short, visible_range
+from moefold.train.report.scale import visible_range
 from moefold.train.report.summary import summary
 from moefold.train.report.thin import thin
 

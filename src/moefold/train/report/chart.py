@@ -14,7 +14,9 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.report.scale import Scale, short, visible_range
+from moefold.page.frame import figure
+from moefold.page.scale import Scale, short
+from moefold.train.report.scale import visible_range
 from moefold.train.report.thin import Thinned
 
 WIDTH, HEIGHT = 560, 230
@@ -91,13 +93,6 @@ def stacked_chart(
     hover = _hover(x, x_points, {name: values for name, _, values in parts} if heights.shape[1] > 1 else {})
     legend = [(name, color) for name, color, _ in parts]
     return figure(title, legend, note, _svg(title, _axes(x, y) + "".join(areas), hover))
-
-
-def figure(title: str, legend: Sequence[tuple[str, int]], note: str, body: str) -> str:
-    """A title, what the colors mean if there are several, the picture, a remark."""
-    keys = "".join(f'<span class="key"><i class="c{color}"></i>{escape(name)}</span>' for name, color in legend)
-    head = f"<figcaption><b>{escape(title)}</b>{keys if len(legend) > 1 else ''}</figcaption>"
-    return f"<figure>{head}{body}{f'<p class=note>{escape(note)}</p>' if note else ''}</figure>"
 
 
 def _svg(title: str, body: str, hover: str) -> str:

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
+from moefold.page.frame import card, document
+from moefold.page.scale import short
 from moefold.train.report.curves import learning, speed
 from moefold.train.report.experts import experts
 from moefold.train.report.history import History
-from moefold.train.report.scale import short
 from moefold.train.report.style import CSS, SCRIPT
 from moefold.train.report.summary import summary
 from moefold.units import format_bytes, format_count
@@ -18,18 +19,13 @@ from moefold.units import format_bytes, format_count
 
 def page(history: History) -> str:
     facts = summary(history)
-    name = escape(str(facts["run"] or "a run"))
     sections = [_header(history, facts), _cards(facts)]
     if len(history.steps):
         sections += [learning(history), speed(history)]
     if history.bins and history.last_bin:
         sections.append(experts(history))
     sections += [_skips(history), _missing(facts), _config(history)]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{CSS}</style></head><body><main>{''.join(sections)}</main><script>{SCRIPT}</script></body></html>\n"
-    )
+    return document(str(facts["run"] or "a run"), sections, CSS, SCRIPT)
 
 
 def _header(history: History, facts: dict[str, Any]) -> str:
@@ -57,10 +53,6 @@ def _when(history: History) -> str:
 
 
 def _cards(facts: dict[str, Any]) -> str:
-    def card(value: str, label: str, small: str = "") -> str:
-        more = f"<small>{escape(small)}</small>" if small else ""
-        return f'<div class="card"><span>{escape(label)}</span><b>{escape(value)}</b>{more}</div>'
-
     def loss(value: float | None) -> str:
         return "none" if value is None else f"{value:.4f}"
 

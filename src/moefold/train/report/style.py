@@ -1,46 +1,12 @@
-"""The page's looks, in both themes, and the few lines of script that show values under the pointer."""
+"""What the page of a run adds to the common looks: maps of experts, and a script that shows values at the pointer."""
 
 from __future__ import annotations
 
-CSS = """
-:root{color-scheme:light dark;--page:#f6f5f1;--card:#fffefb;--ink:#1c1b19;--soft:#6b6862;--line:#e4e1d9;
---c1:#2468c9;--c2:#d9541e;--c3:#12836a;--c4:#b98100;--c5:#9a958b;--bad:#b3261e;--good:#12734f}
-@media (prefers-color-scheme:dark){:root{--page:#141413;--card:#1d1d1b;--ink:#eceae4;--soft:#9d9990;--line:#33322e;
---c1:#6ba2f2;--c2:#f0824e;--c3:#3dbd9b;--c4:#e0ad36;--c5:#77736b;--bad:#f2897f;--good:#5fcf9f}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",
-Roboto,"Helvetica Neue",Arial,sans-serif;font-variant-numeric:tabular-nums}
-main{max-width:1240px;margin:0 auto;padding:36px 28px 60px}
-h1{font-size:30px;line-height:1.15;letter-spacing:-.02em;margin:0}
-h2{font-size:19px;letter-spacing:-.01em;margin:44px 0 14px}
-.sub{color:var(--soft);margin:6px 0 26px}
-.badge{display:inline-block;border-radius:99px;padding:1px 11px;font-size:13px;font-weight:600;margin-left:10px;
-vertical-align:5px;border:1px solid currentColor}.badge.good{color:var(--good)}.badge.bad{color:var(--bad)}
-.badge.open{color:var(--c4)}
-.cards{display:grid;grid-template-columns:repeat(5,1fr);gap:12px}
-@media (max-width:900px){.cards{grid-template-columns:repeat(2,1fr)}}
-.card,figure,.panel{background:var(--card);border:1px solid var(--line);border-radius:12px}
-.card{padding:13px 16px}.card b{display:block;font-size:23px;line-height:1.25;letter-spacing:-.02em;font-weight:650}
-.card span{color:var(--soft);font-size:13px}.card small{color:var(--soft);font-size:12.5px;display:block}
-.charts{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:14px}
-@media (max-width:900px){.charts{grid-template-columns:minmax(0,1fr)}}
-figure{margin:0;padding:14px 16px 10px;position:relative;min-width:0}figure.wide{grid-column:1/-1}
-figcaption{display:flex;flex-wrap:wrap;align-items:center;gap:2px 14px;margin-bottom:8px}figcaption b{font-weight:620}
-.key{color:var(--soft);font-size:13px;display:inline-flex;align-items:center;gap:6px}
-.key i{width:11px;height:11px;border-radius:3px;display:inline-block;background:var(--c)}
-.note{color:var(--soft);font-size:12.5px;margin:4px 0 2px}
-svg{display:block;width:100%;height:auto;overflow:visible}
-.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}.c4{--c:var(--c4)}.c5{--c:var(--c5)}
-.line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}
-.band{fill:var(--c);opacity:.17}.area{fill:var(--c);stroke:var(--card);stroke-width:.6}
-.dot{fill:var(--c);stroke:var(--card);stroke-width:1.5}
-.grid{stroke:var(--line);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1;opacity:.6}
-.mark{stroke:var(--bad);stroke-width:1.5}.tick{fill:var(--soft);font-size:11px}.end{text-anchor:end}.mid{text-anchor:middle}
-.cursor{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}
-.tip{position:absolute;pointer-events:none;background:var(--ink);color:var(--card);border-radius:7px;padding:5px 10px;
-font-size:12.5px;line-height:1.45;white-space:nowrap;transform:translate(-50%,-112%);z-index:2}
-.bar{display:flex;height:30px;border-radius:7px;overflow:hidden;gap:2px}.bar i{background:var(--c);min-width:1px}
-.panel{padding:16px}.bar+.keys{margin-top:10px;display:flex;flex-wrap:wrap;gap:4px 20px}
+from moefold.page.style import CSS as COMMON
+
+CSS = (
+    COMMON
+    + """
 .heat{display:block;width:100%;image-rendering:pixelated;border:1px solid var(--line);border-radius:4px}
 .heat.tall{height:150px}.many .heat.tall{height:110px}
 .maps{display:grid;grid-template-columns:repeat(var(--columns),minmax(0,1fr));gap:12px}
@@ -50,14 +16,8 @@ font-size:12.5px;line-height:1.45;white-space:nowrap;transform:translate(-50%,-1
 font-size:11.5px;line-height:1.2;text-align:right}.rows.ends{justify-content:space-between}
 .now .heat{flex:1;min-width:0}
 .strip{width:120px;height:12px;image-rendering:auto;border:1px solid var(--line);border-radius:3px;margin:0 -8px}
-table{border-collapse:collapse;width:100%;font-size:13.5px}th{color:var(--soft);font-weight:500}
-th,td{text-align:right;padding:5px 10px;border-bottom:1px solid var(--line)}
-th:first-child,td:first-child{text-align:left}
-tr:last-child td{border-bottom:0}td.text{text-align:left}.scroll{max-height:430px;overflow:auto}
-.warn{color:var(--bad);font-weight:600}
-ul{margin:0;padding-left:20px}details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}
-pre{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace;overflow:auto;margin:10px 0 0}
 """
+)
 
 SCRIPT = """
 const place = (tip, figure, x, y) => {
