@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.blueprint.stages import balanced_stages
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.activations import kept_by, rows_of
 from moefold.plan.job import Batch, Cuts, Job, Numbers, Options, Recomputed
@@ -14,7 +15,9 @@ from moefold.plan.live import moments
 from moefold.plan.memory import memory_at, predict_memory
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.saved import setting_of
-from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape
+from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, from_config
+from moefold.plan.stage_contents import BALANCED, contents_of
+from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES
 from moefold.schedule.simulate import peak_live
 
@@ -199,3 +202,19 @@ def test_a_search_can_afford_it() -> None:
         predict_memory(job)
     # A millisecond each on one idle core; machines that run tests are rarely idle.
     assert (time.perf_counter() - started) / len(jobs) < 0.005
+
+
+# ---- moefold's own pipelines ----
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_layers_are_dealt_as_the_trainer_deals_them(name: str) -> None:
+    for num_mtp in (0, 1):
+        model = replace(RECIPES[name]().model, num_mtp=num_mtp)
+        shape = from_config(model)
+        for stages in (2, 3, 4, 8, 16):
+            if stages <= model.num_layers:
+                said = contents_of(shape, stages, BALANCED)
+                trained = balanced_stages(model, stages)
+                assert [sum(count for _, count in one.layers) for one in said] == [len(one.layers) for one in trained]
+                assert [one.mtp for one in said] == [len(one.mtp) for one in trained]

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from moefold.plan.saved import Kept, Saved, Setting, Sizes, element_bytes, parts_of, row_bytes, sizes_of
 from moefold.plan.saved_megatron import FSDP2, MEGATRON
+from moefold.plan.saved_moefold import MOEFOLD
 from moefold.plan.shape import Layer
 
 TABLES: Mapping[str, tuple[Saved, ...]] = {
@@ -18,14 +19,14 @@ TABLES: Mapping[str, tuple[Saved, ...]] = {
     "deepspeed": MEGATRON,
     "fsdp2": FSDP2,
     "jax": FSDP2,
-    "moefold": FSDP2,
+    "moefold": MOEFOLD,
 }
 
 
 @lru_cache(maxsize=100_000)
 def kept_by(layer: Layer, width: int, setting: Setting) -> Kept:
     """What one layer keeps of one token."""
-    sizes = sizes_of(layer, width, setting.length)
+    sizes = sizes_of(layer, width, setting.length, setting.sequences)
     kept: dict[str, float] = {}
     saved: dict[str, float] = {}
     away = 0.0

@@ -14,10 +14,11 @@ from functools import lru_cache
 from moefold.plan.activations import kept_by
 from moefold.plan.job import Job
 from moefold.plan.live import Moment, moments
+from moefold.plan.own_workspace import copies_weights, stage_copies
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.saved import Setting, setting_of
 from moefold.plan.shape import Layer, ModelShape
-from moefold.plan.stage_contents import Contents, stages_of_shape
+from moefold.plan.stage_contents import Contents, stages_of_shape, written_stages
 from moefold.plan.states import RankWeights, gathered_lines, rank_weights, state_lines
 from moefold.plan.workspace import workspace_lines
 from moefold.schedule.actions import place
@@ -44,16 +45,20 @@ class _RankShape:
 
     stages: tuple[Contents, ...]
     weights: RankWeights
-    # Per stage: its parts, and bytes per token of one microbatch.
+    # Per stage and microbatch: its parts, bytes per token, and bytes that no token adds to.
     parts: tuple[tuple[_Part, ...], ...]
     token_bytes: tuple[float, ...]
+    fixed_bytes: tuple[float, ...]
+
+    def stage_bytes(self, tokens: float) -> tuple[float, ...]:
+        return tuple(tokens * each + fixed for each, fixed in zip(self.token_bytes, self.fixed_bytes))
 
 
 def predict_memory(job: Job) -> MemoryPrediction:
     """The fullest pipeline rank."""
     setting, tokens = setting_of(job), job.batch.tokens / job.cuts.cp
     shapes = [_rank_shape_of(job, rank, setting) for rank in range(job.cuts.pp)]
-    live = [tokens * _dot(_fullest_moment(job, rank, shape), shape) for rank, shape in enumerate(shapes)]
+    live = [_fullest_moment(job, rank, shape.stage_bytes(tokens))[1] for rank, shape in enumerate(shapes)]
     # Ranks with the same stages differ in what is alive, and in nothing else.
     rest: dict[int, float] = {}
     found: dict[int, list[MemoryLine]] = {}
@@ -98,10 +103,11 @@ def _lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[Mem
 
 def _rank_shape_of(job: Job, rank: int, setting: Setting) -> _RankShape:
     cuts = job.cuts
-    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, cuts.stages)
+    number, written = cuts.pp * cuts.vpp, written_stages(job)
+    stages = stages_of_shape(job.model, number, written)
     held = _held(cuts.schedule, cuts.pp, cuts.vpp)[rank]
     which = tuple(stages.which[index] for index in held)
-    return _rank_shape(job.model, cuts.pp * cuts.vpp, cuts.stages, which, setting, cuts.ep)
+    return _rank_shape(job.model, number, written, which, setting, cuts.ep, copies_weights(job))
 
 
 @lru_cache(maxsize=1024)
@@ -113,13 +119,21 @@ def _held(schedule: str, ranks: int, virtual: int) -> tuple[tuple[int, ...], ...
 
 @lru_cache(maxsize=50_000)
 def _rank_shape(
-    model: ModelShape, stages: int, written: str | None, which: tuple[int, ...], setting: Setting, ep: int
+    model: ModelShape,
+    stages: int,
+    written: str | None,
+    which: tuple[int, ...],
+    setting: Setting,
+    ep: int,
+    copies: bool,
 ) -> _RankShape:
     different = stages_of_shape(model, stages, written).different
     contents = tuple(different[index] for index in which)
     parts = tuple(_stage_parts(model, stage, setting) for stage in contents)
     weights = rank_weights(model, contents, (setting.tp, ep, setting.etp))
-    return _RankShape(contents, weights, parts, tuple(sum(size for _, size, _ in stage) for stage in parts))
+    per_token = tuple(sum(size for _, size, _ in stage) for stage in parts)
+    fixed = tuple(stage_copies(model, stage, setting, ep) if copies else 0.0 for stage in contents)
+    return _RankShape(contents, weights, parts, per_token, fixed)
 
 
 def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[_Part, ...]:
@@ -132,14 +146,18 @@ def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[
     if stage.mtp:
         ahead = model.layers[-1]
         found.append((ahead, stage.mtp * kept_by(ahead, model.width, setting).total, stage.mtp))
-        found.append((None, stage.mtp * _end_bytes(model, setting, 5), 0))
+        found.append((None, stage.mtp * _end_bytes(model, setting, _AROUND_MODULE[setting.stack == "moefold"]), 0))
     if stage.head:
-        found.append((None, _end_bytes(model, setting, 2), 0))
+        found.append((None, _end_bytes(model, setting, _AROUND_HEAD[setting.stack == "moefold"]), 0))
     return tuple(found)
 
 
+# Words per width around the head (a norm's input and output) and a module ahead (two more, joined); moefold's norms
+# keep four each.
+_AROUND_HEAD, _AROUND_MODULE = (2, 4), (5, 16)
+
+
 def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
-    """Around the head: a norm's input and output. A module ahead also has two more normed, joined to one."""
     tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
     return tensors * model.width * tokens * setting.word
 
@@ -147,28 +165,28 @@ def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
 # ---- what is alive ----
 
 
-def _fullest_moment(job: Job, rank: int, shape: _RankShape) -> Moment:
+def _fullest_moment(job: Job, rank: int, sizes: tuple[float, ...]) -> tuple[Moment, float]:
+    """And the bytes that are alive then."""
     cuts = job.cuts
-    candidates = moments(cuts.schedule, cuts.pp, cuts.vpp, job.batch.microbatches)[rank]
-    if len(candidates) == 1:
-        return candidates[0]
-    return max(candidates, key=lambda moment: _dot(moment, shape))
-
-
-def _dot(moment: Moment, shape: _RankShape) -> float:
-    return sum(map(float.__mul__, map(float, moment), shape.token_bytes))
+    best: tuple[Moment, float] = ((), -1.0)
+    for moment in moments(cuts.schedule, cuts.pp, cuts.vpp, job.batch.microbatches)[rank]:
+        alive = sum([count * size for count, size in zip(moment, sizes)])
+        if alive > best[1]:
+            best = moment, alive
+    return best
 
 
 def _activation_lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
     """One line per kind of layer."""
-    tokens, moment = job.batch.tokens / job.cuts.cp, _fullest_moment(job, rank, shape)
+    tokens = job.batch.tokens / job.cuts.cp
+    moment, _ = _fullest_moment(job, rank, shape.stage_bytes(tokens))
     sizes: dict[Layer | None, float] = {}
     layers: dict[Layer | None, int] = {}
     for parts, live in zip(shape.parts, moment):
         for layer, size, count in parts:
             sizes[layer] = sizes.get(layer, 0.0) + live * size * tokens
             layers[layer] = layers.get(layer, 0) + live * count
-    lines = _pair_lines(job, shape, tokens)
+    lines = _pair_lines(job, shape, tokens) + _copy_lines(shape, moment)
     for layer, size in sizes.items():
         if layer is None:
             lines.append(MemoryLine("activations", "around the head", size, "norms and joined inputs"))
@@ -194,6 +212,14 @@ def _pair_lines(job: Job, shape: _RankShape, tokens: float) -> list[MemoryLine]:
     size = PAIR_SHARE * max(shape.token_bytes) * tokens
     why = f"{PAIR_SHARE:.0%} of one more microbatch"
     return [MemoryLine("activations", "a forward beside a backward", size, why)]
+
+
+def _copy_lines(shape: _RankShape, moment: Moment) -> list[MemoryLine]:
+    size = sum(count * fixed for count, fixed in zip(moment, shape.fixed_bytes))
+    if not size:
+        return []
+    why = f"products keep their weights as they were cast, for each of {sum(moment)} live microbatches"
+    return [MemoryLine("activations", "casts of weights", size, why)]
 
 
 def _name_of(layer: Layer) -> str:

@@ -13,6 +13,7 @@ neighbours have the rows of each program; this file adds them up for a layer und
 
     cut        who has it
     tokens     every tensor-parallel rank has its share of the tokens (all of them without sequence parallelism)
+    whole      every tensor-parallel rank has all tokens
     heads      every tensor-parallel rank has its heads or columns, for all tokens
     rows       rows that were routed to the rank's experts; expert-tensor ranks all have them
     columns    the same rows, and expert-tensor ranks share their width
@@ -29,7 +30,7 @@ from moefold.plan.job import Format, Job, Recomputed
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
-Cut = Literal["tokens", "heads", "rows", "columns"]
+Cut = Literal["tokens", "whole", "heads", "rows", "columns"]
 Part = Literal["attention", "recurrence", "dense", "mixture"]
 
 # Bytes of one element of a saved operand: scales per block of 128 or 32 values, or per 16 with half a byte each.
@@ -60,6 +61,11 @@ class Sizes:
     q_latent: int = 0
     kv_latent: int = 0
     rope: int = 0
+    # What turns with positions, which heads have norms, which have a sink, and whose scores need a mask.
+    turned: int = 0
+    normed: int = 0
+    sinks: int = 0
+    masked: float = 0.0
     # What enters an activation (both halves of a gated one) and what leaves it.
     up: int = 0
     hidden: int = 0
@@ -67,8 +73,10 @@ class Sizes:
     shared: int = 0
     experts: int = 0
     top_k: int = 0
-    # Width in which tokens travel to experts.
+    # Width in which tokens travel to experts; the same if experts have biases, and the hidden width if it is bounded.
     travel: int = 0
+    biased: int = 0
+    clamped: int = 0
     # What a recurrence projects its input to, its inner width, and the state between blocks of tokens.
     projected: int = 0
     inner: int = 0
@@ -103,6 +111,8 @@ class Setting:
     recompute: frozenset[Recomputed]
     offloaded: frozenset[str]
     length: int
+    # Of a microbatch, where a program shares something between them.
+    sequences: int
     imbalance: float
     # Share of the layers whose activations all wait in the host's memory.
     offloaded_share: float
@@ -156,6 +166,9 @@ def setting_of(job: Job) -> Setting:
         on.append("context_parallel")
     if job.numbers.format == "nvfp4" and options.recompute >= {"norms", "activation"}:
         on.append("own_products")
+    if options.stack == "moefold":
+        on += [f"{phase} again" for phase in options.recompute]
+        on.append(options.dispatcher)
     away = options.offloaded_layers * cuts.pp / max(1, len(job.model.layers))
     return Setting(
         stack=options.stack,
@@ -165,6 +178,7 @@ def setting_of(job: Job) -> Setting:
         recompute=options.recompute,
         offloaded=options.offloaded,
         length=job.batch.seq_len,
+        sequences=job.batch.sequences if options.stack == "moefold" else 1,
         imbalance=options.imbalance,
         offloaded_share=min(1.0, away),
         on=frozenset(on),
@@ -172,7 +186,7 @@ def setting_of(job: Job) -> Setting:
 
 
 @lru_cache(maxsize=10_000)
-def sizes_of(layer: Layer, width: int, length: int) -> Sizes:
+def sizes_of(layer: Layer, width: int, length: int, sequences: int = 1) -> Sizes:
     """The layer's sizes under the names that rows use."""
     found: dict[str, float] = {}
     a, feed = layer.mixer, layer.feed
@@ -186,6 +200,10 @@ def sizes_of(layer: Layer, width: int, length: int) -> Sizes:
             "q_latent": a.q_latent,
             "kv_latent": a.kv_latent,
             "rope": a.rope_dim,
+            "turned": a.rope_dim or a.qk_dim,
+            "normed": a.normed * (a.heads + a.kv_heads),
+            "sinks": a.sinks,
+            "masked": (length + 1) / sequences if a.sinks and not a.window else 0,
         }
     elif isinstance(a, Recurrence):
         inner = a.heads * a.head_dim
@@ -196,7 +214,8 @@ def sizes_of(layer: Layer, width: int, length: int) -> Sizes:
         found |= {"up": (1 + feed.gated) * feed.width, "hidden": feed.width}
     elif isinstance(feed, Mixture):
         found |= {"up": (1 + feed.gated) * feed.width, "hidden": feed.width, "experts": feed.experts}
-        found |= {"top_k": feed.top_k, "travel": feed.latent or width}
+        found |= {"top_k": feed.top_k, "travel": feed.latent or width, "biased": feed.biased * (feed.latent or width)}
+        found |= {"clamped": feed.clamped * feed.width}
         found |= {"shared": feed.shared_width, "shared_up": (1 + feed.gated) * feed.shared_width}
     return Sizes(width, length, **found)  # type: ignore[arg-type]
 
@@ -237,6 +256,8 @@ def _share(cut: Cut, setting: Setting) -> float:
     tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
     if cut == "tokens":
         return tokens
+    if cut == "whole":
+        return 1.0
     if cut == "heads":
         return 1 / setting.tp
     rows = tokens * setting.imbalance

@@ -28,6 +28,10 @@ class Attention:
     rope_dim: int = 0
     # Positions a token looks back at; 0 is all of them.
     window: int = 0
+    # Queries and keys go through a norm of their own.
+    normed: bool = False
+    # A learned logit per head takes part in the softmax.
+    sinks: bool = False
 
     @property
     def is_latent(self) -> bool:
@@ -63,6 +67,9 @@ class Mixture:
     # Width in which tokens travel and are computed; 0 is the model's own.
     latent: int = 0
     gated: bool = True
+    # Experts add biases, and bound what enters their activation.
+    biased: bool = False
+    clamped: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class ModelShape:
     def _hash(self) -> int:
         return hash((self.width, self.vocab, self.layers, self.tied, self.mtp))
 
-    @property
+    @cached_property
     def is_mixture(self) -> bool:
         return any(isinstance(layer.feed, Mixture) for layer in self.layers)
 
@@ -113,11 +120,27 @@ def _attention(config: GQAConfig | MLAConfig, index: int) -> Attention:
             heads, heads, qk_dim, config.value_dim, config.q_latent or 0, config.kv_latent, config.rope_dim
         )
     window = config.window if config.window is not None and index % config.window_every == 0 else 0
-    return Attention(config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim, window=window)
+    return Attention(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.head_dim,
+        window=window,
+        normed=config.qk_norm != "none",
+        sinks=config.sinks,
+    )
 
 
 def _feed(model: ModelConfig, index: int) -> Dense | Mixture:
     if model.moe is None or not model.is_moe_layer(index):
         return Dense(model.dense_width)
     moe = model.moe
-    return Mixture(moe.num_experts, moe.top_k, moe.expert_width, moe.shared_width, moe.latent_width or 0)
+    return Mixture(
+        moe.num_experts,
+        moe.top_k,
+        moe.expert_width,
+        moe.shared_width,
+        moe.latent_width or 0,
+        biased=moe.expert_bias,
+        clamped=moe.activation == "clamped_swiglu",
+    )

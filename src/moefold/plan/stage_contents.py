@@ -15,7 +15,11 @@ from itertools import pairwise
 from moefold.blueprint.balance import balance
 from moefold.blueprint.stages import parse_stages
 from moefold.plan.held import layer_parameters
+from moefold.plan.job import Job
 from moefold.plan.shape import Layer, Mixture, ModelShape
+
+# Stands for a stage string: as moefold deals layers where it is given none.
+BALANCED = "balanced"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[Co
     """One entry per stage, in the model's order."""
     if stages == 1:
         return (Contents(_count(model.layers), True, model.mtp, True),)
+    if written == BALANCED:
+        written = _balanced(model, stages)
     if written is not None:
         parsed = parse_stages(written, len(model.layers), model.mtp)
         if len(parsed) == stages:
@@ -66,6 +72,21 @@ def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[Co
         Contents(_count(model.layers[start:stop]), index == 0, model.mtp * (index == last), index == last)
         for index, (start, stop) in enumerate(pairwise(edges))
     )
+
+
+def written_stages(job: Job) -> str | None:
+    """The job's stage string; moefold, where there is none, balances embedding, layers, modules ahead and loss."""
+    return BALANCED if job.cuts.stages is None and job.options.stack == "moefold" else job.cuts.stages
+
+
+def _balanced(model: ModelShape, stages: int) -> str:
+    """As `blueprint/stages.py` does, from shapes: the dearest stage is as cheap as possible."""
+    letters = "E" + "t" * len(model.layers) + "m" * model.mtp + "L"
+    layers = [_active(layer, model.width) for layer in model.layers]
+    ahead = [layers[-1] + 2.0 * model.width**2] * model.mtp
+    loss = float((1 + model.mtp) * model.vocab * model.width)
+    edges = (0, *balance([float(model.width), *layers, *ahead, loss], stages), len(letters))
+    return "|".join(letters[start:stop] for start, stop in pairwise(edges))
 
 
 def _edges(model: ModelShape, stages: int) -> list[int]:

@@ -35,8 +35,9 @@ class RankWeights:
     experts: float
     # Of them, those that have narrow copies in FP8: matrices inside layers.
     in_layers: float
-    # The largest layer, which sharding gathers; and embedding and head, which are gathered apart.
+    # The largest layer, which sharding gathers, and the experts in it; embedding and head, which are gathered apart.
     layer: float
+    layer_experts: float
     ends: float
     # One of each different matrix, whose gradients have a buffer of their own.
     different: float
@@ -49,7 +50,8 @@ class RankWeights:
 def rank_weights(model: ModelShape, stages: tuple[Contents, ...], cuts: tuple[int, int, int]) -> RankWeights:
     """``stages``: what the rank holds; ``cuts``: tp, ep and etp."""
     tp, ep, etp = cuts
-    dense = experts = largest = different = 0.0
+    dense = experts = different = 0.0
+    largest = (0.0, 0.0)
     kinds: dict[Layer, int] = {}
     for stage in stages:
         for layer, count in stage.layers:
@@ -62,11 +64,11 @@ def rank_weights(model: ModelShape, stages: tuple[Contents, ...], cuts: tuple[in
         local = held.dense / tp + held.whole, held.experts / (ep * etp)
         dense += count * local[0]
         experts += count * local[1]
-        largest = max(largest, sum(local))
+        largest = max(largest, (sum(local), local[1]))
         different += local[0] + _one_expert(layer, held) / etp
     inside = dense + experts
     ends = _ends(model, stages) * padded_vocab(model.vocab, tp) * model.width / tp
-    return RankWeights(dense + ends, experts, inside, largest, ends, different)
+    return RankWeights(dense + ends, experts, inside, *largest, ends, different)
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
@@ -101,6 +103,9 @@ def state_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
     weights = cut if mode == "zero3" else held.total
     # Where weights are gathered once for all microbatches, gradients are whole until the last.
     gradients = held.total if mode in GRADIENT_WHOLE or gathers_once(job) else cut
+    if job.options.stack == "moefold" and job.batch.microbatches == 1 and not gathers_once(job):
+        # The only microbatch's activations go as gradients come.
+        gradients = 0.0
     states = held.total if mode == "none" else cut
     lines = [
         MemoryLine("weights", "weights", weights * numbers.weight_bytes, say.why(weights, numbers.weight_bytes)),
@@ -153,13 +158,18 @@ def _narrow_copies(job: Job, held: RankWeights, cut: float) -> list[MemoryLine]:
 
 def gathers_once(job: Job) -> bool:
     """Every microbatch would gather again: in a pipeline weights stay whole for the step."""
-    return job.cuts.sharding == "zero3" and job.cuts.pp > 1
+    if job.options.stack == "moefold" and (job.options.ep_overlap or job.options.delay_wgrad):
+        return True
+    return job.cuts.sharding == "zero3" and job.cuts.pp * job.cuts.vpp > 1
 
 
 def gathered_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
     """zero3: weights that are whole while they are used."""
-    if job.cuts.sharding != "zero3" or max(shards(job.cuts)) == 1:
+    over = shards(job.cuts)
+    if job.cuts.sharding != "zero3" or max(over) == 1:
         return []
+    if job.options.stack == "moefold":
+        return _gathered_by_moefold(job, held, over)
     word = 4.0 if job.numbers.format == "float32" else 2.0
     if gathers_once(job):
         why = f"{held.total / 1e9:.3f}B parameters, whole for the step, {word:g} bytes each"
@@ -172,6 +182,19 @@ def gathered_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
         why = f"{held.ends / 1e9:.3f}B parameters, {word:g} bytes each"
         lines.append(MemoryLine("buffers", "gathered embedding and head", held.ends * word, why))
     return lines
+
+
+def _gathered_by_moefold(job: Job, held: RankWeights, over: tuple[int, int]) -> list[MemoryLine]:
+    """In the parameters' own format, and only what has other holders: the step's in a pipeline, else one layer."""
+    dense, experts = (
+        (held.dense, held.experts) if gathers_once(job) else (held.layer - held.layer_experts, held.layer_experts)
+    )
+    if not gathers_once(job):
+        dense += held.ends
+    size = dense * (over[0] > 1) + experts * (over[1] > 1)
+    until = "for the step" if gathers_once(job) else "embedding, head and one layer"
+    why = f"{size / 1e9:.3f}B parameters whole, {until}, {job.numbers.weight_bytes:g} bytes each"
+    return [MemoryLine("buffers", "gathered weights", size * job.numbers.weight_bytes, why)]
 
 
 def under_way_lines(job: Job, held: RankWeights) -> list[MemoryLine]:

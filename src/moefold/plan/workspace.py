@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from moefold.plan.activations import kept_by
 from moefold.plan.job import Job
+from moefold.plan.own_workspace import own_workspace
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.saved import Setting
 from moefold.plan.stage_contents import Contents
@@ -26,6 +27,8 @@ HIDDEN_AT_LOSS = 6
 
 def workspace_lines(job: Job, stages: tuple[Contents, ...], held: RankWeights, setting: Setting) -> list[MemoryLine]:
     """Buffers, and the larger of the two moments."""
+    if job.options.stack == "moefold":
+        return own_workspace(job, stages, held)
     lines = _unused_gradients(job, held) + _answer_lines(job, stages)
     loss = _loss_lines(job, stages)
     layer = _layer_lines(job, stages, setting) + under_way_lines(job, held)

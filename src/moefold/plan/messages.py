@@ -1,0 +1,172 @@
+"""Every collective of one step of a moefold run on one rank: name, group, how often, and how many bytes.
+
+Counted as the ledger counts: bytes that the rank hands in, forward and backward. Routing is taken to be even. The dry
+run, which carries the step out, finds the same numbers; a test holds the two against each other, byte for byte.
+
+    who sends                   what
+    sharded data parallelism    gathers weights, sums gradients: per layer and microbatch, or once in a pipeline
+    tensor parallelism          gathers tokens before a product that is cut, sums after it (`plan/token_messages.py`)
+    context parallelism         keys and values around the ring, their gradients back
+    expert parallelism          counts, rows and weights there, answers back
+    the pipeline                streams forward, gradients backward
+    the end of the step         partial gradients, losses, counts, the norm
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+from moefold.blueprint.parameters import ParameterSpec, is_expert, mixture_names, parameters
+from moefold.blueprint.parts import Parts
+from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
+from moefold.blueprint.stages import StageSpec, stages_of
+from moefold.config.run import RunConfig
+from moefold.plan.placement import parts_by_rank
+from moefold.plan.token_messages import Tally, block_messages, embedding_messages, loss_messages, tokens_of
+from moefold.schedule.actions import place
+from moefold.schedule.names import schedule_named
+from moefold.topology.layout import FoldedLayout, fold
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+_DATA_GROUPS = ("dense_shard", "dense_replicate", "expert_shard", "expert_replicate")
+# Losses and norms: two sums, five balance losses, dropped rows and the norm, in the formats that they are kept in.
+_LOSSES, _BALANCE, _DROPPED, _NORM = 8, 20, 8, 8
+
+
+class Message(NamedTuple):
+    """One operation over one group."""
+
+    name: str
+    group: str
+    count: int  # type: ignore[assignment]
+    bytes: int
+
+
+def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None = None) -> tuple[Message, ...]:
+    """Those of one step of ``rank``; of ``microbatches`` if given, else of as many as the run's batch has."""
+    layout = fold(run.parallel, world)
+    number = microbatches or run.data.global_batch // (run.data.micro_batch * layout.size("dp"))
+    tally = Tally(layout)
+    here = layout.coordinate(rank, "pp")
+    parts = parts_by_rank(run)
+    _sharding(run, layout, parts[here], rank, number, tally)
+    _microbatches(run, layout, here, rank, number, tally)
+    _end_of_step(run, layout, parts, here, tally)
+    found = sorted((key, count) for key, count in tally.calls.items())
+    return tuple(Message(*key, count, tally.sizes[key]) for key, count in found)
+
+
+def gathers_once(run: RunConfig) -> bool:
+    """Whether weights stay gathered for a step."""
+    schedule = schedule_named(run.parallel.schedule)
+    return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
+
+
+# ---- sharded data parallelism ----
+
+
+def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, number: int, tally: Tally) -> None:
+    held = [spec for spec in parameters(run.model) if parts.holds(spec.name)]
+    once = gathers_once(run)
+    each = _BYTES[run.precision.params]
+    for grid, specs in _modules(held).items():
+        is_root, experts = grid == "", grid.endswith(".experts")
+        own = ("expert_shard", "expert_replicate") if experts else ("dense_shard", "dense_replicate")
+        # Sharding knows groups with the same ranks by one name; what the step sums itself goes by its own.
+        shard, copies = (_known_as(layout, rank, name) for name in own)
+        ways = layout.size(own[0])
+        sizes = [_padded(local_shape(spec, layout), ways) for spec in specs]
+        gathered, whole = sum(size for size, _ in sizes) * each, sum(whole for _, whole in sizes) * each
+        if once:
+            tally.add("all_gather", shard, gathered)
+            for size, full in sizes:
+                tally.add("reduce_scatter", own[0], full * max(4, each))
+                tally.add("all_reduce", own[1], size * max(4, each))
+        else:
+            # The root stays gathered from its forward to its backward; layers gather for both.
+            tally.add("all_gather", shard, gathered, number * (1 if is_root else 2))
+            tally.add("reduce_scatter", shard, whole, number)
+            tally.add("all_reduce", copies, gathered, number)
+
+
+def _modules(held: Iterable[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
+    """Parameters by the module that gathers them: experts, layers, modules ahead, and the root for the rest."""
+    found: dict[str, list[ParameterSpec]] = {}
+    for spec in held:
+        first, number, *_ = spec.name.split(".")
+        module = f"{first}.{number}" if first in ("layers", "mtp") else ""
+        found.setdefault(module + ".experts" if is_expert(spec.name) else module, []).append(spec)
+    return found
+
+
+def _known_as(layout: FoldedLayout, rank: int, name: str) -> str:
+    """The first data-parallel group with the same ranks; dense ones come first."""
+    return next(known for known in _DATA_GROUPS if layout.ranks(known, rank) == layout.ranks(name, rank))
+
+
+def _padded(shape: tuple[int, ...], ways: int) -> tuple[int, int]:
+    """Elements of a shard, and of all shards together; the last one is filled up."""
+    dim = shard_dim(shape, ways)
+    shard = prod(shape) // shape[dim] * -(-shape[dim] // ways)
+    return shard, shard * ways
+
+
+# ---- what every microbatch sends ----
+
+
+def _microbatches(run: RunConfig, layout: FoldedLayout, here: int, rank: int, number: int, tally: Tally) -> None:
+    stages = stages_of(run.model, run.parallel)
+    holder = place(run.parallel.pp, run.parallel.vpp, schedule_named(run.parallel.schedule).placement)
+    for stage in stages:
+        if holder[stage.index] != here:
+            continue
+        _stage(run, layout, stage, rank, number, tally)
+        sent = tokens_of(run, layout).mine * run.model.width * _BYTES[run.precision.compute]
+        for other, border in ((stage.index + 1, stage.index), (stage.index - 1, stage.index - 1)):
+            if 0 <= other < len(stages) and holder[other] != here:
+                tally.add("send", "pp", sent, number * _streams(stages, border))
+
+
+def _streams(stages: tuple[StageSpec, ...], border: int) -> int:
+    """What crosses the border after this stage: the stream, and that of every module ahead which has run."""
+    return 1 + sum(len(stage.mtp) for stage in stages[: border + 1])
+
+
+def _stage(run: RunConfig, layout: FoldedLayout, stage: StageSpec, rank: int, number: int, tally: Tally) -> None:
+    model = run.model
+    for _ in range(int(stage.embedding) + len(stage.mtp)):
+        embedding_messages(run, layout, number, tally)
+    blocks = [*stage.layers, *(model.num_layers + module for module in stage.mtp)]
+    for is_mixture, count in Counter(model.is_moe_layer(layer) for layer in blocks).items():
+        block_messages(run, layout, rank, is_mixture, number * count, tally)
+    if stage.loss:
+        for _ in range(1 + model.num_mtp):
+            loss_messages(run, layout, number, tally)
+
+
+# ---- once per step ----
+
+
+def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...], here: int, tally: Tally) -> None:
+    each = _BYTES[run.precision.params]
+    partial: Counter[str] = Counter()
+    for spec in parameters(run.model):
+        if not parts[here].holds(spec.name):
+            continue
+        ways = layout.size("expert_shard" if grid_of(spec.name) == "expert" else "dense_shard")
+        shard, _ = _padded(local_shape(spec, layout), ways)
+        for axis in partial_axes(spec):
+            partial[axis] += shard * each
+        others = sum(each_rank.holds(spec.name) for each_rank in parts) - 1
+        if others:
+            tally.add("send", "pp", shard * each, others)
+    for axis, size in partial.items():
+        tally.add("all_reduce", axis, size)
+    for axis in ("dp", "cp", "pp"):
+        tally.add("all_reduce", axis, _LOSSES)
+    experts = run.model.moe.num_experts if run.model.moe is not None else 0
+    for size in (_BALANCE, len(mixture_names(run.model)) * experts * 8, _DROPPED, _NORM):
+        tally.add("all_reduce", "world", size)

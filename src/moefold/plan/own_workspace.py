@@ -1,0 +1,112 @@
+"""What moefold's own step needs beside states and saved activations. Held against the dry run.
+
+**Casts.** Parameters are kept in one format and used in another; a product keeps the cast it used until its backward,
+so each live microbatch has its own. Orders that put weight gradients off keep the parameter itself instead.
+
+**Loss.** Logits exist one chunk of the vocabulary at a time; the head's gradient is whole.
+
+**Backward of a layer.** The widest moment is that of the experts' first matrix: its gradient, and what reaches it.
+"""
+
+from __future__ import annotations
+
+from moefold.plan.held import layer_parameters
+from moefold.plan.job import Job
+from moefold.plan.prediction import MemoryLine
+from moefold.plan.saved import Setting
+from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
+from moefold.plan.stage_contents import Contents
+from moefold.plan.states import RankWeights, gathers_once
+
+# Rows of the vocabulary per chunk of logits, as in `model/loss.py`.
+CHUNK = 8192
+
+
+def copies_weights(job: Job) -> bool:
+    """Whether products keep casts of their weights."""
+    options = job.options
+    narrow = job.numbers.format != "float32" and job.numbers.weight_bytes > 2
+    return options.stack == "moefold" and narrow and not (options.ep_overlap or options.delay_wgrad)
+
+
+def stage_copies(model: ModelShape, stage: Contents, setting: Setting, ep: int) -> float:
+    """Bytes of casts that one microbatch of a stage keeps."""
+    size = sum(count * _layer_copies(layer, model.width, setting, ep) for layer, count in stage.layers)
+    if stage.mtp:
+        ahead = _layer_copies(model.layers[-1], model.width, setting, ep)
+        size += stage.mtp * (ahead + 2 * model.width**2)
+    return size * setting.word
+
+
+def _layer_copies(layer: Layer, width: int, setting: Setting, ep: int) -> float:
+    """Elements, after all cuts. A phase that is computed again casts again; the router needs no cast."""
+    mixer, feed = layer_parameters(Layer(layer.mixer, None), width), layer_parameters(Layer(None, layer.feed), width)
+    found = 0.0
+    if "attention" not in setting.recompute:
+        found += mixer.dense / setting.tp + mixer.whole
+    if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
+        found += feed.dense / setting.tp
+    if isinstance(layer.feed, Mixture):
+        found += 2 * width * layer.feed.latent
+        if "experts" not in setting.recompute:
+            found += feed.dense / setting.tp + feed.experts / (ep * setting.etp)
+    return found
+
+
+def own_workspace(job: Job, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
+    """The larger of the two moments."""
+    loss, layer = _loss(job, stages), _layer(job, stages, held)
+    return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
+
+
+def _head_gradient(job: Job, stages: tuple[Contents, ...]) -> float:
+    """One per loss; of several, their sum too."""
+    if not any(stage.head for stage in stages):
+        return 0.0
+    several = 1 if job.model.mtp == 0 else job.model.mtp + 2
+    return several * job.model.vocab / job.cuts.tp * job.model.width * job.numbers.gradient_bytes
+
+
+def _loss(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+    gradient = _head_gradient(job, stages)
+    if not gradient:
+        return []
+    tokens, width = job.batch.tokens / job.cuts.cp, job.model.width
+    rows = min(CHUNK, job.model.vocab / job.cuts.tp)
+    chunk = tokens * rows * 8.0 + tokens * width * 6.0 + rows * width * 2.0
+    return [
+        MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
+        MemoryLine(
+            "buffers", "one chunk of logits", chunk, f"{tokens:,.0f} tokens of {rows:,.0f} logits, twice 4 bytes"
+        ),
+    ]
+
+
+def _layer(job: Job, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
+    widest = max((_inside(job, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
+    rows, weights = widest
+    word = 2.0 if job.numbers.format != "float32" else 4.0
+    per_weight = word if gathers_once(job) else word + job.numbers.gradient_bytes
+    lines = [
+        MemoryLine("buffers", "gradients inside a layer", rows, "of an activation, before and after"),
+        MemoryLine(
+            "buffers", "gradient of one weight", weights * per_weight, f"{weights / 1e9:.3f}B elements of the largest"
+        ),
+    ]
+    if not gathers_once(job) and (head := _head_gradient(job, stages)):
+        lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
+    return lines
+
+
+def _inside(job: Job, layer: Layer) -> tuple[float, float]:
+    """Bytes of gradients of rows, and elements of the largest weight."""
+    cuts, feed, tokens = job.cuts, layer.feed, job.batch.tokens / job.cuts.cp
+    word = 2.0 if job.numbers.format != "float32" else 4.0
+    if isinstance(feed, Mixture):
+        rows = tokens / cuts.tp * feed.top_k * job.options.imbalance
+        inner = rows * feed.width * (2 * word + 4.0 + word)
+        weight = feed.experts / cuts.ep * 2 * feed.width * (feed.latent or job.model.width) / cuts.etp
+        return inner, weight
+    if isinstance(feed, Dense):
+        return tokens * feed.width / cuts.tp * 4 * word, 2 * feed.width * job.model.width / cuts.tp
+    return 0.0, 0.0

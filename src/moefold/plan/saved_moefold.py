@@ -1,0 +1,138 @@
+"""What moefold's own model keeps for the backward, tensor by tensor: its code, read and measured.
+
+A test runs the model with saved-tensor hooks and finds these bytes. Norms compute in float32 and keep their input so,
+what they divided, and their output. Attention keeps what the fused kernel reads and gives; where values are narrower
+than keys they are padded to one width, and the answer is cut from a padded one. An activation keeps both halves of its
+input, the gate after its sigmoid, and its output; experts keep the output before and after the token's weight.
+
+A phase that is computed again keeps its input alone. Between phases travel the rows that arrived, so those stay.
+"""
+
+from __future__ import annotations
+
+from moefold.plan.job import Recomputed
+from moefold.plan.saved import Saved, Sizes
+
+
+def _drops(*kinds: Recomputed) -> frozenset[Recomputed]:
+    return frozenset(kinds)
+
+
+_ATTENTION, _FEED, _EXPERTS = _drops("attention"), _drops("feed_forward"), _drops("experts")
+
+
+def _is_latent(s: Sizes) -> bool:
+    return s.kv_latent > 0
+
+
+def _latents(s: Sizes) -> int:
+    return s.q_latent + s.kv_latent
+
+
+def _kernel_values(s: Sizes) -> int:
+    """The kernel's values and answers are as wide as its keys."""
+    return s.key if _is_latent(s) else s.value
+
+
+def _kernel_answer(s: Sizes) -> int:
+    return s.query if _is_latent(s) else s.context
+
+
+def _is_cut(s: Sizes) -> bool:
+    """Whether the context is cut from a wider answer."""
+    return _is_latent(s) or s.sinks > 0
+
+
+def _sink_entries(s: Sizes) -> int:
+    """A sink is one more entry of queries, keys, values and answers."""
+    return s.sinks * (2 * s.heads + 2 * (s.heads * s.key // max(1, s.query)))
+
+
+MOEFOLD: tuple[Saved, ...] = (
+    # ---- attention ----
+    Saved("attention", "phase input", lambda s: s.D, needs="attention again"),
+    Saved("attention", "input, widened", lambda s: s.D + 1, "single", dropped=_ATTENTION),
+    Saved("attention", "input over its size", lambda s: s.D, dropped=_ATTENTION),
+    Saved("attention", "normed input", lambda s: s.D * (not _is_latent(s)), cut="whole", dropped=_ATTENTION),
+    Saved("attention", "normed input, for latents", lambda s: s.D * _is_latent(s), dropped=_ATTENTION),
+    Saved("attention", "latents, widened", lambda s: _latents(s) + 2 * _is_latent(s), "single", dropped=_ATTENTION),
+    Saved("attention", "latents over their size", _latents, dropped=_ATTENTION),
+    Saved(
+        "attention", "normed latents", lambda s: _latents(s) + s.rope * _is_latent(s), cut="whole", dropped=_ATTENTION
+    ),
+    Saved(
+        "attention",
+        "heads, widened",
+        lambda s: (s.query + s.key) * (s.normed > 0) + s.normed,
+        "single",
+        "heads",
+        _ATTENTION,
+    ),
+    Saved(
+        "attention",
+        "heads over their size",
+        lambda s: (s.query + s.key) * (s.normed > 0),
+        cut="heads",
+        dropped=_ATTENTION,
+    ),
+    Saved("attention", "angles", lambda s: s.turned, "single", "whole", _ATTENTION),
+    Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "values", _kernel_values, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "answer of the kernel", _kernel_answer, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "context", lambda s: s.context * _is_cut(s), cut="heads", dropped=_ATTENTION),
+    Saved("attention", "entries of sinks", _sink_entries, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "mask", lambda s: s.masked, cut="whole", dropped=_ATTENTION),
+    Saved("attention", "log of sums", lambda s: s.heads, "single", "heads", _ATTENTION),
+    # ---- dense ----
+    Saved("dense", "phase input", lambda s: s.D, needs="feed_forward again"),
+    Saved("dense", "input, widened", lambda s: s.D + 1, "single", dropped=_FEED),
+    Saved("dense", "input over its size", lambda s: s.D, dropped=_FEED),
+    Saved("dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED),
+    Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED),
+    Saved("dense", "gate after its sigmoid", lambda s: s.hidden, cut="heads", dropped=_FEED),
+    Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED),
+    # ---- mixture: routing and the way there ----
+    Saved("mixture", "input, widened", lambda s: s.D + 1, "single"),
+    Saved("mixture", "input over its size", lambda s: s.D),
+    Saved("mixture", "normed input, for the router", lambda s: s.D, "single"),
+    # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
+    Saved("mixture", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
+    Saved("mixture", "order of experts", lambda s: 8 * s.experts, "byte"),
+    Saved("mixture", "places of rows", lambda s: 16 * s.top_k, "byte"),
+    Saved("mixture", "places of rows there", lambda s: 8 * s.top_k, "byte", "rows", needs="all_to_all"),
+    Saved("mixture", "in the experts' width", lambda s: s.travel * (s.travel != s.D)),
+    Saved("mixture", "rows", lambda s: s.top_k * s.travel, cut="rows"),
+    # ---- mixture: experts ----
+    Saved("mixture", "phase input", lambda s: s.D, needs="experts again"),
+    Saved(
+        "mixture", "normed input, for the shared expert", lambda s: s.D * (s.shared > 0), cut="whole", dropped=_EXPERTS
+    ),
+    Saved("mixture", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_EXPERTS),
+    Saved("mixture", "shared, gate after its sigmoid", lambda s: s.shared, cut="heads", dropped=_EXPERTS),
+    Saved("mixture", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_EXPERTS),
+    Saved("mixture", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_EXPERTS),
+    Saved("mixture", "gate after its sigmoid", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS),
+    Saved("mixture", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS),
+    Saved(
+        "mixture",
+        "after activation, weighed",
+        lambda s: s.top_k * s.hidden,
+        cut="columns",
+        dropped=_EXPERTS,
+        needs="weighted_inside",
+    ),
+    Saved(
+        "mixture",
+        "answers to be weighed",
+        lambda s: s.top_k * s.travel,
+        cut="rows",
+        dropped=_EXPERTS,
+        lacks="weighted_inside",
+    ),
+    Saved("mixture", "bounded, and its sigmoid", lambda s: 3 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
+    Saved("mixture", "biases of rows", lambda s: s.top_k * s.biased, cut="rows", dropped=_EXPERTS),
+    # ---- mixture: the way home; torch's index_add and index_copy keep what they are given ----
+    Saved("mixture", "answers there", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
+    Saved("mixture", "answers at home", lambda s: s.top_k * s.travel, cut="tokens"),
+)

@@ -1,0 +1,86 @@
+"""The planner's table of what our model keeps for the backward, against saved-tensor hooks on the model itself.
+
+What grows with the number of sequences is what a token costs; weights and masks do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.body.model_inputs import batch_of, fill
+
+from moefold.config.memory import MemoryConfig, RecomputedPhase
+from moefold.config.run import RunConfig
+from moefold.hardware.cluster import cluster_of
+from moefold.model.build import build_decoder, one_process_seams
+from moefold.plan.activations import kept_by
+from moefold.plan.from_run import job_of_run
+from moefold.plan.saved import setting_of
+from moefold.recipes.catalog import recipe
+
+LENGTH = 64
+PROXIES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite", "deepseek_v3", "olmoe_1b_7b", "gpt_oss_20b", "kimi_k2")
+CHOICES: tuple[tuple[RecomputedPhase, ...], ...] = ((), ("attention",), ("attention", "feed_forward", "experts"))
+
+
+def kept_bytes(run: RunConfig, layer: int, num_sequences: int) -> int:
+    """Of every storage that autograd keeps through one layer, each once; parameters left out."""
+    seams = replace(one_process_seams("grouped"), recompute=frozenset(run.memory.recompute))
+    decoder = build_decoder(run.model, torch.bfloat16, seams)
+    fill(decoder)
+    block = list(decoder.layers.values())[layer]
+    kept = {parameter.untyped_storage()._cdata: 0 for parameter in decoder.parameters()}
+    alive = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept:
+            kept[storage._cdata] = storage.nbytes()
+            alive.append(storage)
+        return tensor
+
+    x = torch.randn(num_sequences * LENGTH, run.model.width, dtype=torch.bfloat16).requires_grad_()
+    # A phase that is computed again holds its inputs by other means: they are kept outside of the hooks.
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x, batch_of(num_sequences, LENGTH, run.model.vocab_size))
+    return sum(kept.values())
+
+
+def per_token(run: RunConfig, layer: int) -> float:
+    few, many = (kept_bytes(run, layer, number) for number in (2, 6))
+    return (many - few) / (4 * LENGTH)
+
+
+def said(run: RunConfig, layer: int) -> float:
+    job = job_of_run(run, cluster_of("H100", 1))
+    kept = kept_by(job.model.layers[layer], run.model.width, setting_of(job))
+    return sum(size for name, size in kept.kept if not name.endswith(": mask"))
+
+
+def proxy(name: str, recompute: tuple[RecomputedPhase, ...] = ()) -> RunConfig:
+    run = recipe(f"{name}_proxy")
+    precision = replace(run.precision, compute="bfloat16")
+    data = replace(run.data, seq_len=LENGTH, micro_batch=1, global_batch=2)
+    return replace(run, precision=precision, data=data, memory=MemoryConfig(recompute))
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_layer_keeps_what_the_table_says(name: str) -> None:
+    run = proxy(name)
+    for layer in (0, run.model.num_layers - 1):
+        assert per_token(run, layer) == pytest.approx(said(run, layer), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v3"])
+def test_a_phase_that_is_computed_again_keeps_none_of_its_own(name: str) -> None:
+    """Hooks see what autograd keeps; the inputs of such a phase are held besides, and come from the phase before."""
+    plain, again = proxy(name), proxy(name, ("attention", "feed_forward", "experts"))
+    layer = plain.model.num_layers - 1
+    assert said(again, layer) < 0.7 * said(plain, layer)
+    inputs = ("phase input", "rows", "places")
+    job = job_of_run(again, cluster_of("H100", 1))
+    kept = kept_by(job.model.layers[layer], again.model.width, setting_of(job)).kept
+    own = sum(size for name, size in kept if not any(word in name for word in inputs))
+    assert per_token(again, layer) == pytest.approx(own, rel=0.12)
