@@ -275,3 +275,11 @@ def test_a_recomputed_phase_is_computed_once_more_per_microbatch(attention: str,
             if isinstance(module, Router):
                 assert seen[name] == len(SHAPES), name
     assert_equal_gradients(_gradients(shares[1]), _gradients(shares[0]))
+
+
+def test_a_gradient_that_was_put_off_keeps_nothing_alive() -> None:
+    """Its inputs may be leaves of a recorded phase; the first gradient of a weight stays until the step ends."""
+    weight, leaf, deferral = torch.nn.Parameter(torch.zeros(3)), torch.ones(3, requires_grad=True), Deferral()
+    deferral.put(weight, lambda: leaf * 2)
+    deferral.run_all()
+    assert weight.grad is not None and weight.grad.grad_fn is None

@@ -73,8 +73,12 @@ class Deferral:
     def put(self, weight: nn.Parameter, gradient: Gradient) -> None:
         self._waiting.append((self._key, weight, gradient))
 
+    @torch.no_grad()
     def run_one(self) -> bool:
-        """Compute the oldest one; False if none waits. Always the oldest, so that sums have one order."""
+        """Compute the oldest one; False if none waits. Always the oldest, so that sums have one order.
+
+        Outside of autograd, also the computing itself: a gradient must not keep alive what it was computed from.
+        """
         if not self._waiting:
             return False
         _, weight, gradient = self._waiting.popleft()
@@ -100,7 +104,6 @@ class Deferral:
         return not self._waiting
 
 
-@torch.no_grad()
 def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
     gradient = gradient.to(weight.dtype)
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
