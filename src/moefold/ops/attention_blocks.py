@@ -67,7 +67,7 @@ class Rows(NamedTuple):
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Overwrite; starts must be apart from each other. What was changed in place in a view is there already."""
-        if values.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        if values.untyped_storage()._cdata == x.untyped_storage()._cdata:
             return
         for start, value in zip(self.starts, values.unbind(0)):
             x[start : start + self.num] = value
