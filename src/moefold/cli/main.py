@@ -20,6 +20,7 @@ VERBS = {
     "check": "moefold.cli.check",
     "layout": "moefold.cli.layout",
     "schedule": "moefold.cli.schedule",
+    "dryrun": "moefold.cli.dryrun",
     "prove": "moefold.cli.prove",
     "train": "moefold.cli.train",
     "report": "moefold.cli.report",

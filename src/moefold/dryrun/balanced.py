@@ -1,0 +1,111 @@
+"""How many rows go where when nothing can be looked at: as the balanced router sends them.
+
+N tokens of a microbatch, K choices per token, E experts.
+
+The balanced router deals choices in turn: choice number n*K + k of a microbatch goes to expert (n*K + k) mod E. So the
+rows of every rank for every expert follow from which tokens the rank holds, and that follows from the layout. A run
+whose own router decides by scores has the same rows on average; ``imbalance`` says how many times the average this
+rank's experts get, as the rank that is worst off would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from moefold.batching.zigzag import places
+from moefold.config.run import RunConfig
+from moefold.ops.capacity import capacity_of
+from moefold.topology.layout import FoldedLayout
+from moefold.topology.shares import share_sizes
+
+
+class BalancedCounts:
+    """For microbatches that all have the same documents: ``lengths`` tokens long, cut over ``context`` ranks."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: FoldedLayout,
+        rank: int,
+        lengths: Sequence[int],
+        context: int,
+        imbalance: float = 1.0,
+    ) -> None:
+        self.run, self.layout, self.rank = run, layout, rank
+        self.lengths, self.context, self.imbalance = tuple(lengths), context, imbalance
+
+    def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
+        return self._leaving
+
+    def arriving(self, rows_from_Se: Tensor) -> list[list[int]]:
+        return self._arriving
+
+    def gathered(self, rows_per_expert_e: Tensor) -> list[int]:
+        return self._gathered
+
+    def tokens(self, tokens_of_P: Tensor) -> list[int]:
+        return [len(self._tokens_of(peer)) for peer in self.layout.ranks("expert_block", self.rank)]
+
+    @cached_property
+    def _leaving(self) -> list[int]:
+        return self._rows_of(self.rank)
+
+    @cached_property
+    def _arriving(self) -> list[list[int]]:
+        """Sources stand etp peer by etp peer, and by their place in that peer's ep group."""
+        sources = [peer for etp in self.layout.ranks("etp", self.rank) for peer in self.layout.ranks("ep", etp)]
+        return [[self._more(rows) for rows in self._rows_of(peer)[self._mine]] for peer in sources]
+
+    @cached_property
+    def _gathered(self) -> list[int]:
+        block = self.layout.ranks("expert_block", self.rank)
+        by_peer = [self._rows_of(peer)[self._mine] for peer in block]
+        return [self._more(sum(rows)) for rows in zip(*by_peer, strict=True)]
+
+    @property
+    def _mine(self) -> slice:
+        """The experts of this rank."""
+        assert self.run.model.moe is not None
+        num_local = self.run.model.moe.num_experts // self.layout.size("ep")
+        first = self.layout.index("ep", self.rank) * num_local
+        return slice(first, first + num_local)
+
+    def _more(self, rows: int) -> int:
+        return round(rows * self.imbalance)
+
+    def _rows_of(self, rank: int) -> list[int]:
+        """A rank's rows for each expert, those that capacities leave."""
+        moe = self.run.model.moe
+        assert moe is not None
+        tokens = self._tokens_of(rank)
+        choices = (tokens[:, None] * moe.top_k + np.arange(moe.top_k)).ravel()
+        if moe.capacity is not None:
+            choices = choices[self._is_kept(choices, len(tokens))]
+        return np.bincount(choices % moe.num_experts, minlength=moe.num_experts).tolist()
+
+    def _is_kept(self, choices: np.ndarray, num_tokens: int) -> np.ndarray:
+        """First come, first served: the only rule that needs no scores."""
+        moe = self.run.model.moe
+        assert moe is not None and moe.capacity is not None
+        local = moe.capacity.scope == "local"
+        over = num_tokens if local else sum(self.lengths)
+        room = capacity_of(over, moe.capacity.factor, moe.top_k, moe.num_experts)
+        if not local:
+            return choices // moe.num_experts < room
+        experts = choices % moe.num_experts
+        order = np.argsort(experts, kind="stable")
+        before = np.empty_like(order)
+        before[order] = np.arange(len(order)) - np.searchsorted(experts[order], experts[order])
+        return before < room
+
+    def _tokens_of(self, rank: int) -> np.ndarray:
+        """Which tokens of its microbatch a rank holds."""
+        index = self.layout.context_place(rank) % self.context
+        spans = places(self.lengths, index, self.context)
+        held = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in spans)])
+        ends = np.cumsum(share_sizes(len(held), self.layout.size("tp")))
+        return np.split(held, ends[:-1])[self.layout.index("tp", rank)]

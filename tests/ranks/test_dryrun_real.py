@@ -1,0 +1,44 @@
+"""A dry run and a real step of the same rank: equal to the byte, and every collective too."""
+
+from __future__ import annotations
+
+import pytest
+from tests.dry_runs import balanced_run, comparable, on_real_ranks
+
+from moefold.dryrun.run import dry_run
+
+RECOMPUTED = "memory.recompute=[attention, experts]"
+BF16 = "precision.compute=bfloat16"
+# Four stages over two ranks.
+VIRTUAL = ("model.num_layers=4", "parallel.pp=2", "parallel.vpp=2", "data.global_batch=16")
+
+CASES = {
+    "one rank": (1, "debug_tiny"),
+    "sharded": (2, "debug_tiny"),
+    "experts and shards": (4, "debug_tiny", "parallel.ep=2"),
+    "copies of shards": (4, "debug_tiny", "parallel.ep=2", "parallel.dp_replicate=2"),
+    "split experts": (4, "debug_tiny", "parallel.ep=2", "parallel.etp=2"),
+    "all-gather": (4, "debug_tiny", "parallel.ep=2", "parallel.etp=2", "parallel.dispatcher=all_gather"),
+    "ring": (2, "debug_tiny", "parallel.cp=2", RECOMPUTED),
+    "heads traded": (2, "debug_tiny", "parallel.cp=2", "parallel.context.full=all_to_all"),
+    "latent attention": (4, "deepseek_v3_proxy", "parallel.tp=2", "parallel.ep=4", BF16),
+    "recomputed": (4, "deepseek_v3_proxy", "parallel.pp=2", "parallel.ep=2", BF16, RECOMPUTED),
+    "dense": (4, "debug_tiny", "parallel.tp=2", "parallel.pp=2", "model.moe=null"),
+    "interleaved": (4, "debug_tiny", *VIRTUAL, "parallel.schedule=interleaved", "parallel.ep=2", BF16),
+    "zero bubble": (2, "debug_tiny", "parallel.pp=2", "parallel.schedule=zb_h1"),
+    "overlapped": (4, "debug_tiny", *VIRTUAL, "parallel.schedule=dualpipe_v", "parallel.ep=2"),
+    "looking ahead": (2, "debug_mla", "parallel.pp=2", "model.num_mtp=1", BF16),
+}
+# What a change is held against every time; the others are for the nightly run.
+OFTEN = ("experts and shards", "latent attention", "recomputed", "interleaved")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in CASES]
+)
+def test_fake_and_real_agree_to_the_byte(name: str) -> None:
+    world, recipe, *changes = CASES[name]
+    run = balanced_run(recipe, *changes)
+    real = on_real_ranks(run, world)
+    for rank in sorted({0, world - 1}):
+        assert comparable(dry_run(run, world, rank, real[rank]["microbatches"])) == real[rank]
