@@ -54,7 +54,7 @@ def written(path: Path, *records: object) -> Path:
 
 
 def test_every_record_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = {key: value for key, value in RECORD.items() if key != "gbs"} | {"id": "b"}
+    broken = {key: value for key, value in RECORD.items() if key != "seq_len"} | {"id": "b"}
     strange = RECORD | {"id": "c", "hardware": {"gpu": "H1000", "num_gpus": 64}}
     records = written(tmp_path / "in.jsonl", RECORD, "", broken, strange, "{", RECORD | {"id": "d"}, "[1]")
     out = tmp_path / "out.jsonl"
@@ -67,12 +67,18 @@ def test_every_record_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr()
     assert "2 of 6 records predicted (2 fit), 4 not" in said.out
     for words in (
-        "not predicted: b: does not say gbs\n",
+        "not predicted: b: does not say seq_len\n",
         "not predicted: c: no gpu named 'H1000'",
         "line 5: not JSON",
         "line 7",
     ):
         assert words in said.err
+
+
+def test_without_a_batch_there_is_memory_but_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = {key: value for key, value in RECORD.items() if key != "gbs"}
+    assert main(["plan", "--records", str(written(tmp_path / "in.jsonl", unknown))]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"id", "memory_gib", "fits"}
 
 
 def test_answers_go_to_stdout_without_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

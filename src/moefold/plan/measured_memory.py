@@ -12,12 +12,20 @@ from typing import Any
 from moefold.plan.job import Job
 from moefold.plan.memory import memory_at, predict_memory
 from moefold.plan.prediction import MemoryPrediction
+from moefold.plan.record_details import completed, with_details
+from moefold.plan.records import job_of_record
 
 Record = Mapping[str, Any]
 
 
 # What a table of requirements adds up, without what a passing moment needs.
 _LASTING = ("weights", "gradients", "optimizer", "activations")
+
+
+def memory_of_record(record: Record) -> tuple[float, bool]:
+    """Bytes as the record's source measures them, and whether the run fits."""
+    job = with_details(record, job_of_record(completed(record)))
+    return measured_bytes(record, job), predict_memory(job).fits
 
 
 def measured_bytes(record: Record, job: Job) -> float:

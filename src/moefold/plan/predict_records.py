@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.errors import MoefoldError
+from moefold.plan.measured_memory import memory_of_record
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
+from moefold.plan.record_details import completed
 from moefold.plan.records import job_of_record
 
 GIB = 2**30
@@ -55,7 +57,12 @@ def _answer(line: str, place: str) -> dict[str, Any] | Unread:
         return Unread(place, f"a record is an object, not a {type(record).__name__}")
     name = str(record.get("id", place))
     try:
-        return prediction_line(name, predict(job_of_record(record)))
+        measured, fits = memory_of_record(record)
+        made: dict[str, Any] = {"id": name}
+        if record.get("gbs"):
+            # Memory depends on how many microbatches are alive, time on how many there are.
+            made = prediction_line(name, predict(job_of_record(completed(record))))
+        return {**made, "memory_gib": measured / GIB, "fits": fits}
     except MoefoldError as error:
         return Unread(name, str(error))
     # A record may lack any field or hold any value; sources print what they like.
