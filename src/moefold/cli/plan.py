@@ -77,6 +77,11 @@ def _add_goodput(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the order for chrome://tracing or Perfetto")
+    parser.add_argument(
+        "--serve", type=int, nargs="?", const=8765, metavar="PORT", help="the page with sliders, on 127.0.0.1 (8765)"
+    )
     parser.add_argument("--records", type=Path, metavar="FILE", help="predict published records, one JSON per line")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="where to write them (stdout)")
 
@@ -90,7 +95,13 @@ def run(args: argparse.Namespace) -> int:
         raise MoefoldError("plan what? name a RUN, or give --records FILE; see `moefold plan --help`")
     from moefold.plan.proposal import propose
 
-    proposal = propose(question_of(args), _progress())
+    question = question_of(args)
+    if args.serve is not None:
+        from moefold.cli.plan_serve import serve
+
+        return serve(question, args.serve)
+    proposal = propose(question, _progress())
+    _write_files(proposal, args.html, args.trace)
     if args.json:
         from moefold.plan.report.data import proposal_data
 
@@ -98,6 +109,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(proposal)
     return 0 if proposal.chosen.memory.fits else 1
+
+
+def _write_files(proposal: Any, html: Path | None, trace: Path | None) -> None:
+    if html is not None:
+        from moefold.plan.report.page import page
+
+        _write(html, page(proposal), "--html")
+    if trace is not None:
+        from moefold.plan.timeline import step_timeline, step_trace
+
+        _write(trace, json.dumps(step_trace(step_timeline(proposal.chosen.job, most_boxes=4_000))), "--trace")
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MoefoldError(f"{path}: cannot be written: {error.strerror}; choose another {option}") from error
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def question_of(args: argparse.Namespace) -> Any:

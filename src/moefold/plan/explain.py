@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moefold.plan.candidates import Choice, choice_of_job
+from moefold.plan.job import Job
 from moefold.plan.prediction import Prediction, Wall
 from moefold.plan.what_if import Answer
 from moefold.units import format_bytes
@@ -48,6 +49,35 @@ def time_differences(first: Prediction, second: Prediction) -> list[Difference]:
 def memory_differences(first: Prediction, second: Prediction) -> list[Difference]:
     """Bytes by group, the largest difference first."""
     return _differences(_held(first), _held(second))
+
+
+def layout_words(job: Job) -> str:
+    """The layout for someone who does not read its letters, and which of its groups leave a domain of fast links."""
+    cuts, batch, domain = job.cuts, job.batch, job.cluster.usable_domain
+    parts = []
+    if cuts.pp > 1:
+        each = f" of {cuts.vpp} stages each" if cuts.vpp > 1 else ""
+        parts.append(f"a pipeline of {cuts.pp} ranks{each}")
+    if cuts.tp > 1:
+        parts.append(f"every layer cut over {cuts.tp}")
+    if cuts.cp > 1:
+        parts.append(f"every sequence over {cuts.cp}")
+    if cuts.ep * cuts.etp > 1:
+        spread = cuts.ep * cuts.etp
+        where = "inside one domain" if spread <= domain else f"over {-(-spread // domain)} domains of fast links"
+        wide = f", each cut over {cuts.etp}" if cuts.etp > 1 else ""
+        parts.append(f"experts dealt over {cuts.ep} ranks{wide} ({where})")
+    parts.append(f"{cuts.dp} data-parallel copies of the attention, which shard {_SHARDED[cuts.sharding]}")
+    size = "1 sequence" if batch.sequences == 1 else f"{batch.sequences} sequences"
+    return f"That is {', '.join(parts)}. Each copy runs {batch.microbatches} microbatches of {size} per step."
+
+
+_SHARDED = {
+    "none": "nothing",
+    "zero1": "optimizer states",
+    "zero2": "gradients and optimizer states",
+    "zero3": "weights, gradients and optimizer states",
+}
 
 
 def changed_choices(first: Choice, second: Choice) -> str:

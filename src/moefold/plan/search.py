@@ -41,7 +41,7 @@ from moefold.units import format_bytes
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
 # How many grids are looked at closer, and how many of those may climb.
-_BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 8, 2, 3
+_BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 3, 6
 _OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate")
 # Steps of a climb; each looks at about a hundred neighbours.
 _LONGEST_CLIMB = 8

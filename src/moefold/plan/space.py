@@ -100,7 +100,7 @@ def narrowed(space: Space, text: str) -> Space:
     """Only the values that `text` names: `tp=1,ep=32,64`. They need not be in the space: the user knows best."""
     changes: dict[str, Any] = {}
     problems: list[Problem] = []
-    for name, words in _pinned(text):
+    for name, words in pinned(text):
         if name not in CHOICES:
             problems.append(Problem("fix", f"no choice is called {name[:40]!r}", _known_choices(name)))
             continue
@@ -116,7 +116,7 @@ def _known_choices(name: str) -> str:
     return f"{did_you_mean(name, CHOICES)}known: {', '.join(CHOICES)}"
 
 
-def _pinned(text: str) -> Iterator[tuple[str, list[str]]]:
+def pinned(text: str) -> Iterator[tuple[str, list[str]]]:
     """Words without `=` are further values of the choice before them."""
     name, words = "", list[str]()
     for word in filter(None, (part.strip() for part in text.split(","))):

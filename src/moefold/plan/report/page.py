@@ -1,0 +1,212 @@
+"""The page: the choice and why, memory, time, the order, the others, what if, goodput, and the line that starts it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from html import escape
+
+from moefold.page.frame import card, document
+from moefold.plan.candidates import choice_of_job
+from moefold.plan.explain import layout_words, seconds
+from moefold.plan.from_run import folded
+from moefold.plan.prediction import Prediction
+from moefold.plan.proposal import Proposal
+from moefold.plan.report.bars import memory_section, time_section
+from moefold.plan.report.pictures import goodput_figure, pareto_figure, timeline_figure
+from moefold.plan.report.style import CSS
+from moefold.plan.search import described
+from moefold.plan.timeline import step_timeline
+from moefold.plan.what_if import Answer
+from moefold.units import format_bytes, format_count, format_seconds
+
+_MOST_PARETO = 12
+
+
+def page(proposal: Proposal, form: str = "", script: str = "") -> str:
+    """One self-contained document. ``form`` is what the served page puts on top to ask again."""
+    question = proposal.question
+    sections = [
+        _header(proposal),
+        form,
+        _cards(proposal),
+        _why(proposal),
+        memory_section(proposal.chosen),
+        time_section(proposal.chosen),
+        f'<div class="charts" style="margin-top:14px">{timeline_figure(step_timeline(proposal.chosen.job))}</div>',
+        _others(proposal),
+        _what_if(proposal),
+        _goodput(proposal),
+        _small_print(proposal),
+    ]
+    title = f"{question.name} on {question.cluster.num_gpus:,} {question.cluster.gpu.name}"
+    return document(title, sections, CSS, script)
+
+
+def _header(proposal: Proposal) -> str:
+    question, chosen = proposal.question, proposal.chosen
+    cluster = question.cluster
+    tone, fits = ("good", "fits") if chosen.memory.fits else ("bad", "does not fit")
+    words = (
+        f"domain of {cluster.domain}, {cluster.nic_gb_s:g} GB/s network per GPU, {question.stack}; "
+        f"global batch {question.run.data.global_batch:,} of {question.run.data.seq_len:,} tokens"
+    )
+    return (
+        f"<h1>{escape(question.name)} on {cluster.num_gpus:,} {escape(cluster.gpu.name)}"
+        f'<span class="badge {tone}">{fits}</span><span class="badge open">{chosen.wall} binds</span></h1>'
+        f'<p class="sub">{escape(words)}</p>'
+    )
+
+
+def _cards(proposal: Proposal) -> str:
+    chosen, time, memory = proposal.chosen, proposal.chosen.time, proposal.chosen.memory
+    question = proposal.question
+    mfu = f"MFU {chosen.mfu:.1%}" if chosen.mfu else ""
+    rate = chosen.tokens_per_second_per_gpu
+    cards = [
+        card(seconds(time.step_seconds), "per step", f"80 %: {time.low:.2f} to {seconds(time.high)}"),
+        card(f"{rate:,.0f}", "tokens/s per GPU", f"{format_count(rate * question.cluster.num_gpus)} in all"),
+        card(f"{chosen.tflops_per_gpu:,.0f}", "TFLOP/s per GPU", mfu) if chosen.tflops_per_gpu else "",
+        card(format_bytes(memory.total), "memory", f"{memory.total / memory.capacity:.0%} of the card"),
+        card(
+            f"{proposal.days:,.1f} days",
+            f"for {format_count(question.tokens)} tokens",
+            f"{proposal.goodput.effective:.1%} of the time trains",
+        ),
+    ]
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _why(proposal: Proposal) -> str:
+    chosen = described(choice_of_job(proposal.chosen.job))
+    paragraphs = [f"<p><b>{escape(chosen)}</b></p>"]
+    paragraphs += [f"<p>{escape(words)}</p>" for words in (layout_words(proposal.chosen.job), *proposal.reasons)]
+    if proposal.own_problem:
+        paragraphs.append(f'<p class="warn">Your own layout cannot be: {escape(proposal.own_problem)}</p>')
+    if proposal.beyond:
+        words = f"moefold does not have yet: {'; '.join(proposal.beyond)}. The nearest run that it can start:"
+    else:
+        words = "To start it, on every node:"
+    command = f'<p>{escape(words)}</p><pre class="command">{escape(folded(proposal.command, 110))}</pre>'
+    return f'<h2>Why this layout</h2><div class="panel why">{"".join(paragraphs)}{command}</div>'
+
+
+def _table(head: Iterable[str], rows: Iterable[str]) -> str:
+    """Headings that end in a blank stand over text."""
+    cells = "".join(f"<th{' class=text' if name.endswith(' ') else ''}>{name.strip()}</th>" for name in head)
+    return f'<div class="panel scroll"><table><tr>{cells}</tr>{"".join(rows)}</table></div>'
+
+
+def _others(proposal: Proposal) -> str:
+    result = proposal.result
+    if result is None:
+        return ""
+    front = result.pareto
+    if len(front) > _MOST_PARETO:
+        front = tuple(front[round(i * (len(front) - 1) / (_MOST_PARETO - 1))] for i in range(_MOST_PARETO))
+    rows = [
+        f"<tr><td>{seconds(each.seconds)}</td><td>{each.seconds / result.best.seconds - 1:+.1%}</td>"
+        f'<td>{format_bytes(each.bytes)}</td><td class="text">{escape(described(each.choice))}</td></tr>'
+        for each in front
+    ]
+    table = _table(("step", "slower by", "memory", "layout "), rows)
+    searched = (
+        f"Searched {result.num_layouts:,} grids with {result.num_memory:,} predictions of memory and "
+        f"{result.num_time:,} of time in {result.wall_seconds:.1f} s."
+    )
+    return (
+        "<h2>The others</h2>"
+        f'<div class="charts">{pareto_figure(proposal)}<div>{_compared(proposal)}'
+        f'<p class="note">{escape(searched)}</p></div></div>'
+        f"<h2>Nobody is both faster and leaner</h2>{table}"
+    )
+
+
+def _compared(proposal: Proposal) -> str:
+    named = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up)]
+    if proposal.own is not None and proposal.own.job != proposal.chosen.job:
+        named.append(("your own", proposal.own))
+    found = [(name, each) for name, each in named if each is not None]
+    head = ("", *(name for name, _ in found))
+    rows = [_row(label, [cell(each) for _, each in found]) for label, cell in _LINES]
+    return _table(head, rows)
+
+
+def _row(label: str, cells: list[str]) -> str:
+    return f"<tr><td class=text>{escape(label)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+_LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
+    ("step", lambda p: seconds(p.time.step_seconds)),
+    ("80 % interval", lambda p: f"{p.time.low:.2f} to {seconds(p.time.high)}"),
+    ("tokens/s per GPU", lambda p: f"{p.tokens_per_second_per_gpu:,.0f}"),
+    ("memory", lambda p: format_bytes(p.memory.total)),
+    ("of the card", lambda p: f"{p.memory.total / p.memory.capacity:.0%}"),
+    ("wall", lambda p: p.wall),
+    ("tp x cp x pp x vpp", lambda p: f"{p.job.cuts.tp} x {p.job.cuts.cp} x {p.job.cuts.pp} x {p.job.cuts.vpp}"),
+    ("ep x etp, dp", lambda p: f"{p.job.cuts.ep} x {p.job.cuts.etp}, {p.job.cuts.dp}"),
+    ("microbatches", lambda p: f"{p.job.batch.microbatches} of {p.job.batch.sequences}"),
+    ("order", lambda p: p.job.cuts.schedule),
+    ("dispatcher", lambda p: p.job.options.dispatcher),
+    ("format", lambda p: p.job.numbers.format),
+    ("computed twice", lambda p: ", ".join(sorted(p.job.options.recompute)) or "nothing"),
+    ("graphs", lambda p: p.job.options.graphs),
+)
+
+
+def _what_if(proposal: Proposal) -> str:
+    told = sorted(proposal.answers, key=lambda each: -each.faster(proposal.chosen))
+    rows = [_answer(each, proposal.chosen) for each in told if each.prediction]
+    forbidden = [f"{each.question} ({each.reason})" for each in told if not each.prediction]
+    note = f'<p class="note">Not legal: {escape("; ".join(forbidden))}.</p>' if forbidden else ""
+    head = ("what if ", "step", "faster", "memory", "wall", " ")
+    return f"<h2>What if</h2>{_table(head, rows)}{note}"
+
+
+def _answer(each: Answer, chosen: Prediction) -> str:
+    found = each.prediction
+    assert found is not None
+    faster = each.faster(chosen)
+    tone = "better" if faster > 0.005 else "worse" if faster < -0.005 else ""
+    note = "" if found.memory.fits else "does not fit"
+    return (
+        f"<tr><td class=text>{escape(each.question)}</td><td>{seconds(found.time.step_seconds)}</td>"
+        f'<td class="{tone}">{faster:+.1%}</td><td>{format_bytes(found.memory.total)}</td><td>{found.wall}</td>'
+        f'<td class="warn">{note}</td></tr>'
+    )
+
+
+def _goodput(proposal: Proposal) -> str:
+    found, faults, question = proposal.goodput, proposal.faults, proposal.question
+    parts = (
+        ("training", found.effective, 3),
+        ("saving", found.lost_to_saves, 1),
+        ("restarting", found.lost_to_restarts, 4),
+        ("repeating lost work", found.lost_to_repeats, 2),
+    )
+    bar = "".join(f'<i class="c{color}" style="flex:{share:.5f} 1 0"></i>' for _, share, color in parts)
+    keys = "".join(
+        f'<span class="key"><i class="c{color}"></i>{name} {share:.2%}</span>' for name, share, color in parts
+    )
+    save, write, restart = (format_seconds(each) for each in (faults.save, faults.write, faults.restart))
+    words = (
+        f"At one failure per {question.mtbf_hours:,.0f} GPU hours this job fails {found.failures_per_day:.2g} times a "
+        f"day. A save stops training for {save} and is whole on disk {write} later; a restart takes {restart}. Saving "
+        f"every {format_seconds(found.interval)} of training is best. {format_count(question.tokens)} tokens take "
+        f"{proposal.days:,.1f} days."
+    )
+    return (
+        f'<h2>Goodput under failures</h2><div class="charts"><div class="panel"><div class="bar">{bar}</div>'
+        f'<div class="keys">{keys}</div><p>{escape(words)}</p></div>{goodput_figure(proposal)}</div>'
+    )
+
+
+def _small_print(proposal: Proposal) -> str:
+    notes = [
+        "Step times are predictions by a model of the program, the card and the links; the interval holds about 80 % "
+        "of published runs of this kind. The order in time is drawn from the same stage times.",
+        f"Rows of the busiest rank over the mean: {proposal.question.imbalance:g}.",
+        "Memory counts what the allocator and the runtime take on top of tensors.",
+        *proposal.chosen.notes,
+    ]
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<h2>Small print</h2><div class="panel"><ul>{items}</ul></div>'
