@@ -1,0 +1,45 @@
+"""On hardware with published layouts, the search finds one that is at least as fast by the same model.
+
+Needs the collection of published runs: MOEFOLD_PUBLISHED names its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moefold.plan.candidates import choice_of_job, limits_of, why_illegal
+from moefold.plan.job import Job
+from moefold.plan.predict import predict
+from moefold.plan.records import job_of_record
+from moefold.plan.search import described, search
+from moefold.plan.space import usual_space
+
+FOLDER = os.environ.get("MOEFOLD_PUBLISHED", "")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER, reason="the published collection is not here")]
+
+
+def questions() -> dict[str, list[Job]]:
+    """Layouts by what they have in common: cluster, batch, format, program and its date."""
+    found: dict[str, list[Job]] = {}
+    for line in (Path(FOLDER) / "published.jsonl").open() if FOLDER else ():
+        record: dict[str, Any] = json.loads(line)
+        if record["model"]["key"] == "deepseek_v3" and record["use"]["time"]:
+            job = job_of_record(record)
+            key = (job.cluster.gpu.name, job.cluster.num_gpus, round(job.global_tokens), job.numbers, job.options.stack)
+            found.setdefault(f"{key} {job.options.date:.2f}", []).append(job)
+    return found
+
+
+@pytest.mark.parametrize("jobs", questions().values(), ids=list(questions()))
+def test_no_published_layout_is_faster(jobs: list[Job]) -> None:
+    space = replace(usual_space(jobs[0]), format=(jobs[0].numbers.format,))
+    best = search(jobs[0], space, from_own=False).best
+    for job in jobs:
+        if why_illegal(choice_of_job(job), limits_of(job), space) is None:
+            assert best.seconds <= predict(job).time.step_seconds * 1.0001, described(choice_of_job(job))
