@@ -50,7 +50,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("sync_us", 250.0, 0.6, "idle time per forward pass of a mixture whose row counts the host must know"),
     # ---- links ----
     Meaning("ring_link", 0.70, 0.15, "share of fast links in gathers and scatters"),
-    Meaning("ring_nic", 0.75, 0.2, "share of the network in gathers and scatters"),
+    Meaning("ring_nic", 0.78, 0.05, "share of the network in gathers and scatters"),
     Meaning("exchange_link", 0.62, 0.15, "share of fast links in a plain all-to-all (0.55-0.72 measured)"),
     Meaning("exchange_nic", 0.80, 0.15, "share of the network in a plain all-to-all (0.81-0.9 measured)"),
     Meaning("dedup_link", 0.75, 0.15, "share of fast links in deduplicating dispatchers (0.72-0.9 measured)"),

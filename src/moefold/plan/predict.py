@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from moefold.plan.constants import CURRENT, Constants
 from moefold.plan.job import Job
 from moefold.plan.memory import predict_memory
+from moefold.plan.needed import needed_flops_per_token
 from moefold.plan.prediction import Prediction, TimePrediction, Wall
 from moefold.plan.step_time import predict_time
 
+# Shares of the step from which what is not computation is called the wall. Computation is there in every step, so it
+# binds where nothing else stands out.
+COMMUNICATION_BINDS = 0.25
+HOST_BINDS = 0.15
 
-def predict(job: Job) -> Prediction:
-    memory, time = predict_memory(job), predict_time(job)
+
+def predict(job: Job, constants: Constants = CURRENT) -> Prediction:
+    memory, time = predict_memory(job), predict_time(job, constants)
     rate = job.global_tokens / job.cluster.num_gpus / time.step_seconds
+    flops = rate * needed_flops_per_token(job.model, job.batch.seq_len)
     wall: Wall = binding_wall(time) if memory.fits else "memory"
-    return Prediction(job, memory, time, wall, rate, 0.0, 0.0)
+    return Prediction(
+        job, memory, time, wall, rate, flops / 1e12, flops / 1e12 / (job.cluster.gpu.bf16_tflops or float("inf"))
+    )
 
 
 def binding_wall(time: TimePrediction) -> Wall:
-    """The dearest of what is exposed."""
-    costs: dict[Wall, float] = {
-        "compute": time.of("compute"),
-        "communication": time.of("communication"),
-        "host": time.of("host"),
-    }
-    return max(costs, key=costs.__getitem__)
+    """What to work on first: exposed exchanges, the host, or the computation itself."""
+    shares = {wall: time.of(wall) / time.step_seconds for wall in ("communication", "host", "compute")}
+    if shares["communication"] >= COMMUNICATION_BINDS and shares["communication"] >= shares["host"]:
+        return "communication"
+    return "host" if shares["host"] >= HOST_BINDS else "compute"

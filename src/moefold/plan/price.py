@@ -59,49 +59,58 @@ class Rates:
 
 
 def rates_of(job: Job, c: Constants, length: float) -> Rates:
-    """`length`: positions that a token of full attention sees, times two; longer sequences attend faster."""
+    """`length`: tokens of a sequence; longer ones attend faster."""
     gpu, form = job.cluster.gpu, job.numbers.format
-    power = (gpu.bf16_tflops / gpu.watts / _H100) ** -c.power
-    power *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
-    age = slowdown(job, c)
-    bf16 = age / (gpu.bf16_tflops * 1e12 * power)
-    products = bf16 / c.gemm_bf16
-    fp8 = gpu.fp8_tflops or gpu.bf16_tflops
-    if form == "nvfp4":
-        products = age / (2 * fp8 * 1e12 * power * c.gemm_fp4)
-    elif form not in ("bf16", "fp16", "float32"):
-        newer = c.narrow_sm100 if gpu.architecture.startswith("sm10") else 1.0
-        products = age / (fp8 * 1e12 * power * c.gemm_fp8 * newer)
-    bandwidth = gpu.memory_tb_s * 1e12
+    program = _program(job, c) * _age(job, c)
+    bandwidth = gpu.memory_tb_s * 1e12 * c.traffic
     passes = _CONVERSION.get(form, 1.0)
     fused = c.compiled if job.options.compiled else 1.0
     gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
-    # Measured attention rates are alike shares of the peak on all cards, so neither watts nor architecture enter.
-    # The newest cards have twice the exponentials.
+    # Measured attention rates are alike shares of the peak on all cards, so watts do not enter; the newest cards have
+    # twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
-    attention = age / (gpu.bf16_tflops * 1e12 * gain)
-    grace = c.launch_grace if gpu.per_node == 4 else 1.0
+    attention = program / (gpu.bf16_tflops * 1e12 * gain)
+    products = program * _product(job, c, form)
+    host = 1e-6 * program * (c.launch_grace if gpu.per_node == 4 else 1.0)
     return Rates(
         gemm=products,
         grouped=products / c.grouped,
-        quantised=passes * c.quantise / (bandwidth * c.traffic),
-        quantised_fused=passes * c.quantise_fused / (bandwidth * c.traffic),
+        quantised=passes * c.quantise / bandwidth,
+        quantised_fused=passes * c.quantise_fused / bandwidth,
         attention_forward=attention / c.attention_forward,
         attention_backward=attention / c.attention_backward,
-        scan=bf16 / c.scan,
-        traffic=fused / (bandwidth * c.traffic),
+        scan=program / (gpu.bf16_tflops * 1e12 * c.scan),
+        traffic=fused / bandwidth,
         gap=c.gap_us * 1e-6,
-        launch=c.launch_us * 1e-6 * grace * age,
-        loop=c.loop_us * 1e-6 * grace * age,
+        launch=c.launch_us * host,
+        loop=c.loop_us * host,
     )
 
 
-def slowdown(job: Job, c: Constants) -> float:
-    """Programs' own factor, and their age."""
-    program = _PROGRAM.get(job.options.stack)
-    factor = getattr(c, program) if program else 1.0
+def _product(job: Job, c: Constants, form: str) -> float:
+    """Seconds per FLOP of a large product. Cards with more arithmetic per watt sustain less of it."""
+    gpu = job.cluster.gpu
+    share = (gpu.bf16_tflops / gpu.watts / _H100) ** -c.power
+    share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
+    eight = gpu.fp8_tflops or gpu.bf16_tflops
+    if form in ("bf16", "fp16", "float32"):
+        return 1 / (gpu.bf16_tflops * 1e12 * share * c.gemm_bf16)
+    if form == "nvfp4":
+        return 1 / (2 * eight * 1e12 * share * c.gemm_fp4)
+    newer = c.narrow_sm100 if gpu.architecture.startswith("sm10") else 1.0
+    return 1 / (eight * 1e12 * share * c.gemm_fp8 * newer)
+
+
+def _program(job: Job, c: Constants) -> float:
+    """Time on card and host against Megatron's."""
+    name = _PROGRAM.get(job.options.stack)
+    return float(getattr(c, name)) if name else 1.0
+
+
+def _age(job: Job, c: Constants) -> float:
+    """Programs and their kernels get better every year; a job without a date is of today."""
     years = max(-1.0, min(2.0, _TODAY - job.options.date)) if job.options.date else 0.0
-    return float(factor * (1 + c.year) ** years)
+    return float((1 + c.year) ** years)
 
 
 def slower(card: float, host: float) -> float:

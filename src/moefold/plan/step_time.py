@@ -60,7 +60,7 @@ def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
         busy = busy.plus(each[stages.which[i]])
     # The slowest rank waits for the others' work on one microbatch, or on one virtual stage of it.
     bubble = (sum(per_rank) - per_rank[slowest]) / cuts.vpp
-    reduction, hidden = _reduction(job, busy.backward.total / cuts.vpp, c)
+    reduction, hidden = _reduction(job, busy.total, c)
     return StepTime(
         _NOTHING.plus(busy, count),
         bubble,

@@ -1,0 +1,165 @@
+"""The planner's own error: every published run predicted by constants that never saw it.
+
+One call does everything that the page of errors shows: the fit, the predictions with each leak group left out, the same
+with each card and each family of models left out, memory against what was measured, and whether runs that fit are said
+to fit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moefold.plan.constants import CURRENT
+from moefold.plan.fit import Fit, Progress, fit, left_out
+from moefold.plan.measured_memory import measured_bytes
+from moefold.plan.memory import predict_memory
+from moefold.plan.points import Point, points_of, published_job, read_records
+from moefold.plan.records import Record
+from moefold.plan.score import RankScore, SetScore, rank_score, set_score
+
+GIB = 2**30
+_MEASURED = (
+    ("peak_allocated_gib", GIB),
+    ("peak_gib", GIB),
+    ("peak_reserved_gib", GIB),
+    ("peak_allocated_gb", 1e9),
+    ("peak_gb", 1e9),
+    ("total_gb", 1e9),
+)
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """Errors are predicted / measured - 1, by record."""
+
+    records: Mapping[str, Record]
+    points: tuple[Point, ...]
+    fitted: Fit
+    # Step time, with the leak group, the card, or the family left out.
+    errors: Mapping[str, float]
+    gpu_errors: Mapping[str, float]
+    family_errors: Mapping[str, float]
+    memory_errors: Mapping[str, float]
+    sets: tuple[SetScore, ...]
+    ranks: tuple[RankScore, ...]
+    # Measured over predicted step times, the tenth and ninetieth percentile of dense models and of mixtures.
+    intervals: Mapping[str, tuple[float, float]]
+    covered: float
+    fits: Mapping[str, bool]
+    false_fits: tuple[str, ...]
+    false_oom: tuple[str, ...]
+
+
+def assess(folder: Path, progress: Progress) -> Assessment:
+    """Everything, for a folder in the layout of published collections."""
+    records = read_records(folder)
+    facts = _lines(folder / "feasibility.jsonl")
+    points = points_of(records)
+    fitted = fit(points, progress, start=np.log(CURRENT.values))
+    errors = _errors(points, fitted, lambda point: point.leak_group, progress)
+    by_id = {record["id"]: record for record in records}
+    memory = _memory_errors(records)
+    groups = {record["id"]: record["leak_group"] for record in records}
+    sets = [
+        set_score(name, memory if name.startswith("memory") else errors, groups, chosen["ids"])
+        for name, chosen in _read(folder / "score_sets.json").items()
+    ]
+    intervals, covered = _intervals(points, errors)
+    fits = {point.id: predict_memory(point.job).fits for point in points}
+    # A fact without the number of cards or the length of sequences says nothing that could be held against it.
+    facts = [fact for fact in facts if fact.get("num_gpus") and fact.get("seq_len")]
+    fits |= {fact["id"]: predict_memory(published_job(fact)).fits for fact in facts}
+    return Assessment(
+        records=by_id,
+        points=tuple(points),
+        fitted=fitted,
+        errors=errors,
+        gpu_errors=_errors(points, fitted, lambda point: point.gpu, progress),
+        family_errors=_errors(points, fitted, lambda point: point.family, progress),
+        memory_errors=memory,
+        sets=tuple(each for each in sets if each is not None),
+        ranks=_ranks(folder, by_id, errors),
+        intervals=intervals,
+        covered=covered,
+        fits=fits,
+        false_fits=tuple(fact["id"] for fact in facts if not fact["fits"] and fits[fact["id"]]),
+        false_oom=tuple(point.id for point in points if not fits[point.id]),
+    )
+
+
+def prediction_lines(result: Assessment) -> list[dict[str, Any]]:
+    """What the scorer of a published collection reads: each run as predicted without its leak group."""
+    lines = []
+    seconds = {point.id: point for point in result.points}
+    for id, record in result.records.items():
+        line: dict[str, Any] = {"id": id}
+        if id in seconds:
+            point = seconds[id]
+            step = point.seconds * (1 + result.errors[id])
+            low, high = result.intervals[_kind(point)]
+            line |= {"step_time_s": step, "interval": [step * low, step * high], "fits": result.fits[id]}
+        if id in result.memory_errors:
+            line["memory_gib"] = (1 + result.memory_errors[id]) * measured_memory(record) / GIB
+        if len(line) > 1:
+            lines.append(line)
+    return lines + [{"id": id, "fits": fits} for id, fits in result.fits.items() if id not in result.records]
+
+
+def measured_memory(record: Record) -> float:
+    """In bytes; 0 where nothing was measured."""
+    memory = record.get("memory") or {}
+    return next((memory[key] * unit for key, unit in _MEASURED if isinstance(memory.get(key), int | float)), 0.0)
+
+
+def _errors(points: list[Point], fitted: Fit, group_of: Callable[[Point], str], progress: Progress) -> dict[str, float]:
+    predicted = left_out(points, fitted, group_of, progress)
+    return {point.id: math.exp(value) / point.seconds - 1 for point, value in zip(points, predicted)}
+
+
+def _memory_errors(records: list[Record]) -> dict[str, float]:
+    known = [record for record in records if (record.get("use") or {}).get("memory") and measured_memory(record)]
+    return {
+        record["id"]: measured_bytes(record, published_job(record)) / measured_memory(record) - 1 for record in known
+    }
+
+
+def _ranks(folder: Path, records: Mapping[str, Record], errors: Mapping[str, float]) -> tuple[RankScore, ...]:
+    found = []
+    for chosen in _read(folder / "rank_sets.json"):
+        ids = [id for id in chosen["ids"] if id in errors]
+        if len(ids) >= 3:
+            rates = [records[id]["target"]["tokens_per_s_per_gpu"] for id in ids]
+            predicted = [rate / (1 + errors[id]) for rate, id in zip(rates, ids)]
+            found.append(rank_score(chosen["series"], rates, predicted))
+    return tuple(found)
+
+
+def _kind(point: Point) -> str:
+    return "mixture" if point.job.model.is_mixture else "dense"
+
+
+def _intervals(points: list[Point], errors: Mapping[str, float]) -> tuple[dict[str, tuple[float, float]], float]:
+    ratios: dict[str, list[float]] = {"dense": [], "mixture": []}
+    for point in points:
+        ratios[_kind(point)].append(1 / (1 + errors[point.id]))
+    found = {
+        kind: (float(np.quantile(values, 0.1)), float(np.quantile(values, 0.9))) for kind, values in ratios.items()
+    }
+    held = [found[_kind(point)][0] <= 1 / (1 + errors[point.id]) <= found[_kind(point)][1] for point in points]
+    return found, sum(held) / len(held)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def _lines(path: Path) -> list[Record]:
+    text = path.read_text("utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
