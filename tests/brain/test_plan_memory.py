@@ -15,6 +15,7 @@ from moefold.plan.live import moments
 from moefold.plan.memory import memory_at, predict_memory
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.saved import setting_of
+from moefold.plan.savings import savings
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, from_config
 from moefold.plan.stage_contents import BALANCED, contents_of
 from moefold.recipes.catalog import RECIPES
@@ -218,3 +219,23 @@ def test_layers_are_dealt_as_the_trainer_deals_them(name: str) -> None:
                 trained = balanced_stages(model, stages)
                 assert [sum(count for _, count in one.layers) for one in said] == [len(one.layers) for one in trained]
                 assert [one.mtp for one in said] == [len(one.mtp) for one in trained]
+
+
+# ---- what would help ----
+
+
+def test_savings_are_differences_of_whole_predictions() -> None:
+    found = {one.name: one for one in savings(TABLE_3)}
+    now = predict_memory(TABLE_3).total
+    assert list(found.values()) == sorted(found.values(), key=lambda one: -one.bytes)
+    for one in found.values():
+        assert predict_memory(one.job).total == pytest.approx(now - one.bytes)
+    assert {"compute whole layers again", "weigh inside the experts' activation", "compute in fp8_tensor"} < set(found)
+    # Rank 0, which is the fullest, has 55 mixture layers alive, and holes are counted with them.
+    assert found["weigh inside the experts' activation"].bytes / GIB > 24
+
+
+def test_nothing_is_offered_that_the_program_does_not_have() -> None:
+    names = {one.name for one in savings(with_options(TABLE_3, stack="moefold", recompute=frozenset(("attention",))))}
+    assert "compute attention again" not in names and "compute experts again" in names
+    assert not any("offload" in name or "fp8" in name for name in names)

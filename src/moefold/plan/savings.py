@@ -1,0 +1,88 @@
+"""What each memory-saving choice would take off the fullest rank, one at a time, as this job stands.
+
+Savings do not add up: two choices may drop the same tensor, and another rank may become the fullest. So each is the
+difference of two whole predictions, with the choice and without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moefold.plan.job import Format, Job, Options, Recomputed
+from moefold.plan.memory import predict_memory
+from moefold.plan.saved import OPERAND_BYTES
+from moefold.plan.shape import Attention, Dense, Mixture
+
+_OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")
+_PARTS: tuple[Recomputed, ...] = ("norms", "activation", "mla_up", "core_attention", "feed_forward", "experts", "full")
+_NAMES: dict[Recomputed, str] = {
+    "full": "compute whole layers again",
+    "attention": "compute attention again",
+    "core_attention": "compute attention scores again",
+    "mla_up": "compute keys, values and queries from their latents again",
+    "norms": "compute norms again",
+    "feed_forward": "compute dense feed-forwards again",
+    "experts": "compute experts again",
+    "activation": "compute the experts' activation again",
+}
+_AWAY = {"expert_fc1": "rows that enter experts", "moe_act": "what enters the experts' activation"}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A choice that this job has not made, and the bytes it would free on the fullest rank."""
+
+    name: str
+    job: Job
+    bytes: float
+
+
+def savings(job: Job) -> tuple[Saving, ...]:
+    """Those that save anything, the largest first."""
+    now = predict_memory(job).total
+    found = [Saving(name, changed, now - predict_memory(changed).total) for name, changed in _choices(job)]
+    return tuple(sorted((one for one in found if one.bytes > 0), key=lambda one: -one.bytes))
+
+
+def _choices(job: Job) -> Iterator[tuple[str, Job]]:
+    options, own = job.options, job.options.stack == "moefold"
+    for kind in _recomputed(job):
+        yield _NAMES[kind], _with(job, recompute=options.recompute | {kind})
+    if not options.weighted_inside and job.model.is_mixture:
+        yield "weigh inside the experts' activation", _with(job, weighted_inside=True)
+    if own:
+        return
+    for name, what in _AWAY.items():
+        if job.model.is_mixture and name not in options.offloaded:
+            yield f"offload {what}", _with(job, offloaded=options.offloaded | {name})
+    if not options.optimizer_on_host:
+        yield "hold optimizer states in the host's memory", _with(job, optimizer_on_host=True)
+    if job.numbers.moments_bytes > 4:
+        yield "hold moments in 16 bits", replace(job, numbers=replace(job.numbers, moments_bytes=4.0))
+    if job.cluster.gpu.fp8_tflops and OPERAND_BYTES[job.numbers.format] == 2:
+        narrow: Format = "mxfp8" if job.cluster.gpu.fp4_tflops else "fp8_tensor"
+        yield f"compute in {narrow}", replace(job, numbers=replace(job.numbers, format=narrow, weight_bytes=1.0))
+
+
+def _with(job: Job, **changes: object) -> Job:
+    options: Options = replace(job.options, **changes)  # type: ignore[arg-type]
+    return replace(job, options=options)
+
+
+def _recomputed(job: Job) -> Iterator[Recomputed]:
+    """Kinds that this program has, this model has something of, and this job does not compute again already."""
+    options, layers = job.options, job.model.layers
+    if "full" in options.recompute:
+        return
+    mixtures = any(isinstance(layer.feed, Mixture) for layer in layers)
+    has: dict[Recomputed, bool] = {
+        "feed_forward": any(isinstance(layer.feed, Dense) for layer in layers),
+        "experts": mixtures,
+        "activation": mixtures,
+        "mla_up": any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in layers),
+        "core_attention": not options.flash,
+    }
+    for kind in _OWN if options.stack == "moefold" else _PARTS:
+        if has.get(kind, True) and kind not in options.recompute:
+            yield kind
