@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   moefold plan my_run.yaml --gpus 64 --no-search --json
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
+  moefold plan --score published/ --page docs/planner-error.md
 
 --stack moefold searches what moefold can start today; --stack megatron also what other programs offer: eight-bit
 products, DeepEP-class dispatchers, graphs. Choices to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (of a
@@ -84,6 +85,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--records", type=Path, metavar="FILE", help="predict published records, one JSON per line")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="where to write them (stdout)")
+    parser.add_argument("--score", type=Path, metavar="FOLDER", help="the planner's own error against published runs")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="with --score: write the page of errors")
+    parser.add_argument("--constants", type=Path, metavar="FILE", help="with --score: write the fitted constants")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
         from moefold.cli.plan_records import run_records
 
         return run_records(args.records, args.predictions, args.json)
+    if args.score is not None:
+        from moefold.cli.plan_score import run_score
+
+        return run_score(args.score, args.predictions, args.page, args.constants, args.json, _progress())
     if args.name is None:
         raise MoefoldError("plan what? name a RUN, or give --records FILE; see `moefold plan --help`")
     from moefold.plan.proposal import propose

@@ -24,21 +24,21 @@ class Meaning:
 
 MEANINGS: tuple[Meaning, ...] = (
     # ---- arithmetic ----
-    Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak that large products sustain on a card with H100's watts per FLOP"),
+    Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak in large products, at H100's watts per FLOP/s"),
     Meaning("gemm_fp8", 0.82, 0.15, "the same for 8-bit products and the 8-bit peak"),
     Meaning("gemm_fp4", 0.85, 0.2, "the same for 4-bit products and twice the 8-bit peak"),
     Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class cards against H100-class ones"),
     Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class cards"),
-    Meaning("narrow_sm100", 1.15, 0.1, "8-bit products of B200-class cards against their bf16 ones, H100-class cards' ratio being 1"),
+    Meaning("narrow_sm100", 1.15, 0.1, "8-bit against bf16 products on B200-class cards, over the same ratio on H100-class ones"),
     Meaning("power", 0.7, 0.4, "how the sustained share falls with FLOP/s per watt: (ratio to H100's) ** -power"),
     Meaning("grouped", 0.92, 0.12, "grouped products of experts against one product of equal arithmetic"),
-    Meaning("attention_forward", 0.55, 0.12, "share of the bf16 peak in causal attention forward at 4k tokens (cuDNN: 0.55)"),
+    Meaning("attention_forward", 0.55, 0.12, "share of the bf16 peak in causal attention at 4k tokens (cuDNN: 0.55)"),
     Meaning("attention_backward", 0.40, 0.12, "the same backward (cuDNN: 0.43-0.44)"),
     Meaning("attention_long", 0.11, 0.4, "gain of attention per doubling of the length seen beyond 4k, up to 16k"),
     Meaning("attention_sm103", 1.25, 0.15, "attention of B300-class cards against B200-class ones"),
     Meaning("scan", 0.2, 0.4, "share of the bf16 peak in chunked scans of recurrences"),
     # ---- memory traffic ----
-    Meaning("traffic", 0.40, 0.2, "share of memory bandwidth in norms, activations, permutations and losses, counting needed bytes only"),
+    Meaning("traffic", 0.40, 0.2, "share of memory bandwidth in norms, activations, permutations, losses; needed bytes only"),
     Meaning("quantise", 5.0, 0.25, "bytes moved to convert one element to a narrow format"),
     Meaning("quantise_fused", 2.5, 0.3, "the same where a norm or an activation converts what it writes"),
     Meaning("compiled", 0.75, 0.2, "traffic that is left after a compiler fused elementwise work"),
@@ -47,7 +47,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("loop_us", 10.0, 0.5, "host time per expert and product in loops that leave Python aside"),
     Meaning("launch_grace", 1.15, 0.2, "the same on Grace hosts, as a factor"),
     Meaning("gap_us", 1.0, 0.3, "device time lost between two kernels"),
-    Meaning("sync_us", 250.0, 0.6, "idle time per forward pass of a mixture whose row counts the host must know"),
+    Meaning("sync_us", 150.0, 0.5, "idle time per forward pass of a mixture whose row counts the host must know"),
     # ---- links ----
     Meaning("ring_link", 0.70, 0.15, "share of fast links in gathers and scatters"),
     Meaning("ring_nic", 0.78, 0.05, "share of the network in gathers and scatters"),

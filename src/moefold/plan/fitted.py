@@ -3,3 +3,4 @@
 from __future__ import annotations
 
 FITTED: dict[str, float] = {}
+INTERVALS: dict[str, tuple[float, float]] = {"dense": (0.85, 1.15), "mixture": (0.85, 1.25)}

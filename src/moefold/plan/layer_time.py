@@ -92,24 +92,38 @@ class Passes:
         return self.forward.total + self.backward.total
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Work between two moments at which the host must wait for the card, and what of it the host launches itself."""
+
+    work: Work = Work()
+    launches: float = 0.0
+    loops: float = 0.0
+
+    def plus(self, work: Work, share: float) -> Load:
+        return Load(self.work + work, self.launches + share * work.launches, self.loops + share * work.loops)
+
+
+# What comes after the host knows how many rows travel.
+_AFTER_ROUTING = frozenset({"permutation", "experts", "activation", "latent"})
+
+
 @lru_cache(maxsize=100_000)
-def summed(layer: Layer, sizes: Sizes, options: Options) -> tuple[Work, Work, tuple[float, ...], bool]:
-    """Forward, backward (with what is recomputed), launches and loops outside graphs of each, and whether all runs twice."""
-    parts = parts_of(layer, sizes)
+def loads(layer: Layer, sizes: Sizes, options: Options) -> tuple[Load, Load, Load]:
+    """Forward up to the routing, forward from there, and backward with what is recomputed."""
     again = _recomputed(options)
     graphed = _graphed(options)
     full = "full" in options.recompute
-    forward, backward = Work(), Work()
-    loose = [0.0, 0.0, 0.0, 0.0]
-    for part in parts:
-        forward = forward + part.forward
-        twice = full or part.name in again
-        back = part.backward + part.forward if twice else part.backward
-        backward = backward + back
+    before = after = backward = Load()
+    for part in parts_of(layer, sizes):
         share = 0.0 if options.graphs == "full" else _GRAPHED if part.name in graphed else 1.0
-        for index, value in enumerate((part.forward.launches, part.forward.loops, back.launches, back.loops)):
-            loose[index] += share * value
-    return forward, backward, tuple(loose), full
+        if part.name in _AFTER_ROUTING:
+            after = after.plus(part.forward, share)
+        else:
+            before = before.plus(part.forward, share)
+        twice = full or part.name in again
+        backward = backward.plus(part.backward + part.forward if twice else part.backward, share)
+    return before, after, backward
 
 
 def _recomputed(options: Options) -> frozenset[str]:
@@ -125,12 +139,11 @@ def _graphed(options: Options) -> frozenset[str]:
 def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
     """One microbatch through one layer."""
     options, cuts = job.options, job.cuts
-    forward, backward, loose, full = summed(layer, sizes, options)
-    again = 1.0 if full else 0.0
+    before, after, backward = loads(layer, sizes, options)
+    again = 1.0 if "full" in options.recompute else 0.0
     mixture = layer.feed if isinstance(layer.feed, Mixture) else None
-    # ---- exchanges ----
     one_exchange = exchange(exchange_bytes(job, mixture), job, c) if mixture else 0.0
-    repeated = 1.0 if full or "experts" in options.recompute else 0.0
+    repeated = 1.0 if again or "experts" in options.recompute else 0.0
     hide = c.expert_hidden if options.ep_overlap else 0.0
     tensor = _tensor(job, layer, c)
     exposed = c.tensor_hidden if options.tp_overlap else c.tensor_exposed
@@ -138,18 +151,18 @@ def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constant
     sync = _sync(options, mixture, c)
     gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
 
-    def one(work: Work, host: float, exchanges: float, gathers: float, rings: float, *, back: bool) -> Seconds:
-        compute = rates.compute(work, backward=back)
-        moving = rates.moving(work) + gap * work.kernels
+    def one(load: Load, exchanges: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
+        compute = rates.compute(load.work, backward=back)
+        moving = rates.moving(load.work) + gap * load.work.kernels
+        host = rates.launch * load.launches + rates.loop * load.loops
         expert, ring_time = exchanges * one_exchange, gathers * tensor
         shown = (1 - hide) * expert + exposed * ring_time + rings * context
         lost = c.contention * (hide * expert + (1 - exposed) * ring_time)
-        waiting = sync * (again if back else 1.0)
         card = compute + moving + shown + lost
         return Seconds(
             compute + lost,
             moving,
-            slower(card, host) - card + waiting,
+            slower(card, host) - card + waits * sync,
             exposed * ring_time,
             (1 - hide) * expert,
             rings * context,
@@ -157,16 +170,14 @@ def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constant
             hidden_expert=hide * expert,
         )
 
+    if sync:
+        # The host starts anew after it has waited: no lead from before the routing helps after it.
+        forward = one(before, 0, 1, 1, back=False).plus(one(after, 2, 0, 0, back=False, waits=1))
+    else:
+        together = Load(before.work + after.work, before.launches + after.launches, before.loops + after.loops)
+        forward = one(together, 2, 1, 1, back=False)
     passes = Passes(
-        one(forward, rates.launch * loose[0] + rates.loop * loose[1], 2, 1, 1, back=False),
-        one(
-            backward,
-            rates.launch * loose[2] + rates.loop * loose[3],
-            2 + 2 * repeated,
-            1.5 + again,
-            2 + again,
-            back=True,
-        ),
+        forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
     return _with_sharding(job, layer, passes, c) if cuts.sharding == "zero3" and cuts.pp == 1 else passes
 

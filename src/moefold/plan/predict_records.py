@@ -13,10 +13,9 @@ from typing import Any
 
 from moefold.errors import MoefoldError
 from moefold.plan.measured_memory import memory_of_record
+from moefold.plan.points import published_job
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.record_details import completed
-from moefold.plan.records import job_of_record
 
 GIB = 2**30
 
@@ -61,7 +60,7 @@ def _answer(line: str, place: str) -> dict[str, Any] | Unread:
         made: dict[str, Any] = {"id": name}
         if record.get("gbs"):
             # Memory depends on how many microbatches are alive, time on how many there are.
-            made = prediction_line(name, predict(job_of_record(completed(record))))
+            made = prediction_line(name, predict(published_job(record)))
         return {**made, "memory_gib": measured / GIB, "fits": fits}
     except MoefoldError as error:
         return Unread(name, str(error))

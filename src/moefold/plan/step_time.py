@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from moefold.plan.collectives import ring
 from moefold.plan.constants import CURRENT, Constants
+from moefold.plan.fitted import INTERVALS
 from moefold.plan.held import layer_parameters
 from moefold.plan.job import Job
 from moefold.plan.layer_time import Passes, Seconds, layer_passes, part_passes
@@ -180,6 +181,7 @@ def predict_time(job: Job, c: Constants = CURRENT) -> TimePrediction:
         TimeLine("optimizer", "optimizer", step.optimizer),
         TimeLine("host", "fixed time of a step", step.fixed),
     )
+    low, high = INTERVALS["mixture" if job.model.is_mixture else "dense"]
     return TimePrediction(
-        step.total, 0.85 * step.total, 1.15 * step.total, tuple(line for line in lines if line.seconds)
+        step.total, low * step.total, high * step.total, tuple(line for line in lines if line.seconds)
     )
