@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moefold.plan.bubble import PARTS, bubble_units
 from moefold.plan.collectives import ring
 from moefold.plan.constants import CURRENT, Constants
 from moefold.plan.fitted import INTERVALS
@@ -18,9 +19,11 @@ from moefold.plan.layer_time import Passes, Seconds, layer_passes, part_passes
 from moefold.plan.prediction import TimeLine, TimePrediction
 from moefold.plan.price import Rates, rates_of
 from moefold.plan.shape import Layer, ModelShape
-from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape
+from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape, written_stages
 from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
 from moefold.plan.work import Sizes, embedding_of, head_of, join_of, sizes_of
+from moefold.schedule.actions import place
+from moefold.schedule.names import schedule_named
 
 _NOTHING = Passes(Seconds(), Seconds())
 # Bytes the optimizer reads and writes per parameter: gradient, master, both moments, and the new weight.
@@ -49,18 +52,23 @@ def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
     sizes = sizes_of(job)
     rates = rates_of(job, c, float(job.batch.seq_len))
     cuts, count = job.cuts, job.batch.microbatches
-    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, cuts.stages)
+    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, written_stages(job))
     each = stage_passes(job, stages, sizes, rates, c)
     totals = [passes.total for passes in each]
-    per_rank = [
-        sum(totals[stages.which[i]] for i in range(rank, len(stages.which), cuts.pp)) for rank in range(cuts.pp)
-    ]
+    holder = place(cuts.pp, cuts.vpp, schedule_named(cuts.schedule).placement)
+    per_rank = [0.0] * cuts.pp
+    for rank, which in zip(holder, stages.which):
+        per_rank[rank] += totals[which]
     slowest = per_rank.index(max(per_rank))
     busy = _NOTHING
-    for i in range(slowest, len(stages.which), cuts.pp):
-        busy = busy.plus(each[stages.which[i]])
-    # The slowest rank waits for the others' work on one microbatch, or on one virtual stage of it.
-    bubble = (sum(per_rank) - per_rank[slowest]) / cuts.vpp
+    for rank, which in zip(holder, stages.which):
+        if rank == slowest:
+            busy = busy.plus(each[which])
+    bubble = 0.0
+    if cuts.pp > 1:
+        # One of the other ranks' stages, on average, takes this long for one microbatch.
+        other = (sum(per_rank) - per_rank[slowest]) / ((cuts.pp - 1) * cuts.vpp)
+        bubble = bubble_units(cuts.schedule, cuts.pp, cuts.vpp) / PARTS * other
     reduction, hidden = _reduction(job, busy.total, c)
     return StepTime(
         _NOTHING.plus(busy, count),
@@ -130,7 +138,7 @@ def _reduction(job: Job, window: float, c: Constants) -> tuple[float, float]:
 def _held(job: Job) -> tuple[float, float]:
     """Parameters of the rank that holds most: dense and experts."""
     cuts = job.cuts
-    return _held_by(job.model, cuts.pp, cuts.vpp, cuts.stages, cuts.tp, cuts.ep * cuts.etp)
+    return _held_by(job.model, cuts.pp, cuts.vpp, written_stages(job), cuts.tp, cuts.ep * cuts.etp)
 
 
 @lru_cache(maxsize=10_000)

@@ -14,7 +14,7 @@ from moefold.plan.constants import CURRENT
 from moefold.plan.job import Job
 from moefold.plan.layer_time import Passes, Seconds
 from moefold.plan.price import rates_of
-from moefold.plan.stage_contents import stages_of_shape
+from moefold.plan.stage_contents import stages_of_shape, written_stages
 from moefold.plan.step_time import stage_passes
 from moefold.plan.work import sizes_of
 from moefold.schedule.actions import Action, Kind
@@ -47,7 +47,7 @@ class StepTimeline:
 
 def step_timeline(job: Job, most_boxes: int = MOST_BOXES) -> StepTimeline:
     cuts = job.cuts
-    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, cuts.stages)
+    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, written_stages(job))
     rates = rates_of(job, CURRENT, float(job.batch.seq_len))
     passes = stage_passes(job, stages, sizes_of(job), rates, CURRENT)
     each = [passes[which] for which in stages.which]
