@@ -6,7 +6,7 @@ predicts the choice, the runner-up and the user's own layout in full, asks what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from moefold.blueprint.counts import count_parameters
@@ -20,9 +20,11 @@ from moefold.plan.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS, Faults
 from moefold.plan.job import Job, Numbers, Stack
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
+from moefold.plan.savings import savings
 from moefold.plan.search import Progress, Result, search
 from moefold.plan.space import narrowed, usual_space
 from moefold.plan.stage_contents import contents_of
+from moefold.plan.step_time import predict_time
 from moefold.plan.what_if import Answer, answers
 from moefold.units import format_bytes
 
@@ -57,6 +59,16 @@ class Question:
 
 
 @dataclass(frozen=True)
+class Freed:
+    """A way to save memory that the choice does not use: what it frees on the fullest rank, and what it costs."""
+
+    name: str
+    bytes: float
+    # Share by which the step gets longer.
+    slower: float
+
+
+@dataclass(frozen=True)
 class Proposal:
     question: Question
     chosen: Prediction
@@ -66,6 +78,7 @@ class Proposal:
     runner_up: Prediction | None
     result: Result | None
     answers: tuple[Answer, ...]
+    freed: tuple[Freed, ...]
     # "Why this layout", one paragraph each.
     reasons: tuple[str, ...]
     # What starts it, in pieces to be folded into lines.
@@ -102,6 +115,7 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         runner_up=runner_up,
         result=result,
         answers=asked,
+        freed=tuple(_freed(chosen)),
         reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked)),
         command=command_for(chosen.job, question),
         beyond=tuple(beyond_moefold(chosen.job)),
@@ -109,6 +123,12 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         goodput=found,
         days=days_for(question.tokens, rate, found.effective),
     )
+
+
+def _freed(chosen: Prediction) -> Iterator[Freed]:
+    for saving in savings(chosen.job):
+        slower = predict_time(saving.job).step_seconds / chosen.time.step_seconds - 1
+        yield Freed(saving.name, saving.bytes, slower)
 
 
 def command_for(job: Job, question: Question) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
-from moefold.plan.job import Dispatcher, Format, Graphs, Job, Recomputed, Sharding
+from moefold.plan.job import Dispatcher, Format, Graphs, Job, Recomputed, Sharding, Stack
 from moefold.plan.shape import Attention, Mixture, ModelShape
 from moefold.schedule.names import SCHEDULES
 
@@ -80,13 +80,14 @@ def usual_space(job: Job) -> Space:
     return Space(
         tp=_doubling(min(_LARGEST_TP, cluster.usable_domain)),
         cp=_doubling(share),
-        pp=_divisors(cluster.num_gpus, depth + 2),
+        # Ranks with less than two layers leave nothing to balance.
+        pp=_divisors(cluster.num_gpus, max(1, (depth + 2) // 2)),
         vpp=tuple(range(1, depth + 3)),
         ep=_divisors(_experts(model), cluster.num_gpus),
         etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_mixture else (1,),
         sequences=_doubling(min(_MOST_SEQUENCES, sequences)),
         format=(job.numbers.format,) if ours else _formats(cluster.gpu, job.numbers.format),
-        dispatcher=_dispatchers(model, ours),
+        dispatcher=_dispatchers(model, job.options.stack),
         ep_overlap=(True, False) if model.is_mixture else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
@@ -165,10 +166,12 @@ def _experts(model: ModelShape) -> int:
     return next((layer.feed.experts for layer in model.layers if isinstance(layer.feed, Mixture)), 1)
 
 
-def _dispatchers(model: ModelShape, ours: bool) -> tuple[Dispatcher, ...]:
+def _dispatchers(model: ModelShape, stack: Stack) -> tuple[Dispatcher, ...]:
     if not model.is_mixture:
         return ("local",)
-    return RUN_DISPATCHERS if ours else ("hybridep", "deepep", "all_to_all", "all_gather")
+    if stack == "moefold":
+        return RUN_DISPATCHERS
+    return ("hybridep", "deepep", "all_to_all", "all_gather") if stack == "megatron" else ("deepep", "all_to_all")
 
 
 def _formats(gpu: Gpu, asked: Format) -> tuple[Format, ...]:

@@ -27,6 +27,7 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "own_problem": proposal.own_problem,
         "why": list(proposal.reasons),
         "what_if": [_answer_data(answer, proposal.chosen) for answer in proposal.answers],
+        "would_free": [asdict(each) for each in proposal.freed],
         "pareto": [_candidate_data(each) for each in result.pareto] if result else [],
         "searched": {
             "layouts": result.num_layouts,

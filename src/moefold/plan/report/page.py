@@ -31,6 +31,7 @@ def page(proposal: Proposal, form: str = "", script: str = "") -> str:
         _cards(proposal),
         _why(proposal),
         memory_section(proposal.chosen),
+        _freed(proposal),
         time_section(proposal.chosen),
         f'<div class="charts" style="margin-top:14px">{timeline_figure(step_timeline(proposal.chosen.job))}</div>',
         _others(proposal),
@@ -88,6 +89,18 @@ def _why(proposal: Proposal) -> str:
         words = "To start it, on every node:"
     command = f'<p>{escape(words)}</p><pre class="command">{escape(folded(proposal.command, 110))}</pre>'
     return f'<h2>Why this layout</h2><div class="panel why">{"".join(paragraphs)}{command}</div>'
+
+
+def _freed(proposal: Proposal) -> str:
+    rows = [
+        f"<tr><td class=text>{escape(each.name)}</td><td>{format_bytes(each.bytes)}</td>"
+        f"<td>{each.slower:+.1%}</td></tr>"
+        for each in proposal.freed
+    ]
+    if not rows:
+        return ""
+    table = _table(("what would free memory ", "frees", "step"), rows)
+    return f'<details class="below"><summary>what would free memory, and what it costs</summary>{table}</details>'
 
 
 def _table(head: Iterable[str], rows: Iterable[str]) -> str:

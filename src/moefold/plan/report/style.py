@@ -34,6 +34,7 @@ border-radius:8px;padding:12px 14px;margin:10px 0 0}
 td.better{color:var(--good)}td.worse{color:var(--bad)}
 td{white-space:nowrap}td.text,th.text{text-align:left}td.text{white-space:normal;min-width:120px}
 .panel.scroll,.panel .scroll{max-height:none;overflow-x:auto}
+details.below .panel{margin-top:10px}
 form.ask{display:grid;grid-template-columns:repeat(auto-fill,minmax(150px,1fr));gap:10px 14px;margin:0 0 22px}
 form.ask label{font-size:12.5px;color:var(--soft);display:flex;flex-direction:column;gap:3px}
 form.ask input,form.ask select,form.ask button{font:inherit;color:var(--ink);background:var(--card);padding:6px 8px;
