@@ -49,7 +49,8 @@ def _about_machine(job: Job) -> Iterator[Answer]:
     yield Answer("the network were twice as fast", "machine", predict(replace(job, cluster=twice)))
     links = replace(cluster, gpu=replace(gpu, link_gb_s=2 * gpu.link_gb_s))
     yield Answer("NVLink were twice as fast", "machine", predict(replace(job, cluster=links)))
-    rate = {name: 2 * getattr(gpu, name) for name in ("bf16_tflops", "fp8_tflops", "fp4_tflops")}
+    # With the power that it takes: cards sustain a share of their peak that depends on their watts.
+    rate = {name: 2 * getattr(gpu, name) for name in ("bf16_tflops", "fp8_tflops", "fp4_tflops", "watts")}
     products = replace(cluster, gpu=replace(gpu, **rate))
     yield Answer("products were twice as fast", "machine", predict(replace(job, cluster=products)))
 

@@ -53,8 +53,8 @@ def timeline_figure(step: StepTimeline) -> str:
     keys = _timeline_keys(step)
     part = f"the first {step.shown} of {step.microbatches:,}" if step.shown < step.microbatches else f"{step.shown}"
     note = (
-        f"{timeline.order.name}, {part} microbatches. Grey is waiting for other stages. The "
-        "orange end of a box is communication that nothing hides; where inside the box it lies differs by layer."
+        f"{timeline.order.name}, {part} microbatches. Grey is waiting for other stages. The orange foot of a box is as "
+        "high as the share of its time that is communication which nothing hides."
     )
     head = f"<figcaption><b>The order in time</b>{keys}</figcaption>"
     return f'<figure class="wide">{head}{picture}<p class=note>{escape(note)}</p></figure>'
@@ -85,14 +85,15 @@ def _box(step: StepTimeline, part: Action, left: float, right: float, y: float, 
     yield (
         f'<rect class="{_CLASSES[part.kind]}" x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
     )
-    waits = width * step.exposed(part)
-    if waits > 0.4:
+    # As a band, not as an end: it stays visible however narrow the box is.
+    waits = height * step.exposed(part)
+    if waits > 0.2:
         yield (
-            f'<rect class="wait" x="{left + width - waits:.1f}" y="{y:.1f}" width="{waits:.1f}" height="{height:.1f}"/>'
+            f'<rect class="wait" x="{left:.1f}" y="{y + height - waits:.1f}" width="{width:.1f}" height="{waits:.1f}"/>'
         )
-    if width - waits > _SMALLEST_NUMBER and height > 14:
-        middle = left + (width - waits) / 2
-        yield f'<text class="num" x="{middle:.1f}" y="{y + height / 2 + 3.2:.1f}">{part.microbatch}</text>'
+    if width > _SMALLEST_NUMBER and height > 14:
+        middle = left + width / 2
+        yield f'<text class="num" x="{middle:.1f}" y="{y + height / 2 + 2:.1f}">{part.microbatch}</text>'
 
 
 # ---- the Pareto plot ----
