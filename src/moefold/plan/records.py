@@ -292,9 +292,12 @@ def _options(record: Record, cuts: Cuts) -> Options:
 
 
 def _tensor_overlap(record: Record, flags: Record) -> bool:
-    """Where a record does not say: tuned runs of Megatron overlap these collectives."""
+    """Where a record does not say: dense runs of Megatron overlap these collectives, and every recipe of one source."""
     stated = flags.get("tp_comm_overlap", flags.get("async_tp"))
-    return bool(stated) if stated is not None else _stack(record) == "megatron" and not record["model"]["moe"]
+    if stated is not None:
+        return bool(stated)
+    tuned = not record["model"]["moe"] or "dgxc" in str((record.get("source") or {}).get("name"))
+    return tuned and _stack(record) == "megatron"
 
 
 def _graphs(flags: Record) -> Graphs:
