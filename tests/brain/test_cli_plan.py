@@ -95,6 +95,7 @@ def test_what_moefold_cannot_start_is_said(capsys: Output) -> None:
         ([*SMALL, "--fix", "ep=7"], "no legal layout: 64 experts do not divide over ep"),
         ([*SMALL, "--headroom", "2"], "use a share"),
         ([*SMALL, "--mtbf-hours", "-3"], "mtbf-hours: is -3"),
+        ([*SMALL, "--mtbf-hours", "0"], "mtbf-hours: is 0"),
         (["plan", "deepseek_v3", "--gpus", "8", "--global-batch", "64"], "nothing fits: "),
     ],
 )

@@ -157,7 +157,7 @@ def question_of(args: argparse.Namespace) -> Any:
         searching=not args.no_search,
         imbalance=args.imbalance,
         headroom=args.headroom,
-        mtbf_hours=args.mtbf_hours or USUAL_MTBF_HOURS,
+        mtbf_hours=USUAL_MTBF_HOURS if args.mtbf_hours is None else args.mtbf_hours,
         restart_seconds=USUAL_RESTART_SECONDS if args.restart_seconds is None else args.restart_seconds,
         save_seconds=args.save_seconds,
         write_seconds=args.write_seconds,
