@@ -1,0 +1,152 @@
+"""The fit finds constants that made the data; scores are what they say; the page of errors is made whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moefold.cli.main import main
+from moefold.plan.assess import assess, prediction_lines
+from moefold.plan.constants import CURRENT, MEANINGS
+from moefold.plan.error_page import error_page
+from moefold.plan.fit import constants_of, fit, left_out
+from moefold.plan.fitted_file import fitted_source
+from moefold.plan.known_misses import REASONS, reason_for
+from moefold.plan.points import Point, points_of, published_job
+from moefold.plan.score import rank_score, set_score, spearman
+from moefold.plan.step_time import step_time
+
+MIXTRAL = {
+    "key": "mixtral_8x7b", "family": "mixtral", "moe": True, "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8,
+    "head_dim": 128, "attn": "gqa", "ffn": 14336, "moe_ffn": 14336, "experts": 8, "topk": 2, "shared_ffn": 0,
+    "vocab": 32000, "mtp": 0, "act": "swiglu", "tied": False,
+}  # fmt: skip
+DENSE = {**MIXTRAL, "key": "dense_8b", "family": "dense", "moe": False}
+
+
+def _record(number: int, gpu: str, tp: int, ep: int, mbs: int, model: dict) -> dict:
+    world = 64
+    return {
+        "id": f"run-{number}",
+        "model": model,
+        "hardware": {"gpu": gpu, "num_gpus": world, "nvlink_domain": 72 if gpu.startswith("GB") else 8},
+        "precision": "bf16",
+        "seq_len": 4096,
+        "gbs": 512,
+        "mbs": mbs,
+        "parallel": {"tp": tp, "pp": 1, "cp": 1, "ep": ep, "etp": 1, "vpp": 1, "fsdp": None},
+        "flags": {"routing": "force_balanced_dropless"},
+        "date": "2026-01",
+        "leak_group": f"group-{number // 2}",
+        "use": {"time": True, "memory": False},
+        "canonical": True,
+    }
+
+
+def _records() -> list[dict]:
+    sizes = [(gpu, tp, ep, mbs) for gpu in ("H100", "GB200") for tp in (1, 2) for ep in (2, 4, 8) for mbs in (1, 2)]
+    made = [_record(i, *size, MIXTRAL if i % 3 else DENSE) for i, size in enumerate(sizes)]
+    slower = constants_of(np.log(CURRENT.values) - 0.2 * np.array([m.name == "gemm_bf16" for m in MEANINGS]))
+    for record in made:
+        seconds = step_time(published_job(record), slower).total
+        tokens = record["gbs"] * record["seq_len"] / seconds / record["hardware"]["num_gpus"]
+        record["target"] = {"step_time_s": seconds, "tokens_per_s_per_gpu": tokens}
+    return made
+
+
+@pytest.fixture(scope="module")
+def points() -> list[Point]:
+    return points_of(_records())
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+def test_a_constant_that_made_the_data_is_found(points: list[Point]) -> None:
+    """The springs hold it back a little; the others move less than the one that was moved."""
+    found = fit(points, _silent, start=np.log(CURRENT.values)).constants
+    assert found.gemm_bf16 < CURRENT.gemm_bf16 * 0.92
+
+
+def test_left_out_groups_are_predicted_by_the_rest(points: list[Point]) -> None:
+    fitted = fit(points, _silent, start=np.log(CURRENT.values))
+    predicted = left_out(points, fitted, lambda point: point.leak_group, _silent)
+    errors = [abs(math.exp(value) / point.seconds - 1) for value, point in zip(predicted, points)]
+    assert max(errors) < 0.1
+    # Without a group its prediction is another, or it was not left out.
+    assert not np.allclose(predicted, fitted.predicted, rtol=0, atol=1e-9)
+
+
+def test_scores_by_hand() -> None:
+    errors = {"a": 0.1, "b": -0.3, "c": 0.2}
+    score = set_score("all", errors, {"a": "x", "b": "x", "c": "y"}, ["a", "b", "c", "unknown"])
+    assert score is not None
+    assert (score.points, score.macro, score.median) == (3, pytest.approx(0.2), 0.2)
+    assert score.bias == pytest.approx(0.0)
+    assert set_score("none", errors, {}, ["unknown"]) is None
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
+    ranked = rank_score("r", [100.0, 80.0, 50.0], [1.0, 2.0, 0.5])
+    assert ranked.regret == pytest.approx(0.2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    records = _records()
+    ids = [record["id"] for record in records]
+    (tmp_path / "published.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "score_sets.json").write_text(json.dumps({"everything": {"ids": ids}}))
+    (tmp_path / "rank_sets.json").write_text(json.dumps([{"series": "some", "ids": ids[:6]}]))
+    fact = {**records[0], "id": "too-much", "fits": False, "gpu": "H100", "num_gpus": 64, "mbs": 512}
+    (tmp_path / "feasibility.jsonl").write_text(json.dumps(fact) + "\n")
+    return tmp_path
+
+
+def test_an_assessment_becomes_predictions_and_a_page(folder: Path) -> None:
+    result = assess(folder, _silent)
+    assert {score.name for score in result.sets} == {"everything"}
+    assert result.sets[0].macro < 0.1
+    assert result.false_fits == ()
+    lines = {line["id"]: line for line in prediction_lines(result)}
+    assert lines["run-3"]["interval"][0] < lines["run-3"]["step_time_s"] < lines["run-3"]["interval"][1]
+    assert lines["too-much"] == {"id": "too-much", "fits": False}
+    page = error_page(result)
+    for part in ("everything", "Ranking layouts", "The worst ten", "gemm_bf16", "only GB200"):
+        assert part in page
+
+
+def test_the_command_writes_what_it_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, constants, predictions = folder / "page.md", folder / "fitted.py", folder / "out.jsonl"
+    words = ["plan", "--score", str(folder), "--page", str(page), "--constants", str(constants)]
+    assert main([*words, "--predictions", str(predictions), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["sets"][0]["name"] == "everything"
+    assert page.read_text().startswith("# The planner's error")
+    assert "FITTED: dict[str, float] = {" in constants.read_text()
+    assert len(predictions.read_text().splitlines()) == 25
+
+
+def test_fitted_values_are_the_ones_in_use() -> None:
+    source = fitted_source(CURRENT, {"dense": (0.8, 1.2)})
+    for meaning, value in zip(MEANINGS, CURRENT.values):
+        assert f'"{meaning.name}": {value:.4g}' in source
+
+
+def test_every_constant_is_described_and_near_what_is_possible() -> None:
+    shares = ("exposed", "hidden", "traffic", "attention_forward", "attention_backward", "scan")
+    for meaning, value in zip(MEANINGS, CURRENT.values):
+        assert len(meaning.text) > 10 and meaning.spread > 0
+        assert value > 0
+        if any(word in meaning.name for word in shares):
+            assert value < 1, meaning.name
+
+
+def test_the_longest_reason_wins() -> None:
+    assert reason_for("titan-t2-8b-cp8") == REASONS["titan-t2"]
+    assert reason_for("somewhere-else") == "not understood"

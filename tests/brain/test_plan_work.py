@@ -1,0 +1,109 @@
+"""The planner's counts, each against something counted otherwise."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from moefold.blueprint.counts import count_parameters
+from moefold.hardware.cluster import cluster_of
+from moefold.plan.bubble import bubble_units, simulated_units
+from moefold.plan.flops import forward_flops_per_token, training_flops_per_token
+from moefold.plan.held import model_parameters
+from moefold.plan.job import Batch, Cuts, Job, Options
+from moefold.plan.needed import needed_flops_per_token
+from moefold.plan.shape import Mixture, from_config
+from moefold.plan.traffic import distinct, exchange_bytes, reach
+from moefold.plan.work import head_of, parts_of, sizes_of
+from moefold.recipes.catalog import RECIPES
+
+MODELS = {name: make().model for name, make in RECIPES.items() if make().model.moe is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_has_the_blueprints_parameters(name: str) -> None:
+    counts = count_parameters(MODELS[name])
+    assert model_parameters(from_config(MODELS[name])).total == pytest.approx(counts.matrices - counts.mtp, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_needs_the_models_arithmetic(name: str) -> None:
+    model = MODELS[name]
+    assert needed_flops_per_token(from_config(model), 4096) == pytest.approx(training_flops_per_token(model, 4096))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_work_is_the_models_arithmetic_where_memory_costs_nothing(name: str) -> None:
+    model = replace(MODELS[name], num_mtp=0)
+    shape = from_config(model)
+    job = Job(shape, cluster_of("H100", 1), Cuts(), Batch(4096, 1, 1), options=Options(dispatcher="local", drops=True))
+    sizes = replace(sizes_of(job), balance=0.0)
+    parts = [part for layer in shape.layers for part in parts_of(layer, sizes)] + [head_of(shape.vocab, sizes)]
+    flops = sum(p.forward.gemm_flops + p.forward.grouped_flops + p.forward.attention_flops for p in parts)
+    needed = forward_flops_per_token(model, 4096)
+    gate = 2.0 * model.width * model.num_layers  # of shared experts, which shapes leave out
+    assert flops / 4096 == pytest.approx(needed.total, abs=gate)
+    back = sum(p.backward.gemm_flops + p.backward.grouped_flops for p in parts)
+    forward = sum(p.forward.gemm_flops + p.forward.grouped_flops for p in parts)
+    assert back == pytest.approx(2 * forward)
+
+
+def test_fewer_rows_per_expert_cost_more_than_their_share() -> None:
+    shape = from_config(MODELS["deepseek_v3"])
+    layer = shape.layers[-1]
+
+    def grouped(tokens: int) -> float:
+        job = Job(shape, cluster_of("H100", 64), Cuts(ep=64, dp=64), Batch(tokens, 1, 1))
+        return sum(part.forward.grouped_flops for part in parts_of(layer, sizes_of(job)))
+
+    assert grouped(512) > grouped(4096) / 8
+    assert grouped(65536) == pytest.approx(16 * grouped(4096), rel=0.05)
+
+
+@pytest.mark.parametrize(("ep", "top_k"), [(8, 2), (16, 8), (64, 8)])
+def test_deduplicated_bytes_are_those_of_even_choices(ep: int, top_k: int) -> None:
+    """Against drawn choices: how many ranks and nodes a token's experts are on."""
+    generator = random.Random(0)
+    drawn = [[generator.randrange(ep) for _ in range(top_k)] for _ in range(20_000)]
+    ranks = sum(len(set(choices)) for choices in drawn) / len(drawn)
+    nodes = sum(len({choice // 8 for choice in choices}) for choices in drawn) / len(drawn)
+    assert distinct(ep, top_k) == pytest.approx(ranks, rel=0.01)
+    assert distinct(max(1, ep // 8), top_k) == pytest.approx(nodes, rel=0.01)
+
+
+def test_exchanges_go_where_the_ranks_are() -> None:
+    mixture = Mixture(256, 8, 2048)
+    shape = replace(from_config(MODELS["deepseek_v3"]), layers=from_config(MODELS["deepseek_v3"]).layers)
+    inside = Job(shape, cluster_of("GB200", 256), Cuts(ep=64, dp=256), Batch(4096, 1, 1))
+    assert exchange_bytes(inside, mixture).outside == 0
+    across = replace(inside, cluster=cluster_of("H100", 256))
+    sent = exchange_bytes(across, mixture)
+    row = 2 * 7168
+    assert sent.inside == pytest.approx(4096 * 8 * row * 7 / 64)
+    assert sent.outside == pytest.approx(4096 * 8 * row * 56 / 64)
+    fewer = exchange_bytes(replace(across, options=Options(dispatcher="deepep")), mixture)
+    assert fewer.outside < 0.7 * sent.outside
+
+
+def test_a_group_reaches_as_far_as_its_stride() -> None:
+    assert reach(64, 1, 8).domains == 8
+    assert reach(8, 8, 8).inside == 1
+    assert not reach(8, 1, 8).crosses
+    assert reach(16, 4, 64).inside == 16
+
+
+ORDERS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("1f1b_overlapped", 1), ("zb_h1", 1), ("zb_v", 2)]
+ORDERS += [("dualpipe_v", 2), ("interleaved_overlapped", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), ORDERS)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_bubble_does_not_depend_on_how_many_microbatches_follow(schedule: str, virtual: int, ranks: int) -> None:
+    units = bubble_units(schedule, ranks, virtual)
+    if ranks > 1:
+        assert units == pytest.approx(simulated_units(schedule, ranks, virtual, 2 * ranks))
+        assert units == pytest.approx(simulated_units(schedule, ranks, virtual, 6 * ranks))
+    else:
+        assert units == 0
