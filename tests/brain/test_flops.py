@@ -9,7 +9,8 @@ import pytest
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.hardware.peaks import BF16_TFLOPS, peak_flops
+from moefold.hardware.gpu import GPUS
+from moefold.hardware.peaks import peak_flops
 from moefold.plan.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
 from moefold.recipes.catalog import recipe
 
@@ -112,4 +113,4 @@ def test_peaks_by_device_name(device: str, tflops: float | None) -> None:
 
 def test_peaks_are_those_of_bfloat16() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
-    assert all(100 < peak < 3000 for peak in BF16_TFLOPS.values())
+    assert all(100 < gpu.bf16_tflops < 3000 for gpu in GPUS.values())

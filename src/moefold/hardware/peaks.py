@@ -11,21 +11,10 @@ from __future__ import annotations
 
 import re
 
-# 10^12 FLOP/s of one device.
-BF16_TFLOPS: dict[str, float] = {
-    "A100": 312,
-    "H20": 148,
-    "H100": 989,
-    "H200": 989,
-    "H800": 989,
-    "B200": 2250,
-    "GB200": 2450,
-    "B300": 2250,
-    "GB300": 2450,
-    "MI300X": 1307,
-    "MI325X": 1307,
-    "MI355X": 2300,
-}
+from moefold.hardware.gpu import GPUS
+
+# Variants with a dash in their name are not told apart by what torch prints.
+_KNOWN = {name: gpu.bf16_tflops for name, gpu in GPUS.items() if "-" not in name}
 _OTHER_CARD = {"PCIE", "NVL", "MIG"}
 # The A100's PCIe card has the same peak.
 _SAME_AS_PCIE = {"A100"}
@@ -37,8 +26,8 @@ def peak_flops(device: str, compute: str = "bfloat16") -> float | None:
     Peaks are those of bfloat16; wider formats use other units of the chip and have none here.
     """
     words = re.findall(r"[A-Z0-9]+", device.upper())
-    model = next((word for word in words if word in BF16_TFLOPS), None)
+    model = next((word for word in words if word in _KNOWN), None)
     if model is None or compute != "bfloat16":
         return None
     others = _OTHER_CARD.intersection(words) - ({"PCIE"} if model in _SAME_AS_PCIE else set())
-    return None if others else BF16_TFLOPS[model] * 1e12
+    return None if others else _KNOWN[model] * 1e12
