@@ -26,7 +26,7 @@ MEANINGS: tuple[Meaning, ...] = (
     # ---- arithmetic ----
     Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak in large products, at H100's watts per FLOP/s"),
     Meaning("gemm_fp8", 0.82, 0.15, "the same for 8-bit products and the 8-bit peak"),
-    Meaning("gemm_fp4", 0.85, 0.2, "the same for 4-bit products and twice the 8-bit peak"),
+    Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit products and twice the 8-bit peak"),
     Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class cards against H100-class ones"),
     Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class cards"),
     Meaning("narrow_sm100", 1.15, 0.1, "8-bit against bf16 products on B200-class cards, over the same ratio on H100-class ones"),
