@@ -16,6 +16,7 @@ from moefold.plan.work import Work
 
 # Cards are compared with this one, in 1e12 FLOP/s of bf16 per watt.
 _H100 = 989 / 700
+_USUAL = {"sm80": 312 / 400, "sm90": _H100, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
 # How sharply the slower of card and host wins; 4 adds 19 % where both are equal.
 _SHARPNESS = 4.0
 _PROGRAM = {"fsdp2": "fsdp2", "deepspeed": "deepspeed", "jax": "jax"}
@@ -66,9 +67,10 @@ def rates_of(job: Job, c: Constants, length: float) -> Rates:
     passes = _CONVERSION.get(form, 1.0)
     fused = c.compiled if job.options.compiled else 1.0
     gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
-    # Measured attention rates are alike shares of the peak on all cards, so watts do not enter; the newest cards have
-    # twice the exponentials.
+    # Measured attention rates are alike shares of the peak on the usual card of each architecture; a card that has
+    # fewer watts for the same arithmetic is slower. The newest cards have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
+    gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
     attention = program / (gpu.bf16_tflops * 1e12 * gain)
     products = program * _product(job, c, form)
     host = 1e-6 * program * (c.launch_grace if gpu.per_node == 4 else 1.0)
