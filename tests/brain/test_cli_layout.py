@@ -40,7 +40,7 @@ def test_the_report_names_groups_that_leave_a_domain(capsys: pytest.CaptureFixtu
     assert main(LARGE) == 0
     out = capsys.readouterr().out
     assert "16,384 ranks   dp 128   edp 16" in out
-    assert "domain of 8:  leave it: dp, pp, ep, edp" in out and "stay inside: tp, cp, microbatch\n" in out
+    assert "domain of 8:  leave it: dp, pp, ep, edp" in out and "stay inside: tp, cp\n" in out
     table = {line.split()[0]: line for line in out.splitlines() if line}
     assert (
         "none" in table["tp"] and "of 256, over 1 to 2 domains" in table["ep"] and "all, over 8 domains" in table["ep"]

@@ -296,7 +296,7 @@ def _tensor_overlap(record: Record, flags: Record) -> bool:
     stated = flags.get("tp_comm_overlap", flags.get("async_tp"))
     if stated is not None:
         return bool(stated)
-    tuned = not record["model"]["moe"] or "dgxc" in str((record.get("source") or {}).get("name"))
+    tuned = not record["model"]["moe"] or "dgxc" in str(record.get("source"))
     return tuned and _stack(record) == "megatron"
 
 
