@@ -25,6 +25,10 @@ Errors are predicted / measured - 1 of the step time. *Macro* is the mean over l
 *bias* the mean signed error (positive: predicted too slow). None of these runs was made by moefold or on a machine of
 ours; the same configuration in several releases of one program differs by 3.9 % (median), so no planner can be much
 better than that.
+
+What was **not** left out: the formulas, the priors, and what is assumed where a source does not print something
+(`records.py`, `record_details.py`) were chosen by people who had seen all of these runs, and memory has no refitted
+constants. Expect new runs to be predicted somewhat worse than this page says.
 """
 
 

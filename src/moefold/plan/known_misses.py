@@ -12,6 +12,7 @@ from types import MappingProxyType
 _REASONS = {
     "aws-": "EFA with a proxy per message: its cost per message is known from two models only",
     "automodel-dsv3": "what is recomputed is stated as `activation checkpointing`; the planner repeats whole layers",
+    "automodel-nemosuper": "a hybrid model under FSDP2 on H100, the only run of its kind",
     "dgxc-v25.05.05-dsv3-GB200": "an early GB200 release, as slow as if expert exchanges left NVLink",
     "dgxc-v25.05.05-grok1": "expert tensor parallelism of 4 whose exchanges the planner takes for exposed",
     "dgxc-v25.05.05-nemotron340b": "a tuned dense run; whether its gathers overlap is not stated",
