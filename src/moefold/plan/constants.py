@@ -29,7 +29,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit products and twice the 8-bit peak"),
     Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class cards against H100-class ones"),
     Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class cards"),
-    Meaning("narrow_sm100", 1.15, 0.1, "8-bit against bf16 products on B200-class cards, over the same ratio on H100-class ones"),
+    Meaning("narrow_sm100", 1.15, 0.1, "8-bit over bf16 products on B200-class cards, against the same on H100-class"),
     Meaning("power", 0.7, 0.4, "how the sustained share falls with FLOP/s per watt: (ratio to H100's) ** -power"),
     Meaning("grouped", 0.92, 0.12, "grouped products of experts against one product of equal arithmetic"),
     Meaning("attention_forward", 0.55, 0.12, "share of the bf16 peak in causal attention at 4k tokens (cuDNN: 0.55)"),
@@ -38,7 +38,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("attention_sm103", 1.25, 0.15, "attention of B300-class cards against B200-class ones"),
     Meaning("scan", 0.2, 0.4, "share of the bf16 peak in chunked scans of recurrences"),
     # ---- memory traffic ----
-    Meaning("traffic", 0.40, 0.2, "share of memory bandwidth in norms, activations, permutations, losses; needed bytes only"),
+    Meaning("traffic", 0.40, 0.2, "share of memory bandwidth in norms, activations, permutations and losses"),
     Meaning("quantise", 5.0, 0.25, "bytes moved to convert one element to a narrow format"),
     Meaning("quantise_fused", 2.5, 0.3, "the same where a norm or an activation converts what it writes"),
     Meaning("compiled", 0.75, 0.2, "traffic that is left after a compiler fused elementwise work"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from moefold.plan.collectives import exchange, ring
@@ -96,7 +96,7 @@ class Passes:
 class Load:
     """Work between two moments at which the host must wait for the card, and what of it the host launches itself."""
 
-    work: Work = Work()
+    work: Work = field(default_factory=Work)
     launches: float = 0.0
     loops: float = 0.0
 

@@ -92,7 +92,7 @@ def rates_of(job: Job, c: Constants, length: float) -> Rates:
 def _product(job: Job, c: Constants, form: str) -> float:
     """Seconds per FLOP of a large product. Cards with more arithmetic per watt sustain less of it."""
     gpu = job.cluster.gpu
-    share = (gpu.bf16_tflops / gpu.watts / _H100) ** -c.power
+    share = float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power)
     share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
     eight = gpu.fp8_tflops or gpu.bf16_tflops
     if form in ("bf16", "fp16", "float32"):
