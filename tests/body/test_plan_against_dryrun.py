@@ -13,9 +13,9 @@ from moefold.config.run import RunConfig
 from moefold.dryrun.run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.from_run import job_of_run
-from moefold.plan.measured_memory import allocated
-from moefold.plan.memory import memory_at
+from moefold.plan.memory.peak import memory_at
 from moefold.plan.messages import messages
+from moefold.plan.published.measured_memory import allocated
 from moefold.recipes.catalog import recipe
 
 ALL = ("attention", "feed_forward", "experts")

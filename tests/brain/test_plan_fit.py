@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from moefold.plan.assess import assess, prediction_lines
-from moefold.plan.constants import CURRENT, MEANINGS
-from moefold.plan.error_page import error_page
-from moefold.plan.fit import constants_of, fit, left_out
-from moefold.plan.fitted_file import fitted_source
-from moefold.plan.known_misses import REASONS, reason_for
-from moefold.plan.points import Point, points_of, published_job
-from moefold.plan.score import rank_score, set_score, spearman
-from moefold.plan.step_time import step_time
+from moefold.plan.published.assess import assess, prediction_lines
+from moefold.plan.published.error_page import error_page
+from moefold.plan.published.fit import constants_of, fit, left_out
+from moefold.plan.published.fitted_file import fitted_source
+from moefold.plan.published.known_misses import REASONS, reason_for
+from moefold.plan.published.points import Point, points_of, published_job
+from moefold.plan.published.score import rank_score, set_score, spearman
+from moefold.plan.timing.constants import CURRENT, MEANINGS
+from moefold.plan.timing.step_time import step_time
 
 MIXTRAL = {
     "key": "mixtral_8x7b", "family": "mixtral", "moe": True, "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8,

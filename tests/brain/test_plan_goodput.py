@@ -8,7 +8,7 @@ from math import exp, log, sqrt
 import pytest
 
 from moefold.errors import ConfigError
-from moefold.plan.goodput import (
+from moefold.plan.search.goodput import (
     Faults,
     best_interval,
     days_for,

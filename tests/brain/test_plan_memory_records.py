@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from moefold.plan.measured_memory import measured_bytes
-from moefold.plan.memory import predict_memory
-from moefold.plan.record_details import completed, with_details
-from moefold.plan.records import job_of_record
+from moefold.plan.memory.peak import predict_memory
+from moefold.plan.published.measured_memory import measured_bytes
+from moefold.plan.published.record_details import completed, with_details
+from moefold.plan.published.records import job_of_record
 
 FOLDER = Path(os.environ.get("MOEFOLD_PUBLISHED", "none"))
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="MOEFOLD_PUBLISHED names no folder")

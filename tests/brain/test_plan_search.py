@@ -14,8 +14,11 @@ from moefold.config.load import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import Cluster, cluster_of
-from moefold.plan import search as searching
-from moefold.plan.candidates import (
+from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run
+from moefold.plan.job import Job
+from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
+from moefold.plan.search import search as searching
+from moefold.plan.search.candidates import (
     Choice,
     choice_of_job,
     job_of_choice,
@@ -25,11 +28,8 @@ from moefold.plan.candidates import (
     why_illegal,
     worthwhile_stages,
 )
-from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run
-from moefold.plan.job import Job
-from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
-from moefold.plan.search import NothingFitsError, described, pareto, search
-from moefold.plan.space import Space, narrowed, usual_space
+from moefold.plan.search.search import NothingFitsError, described, pareto, search
+from moefold.plan.search.space import Space, narrowed, usual_space
 from moefold.recipes.catalog import recipe
 
 

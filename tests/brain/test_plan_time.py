@@ -10,8 +10,8 @@ from moefold.hardware.cluster import cluster_of
 from moefold.plan.job import Batch, Cuts, Format, Job, Numbers, Options
 from moefold.plan.predict import predict
 from moefold.plan.shape import from_config
-from moefold.plan.step_time import predict_time, step_time
-from moefold.plan.timeline import step_timeline
+from moefold.plan.timing.step_time import predict_time, step_time
+from moefold.plan.timing.timeline import step_timeline
 from moefold.recipes.catalog import RECIPES
 
 GRAPHED = {"graphs": "partial", "graph_parts": frozenset({"attn", "moe_router", "moe_preprocess"})}

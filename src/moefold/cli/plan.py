@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         return run_score(args.score, args.predictions, args.page, args.constants, args.json, _progress())
     if args.name is None:
         raise MoefoldError("plan what? name a RUN, or give --records FILE; see `moefold plan --help`")
-    from moefold.plan.proposal import propose
+    from moefold.plan.search.proposal import propose
 
     question = question_of(args)
     if args.serve is not None:
@@ -125,7 +125,7 @@ def _write_files(proposal: Any, html: Path | None, trace: Path | None) -> None:
 
         _write(html, page(proposal), "--html")
     if trace is not None:
-        from moefold.plan.timeline import step_timeline, step_trace
+        from moefold.plan.timing.timeline import step_timeline, step_trace
 
         _write(trace, json.dumps(step_trace(step_timeline(proposal.chosen.job, most_boxes=4_000))), "--trace")
 
@@ -140,8 +140,8 @@ def _write(path: Path, text: str, option: str) -> None:
 
 def question_of(args: argparse.Namespace) -> Any:
     """What was asked, or every problem with the asking."""
-    from moefold.plan.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
-    from moefold.plan.proposal import Question
+    from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
+    from moefold.plan.search.proposal import Question
 
     named, asked = find_run(args.name), find_run(args.name, args.changes)
     batch = args.global_batch or asked.data.global_batch

@@ -9,7 +9,7 @@ from typing import Any
 
 from moefold.cli.progress import with_progress
 from moefold.errors import MoefoldError
-from moefold.plan.predict_records import Unread, predict_lines
+from moefold.plan.published.predict_records import Unread, predict_lines
 
 
 def run_records(records: Path, predictions: Path | None, as_json: bool) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from moefold.plan.assess import Assessment, assess, prediction_lines
-from moefold.plan.error_page import error_page, summary
-from moefold.plan.fitted_file import fitted_source
+from moefold.plan.published.assess import Assessment, assess, prediction_lines
+from moefold.plan.published.error_page import error_page, summary
+from moefold.plan.published.fitted_file import fitted_source
 from moefold.tables import text_table
 
 

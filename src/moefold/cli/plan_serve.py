@@ -15,11 +15,11 @@ from urllib.parse import parse_qsl, urlsplit
 
 from moefold.errors import MoefoldError
 from moefold.page.frame import document
-from moefold.plan.proposal import Proposal, Question, propose
 from moefold.plan.report.data import proposal_data
 from moefold.plan.report.form import SCRIPT, form_html, question_of_form, values_of
 from moefold.plan.report.page import page
 from moefold.plan.report.style import CSS
+from moefold.plan.search.proposal import Proposal, Question, propose
 
 HOST = "127.0.0.1"
 _LONGEST_PATH, _MOST_KEPT = 4000, 64

@@ -1,8 +1,8 @@
 """Accelerators as data: what each can do at best, as its maker or a benchmark's table states it.
 
 These are nominal figures. What a program really gets of them (the sustained share of a peak, the achieved share of a
-link) is the planner's business: `plan/constants.py`. Memory is what a program can allocate, which is less than the
-label on cards whose driver keeps a part.
+link) is the planner's business: `plan/timing/constants.py`. Memory is what a program can allocate, which is less than
+the label on cards whose driver keeps a part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A job: everything a prediction depends on, and nothing about where it came from.
 
 A job is a model's shape, a cluster, how the work is cut over it, and the options of the program that runs it. Jobs are
-made from a moefold run (`job_of`) or from a published record (`plan/records.py`); memory, time, search and reports only
-ever see jobs, so a formula that is right about published runs is the formula that plans yours.
+made from a moefold run (`plan/from_run.py`) or from a published record (`plan/published/records.py`); memory, time,
+search and reports only ever see jobs, so a formula that is right about published runs is the formula that plans yours.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moefold.plan.constants import CURRENT, Constants
 from moefold.plan.job import Job
-from moefold.plan.memory import predict_memory
+from moefold.plan.memory.peak import predict_memory
 from moefold.plan.needed import needed_flops_per_token
 from moefold.plan.prediction import Prediction, TimePrediction, Wall
-from moefold.plan.step_time import predict_time
+from moefold.plan.timing.constants import CURRENT, Constants
+from moefold.plan.timing.step_time import predict_time
 
 # Shares of the step from which what is not computation is called the wall. Computation is there in every step, so it
 # binds where nothing else stands out.

@@ -2,7 +2,7 @@
 
 It is wider than what moefold trains. Published runs also use layers that mix tokens by a state-space model or a linear
 recurrence, layers without a feed-forward part, and ungated activations; to be held against them the planner must be
-able to say their sizes. `from_config` describes a moefold model, `plan/records.py` a published one.
+able to say their sizes. `from_config` describes a moefold model, `plan/published/records.py` a published one.
 """
 
 from __future__ import annotations

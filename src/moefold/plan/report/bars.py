@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from moefold.plan.explain import seconds
-from moefold.plan.memory import memory_at
+from moefold.plan.memory.peak import memory_at
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, Prediction, TimeLine
+from moefold.plan.search.explain import seconds
 from moefold.schedule.draw import shown
 from moefold.units import format_bytes
 

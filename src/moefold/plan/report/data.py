@@ -7,9 +7,9 @@ from typing import Any
 
 from moefold.plan.job import Job
 from moefold.plan.prediction import Prediction
-from moefold.plan.proposal import Proposal
-from moefold.plan.search import Candidate, described
-from moefold.plan.what_if import Answer
+from moefold.plan.search.proposal import Proposal
+from moefold.plan.search.search import Candidate, described
+from moefold.plan.search.what_if import Answer
 
 
 def proposal_data(proposal: Proposal) -> dict[str, Any]:

@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable
 from html import escape
 
 from moefold.page.frame import card, document
-from moefold.plan.candidates import choice_of_job
-from moefold.plan.explain import layout_words, seconds
 from moefold.plan.from_run import folded
 from moefold.plan.prediction import Prediction
-from moefold.plan.proposal import Proposal
 from moefold.plan.report.bars import memory_section, time_section
 from moefold.plan.report.pictures import goodput_figure, pareto_figure, timeline_figure
 from moefold.plan.report.style import CSS
-from moefold.plan.search import described
-from moefold.plan.timeline import step_timeline
-from moefold.plan.what_if import Answer
+from moefold.plan.search.candidates import choice_of_job
+from moefold.plan.search.explain import layout_words, seconds
+from moefold.plan.search.proposal import Proposal
+from moefold.plan.search.search import described
+from moefold.plan.search.what_if import Answer
+from moefold.plan.timing.timeline import step_timeline
 from moefold.units import format_bytes, format_count, format_seconds
 
 _MOST_PARETO = 12

@@ -7,12 +7,12 @@ from html import escape
 
 from moefold.page.frame import figure
 from moefold.page.scale import Scale, short
-from moefold.plan.explain import seconds
-from moefold.plan.goodput import effective_share
 from moefold.plan.prediction import Prediction
-from moefold.plan.proposal import Proposal
-from moefold.plan.search import Candidate, described
-from moefold.plan.timeline import StepTimeline
+from moefold.plan.search.explain import seconds
+from moefold.plan.search.goodput import effective_share
+from moefold.plan.search.proposal import Proposal
+from moefold.plan.search.search import Candidate, described
+from moefold.plan.timing.timeline import StepTimeline
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.draw import cells_of, shown
 from moefold.units import format_bytes, format_seconds

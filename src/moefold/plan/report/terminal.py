@@ -11,12 +11,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moefold.plan.candidates import choice_of_job
-from moefold.plan.explain import seconds
 from moefold.plan.from_run import folded
 from moefold.plan.prediction import Prediction
-from moefold.plan.proposal import Proposal
-from moefold.plan.search import described
+from moefold.plan.search.candidates import choice_of_job
+from moefold.plan.search.explain import seconds
+from moefold.plan.search.proposal import Proposal
+from moefold.plan.search.search import described
 from moefold.units import format_bytes, format_count, format_seconds
 
 _BAR, _COMMAND = 28, 96

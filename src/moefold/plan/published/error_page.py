@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import exp
 
-from moefold.plan.assess import Assessment
-from moefold.plan.constants import MEANINGS
-from moefold.plan.known_misses import reason_for
-from moefold.plan.points import Point
+from moefold.plan.published.assess import Assessment
+from moefold.plan.published.known_misses import reason_for
+from moefold.plan.published.points import Point
+from moefold.plan.timing.constants import MEANINGS
 from moefold.tables import markdown_table
 
 _INTRODUCTION = """# The planner's error
@@ -27,7 +27,7 @@ ours; the same configuration in several releases of one program differs by 3.9 %
 better than that.
 
 What was **not** left out: the formulas, the priors, and what is assumed where a source does not print something
-(`records.py`, `record_details.py`) were chosen by people who had seen all of these runs, and memory has no refitted
+(`plan/published/records.py`, `record_details.py`) were chosen by people who had seen all of these runs, and memory has no refitted
 constants. Expect new runs to be predicted somewhat worse than this page says.
 """
 

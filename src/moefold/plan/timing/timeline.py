@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.plan.constants import CURRENT
 from moefold.plan.job import Job
-from moefold.plan.layer_time import Passes, Seconds
-from moefold.plan.price import rates_of
 from moefold.plan.stage_contents import stages_of_shape, written_stages
-from moefold.plan.step_time import stage_passes
+from moefold.plan.timing.constants import CURRENT
+from moefold.plan.timing.layer_time import Passes, Seconds
+from moefold.plan.timing.price import rates_of
+from moefold.plan.timing.step_time import stage_passes
 from moefold.plan.work import sizes_of
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.draw import cells_of, label

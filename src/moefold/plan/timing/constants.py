@@ -1,15 +1,15 @@
 """The planner's constants: what of a nominal figure a real program gets.
 
 Every number here has a name, a meaning, a prior (what microbenchmarks and data sheets suggest, with how sure that is)
-and a value fitted to published runs by `plan/fit.py`, which keeps it near its prior unless many runs disagree. The
-table is short on purpose: constants describe machines and programs, never single runs.
+and a value fitted to published runs by `plan/published/fit.py`, which keeps it near its prior unless many runs
+disagree. The table is short on purpose: constants describe machines and programs, never single runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefold.plan.fitted import FITTED
+from moefold.plan.timing.fitted import FITTED
 
 
 @dataclass(frozen=True)

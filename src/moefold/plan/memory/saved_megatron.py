@@ -11,7 +11,7 @@ The rows are held against the Megatron Core report: 15 live microbatches of 4 la
 from __future__ import annotations
 
 from moefold.plan.job import Recomputed
-from moefold.plan.saved import Saved
+from moefold.plan.memory.saved import Saved
 
 
 def _drops(*kinds: Recomputed) -> frozenset[Recomputed]:

@@ -1,9 +1,9 @@
 """What the fullest rank holds at its fullest moment, cause by cause.
 
-States stay all step long (`plan/states.py`). Activations pile up with the microbatches that the pipeline's order keeps
-alive (`plan/live.py`), each with what its layers keep (`plan/activations.py`). On top comes what one passing moment
-needs (`plan/workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and with
-what is computed again. Pipeline ranks differ in all of this, so each is reckoned and the fullest reported.
+States stay all step long (`states.py`). Activations pile up with the microbatches that the pipeline's order keeps alive
+(`live.py`), each with what its layers keep (`activations.py`). On top comes what one passing moment needs
+(`workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and with what is
+computed again. Pipeline ranks differ in all of this, so each is reckoned and the fullest reported.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.plan.activations import kept_by
 from moefold.plan.job import Job
-from moefold.plan.live import Moment, moments
-from moefold.plan.own_workspace import copies_weights, stage_copies
+from moefold.plan.memory.activations import kept_by
+from moefold.plan.memory.live import Moment, moments
+from moefold.plan.memory.own_workspace import copies_weights, stage_copies
+from moefold.plan.memory.saved import Setting, setting_of
+from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
+from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
-from moefold.plan.saved import Setting, setting_of
 from moefold.plan.shape import Layer, ModelShape
 from moefold.plan.stage_contents import Contents, stages_of_shape, written_stages
-from moefold.plan.states import RankWeights, gathered_lines, rank_weights, state_lines
-from moefold.plan.workspace import workspace_lines
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moefold.plan.constants import MEANINGS, Constants
-from moefold.plan.points import Point
-from moefold.plan.step_time import step_time
+from moefold.plan.published.points import Point
+from moefold.plan.timing.constants import MEANINGS, Constants
+from moefold.plan.timing.step_time import step_time
 
 Vector = NDArray[np.float64]
 Progress = Callable[[str, int, int], None]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from moefold.plan.constants import Constants
 from moefold.plan.job import Job
+from moefold.plan.timing.constants import Constants
 from moefold.plan.work import Work
 
 # Cards are compared with this one, in 1e12 FLOP/s of bf16 per watt.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moefold.plan.constants import MEANINGS, Constants
+from moefold.plan.timing.constants import MEANINGS, Constants
 
 _HEAD = '''"""Values that published runs gave the planner's constants, and how far runs lie from predictions.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from moefold.hardware.cluster import Cluster
-from moefold.plan.constants import Constants
 from moefold.plan.job import Job
+from moefold.plan.timing.constants import Constants
 from moefold.plan.traffic import ExchangeBytes, Reach
 
 

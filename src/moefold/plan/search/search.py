@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moefold.errors import MoefoldError
-from moefold.plan.candidates import (
+from moefold.plan.job import Job
+from moefold.plan.memory.peak import predict_memory
+from moefold.plan.search.candidates import (
     Choice,
     Limits,
     choice_of_job,
@@ -32,10 +34,8 @@ from moefold.plan.candidates import (
     presets,
     why_illegal,
 )
-from moefold.plan.job import Job
-from moefold.plan.memory import predict_memory
-from moefold.plan.space import Recompute, Space, usual_space
-from moefold.plan.step_time import predict_time
+from moefold.plan.search.space import Recompute, Space, usual_space
+from moefold.plan.timing.step_time import predict_time
 from moefold.units import format_bytes
 
 Item = TypeVar("Item")

@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.plan.bubble import PARTS, bubble_units
-from moefold.plan.collectives import ring
-from moefold.plan.constants import CURRENT, Constants
-from moefold.plan.fitted import INTERVALS
 from moefold.plan.held import layer_parameters
 from moefold.plan.job import Job
-from moefold.plan.layer_time import Passes, Seconds, layer_passes, part_passes
 from moefold.plan.prediction import TimeLine, TimePrediction
-from moefold.plan.price import Rates, rates_of
 from moefold.plan.shape import Layer, ModelShape
 from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape, written_stages
+from moefold.plan.timing.bubble import PARTS, bubble_units
+from moefold.plan.timing.collectives import ring
+from moefold.plan.timing.constants import CURRENT, Constants
+from moefold.plan.timing.fitted import INTERVALS
+from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes
+from moefold.plan.timing.price import Rates, rates_of
 from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
 from moefold.plan.work import Sizes, embedding_of, head_of, join_of, sizes_of
 from moefold.schedule.actions import place

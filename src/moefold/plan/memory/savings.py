@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moefold.plan.job import Format, Job, Options, Recomputed
-from moefold.plan.memory import predict_memory
-from moefold.plan.saved import OPERAND_BYTES
+from moefold.plan.memory.peak import predict_memory
+from moefold.plan.memory.saved import OPERAND_BYTES
 from moefold.plan.shape import Attention, Dense, Mixture
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from moefold.plan.collectives import exchange, ring
-from moefold.plan.constants import Constants
 from moefold.plan.held import layer_parameters
 from moefold.plan.job import Job, Options
-from moefold.plan.price import Rates, slower
 from moefold.plan.shape import Layer, Mixture
+from moefold.plan.timing.collectives import exchange, ring
+from moefold.plan.timing.constants import Constants
+from moefold.plan.timing.price import Rates, slower
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from moefold.plan.job import Job
-from moefold.plan.memory import memory_at, predict_memory
+from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.prediction import MemoryPrediction
-from moefold.plan.record_details import completed, with_details
-from moefold.plan.records import job_of_record
+from moefold.plan.published.record_details import completed, with_details
+from moefold.plan.published.records import job_of_record
 
 Record = Mapping[str, Any]
 

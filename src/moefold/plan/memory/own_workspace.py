@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from moefold.plan.held import layer_parameters
 from moefold.plan.job import Job
+from moefold.plan.memory.saved import Setting
+from moefold.plan.memory.states import RankWeights, gathers_once
 from moefold.plan.prediction import MemoryLine
-from moefold.plan.saved import Setting
 from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
 from moefold.plan.stage_contents import Contents
-from moefold.plan.states import RankWeights, gathers_once
 
 # Rows of the vocabulary per chunk of logits, as in `model/loss.py`.
 CHUNK = 8192

@@ -14,8 +14,8 @@ from typing import Any
 
 from moefold.errors import MoefoldError
 from moefold.plan.job import Job
-from moefold.plan.record_details import completed, with_details
-from moefold.plan.records import Record, job_of_record
+from moefold.plan.published.record_details import completed, with_details
+from moefold.plan.published.records import Record, job_of_record
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from moefold.plan.constants import CURRENT
-from moefold.plan.fit import Fit, Progress, fit, left_out
-from moefold.plan.measured_memory import measured_bytes
-from moefold.plan.memory import predict_memory
-from moefold.plan.points import Point, points_of, published_job, read_records
-from moefold.plan.records import Record
-from moefold.plan.score import RankScore, SetScore, rank_score, set_score
+from moefold.plan.memory.peak import predict_memory
+from moefold.plan.published.fit import Fit, Progress, fit, left_out
+from moefold.plan.published.measured_memory import measured_bytes
+from moefold.plan.published.points import Point, points_of, published_job, read_records
+from moefold.plan.published.records import Record
+from moefold.plan.published.score import RankScore, SetScore, rank_score, set_score
+from moefold.plan.timing.constants import CURRENT
 
 GIB = 2**30
 _MEASURED = (

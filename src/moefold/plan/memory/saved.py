@@ -1,7 +1,7 @@
 """What a layer keeps between its forward and its backward, as data: one row per tensor.
 
 A row says what the tensor is, how many elements a token has of it, in which format it is held, over which ranks it is
-cut, which kinds of recomputation drop it, and which name an offload knows it by. `plan/saved_megatron.py` and its
+cut, which kinds of recomputation drop it, and which name an offload knows it by. `saved_megatron.py` and its
 neighbours have the rows of each program; this file adds them up for a layer under a job's settings.
 
     kind       bytes of an element

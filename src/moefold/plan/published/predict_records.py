@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from moefold.errors import MoefoldError
-from moefold.plan.measured_memory import memory_of_record
-from moefold.plan.points import published_job
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
+from moefold.plan.published.measured_memory import memory_of_record
+from moefold.plan.published.points import published_job
 
 GIB = 2**30
 

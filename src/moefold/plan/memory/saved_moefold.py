@@ -11,7 +11,7 @@ A phase that is computed again keeps its input alone. Between phases travel the 
 from __future__ import annotations
 
 from moefold.plan.job import Recomputed
-from moefold.plan.saved import Saved, Sizes
+from moefold.plan.memory.saved import Saved, Sizes
 
 
 def _drops(*kinds: Recomputed) -> frozenset[Recomputed]:

@@ -14,18 +14,26 @@ from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.config.run import RunConfig
 from moefold.errors import ProblemsError
 from moefold.hardware.cluster import Cluster
-from moefold.plan.explain import versus, wall_words, what_would_move
 from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run, launch_words, question_of_run
-from moefold.plan.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS, Faults, Goodput, days_for, faults_of, goodput
 from moefold.plan.job import Job, Numbers, Stack
+from moefold.plan.memory.savings import savings
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.savings import savings
-from moefold.plan.search import Progress, Result, search
-from moefold.plan.space import narrowed, usual_space
+from moefold.plan.search.explain import versus, wall_words, what_would_move
+from moefold.plan.search.goodput import (
+    USUAL_MTBF_HOURS,
+    USUAL_RESTART_SECONDS,
+    Faults,
+    Goodput,
+    days_for,
+    faults_of,
+    goodput,
+)
+from moefold.plan.search.search import Progress, Result, search
+from moefold.plan.search.space import narrowed, usual_space
+from moefold.plan.search.what_if import Answer, answers
 from moefold.plan.stage_contents import contents_of
-from moefold.plan.step_time import predict_time
-from moefold.plan.what_if import Answer, answers
+from moefold.plan.timing.step_time import predict_time
 from moefold.units import format_bytes
 
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.

@@ -1,0 +1,1 @@
+"""What a rank holds at its fullest moment, cause by cause."""

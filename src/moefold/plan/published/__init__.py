@@ -1,0 +1,1 @@
+"""Published measurements: read as jobs, fitted to, and held against."""
