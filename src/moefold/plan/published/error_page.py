@@ -27,7 +27,8 @@ ours; the same configuration in several releases of one program differs by 3.9 %
 better than that.
 
 What was **not** left out: the formulas, the priors, and what is assumed where a source does not print something
-(`plan/published/`) were chosen by people who had seen all of these runs, and memory has no refitted constants. Expect new runs to be predicted somewhat worse than this page says.
+(`plan/published/`) were chosen by people who had seen all of these runs, and memory has no refitted constants.
+Expect new runs to be predicted somewhat worse than this page says.
 """
 
 
