@@ -127,6 +127,7 @@ def test_few_layers(name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_recipes(name: str) -> None:
     seen = rehearsed(WHOLE[name])
