@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+from tests.pages import assert_whole
 
 from moefold.cli.main import main
 from moefold.cli.plan_serve import make_server
@@ -30,32 +29,9 @@ from moefold.units import format_bytes
 FIXED = "tp=1,cp=1,pp=2,4,vpp=1,2,ep=8,etp=1,sequences=1,replicate=1,recompute=none,experts"
 
 
-class _Balanced(HTMLParser):
-    """Fails on tags that are not closed in order."""
-
-    VOID = frozenset({"meta", "input"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def whole(html: str) -> str:
-    parser = _Balanced()
-    parser.feed(html)
-    assert not parser.open and html.startswith("<!doctype html>")
-    # Nothing is loaded from anywhere: no address, no link, no import.
-    assert not re.search(r"https?:|//[a-z]|<link|<img|@import|url\(|srcset|src=", html)
+    assert_whole(html)
+    assert html.startswith("<!doctype html>") and "src=" not in html
     return html
 
 
