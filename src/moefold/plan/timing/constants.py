@@ -69,6 +69,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("stage_exposed", 0.30, 0.5, "messages between stages left exposed"),
     # ---- programs ----
     Meaning("fsdp2", 1.05, 0.1, "compute time of FSDP2 programs against Megatron's"),
+    Meaning("ring_fsdp2", 0.10, 0.5, "growth of attention's time per doubling of the context ranks, in FSDP2 programs"),
     Meaning("deepspeed", 1.10, 0.1, "the same for Megatron-DeepSpeed of 2023"),
     Meaning("jax", 1.05, 0.1, "the same for JAX"),
     Meaning("year", 0.05, 0.4, "share of compute and host time that programs lose per year"),

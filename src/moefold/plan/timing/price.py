@@ -71,6 +71,9 @@ def rates_of(job: Job, c: Constants, length: float) -> Rates:
     # fewer watts for the same arithmetic is slower. The newest cards have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
     gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
+    if job.options.stack == "fsdp2":
+        # torch's ring attention runs its steps one by one and merges them in eager mode.
+        gain /= (1 + c.ring_fsdp2) ** log2(job.cuts.cp)
     attention = program / (gpu.bf16_tflops * 1e12 * gain)
     products = program * _product(job, c, form)
     host = 1e-6 * program * (c.launch_grace if gpu.per_node == 4 else 1.0)
