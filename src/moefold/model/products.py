@@ -50,7 +50,7 @@ Gradient = Callable[[], Tensor]
 class Deferral:
     """Weight gradients that were put off, in the order in which their inputs' gradients were computed.
 
-    Nothing is put off outside of ``start`` and ``stop``; gradients then go to autograd as usual.
+    Nothing is put off outside of ``putting_off``; gradients then go to autograd as usual.
     """
 
     def __init__(self) -> None:
