@@ -80,6 +80,11 @@ class Numbers:
     master_bytes: float = 4.0
     moments_bytes: float = 8.0
 
+    @property
+    def word(self) -> float:
+        """Bytes of an element wherever it is not narrow: as it travels, and between products."""
+        return 4.0 if self.format == "float32" else 2.0
+
 
 @dataclass(frozen=True)
 class Options:

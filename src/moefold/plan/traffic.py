@@ -65,7 +65,7 @@ def exchange_bytes(job: Job, mixture: Mixture) -> ExchangeBytes:
     """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
     cuts, where = job.cuts, expert_reach(job)
     tokens = job.batch.tokens / cuts.cp / cuts.tp * job.options.imbalance
-    row = 2.0 * (mixture.latent or job.model.width)
+    row = job.numbers.word * (mixture.latent or job.model.width)
     kind, ep = job.options.dispatcher, cuts.ep
     if ep == 1 or kind == "local":
         return ExchangeBytes(0.0, 0.0)
@@ -91,7 +91,7 @@ def tensor_bytes(job: Job, layer: Layer) -> float:
     """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank."""
     tp = job.cuts.tp
     tokens = job.batch.tokens / job.cuts.cp
-    once = 2.0 * tokens * job.model.width * (tp - 1) / tp
+    once = job.numbers.word * tokens * job.model.width * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, Mixture):
         passes += 2.0 * (layer.feed.shared_width > 0)
@@ -101,7 +101,7 @@ def tensor_bytes(job: Job, layer: Layer) -> float:
     if isinstance(layer.feed, Mixture) and job.cuts.etp > 1:
         etp = job.cuts.etp
         rows = tokens / tp * layer.feed.top_k * etp
-        total += 2 * 2.0 * rows * (layer.feed.latent or job.model.width) * (etp - 1) / etp
+        total += 2 * job.numbers.word * rows * (layer.feed.latent or job.model.width) * (etp - 1) / etp
     return total
 
 
@@ -111,12 +111,12 @@ def context_bytes(job: Job, layer: Layer) -> float:
         return 0.0
     a, tp = layer.mixer, job.cuts.tp
     per_token = max(1.0, a.kv_heads / tp) * (a.qk_dim + a.v_dim)
-    return 2.0 * job.batch.tokens / job.cuts.cp * per_token * (job.cuts.cp - 1)
+    return job.numbers.word * job.batch.tokens / job.cuts.cp * per_token * (job.cuts.cp - 1)
 
 
 def stage_bytes(job: Job) -> float:
     """What one stage hands to the next for one microbatch."""
-    return 2.0 * job.local_tokens * job.model.width
+    return job.numbers.word * job.local_tokens * job.model.width
 
 
 def pipeline_leaves_domain(cuts: Cuts, domain: int) -> bool:

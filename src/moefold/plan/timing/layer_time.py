@@ -42,6 +42,11 @@ _AGAIN: dict[str, frozenset[str]] = {
     "feed_forward": frozenset({"feed_forward", "dense_activation"}),
     "experts": frozenset({"router", "permutation", "experts", "activation", "latent", "shared", "shared_activation"}),
 }
+# moefold stops as soon as it has what it needs: a phase's last product, and routes that it keeps, run once.
+_AGAIN_MOEFOLD = _AGAIN | {
+    "attention": _AGAIN["attention"] - {"attention_out"},
+    "experts": frozenset({"experts", "activation", "shared", "shared_activation"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,8 @@ def loads(layer: Layer, sizes: Sizes, options: Options) -> tuple[Load, Load, Loa
 
 
 def _recomputed(options: Options) -> frozenset[str]:
-    return frozenset().union(*(_AGAIN.get(name, frozenset()) for name in options.recompute))
+    again = _AGAIN_MOEFOLD if options.stack == "moefold" else _AGAIN
+    return frozenset().union(*(again.get(name, frozenset()) for name in options.recompute))
 
 
 def _graphed(options: Options) -> frozenset[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from moefold.errors import ConfigError, Problem
+from moefold.hardware.machine import Machine
 from moefold.plan.job import Job
 from moefold.plan.timing.constants import Constants
 from moefold.plan.work import Work
@@ -61,6 +63,9 @@ class Rates:
 
 def rates_of(job: Job, c: Constants, length: float) -> Rates:
     """`length`: tokens of a sequence; longer ones attend faster."""
+    if job.cluster.machine is not None:
+        _check_measured(job)
+        return measured_rates(job.cluster.machine)
     gpu, form = job.cluster.gpu, job.numbers.format
     program = _program(job, c) * _age(job, c)
     bandwidth = gpu.memory_tb_s * 1e12 * c.traffic
@@ -89,6 +94,37 @@ def rates_of(job: Job, c: Constants, length: float) -> Rates:
         gap=c.gap_us * 1e-6,
         launch=c.launch_us * host,
         loop=c.loop_us * host,
+    )
+
+
+def _check_measured(job: Job) -> None:
+    """A machine's table says how fast moefold is there in float32, and nothing else."""
+    problems = []
+    if job.numbers.format != "float32":
+        told = f"is {job.numbers.format}, but the machine was measured in float32"
+        problems.append(Problem("precision.compute", told, "use float32, or plan without --machine"))
+    if job.options.stack != "moefold":
+        told = f"is {job.options.stack}, but the machine was measured with moefold"
+        problems.append(Problem("stack", told, "use moefold, or plan without --machine"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def measured_rates(machine: Machine) -> Rates:
+    """Of one rank that has the machine to itself. Nothing runs beside it: what the host does is an operation's time."""
+    gemm = 1 / (machine.gemm_gflops * 1e9)
+    return Rates(
+        gemm=gemm,
+        grouped=gemm / machine.grouped,
+        quantised=0.0,
+        quantised_fused=0.0,
+        attention_forward=1 / (machine.attention_forward_gflops * 1e9),
+        attention_backward=1 / (machine.attention_backward_gflops * 1e9),
+        scan=gemm,
+        traffic=1 / (machine.traffic_gb_s * 1e9),
+        gap=machine.operation_us * 1e-6,
+        launch=0.0,
+        loop=machine.expert_us * 1e-6,
     )
 
 

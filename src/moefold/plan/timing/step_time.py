@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moefold.hardware.machine import Machine
 from moefold.plan.held import layer_parameters
 from moefold.plan.job import Job
 from moefold.plan.prediction import TimeLine, TimePrediction
@@ -19,6 +20,14 @@ from moefold.plan.timing.collectives import ring
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.fitted import INTERVALS
 from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes
+from moefold.plan.timing.machine_layer import ends_on_machine, layer_on_machine
+from moefold.plan.timing.machine_step import (
+    fixed_on_machine,
+    messages_on_machine,
+    reduction_on_machine,
+    stretch,
+    stretched,
+)
 from moefold.plan.timing.price import Rates, rates_of
 from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
 from moefold.plan.work import Sizes, embedding_of, head_of, join_of, sizes_of
@@ -69,6 +78,8 @@ def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
         # One of the other ranks' stages, on average, takes this long for one microbatch.
         other = (sum(per_rank) - per_rank[slowest]) / ((cuts.pp - 1) * cuts.vpp)
         bubble = bubble_units(cuts.schedule, cuts.pp, cuts.vpp) / PARTS * other
+    if job.cluster.machine is not None:
+        return _on_machine(job, job.cluster.machine, busy, bubble, per_rank)
     reduction, hidden = _reduction(job, busy.total, c)
     return StepTime(
         _NOTHING.plus(busy, count),
@@ -81,6 +92,22 @@ def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
     )
 
 
+def _on_machine(job: Job, machine: Machine, busy: Passes, bubble: float, per_rank: list[float]) -> StepTime:
+    """The same where ranks share the cores of a computer that was measured."""
+    count, crowd = job.batch.microbatches, machine.slowdown(job.cluster.num_gpus)
+    factor = stretch(per_rank, bubble, count, crowd)
+    dense, experts = _held(job)
+    return StepTime(
+        busy=_NOTHING.plus(stretched(busy, factor), count),
+        bubble=factor * bubble,
+        messages=messages_on_machine(job, machine),
+        reduction=reduction_on_machine(job, machine, dense, experts),
+        hidden_reduction=0.0,
+        optimizer=crowd * _own(job, dense, experts) * machine.update_ns * 1e-9,
+        fixed=fixed_on_machine(job, machine),
+    )
+
+
 def stage_passes(job: Job, stages: Stages, sizes: Sizes, rates: Rates, c: Constants) -> list[Passes]:
     """Forward and backward of one microbatch on each different stage."""
     times: dict[int, Passes] = {}
@@ -88,7 +115,10 @@ def stage_passes(job: Job, stages: Stages, sizes: Sizes, rates: Rates, c: Consta
     def of(layer: Layer) -> Passes:
         # Equal layers of a model are few objects; looking them up by identity saves hashing them.
         if id(layer) not in times:
-            times[id(layer)] = layer_passes(job, layer, sizes, rates, c)
+            measured = job.cluster.machine is not None
+            times[id(layer)] = (
+                layer_on_machine(job, layer, sizes, rates) if measured else layer_passes(job, layer, sizes, rates, c)
+            )
         return times[id(layer)]
 
     def stage(contents: Contents) -> Passes:
@@ -101,6 +131,8 @@ def stage_passes(job: Job, stages: Stages, sizes: Sizes, rates: Rates, c: Consta
         if contents.mtp:
             ahead = of(job.model.layers[-1]).plus(part_passes(join_of(sizes), rates)).plus(head)
             total = total.plus(ahead, contents.mtp)
+        if job.cluster.machine is not None:
+            total = total.plus(ends_on_machine(job, contents.embedding, contents.head))
         return total.plus(head) if contents.head else total
 
     return [stage(contents) for contents in stages.different]
@@ -157,12 +189,17 @@ def _held_by(
     return dense, experts
 
 
-def _optimizer(job: Job, rates: Rates) -> float:
+def _own(job: Job, dense: float, experts: float) -> float:
+    """Parameters that a rank updates of those it holds."""
     cuts = job.cuts
-    dense, experts = _held(job)
     shards = 1 if cuts.sharding == "none" else cuts.dp * cuts.cp
     edp = 1 if cuts.sharding == "none" else cuts.edp
-    own = dense / shards + experts / edp
+    return dense / shards + experts / edp
+
+
+def _optimizer(job: Job, rates: Rates) -> float:
+    dense, experts = _held(job)
+    own = _own(job, dense, experts)
     if job.options.optimizer_on_host:
         return own * 16.0 / (job.cluster.gpu.host_gb_s * 1e9)
     return (own * _OPTIMIZER_BYTES + (dense + experts) * 4.0) * rates.traffic
