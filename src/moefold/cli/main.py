@@ -21,6 +21,7 @@ VERBS = {
     "layout": "moefold.cli.layout",
     "schedule": "moefold.cli.schedule",
     "dryrun": "moefold.cli.dryrun",
+    "bench": "moefold.cli.bench",
     "prove": "moefold.cli.prove",
     "train": "moefold.cli.train",
     "report": "moefold.cli.report",

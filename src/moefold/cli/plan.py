@@ -13,14 +13,16 @@ from typing import Any
 
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.errors import ConfigError, MoefoldError, Problem
-from moefold.hardware.cluster import Cluster, cluster_of
+from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
 from moefold.hardware.gpu import GPUS
+from moefold.hardware.machine import read_machine
 from moefold.units import parse_count
 
 EXAMPLES = """examples:
   moefold plan deepseek_v3 --gpu H100 --gpus 1024
   moefold plan qwen3_235b_a22b --gpu GB200 --gpus 256 --stack megatron --fix tp=1,ep=32,64 --html plan.html
   moefold plan my_run.yaml --gpus 64 --no-search --json
+  moefold plan debug_10m --machine machine.json --gpus 4
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
   moefold plan --score published/ --page docs/planner-error.md
@@ -50,6 +52,9 @@ def add_to(commands: Any) -> None:
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"one of {', '.join(GPUS)} (H100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many of them")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="ranks on a computer that `moefold bench calibrate` measured"
+    )
     parser.add_argument("--domain", type=int, metavar="N", help="GPUs that fast links join (the card's usual)")
     parser.add_argument("--nic", type=float, metavar="GB/S", help="each GPU's share of the network (the card's usual)")
 
@@ -187,6 +192,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         problems.append(Problem("headroom", f"is {args.headroom:g}", "use a share, such as 0.05"))
     if problems:
         raise ConfigError(*problems)
+    if args.machine is not None:
+        return cluster_of_machine(read_machine(args.machine), args.gpus)
     changes = {"domain": args.domain, "nic_gb_s": args.nic}
     return cluster_of(args.gpu, args.gpus, **{name: value for name, value in changes.items() if value is not None})
 

@@ -1,0 +1,142 @@
+"""What one rank with one thread can do: products, attention, whole small runs, and the update.
+
+Everything runs as in training, with moefold's own operations and with gradients that add up in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moefold.bench.clock import Reference, Say, Trial, ratios
+from moefold.bench.samples import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
+from moefold.blueprint.parameters import parameters
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+from moefold.model.assemble import whole_batch
+from moefold.model.batch import Batch
+from moefold.model.products import NativeProducts
+from moefold.ops.attention import attend
+from moefold.ops.grouped_matmul import BACKENDS
+from moefold.optim.adamw import adamw
+from moefold.optim.clip import clip_gradients, gradient_norm
+from moefold.parallel.apply import Share, groups_of, take_share
+from moefold.parallel.gradients import finish_gradients
+from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.step import spoken_for
+
+
+def measure_alone(rounds: int, say: Say) -> dict[str, float]:
+    """In references, by name: "dense 0 forward", "attention 1 backward", "run mixture, few tokens", "update ...".
+
+    "reference" itself is in seconds.
+    """
+    reference = Reference()
+    found = {"reference": median(reference.seconds() for _ in range(10 * rounds))}
+    found |= ratios(_parts(), rounds, "products and attention", say)
+    found |= ratios(_whole_runs(), rounds, "small runs", say)
+    return found
+
+
+# ---- products and attention ----
+
+
+def _parts() -> dict[str, Trial]:
+    trials: dict[str, Trial] = {}
+    for number, shape in enumerate(DENSE):
+        trials |= _both_ways(f"dense {number}", _dense(shape))
+    for number, experts in enumerate(EXPERTS):
+        trials |= _both_ways(f"experts {number}", _experts(experts))
+    for number, attention in enumerate(ATTENTION):
+        trials |= _both_ways(f"attention {number}", _attention(attention))
+    return trials
+
+
+def _both_ways(name: str, forward: Callable[[], list[Tensor]]) -> dict[str, Trial]:
+    """The second trial works on a graph of its own, again and again; gradients of weights add up in place."""
+    outputs = forward()
+    gradients = [torch.randn_like(output) for output in outputs]
+    return {
+        f"{name} forward": forward,
+        f"{name} backward": lambda: torch.autograd.backward(outputs, gradients, retain_graph=True),
+    }
+
+
+def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
+    products = NativeProducts(BACKENDS[PrecisionConfig().experts])
+    up, down = _weights(2, shape.hidden, shape.width), _weights(shape.width, shape.hidden)
+    x, hidden = _inputs(shape.tokens, shape.width), _inputs(shape.tokens, shape.hidden)
+    return lambda: [products.linear(x.view_as(x), up), products.linear(hidden.view_as(hidden), down)]
+
+
+def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
+    products = NativeProducts(BACKENDS[PrecisionConfig().experts])
+    host = [shape.rows // shape.experts] * shape.experts
+    counts_e = torch.tensor(host)
+    up = _weights(shape.experts, 2, shape.hidden, shape.width)
+    down = _weights(shape.experts, shape.width, shape.hidden)
+    x, hidden = _inputs(shape.rows, shape.width), _inputs(shape.rows, shape.hidden)
+    return lambda: [products.grouped(x, up, counts_e, host), products.grouped(hidden, down, counts_e, host)]
+
+
+def _attention(shape: AttentionShape) -> Callable[[], list[Tensor]]:
+    q = _inputs(shape.tokens, shape.heads, shape.dim)
+    k, v = (_inputs(shape.tokens, shape.kv_heads, shape.dim) for _ in range(2))
+    lengths = (shape.length,) * (shape.tokens // shape.length)
+    return lambda: [attend(q, k, v, lengths, shape.dim**-0.5)]
+
+
+def _weights(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(shape) * 0.02)
+
+
+def _inputs(*shape: int) -> Tensor:
+    """Not a leaf: its gradient is computed and, as inside a model, not kept."""
+    return torch.randn(shape).requires_grad_().view(shape)
+
+
+# ---- whole runs ----
+
+
+def _whole_runs() -> dict[str, Trial]:
+    trials: dict[str, Trial] = {}
+    for name, run in RUNS.items():
+        share = lone_share(run)
+        trials[f"run {name}"] = partial(carry_out, share, [random_batch(run)])
+        trials[f"update {name}"] = _update(share, optimizer_of(share))
+    return trials
+
+
+def lone_share(run: RunConfig) -> Share:
+    """The whole model, as the only rank has it."""
+    return take_share(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device("cpu"))
+
+
+def optimizer_of(share: Share) -> Optimizer:
+    kinds = {spec.name: spec.kind for spec in parameters(share.run.model)}
+    return adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), share.run.optim)
+
+
+def random_batch(run: RunConfig) -> Batch:
+    """One microbatch of random tokens."""
+    lengths = (run.data.seq_len,) * run.data.micro_batch
+    tokens, labels = torch.randint(run.model.vocab_size, (2, sum(lengths)))
+    return whole_batch(tokens, labels, lengths, step_labels=sum(lengths), step_tokens=sum(lengths))
+
+
+def _update(share: Share, optimizer: Optimizer) -> Trial:
+    """What ends a step: the norm, the bound, and the optimizer's own."""
+
+    def update() -> None:
+        gradients = finish_gradients(share.model, share.held, share.groups["pp"])
+        norm = gradient_norm(spoken_for(gradients, share.held), share.groups["world"])
+        clip_gradients(gradients.values(), norm, share.run.optim.clip_norm)
+        optimizer.step()
+
+    return update

@@ -1,0 +1,255 @@
+"""From measured seconds to a machine's table.
+
+The planner itself says how much of each kind of work it counts in what was measured, so that rates fit its counts. Each
+fit has one or two unknowns and minimises relative errors.
+
+    products     arithmetic and fetched bytes -> seconds per FLOP, seconds per byte
+    experts      the same counts, slower by a factor, and a fixed time per expert
+    small runs   what remains after products and attention: traffic and a fixed time per operation
+    messages     what is left without the work that stands between them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+
+from moefold.bench.samples import (
+    ATTENTION,
+    CONTEXT,
+    DENSE,
+    DOCUMENTS,
+    EXPERTS,
+    MESSAGES,
+    PARAMETERS,
+    ROUTED,
+    RUNS,
+    TOKENS,
+    TURNS,
+)
+from moefold.blueprint.counts import count_parameters
+from moefold.config.run import RunConfig
+from moefold.hardware.cluster import cluster_of_machine
+from moefold.hardware.machine import Crowd, Machine, Operation, Wire
+from moefold.plan.from_run import job_of_run
+from moefold.plan.job import Job
+from moefold.plan.shape import Attention, Dense, Layer, Mixture
+from moefold.plan.stage_contents import stages_of_shape
+from moefold.plan.timing.constants import CURRENT
+from moefold.plan.timing.price import Rates, rates_of
+from moefold.plan.timing.step_time import stage_passes
+from moefold.plan.work import Part, Sizes, parts_of, sizes_of
+
+Times = Mapping[str, float]
+# Less than this cannot be told from nothing.
+_LEAST = 1e-15
+# No message is shorter than this, whatever was left after subtracting.
+_SHORTEST = 2e-5
+
+
+def smallest_errors(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Non-negative rates of one or two kinds of work, by least squares of relative errors."""
+    A, t = np.array(columns).T, np.array(seconds)
+    found, *_ = np.linalg.lstsq(A / t[:, None], np.ones(len(t)), rcond=None)
+    if (found >= 0).all():
+        return [float(rate) for rate in found]
+    # One kind explains it better without the other: keep the one that leaves less.
+    best: list[float] = []
+    least = np.inf
+    for kept in range(A.shape[1]):
+        column = A[:, kept] / t
+        rate = max(0.0, float(column.sum() / (column**2).sum()))
+        error = float(((column * rate - 1) ** 2).sum())
+        if error < least:
+            least, best = error, [rate if index == kept else 0.0 for index in range(A.shape[1])]
+    return best
+
+
+# ---- products and attention ----
+
+
+def _sizes(width: int, tokens: int, length: int, balance: float) -> Sizes:
+    """Of one rank in float32, as `sizes_of` makes them for a machine."""
+    return Sizes(
+        width=width, seq_len=length, tokens=float(tokens), tp=1, ep=1, etp=1, imbalance=1.0, narrow=False,
+        operand_bytes=4.0, gradient_bytes=4.0, fused=False, exact=True, balance=balance,
+        word=4.0, tile=1, sharpness=1.0,
+    )  # fmt: skip
+
+
+def _counts(layer: Layer, name: str, width: int, tokens: int) -> list[tuple[str, float, float, float]]:
+    """(direction, FLOPs, bytes, loops) of a part's products, as the planner counts them."""
+
+    def part(balance: float) -> Part:
+        return next(part for part in parts_of(layer, _sizes(width, tokens, tokens, balance)) if part.name == name)
+
+    found = []
+    for way in ("forward", "backward"):
+        without, fetched = getattr(part(0.0), way), getattr(part(1.0), way)
+        flops = without.gemm_flops + without.grouped_flops
+        found.append((way, flops, fetched.gemm_flops + fetched.grouped_flops - flops, without.loops))
+    return found
+
+
+def product_rates(times: Times) -> tuple[float, float]:
+    """Seconds per FLOP and per byte."""
+    flops, fetched, taken = [], [], []
+    for number, shape in enumerate(DENSE):
+        for way, count, moved, _ in _counts(
+            Layer(None, Dense(shape.hidden)), "feed_forward", shape.width, shape.tokens
+        ):
+            flops.append(count)
+            fetched.append(moved)
+            taken.append(times[f"dense {number} {way}"])
+    a, b = smallest_errors((flops, fetched), taken)
+    return max(a, _LEAST), max(b, _LEAST)
+
+
+def expert_rates(times: Times, per_flop: float, per_byte: float) -> tuple[float, float]:
+    """How much slower products of experts are, and seconds per expert and product."""
+    alike, loops, taken = [], [], []
+    for number, shape in enumerate(EXPERTS):
+        layer = Layer(None, Mixture(shape.experts, 1, shape.hidden))
+        for way, count, moved, looped in _counts(layer, "experts", shape.width, shape.rows):
+            alike.append(count * per_flop + moved * per_byte)
+            loops.append(looped)
+            taken.append(times[f"experts {number} {way}"])
+    factor, each = smallest_errors((alike, loops), taken)
+    return max(factor, _LEAST), each
+
+
+def attention_rate(times: Times, way: str) -> float:
+    """Seconds per FLOP."""
+    flops, taken = [], []
+    for number, shape in enumerate(ATTENTION):
+        layer = Layer(Attention(shape.heads, shape.kv_heads, shape.dim, shape.dim), None)
+        parts = parts_of(layer, _sizes(shape.heads * shape.dim, shape.tokens, shape.length, 0.0))
+        core = next(part for part in parts if part.name == "core_attention")
+        flops.append(getattr(core, way).attention_flops)
+        taken.append(times[f"attention {number} {way}"])
+    return max(smallest_errors((flops,), taken)[0], _LEAST)
+
+
+# ---- small runs ----
+
+
+def _passes_seconds(job: Job, rates: Rates) -> float:
+    """One microbatch, forward and backward, at these rates."""
+    stages = stages_of_shape(job.model, 1, None)
+    return sum(passes.total for passes in stage_passes(job, stages, sizes_of(job), rates, CURRENT))
+
+
+def moving_rates(times: Times, draft: Machine) -> tuple[float, float]:
+    """Seconds per byte of traffic and per operation, from what whole runs take beyond their products and attention."""
+    cluster = cluster_of_machine(draft, 1)
+    moved, operations, left = [], [], []
+    whole = []
+    for name, run in RUNS.items():
+        job = job_of_run(run, cluster)
+        rates = replace(rates_of(job, CURRENT, float(run.data.seq_len)), traffic=0.0, gap=0.0)
+        nothing = Rates(**dict.fromkeys(Rates.__slots__, 0.0))
+        known = _passes_seconds(job, rates)
+        whole.append(times[f"run {name}"])
+        left.append(times[f"run {name}"] - known)
+        moved.append(_passes_seconds(job, replace(nothing, traffic=1.0)))
+        operations.append(_passes_seconds(job, replace(nothing, gap=1.0)))
+    # Errors count relative to the whole run, of which these are a part.
+    scale = np.array(whole)
+    A = np.array((moved, operations)).T / scale[:, None]
+    found, *_ = np.linalg.lstsq(A, np.array(left) / scale, rcond=None)
+    traffic, gap = (max(0.0, float(each)) for each in found)
+    return max(traffic, _LEAST), gap
+
+
+def update_rate(times: Times) -> float:
+    """Seconds per parameter."""
+    counts = [count_parameters(run.model).total for run in RUNS.values()]
+    return smallest_errors((counts,), [times[f"update {name}"] for name in RUNS])[0]
+
+
+# ---- together ----
+
+
+def wires_of(times: Times, world: int, group: int) -> list[Wire]:
+    """How long every operation takes among ``group`` of ``world`` ranks."""
+
+    def taken(name: str) -> Callable[[int], float]:
+        """Without the work that stands before each message."""
+        return lambda total: max(0.0, times[f"{name} {group} {total}"] - times[f"work {group}"]) / TURNS
+
+    def wire(operation: Operation, seconds: Callable[[int], float], received: Mapping[int, float]) -> Wire:
+        """``received``: bytes that a rank receives, by message. More bytes never take less time."""
+        us = accumulate((max(seconds(each), _SHORTEST) * 1e6 for each in received), max)
+        return Wire(operation, world, group, tuple(received.values()), tuple(us))
+
+    share = 1 - 1 / group
+    gather, passes, both = taken("parameters"), taken("passes"), taken("tokens")
+    rows = {total: share * total for total in MESSAGES}
+    parameters = {total: share * total for total in PARAMETERS}
+    # Keys and values in float32.
+    keys = {
+        number: 8.0 * number * CONTEXT.length * CONTEXT.kv_heads * CONTEXT.dim * (group - 1) for number in DOCUMENTS
+    }
+    sent = {number: 4.0 * number * ROUTED.top_k * ROUTED.width * share for number in TOKENS}
+
+    def beyond(name: str) -> Callable[[int], float]:
+        """What it takes longer than on a rank of its own."""
+        spread, own = taken(name), taken(f"one {name}")
+        return lambda number: spread(number) - own(number)
+
+    return [
+        wire("tokens", lambda total: both(total) / 2, rows),
+        wire("exchange", beyond("exchange"), sent),
+        wire("context", beyond("context"), keys),
+        wire("send", taken("send"), {total: float(total) for total in MESSAGES}),
+        wire("sum", taken("sum"), rows),
+        wire("parameters", gather, parameters),
+        # Forward and backward gather twice and sum once.
+        wire("gradients", lambda total: passes(total) - 2 * gather(total), parameters),
+    ]
+
+
+def machine_of(name: str, cores: int, memory_gb: float, alone: Times, crowds: Times, wires: Sequence[Wire]) -> Machine:
+    """``alone``: seconds of one rank. ``crowds``: "run 4" and "reference 4", against one rank's."""
+    per_flop, per_byte = product_rates(alone)
+    factor, each = expert_rates(alone, per_flop, per_byte)
+    draft = Machine(
+        name=name,
+        cores=cores,
+        memory_gb=memory_gb,
+        gemm_gflops=1e-9 / per_flop,
+        gemm_gb_s=1e-9 / per_byte,
+        grouped=1 / factor,
+        attention_forward_gflops=1e-9 / attention_rate(alone, "forward"),
+        attention_backward_gflops=1e-9 / attention_rate(alone, "backward"),
+        traffic_gb_s=1.0,
+        operation_us=0.0,
+        expert_us=each * 1e6,
+        update_ns=update_rate(alone) * 1e9,
+        wires=tuple(wires),
+        crowds=crowds_of(alone, crowds),
+    )
+    traffic, operation = moving_rates(alone, draft)
+    return replace(draft, traffic_gb_s=1e-9 / traffic, operation_us=operation * 1e6)
+
+
+def crowds_of(alone: Times, crowds: Times) -> tuple[Crowd, ...]:
+    """By how many ranks computed at once."""
+    counted = sorted(int(name.split()[1]) for name in crowds if name.startswith("run "))
+    return tuple(
+        Crowd(ranks, crowds[f"run {ranks}"], crowds[f"reference {ranks}"] * alone["reference"] * 1e6)
+        for ranks in counted
+    )
+
+
+def sample_errors(machine: Machine, alone: Times) -> dict[str, float]:
+    """How far the table is from the small runs that it was made of."""
+
+    def error(run: RunConfig, name: str) -> float:
+        job = job_of_run(run, cluster_of_machine(machine, 1))
+        return _passes_seconds(job, rates_of(job, CURRENT, float(run.data.seq_len))) / alone[f"run {name}"] - 1
+
+    return {name: error(run, name) for name, run in RUNS.items()}

@@ -1,0 +1,112 @@
+"""Parts of a model whose work is spread over ranks, each beside the same part on a rank of its own.
+
+What the one takes longer than the other is what spreading costs: messages, copies, sorting on arrival, merging. Forward
+and backward together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from moefold.bench.clock import Trial
+from moefold.bench.samples import CONTEXT, ROUTED
+from moefold.comm.group import Group
+from moefold.comm.mesh import Groups
+from moefold.dispatch.all_to_all import AllToAllDispatcher
+from moefold.dispatch.contract import Dispatcher, Routing
+from moefold.dispatch.local import LocalDispatcher
+from moefold.model.assemble import share_of, whole_batch
+from moefold.ops.attention import attend
+from moefold.parallel.context import ContextCore, by_ring
+from moefold.parallel.placements import DATA_GROUPS
+
+# Rows of a parameter.
+_ROWS = 64
+
+
+def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, Trial]:
+    """Attention over ``number`` documents per rank that ``size`` ranks share, and over as many of its own."""
+    heads, kv_heads, dim, length = CONTEXT.heads, CONTEXT.kv_heads, CONTEXT.dim, CONTEXT.length
+    tokens = torch.zeros(length * number * size, dtype=torch.int64)
+    whole = whole_batch(tokens, tokens, (length,) * number * size, context_size=size, step_labels=1, step_tokens=1)
+    batch, core = share_of(whole, groups[size].index), ContextCore(by_ring(groups))
+    q = torch.randn(length * number, heads, dim, requires_grad=True)
+    k, v = (torch.randn(length * number, kv_heads, dim, requires_grad=True) for _ in range(2))
+    own = (length,) * number
+
+    def over_ranks() -> None:
+        core(q, k, v, batch, scale=dim**-0.5, window=None, sinks_H=None).sum().backward()
+
+    return {"context": over_ranks, "one context": lambda: attend(q, k, v, own, dim**-0.5).sum().backward()}
+
+
+def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
+    """Rows to experts on other ranks and back, and to experts that are all here."""
+    x = torch.randn(tokens, ROUTED.width, requires_grad=True)
+    # Every expert is chosen equally often, by tokens all over the batch.
+    chosen = torch.randperm(tokens * ROUTED.top_k).view(tokens, ROUTED.top_k) % ROUTED.experts
+    weight = torch.full((tokens, ROUTED.top_k), 0.5, requires_grad=True)
+
+    def there_and_back(dispatcher: Dispatcher) -> Trial:
+        def trial() -> None:
+            arrived = dispatcher.dispatch(x, Routing(chosen, weight))
+            dispatcher.combine(arrived.rows_RD * arrived.weight_R[:, None], arrived.ticket).sum().backward()
+
+        return trial
+
+    return {
+        "exchange": there_and_back(AllToAllDispatcher(ROUTED.experts, ep, etp)),
+        "one exchange": there_and_back(LocalDispatcher(ROUTED.experts)),
+    }
+
+
+class _Sum(torch.autograd.Function):
+    """Takes no time itself, and hands a module's parameters gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *ctx.gradients
+
+
+class _Matrices(nn.Module):
+    """A few parameters, like a layer's."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        columns = max(1, total // 4 // _ROWS // 2)
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(_ROWS, columns)) for _ in range(2))
+        self.gradients = [torch.ones(_ROWS, columns) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sum.apply(x, self.gradients, *self.weights)
+        return out
+
+
+def sharded(groups: Groups, total: int) -> dict[str, Trial]:
+    """Gathering ``total`` bytes of parameters alone, and both passes: gathering twice and summing gradients."""
+    mesh = groups.device_mesh("cpu", *DATA_GROUPS["attention"])
+    assert mesh is not None
+    module = _Matrices(total)
+    # The outermost module stays gathered until its backward; a layer is never that.
+    outer = nn.Sequential(module)
+    for each in (module, outer):
+        fully_shard(each, mesh=mesh)
+        each.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        each.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    x = torch.ones(4, requires_grad=True)
+
+    def gather() -> None:
+        with torch.no_grad():
+            outer(x)
+
+    return {"parameters": gather, "passes": lambda: outer(x).sum().backward()}

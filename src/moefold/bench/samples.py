@@ -1,0 +1,117 @@
+"""What is measured: products and attention of everyday shapes, and small runs with one of everything.
+
+Large enough to be like training on a computer, small enough for all of them to take their turns in a minute.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moefold.config.attention import GQAConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.run import RunConfig
+
+
+class DenseShape(NamedTuple):
+    """Both products of a gated feed-forward part."""
+
+    tokens: int
+    width: int
+    hidden: int
+
+
+class ExpertsShape(NamedTuple):
+    """The same for experts that get equally many rows each."""
+
+    rows: int
+    experts: int
+    width: int
+    hidden: int
+
+
+class AttentionShape(NamedTuple):
+    tokens: int
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+class RoutedShape(NamedTuple):
+    experts: int
+    top_k: int
+    width: int
+
+
+DENSE = (
+    DenseShape(64, 256, 512),
+    DenseShape(256, 256, 384),
+    DenseShape(512, 256, 768),
+    DenseShape(1024, 128, 256),
+    DenseShape(512, 512, 1024),
+)
+EXPERTS = (
+    ExpertsShape(256, 16, 256, 384),
+    ExpertsShape(1024, 16, 256, 384),
+    ExpertsShape(1024, 4, 256, 384),
+    ExpertsShape(2048, 8, 512, 256),
+)
+ATTENTION = (
+    AttentionShape(512, 256, 8, 4, 32),
+    AttentionShape(512, 512, 4, 2, 64),
+    AttentionShape(1024, 128, 8, 4, 32),
+)
+
+
+def _run(name: str, tokens: int, mixture: bool) -> RunConfig:
+    length = min(tokens, 256)
+    moe = MoEConfig(
+        num_experts=8,
+        top_k=2,
+        expert_width=256,
+        shared_width=256,
+        router=RouterConfig(normalize=True),
+        balance=BalanceConfig(microbatch=0.01),
+    )
+    return RunConfig(
+        name=name,
+        model=ModelConfig(
+            vocab_size=512,
+            width=256,
+            num_layers=2,
+            num_dense_layers=0 if mixture else 2,
+            dense_width=512,
+            attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32),
+            moe=moe if mixture else None,
+        ),
+        data=DataConfig(seq_len=length, global_batch=tokens // length, micro_batch=tokens // length),
+    )
+
+
+# One microbatch each; few tokens show what operations cost, many what bytes cost.
+RUNS = {
+    run.name: run
+    for run in (
+        _run("dense, few tokens", 64, False),
+        _run("dense, many tokens", 1024, False),
+        _run("mixture, few tokens", 64, True),
+        _run("mixture, some tokens", 512, True),
+        _run("mixture, many tokens", 1536, True),
+    )
+}
+# What ranks run side by side to see how they slow each other down.
+CROWDED = "mixture, some tokens"
+# Bytes of the whole message: what a group holds together.
+MESSAGES = (1 << 12, 1 << 18, 1 << 21)
+# The same of parameters: a layer's experts are many.
+PARAMETERS = (1 << 12, 1 << 20, 1 << 24)
+# Documents of each rank where ranks share them.
+DOCUMENTS = (1, 4)
+# Tokens of each rank whose experts are spread.
+TOKENS = (64, 1024)
+CONTEXT = AttentionShape(256, 256, 8, 4, 32)
+ROUTED = RoutedShape(16, 2, 256)
+# How often work and message follow each other in a trial.
+TURNS = 2

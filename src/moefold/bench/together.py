@@ -1,0 +1,144 @@
+"""What ranks cost each other: exchanges over gloo, sharded parameters, and cores that they share.
+
+Groups stand side by side: where two pairs of four ranks talk, both pairs do so at once, as in training. Small and large
+messages tell latency and rate apart.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moefold.bench.alone import lone_share, random_batch
+from moefold.bench.clock import REPEATS, Reference, Say, Trial, meet, ratios, repeat, seconds
+from moefold.bench.over_ranks import contexts, experts, sharded
+from moefold.bench.samples import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, RUNS, TOKENS, TURNS
+from moefold.comm.gather import gather_plain, reduce_plain, sum_plain
+from moefold.comm.group import Group
+from moefold.comm.ledger import Ledger
+from moefold.comm.mesh import Groups
+from moefold.config.parallel import ParallelConfig
+from moefold.pipeline.runtime import carry_out
+from moefold.topology.layout import fold
+
+# Rows of a message.
+_ROWS = 64
+
+
+def measure_together(rank: int, world: int, rounds: int, say: Say) -> dict[str, float]:
+    """In references on all ranks at once, by name: "tokens 2 4096" for an operation, a group and a message."""
+    found: dict[str, float] = {}
+    for group in group_sizes(world):
+        found |= ratios(_wires(rank, world, group), rounds, f"messages among {group} of {world} ranks", say)
+    return found
+
+
+def group_sizes(world: int) -> list[int]:
+    return [size for size in (2, 4, 8, 16, 32) if size <= world and world % size == 0]
+
+
+def measure_crowds(rank: int, world: int, rounds: int, say: Say) -> dict[str, float]:
+    """How many times longer the same takes when 1, 2, 4, ... ranks do it at once, each for itself, than on one alone.
+
+    "run 2" is a small run, "reference 2" the reference. Numbers of ranks take turns; those that do not compute wait.
+    """
+    share, batch, product = lone_share(RUNS[CROWDED]), random_batch(RUNS[CROWDED]), Reference()
+    # The reference as often in a row as elsewhere: cores change hands slowly, so few products share them less evenly.
+    works: list[tuple[str, Trial]] = [
+        ("run", partial(carry_out, share, [batch])),
+        *[("reference", partial(repeat, product, REPEATS))] * 4,
+    ]
+    found: dict[str, list[float]] = {}
+    for number in range(rounds):
+        for name, work in works:
+            alone = 0.0
+            for ranks in crowd_sizes(world):
+                meet()
+                taken = seconds(work) if rank < ranks else 0.0
+                meet()
+                mean = _mean(taken, ranks)
+                alone = mean if ranks == 1 else alone
+                found.setdefault(f"{name} {ranks}", []).append(mean / alone)
+        say(f"up to {world} ranks at once", number + 1, rounds)
+    return {name: median(taken) for name, taken in found.items()}
+
+
+def crowd_sizes(world: int) -> list[int]:
+    return [ranks for ranks in (1, 2, 4, 8, 16, 32, 64) if ranks <= world]
+
+
+def _mean(taken: float, ranks: int) -> float:
+    """Over the ranks that computed; the others took no time."""
+    total = torch.tensor(taken, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / ranks
+
+
+def _wires(rank: int, world: int, size: int) -> dict[str, Trial]:
+    """Ranks that share cores come to a message one after the other, so there work and message take turns."""
+    group = _groups(rank, world, tp=size)["tp"]
+    shards = _groups(rank, world, tp=world // size)
+    ways = _groups(rank, world, cp=size).contexts
+    routed = _groups(rank, world, ep=size)
+    parts: dict[str, Trial] = {}
+    for total in MESSAGES:
+        parts |= _named(size, total, _messages(group, total))
+    for total in PARAMETERS:
+        parts |= _named(size, total, sharded(shards, total))
+    for number in DOCUMENTS:
+        parts |= _named(size, number, contexts(ways, size, number))
+    for number in TOKENS:
+        parts |= _named(size, number, experts(routed["ep"], routed["etp"], number))
+    work: Trial = Reference() if world > (os.cpu_count() or 1) else idle
+    return {f"work {size}": _in_turns(work)} | {name: _in_turns(work, part) for name, part in parts.items()}
+
+
+def idle() -> None:
+    """Ranks with a core each arrive together."""
+
+
+def _named(size: int, amount: int, trials: dict[str, Trial]) -> dict[str, Trial]:
+    return {f"{operation} {size} {amount}": trial for operation, trial in trials.items()}
+
+
+def _groups(rank: int, world: int, **degrees: Any) -> Groups:
+    return Groups(fold(ParallelConfig(**degrees), world), rank, Ledger(), timedelta(seconds=60))
+
+
+def _in_turns(*works: Trial) -> Trial:
+    def trial() -> None:
+        for _ in range(TURNS):
+            for work in works:
+                work()
+
+    return trial
+
+
+def _messages(group: Group, total: int) -> dict[str, Trial]:
+    whole = torch.ones(_ROWS, total // 4 // _ROWS)
+    sizes = (_ROWS // group.size,) * group.size
+    mine = whole[: sizes[0]].clone()
+    peer = group.ranks[group.index ^ 1]
+
+    def tokens() -> None:
+        gather_plain(mine, sizes, group)
+        reduce_plain(whole, sizes, group)
+
+    def send() -> None:
+        arriving = torch.empty_like(whole)
+        works = [dist.isend(whole, peer, group=group.connected), dist.irecv(arriving, peer, group=group.connected)]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    return {
+        "tokens": tokens,
+        "send": send,
+        "sum": lambda: sum_plain(whole, group),
+    }
