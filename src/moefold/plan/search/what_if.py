@@ -40,6 +40,9 @@ def answers(job: Job) -> list[Answer]:
 
 def _about_machine(job: Job) -> Iterator[Answer]:
     cluster, gpu = job.cluster, job.cluster.gpu
+    if cluster.machine is not None:
+        # Measured as a whole: nobody knows what another network would change.
+        return
     if job.model.is_mixture or job.cuts.tp > 1:
         for domain in (_RACK, _NODE):
             changed = replace(job, cluster=replace(cluster, domain=domain))
