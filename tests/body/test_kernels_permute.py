@@ -1,0 +1,100 @@
+"""The permuting kernels, interpreted, against their twin and against a loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="kernels are an extra")
+
+from moefold.dispatch.contract import Routing
+from moefold.ops.kernels import permute_torch, permute_triton
+from moefold.ops.kernels.interpret import interpreting
+from moefold.ops.kernels.row_map import RowMap, map_rows, most_rows
+from moefold.ops.permute import group_by_loop
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """New memory holds NaN, which shows where a kernel left it as it was."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(seed: int) -> tuple[RowMap, Routing, Tensor, int, int]:
+    """A routing with empty experts, dropped choices and odd widths among the cases."""
+    dice = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    E, D, t = dice.choice((1, 3, 8, 12)), dice.choice((1, 8, 40, 130, 1100)), dice.choice((1, 2, 5, 9))
+    K, multiple = dice.randint(1, min(E, 5)), dice.choice((1, 2, 4, 16, 32))
+    expert_tK = torch.rand(t, E, generator=generator).argsort(1)[:, :K]
+    kept_tK = torch.rand(t, K, generator=generator) > 0.3 if dice.random() < 0.5 else None
+    routing = Routing(expert_tK, torch.rand(t, K, generator=generator), kept_tK)
+    return map_rows(routing, E, multiple), routing, torch.randn(t, D, generator=generator), E, multiple
+
+
+def there_and_back(ops: Any, rows: RowMap, x_tD: Tensor, weight_tK: Tensor | None, seed: int) -> dict[str, Tensor]:
+    """Both directions with different rows between them, and every gradient."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    x_tD = x_tD.clone().requires_grad_()
+    weights = [] if weight_tK is None else [weight_tK.clone().requires_grad_()]
+    rows_RD, weight_R = ops.permute(x_tD, rows, *weights)
+    change_RD = torch.randn(rows_RD.shape, generator=generator).to(x_tD.dtype)
+    middle_RD = (rows_RD.detach() + change_RD).requires_grad_()
+    y_tD = ops.unpermute(middle_RD, rows, *weights)
+    grad_RD = torch.randn(rows_RD.shape, generator=generator).to(x_tD.dtype)
+    grad_tD = torch.randn(x_tD.shape, generator=generator).to(x_tD.dtype)
+    outputs, grads = [rows_RD, y_tD], [grad_RD, grad_tD]
+    if weight_R is not None:
+        outputs, grads = outputs + [weight_R], grads + [torch.randn(weight_R.shape, generator=generator)]
+    torch.autograd.backward(outputs, grads)
+    found = {"rows": rows_RD, "tokens": y_tD, "grad x": x_tD.grad, "grad rows": middle_RD.grad}
+    return found | ({} if weight_R is None else {"row weights": weight_R, "grad weights": weights[0].grad})
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_as_the_twin(seed: int) -> None:
+    rows, routing, x_tD, _, _ = draw(seed)
+    weight_tK = routing.weight_tK if seed % 3 else None
+    dtype = torch.bfloat16 if seed % 2 else torch.float32
+    x_tD = x_tD.to(dtype)
+    with interpreting():
+        found = there_and_back(permute_triton, rows, x_tD, weight_tK, seed)
+    wanted = there_and_back(permute_torch, rows, x_tD, weight_tK, seed)
+    for name in ("rows", "row weights"):
+        if name in wanted:
+            assert torch.equal(found[name], wanted[name]), name
+    # Sums are formed in float32 in both; in bfloat16 each may round its last step differently, by one unit.
+    rtol, atol = (2.0**-7, 1e-3) if dtype == torch.bfloat16 else (1e-6, 1e-6)
+    for name, value in wanted.items():
+        close = {"rtol": rtol, "atol": atol}
+        if name == "grad weights":
+            # Always float32: a product over D entries of size one, added up in another order.
+            close = {"rtol": 1e-5, "atol": 1e-6 * x_tD.shape[1] ** 0.5}
+        torch.testing.assert_close(found[name], value, **close, msg=lambda words, name=name: f"{name}: {words}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_map_against_a_loop(seed: int) -> None:
+    rows, routing, _, E, multiple = draw(seed)
+    row_N = rows.row_tK.flatten().tolist()
+    start = 0
+    for expert, choices in enumerate(group_by_loop(routing, E)):
+        assert rows.start_E[expert] == start and rows.count_E[expert] == len(choices)
+        assert [row_N[choice] for choice in choices] == list(range(start, start + len(choices)))
+        start += -(-len(choices) // multiple) * multiple
+    assert rows.start_E[E] == start <= rows.num_rows
+
+
+def test_the_bound_is_reached() -> None:
+    """Experts that take one token each waste the most."""
+    routing = Routing(torch.arange(6)[:, None], torch.ones(6, 1), None)
+    rows = map_rows(routing, 6, 16)
+    assert rows.start_E[-1] == rows.num_rows == most_rows(6, 6, 16) == 96
