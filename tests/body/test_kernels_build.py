@@ -25,6 +25,35 @@ def test_within_budget(build: Build, target: str) -> None:
     assert not built.over_budget
 
 
+# Other choices of the same kernels, and sizes of one, which Triton makes constants of at launch.
+VARIANTS = (
+    ("permute, DeepSeek-V3", {"WEIGHTS_OUT": False}),
+    ("permute, DeepSeek-V3", {"WEIGHTS_OUT": False, "WEIGH": True}),
+    ("permute, Mixtral-8x7B", {"K": 1, "num_tokens": 1, "num_experts": 1, "num_rows": 1, "D": 1}),
+    ("permute backward, DeepSeek-V3", {"WEIGHTS_IN": False}),
+    ("permute backward, Mixtral-8x7B", {"K": 1, "D": 1}),
+    ("unpermute backward, weighted, Mixtral-8x7B", {"K": 1, "KP": 1, "num_tokens": 1, "num_experts": 1, "D": 1}),
+    ("router, DeepSeek-V3", {"TWO": False, "SOFTMAX": True, "BIAS": False}),
+    ("router, DeepSeek-V3", {"AFTER": True, "NORMALIZE": False, "E": 160, "GP": 8, "SP": 32}),
+    ("router, Mixtral-8x7B", {"num_tokens": 1, "E": 1, "SP": 1, "K": 1, "KP": 1}),
+    ("router backward, DeepSeek-V3", {"AFTER": True, "NORMALIZE": False}),
+    ("router backward, Qwen3-235B", {"NORMALIZE": False, "num_tokens": 1}),
+    ("balance statistics, DeepSeek-V3", {"SETS": False, "num_sets": 1}),
+    ("balance statistics, Qwen3-235B", {"num_sets": 1, "num_tokens": 1}),
+    ("balance statistics backward, Qwen3-235B", {"SETS": False, "num_tokens": 1}),
+)
+
+
+@pytest.mark.parametrize(("name", "constants"), VARIANTS, ids=str)
+def test_variants_compile_without_spilling(name: str, constants: dict[str, int]) -> None:
+    build = next(build for build in BUILDS if build.name == name)
+    signature = {name: kind for name, kind in build.signature.items() if name not in constants}
+    built = compile_for(
+        dataclasses.replace(build, signature=signature, constexprs={**build.constexprs, **constants}), "sm_90a"
+    )
+    assert built.spilled == 0
+
+
 def test_what_is_over_budget_is_noticed() -> None:
     strict = dataclasses.replace(BUILDS[0], registers=1)
     assert "registers" in compile_for(strict, "sm_90a").over_budget

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
+from tests.poisoned_kernels import interpreting_on_poison
+
 from moefold.dispatch.contract import Routing
 from moefold.ops.kernels import permute_torch, permute_triton
-from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.kernels.row_map import RowMap, map_rows, most_rows
 from moefold.ops.permute import group_by_loop
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """New memory holds NaN, which shows where a kernel left it as it was."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(1).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def draw(seed: int) -> tuple[RowMap, Routing, Tensor, int, int]:
@@ -65,7 +56,7 @@ def test_as_the_twin(seed: int) -> None:
     weight_tK = routing.weight_tK if seed % 3 else None
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     x_tD = x_tD.to(dtype)
-    with interpreting():
+    with interpreting_on_poison():
         found = there_and_back(permute_triton, rows, x_tD, weight_tK, seed)
     wanted = there_and_back(permute_torch, rows, x_tD, weight_tK, seed)
     for name in ("rows", "row weights"):

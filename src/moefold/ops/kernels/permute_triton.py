@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefold.ops.kernels.real_layers import MODELS, mixture
 from moefold.ops.kernels.row_map import RowMap
 from moefold.ops.kernels.specialization import Build, Traffic
 
@@ -226,8 +227,6 @@ def _launch_spread_and_multiply(
     return grad_rows_RD, grad_weight_tK
 
 
-# Width, choices and experts of a layer, and its name.
-_LAYERS = (("DeepSeek-V3", 7168, 8), ("Qwen3-235B", 4096, 8), ("Mixtral-8x7B", 4096, 2))
 _MAP = {"row_tK": "*i32", "start_E": "*i32", "count_E": "*i32"}
 _SIZES = {"num_tokens": "i32", "num_experts": "i32", "num_rows": "i32", "D": "i32:16"}
 
@@ -271,4 +270,4 @@ def _builds(model: str, D: int, K: int) -> tuple[Build, ...]:
     )  # fmt: skip
 
 
-BUILDS = tuple(build for layer in _LAYERS for build in _builds(*layer))
+BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, model.width, mixture(model).top_k))

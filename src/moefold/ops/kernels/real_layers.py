@@ -1,0 +1,17 @@
+"""The layers of published models that kernels are built for: coarse and fine experts, narrow and wide."""
+
+from __future__ import annotations
+
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.recipes.catalog import recipe
+
+# By the name under which a build is listed.
+_RECIPES = {"DeepSeek-V3": "deepseek_v3", "Qwen3-235B": "qwen3_235b_a22b", "Mixtral-8x7B": "mixtral_8x7b"}
+
+MODELS: dict[str, ModelConfig] = {name: recipe(known).model for name, known in _RECIPES.items()}
+
+
+def mixture(model: ModelConfig) -> MoEConfig:
+    assert model.moe is not None, "kernels are built for mixtures"
+    return model.moe

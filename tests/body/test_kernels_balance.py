@@ -1,0 +1,74 @@
+"""The balance statistics, interpreted, against their twin, and the twin against the balance losses of the model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="kernels are an extra")
+
+from tests.poisoned_kernels import interpreting_on_poison
+
+from moefold.model.moe.balance import probabilities
+from moefold.ops.kernels import balance_torch, balance_triton
+
+
+def draw(seed: int) -> tuple[Tensor, Tensor, Tensor | None, int, str]:
+    """Logits, choices, sets in order or mixed up or none, and tokens of no set."""
+    dice = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    experts, tokens = dice.choice((1, 5, 8, 64, 200)), dice.choice((1, 7, 90, 300))
+    logits_tE = 2 * torch.randn(tokens, experts, generator=generator)
+    expert_tK = torch.rand(tokens, experts, generator=generator).argsort(1)[:, : dice.randint(1, min(experts, 8))]
+    sets = dice.choice((1, 2, 5))
+    set_t = None if sets == 1 else torch.randint(-1, sets, (tokens,), generator=generator)
+    if set_t is not None and dice.random() < 0.5:
+        set_t = set_t.sort().values
+    return logits_tE, expert_tK, set_t, sets, dice.choice(("softmax", "sigmoid"))
+
+
+def run(ops: object, logits_tE: Tensor, *rest: object) -> tuple[Tensor, ...]:
+    logits_tE = logits_tE.clone().requires_grad_()
+    found = ops.balance_stats(logits_tE, *rest)  # type: ignore[attr-defined]
+    generator = torch.Generator().manual_seed(7)
+    grads = [torch.randn(part.shape, generator=generator) for part in found[1:]]
+    torch.autograd.backward(found[1:], grads)
+    assert logits_tE.grad is not None
+    return *found, logits_tE.grad
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_as_the_twin(seed: int) -> None:
+    case = draw(seed)
+    with interpreting_on_poison():
+        count_SE, probability_SE, z_S, grad_tE = run(balance_triton, *case)
+    wanted = run(balance_torch, *case)
+    assert torch.equal(count_SE, wanted[0])
+    torch.testing.assert_close(probability_SE, wanted[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(z_S, wanted[2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad_tE, wanted[3], rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("seed", range(0, 50, 10))
+def test_as_the_twin_in_bfloat16(seed: int) -> None:
+    """Sums are float32 in both; the gradient is rounded once, so it differs by one unit in the last place at most."""
+    logits_tE, *rest = draw(seed)
+    with interpreting_on_poison():
+        found = run(balance_triton, logits_tE.bfloat16(), *rest)
+    wanted = run(balance_torch, logits_tE.bfloat16(), *rest)
+    assert found[1].dtype == torch.float32 and found[3].dtype == torch.bfloat16
+    for one, other in zip(found[1:3], wanted[1:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[3], wanted[3], rtol=2.0**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ("softmax", "sigmoid"))
+def test_the_twin_adds_up_what_the_model_weighs(kind: str) -> None:
+    logits_tE, expert_tK, _, _, _ = draw(1)
+    found = balance_torch.balance_stats(logits_tE, expert_tK, None, 1, kind)  # type: ignore[arg-type]
+    p_tE = probabilities(logits_tE, kind)  # type: ignore[arg-type]
+    torch.testing.assert_close(found.probability_SE[0], p_tE.sum(0))
+    assert found.count_SE.sum() == expert_tK.numel()
