@@ -75,12 +75,12 @@ def test_a_layer_keeps_what_the_table_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v3"])
 def test_a_phase_that_is_computed_again_keeps_none_of_its_own(name: str) -> None:
-    """Hooks see what autograd keeps; the inputs of such a phase are held besides, and come from the phase before."""
+    """Hooks see what autograd keeps; the rows that reach the experts are held besides, by the phase before."""
     plain, again = proxy(name), proxy(name, ("attention", "feed_forward", "experts"))
     layer = plain.model.num_layers - 1
     assert said(again, layer) < 0.7 * said(plain, layer)
-    inputs = ("phase input", "rows", "places")
+    besides = ("mixture: phase input", "mixture: rows")
     job = job_of_run(again, cluster_of("H100", 1))
     kept = kept_by(job.model.layers[layer], again.model.width, setting_of(job)).kept
-    own = sum(size for name, size in kept if not any(word in name for word in inputs))
+    own = sum(size for name, size in kept if name not in besides)
     assert per_token(again, layer) == pytest.approx(own, rel=0.12)

@@ -1,11 +1,12 @@
-"""Normalisation: against torch's own, and spread over ranks against whole."""
+"""Normalisation: against torch's own and its twin, and spread over ranks against whole."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
+from moefold.ops.rmsnorm import rms_norm, rms_norm_naive, rms_norm_spread
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -29,20 +30,61 @@ def test_a_narrow_input_is_squared_in_float32_and_weighed_in_its_own_format() ->
     assert torch.equal(rms_norm(x, weight, 1e-5), expected)
 
 
-def test_two_halves_that_share_their_squares_equal_the_whole() -> None:
-    x, weight, grad = _input(6, 8), _input(8), _input(6, 8).detach()
-    whole = rms_norm(x, weight, 1e-6)
-    halves = []
-    for mine, other in ((x[:, :3], x[:, 3:]), (x[:, 3:], x[:, :3])):
-        part = weight[:3] if mine.shape[1] == 3 else weight[3:]
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rtol"),
+    [
+        ((7, 12), torch.float64, 1e-12),
+        ((5, 3, 16), torch.float64, 1e-12),
+        ((0, 12), torch.float64, 0.0),
+        ((64, 96), torch.float32, 1e-5),
+        ((64, 4, 32), torch.bfloat16, 0.02),
+    ],
+)
+def test_equals_its_twin_in_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, rtol: float) -> None:
+    x, weight, grad = _input(*shape, dtype=dtype), _input(shape[-1], dtype=torch.float32), _input(*shape).to(dtype)
+    if dtype == torch.float64:
+        weight = weight.detach().double().requires_grad_()
+    ours, twin = rms_norm(x, weight, 1e-6), rms_norm_naive(x, weight, 1e-6, shape[-1])
+    _near(ours, twin, rtol)
+    both = (torch.autograd.grad(out, (x, weight), grad.detach()) for out in (ours, twin))
+    for mine, reference in zip(*both, strict=True):
+        assert mine.dtype == reference.dtype
+        _near(mine, reference, rtol)
 
-        def sum_heads(squares: torch.Tensor, other: torch.Tensor = other) -> torch.Tensor:
-            return squares + other.square().sum(-1, keepdim=True)
 
-        halves.append(rms_norm_spread(mine, part, 1e-6, 8, sum_heads))
-    spread = torch.cat(halves, dim=1)
-    torch.testing.assert_close(spread, whole, rtol=1e-13, atol=1e-13)
-    for a, b in zip(
-        torch.autograd.grad(spread, (x, weight), grad), torch.autograd.grad(whole, (x, weight), grad), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def _near(ours: torch.Tensor, twin: torch.Tensor, rtol: float) -> None:
+    assert float((ours.detach().double() - twin.detach().double()).norm()) <= rtol * float(
+        twin.detach().double().norm()
+    )
+
+
+def test_gradients_of_a_narrow_input_are_no_further_from_the_exact_ones_than_those_of_the_twin() -> None:
+    x, weight, grad = _input(256, 64, dtype=torch.bfloat16), _input(64, dtype=torch.float32), _input(256, 64).detach()
+    wide = [t.detach().double().requires_grad_() for t in (x, weight.bfloat16())]
+    exact = torch.autograd.grad(rms_norm_naive(*wide, 1e-6, 64), wide, grad.bfloat16().double())
+    errors = []
+    for norm in (rms_norm(x, weight, 1e-6), rms_norm_naive(x, weight, 1e-6, 64)):
+        found = torch.autograd.grad(norm, (x, weight), grad.bfloat16())
+        errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)])
+    assert all(mine <= 1.01 * twin for mine, twin in zip(*errors, strict=True))
+
+
+def test_the_input_and_one_number_per_row_are_kept() -> None:
+    x, weight, kept = _input(6, 8, dtype=torch.bfloat16), _input(8, dtype=torch.float32), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        rms_norm(x, weight, 1e-6)
+    assert sorted(kept) == sorted((x.nbytes, weight.nbytes, 6 * 4))
+
+
+def test_two_ranks_that_hold_equal_halves_equal_the_whole() -> None:
+    """What each would hear from the other is what it has itself."""
+    x, weight, grad = _input(6, 4), _input(4), _input(6, 4).detach()
+    doubled = (torch.cat((x, x), dim=1), torch.cat((weight, weight)))
+    whole = rms_norm(*doubled, 1e-6)
+    half = rms_norm_spread(x, weight, 1e-6, 8, lambda mine: 2 * mine)
+    torch.testing.assert_close(half, whole[:, 4:], rtol=1e-13, atol=1e-13)
+    found = torch.autograd.grad(half, (x, weight), grad)
+    # Both halves are x, so the whole hands it two equal gradients.
+    expected = torch.autograd.grad(whole, (x, weight), torch.cat((grad, grad), dim=1))
+    for mine, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(2 * mine, reference, rtol=1e-12, atol=1e-12)

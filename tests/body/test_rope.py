@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.attention import RopeConfig, YarnConfig
-from moefold.ops.rope import latent_softmax_scale, pair_speeds, rotary_tables, rotate, table_scale
+from moefold.ops.rope import latent_softmax_scale, pair_speeds, rotary_tables, rotate, rotate_naive, table_scale
 
 CPU = torch.device("cpu")
 
@@ -27,6 +27,21 @@ def test_pairs_turn_as_complex_numbers_do(interleaved: bool) -> None:
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
     expected = turned.flatten(-2) if interleaved else torch.cat((turned[..., 0], turned[..., 1]), dim=-1)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equals_its_twin_in_values_and_gradients(interleaved: bool, dtype: torch.dtype) -> None:
+    # A slice of a wider projection, as latent attention turns it.
+    x, grad = _random(7, 3, 12).to(dtype)[..., 4:].requires_grad_(), _random(7, 3, 8).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    tables = rotary_tables(RopeConfig(), 8, torch.arange(7), wide)
+    ours, twin = (turn(x, *tables, interleaved) for turn in (rotate, rotate_naive))
+    assert ours.dtype == twin.dtype == dtype
+    rtol = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(ours, twin, rtol=rtol, atol=rtol)
+    our_grad, twin_grad = (torch.autograd.grad(out, x, grad)[0] for out in (ours, twin))
+    torch.testing.assert_close(our_grad, twin_grad, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

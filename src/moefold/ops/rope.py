@@ -10,6 +10,7 @@ a ramp joins the two. Because longer contexts flatten the softmax, it also sharp
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,12 +71,48 @@ def _temperature(factor: float, strength: float) -> float:
 
 
 def rotate(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
-    """Turn the pairs (i, i + r), or (2i, 2i + 1) when ``interleaved``; computed in the tables' format."""
+    """Turn the pairs (i, i + r), or (2i, 2i + 1) when ``interleaved``; computed in the tables' format.
+
+    Nothing of ``x`` is kept: the gradient turns back by the same angles.
+    """
+    turned_THd: Tensor = _Rotate.apply(x_THd, cos_Tr, sin_Tr, interleaved)
+    return turned_THd
+
+
+def rotate_naive(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
+    """The same as it is written in papers, with the gradient by autograd: the twin of ``rotate``."""
     cos_T1r, sin_T1r = cos_Tr[:, None], sin_Tr[:, None]
-    if interleaved:
-        a, b = x_THd[..., 0::2], x_THd[..., 1::2]
-    else:
-        a, b = x_THd.chunk(2, dim=-1)
+    a, b = _pairs(x_THd, interleaved)
     turned = (a * cos_T1r - b * sin_T1r, b * cos_T1r + a * sin_T1r)
     out = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return out.to(x_THd.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos_Tr, sin_Tr)
+        ctx.interleaved = interleaved
+        return _turn(x_THd, cos_Tr, sin_Tr, interleaved, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_Tr, sin_Tr = ctx.saved_tensors
+        return _turn(grad_THd, cos_Tr, sin_Tr, ctx.interleaved, -1.0), None, None, None
+
+
+def _turn(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool, sign: float) -> Tensor:
+    cos_T1r, sin_T1r = cos_Tr[:, None], sin_Tr[:, None]
+    out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
+    (a, b), (out_a, out_b) = _pairs(x_THd.to(cos_Tr.dtype), interleaved), _pairs(out_THd, interleaved)
+    out_a.copy_((a * cos_T1r).addcmul_(b, sin_T1r, value=-sign))
+    out_b.copy_((b * cos_T1r).addcmul_(a, sin_T1r, value=sign))
+    return out_THd
+
+
+def _pairs(x_THd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second of every pair."""
+    if interleaved:
+        return x_THd[..., 0::2], x_THd[..., 1::2]
+    first, second = x_THd.chunk(2, dim=-1)
+    return first, second

@@ -1,9 +1,10 @@
 """What moefold's own model keeps for the backward, tensor by tensor: its code, read and measured.
 
-A test runs the model with saved-tensor hooks and finds these bytes. Norms compute in float32 and keep their input so,
-what they divided, and their output. Attention keeps what the fused kernel reads and gives; where values are narrower
-than keys they are padded to one width, and the answer is cut from a padded one. An activation keeps both halves of its
-input, the gate after its sigmoid, and its output; experts keep the output before and after the token's weight.
+A test runs the model with saved-tensor hooks and finds these bytes. Norms keep their input and one number per row; what
+they give is kept as the next product's input. Attention keeps what the fused kernel reads and gives; where values are
+narrower than keys they are padded to one width, and the answer is cut from a padded one. An activation keeps both
+halves of its input, the gate after its sigmoid, and its output; experts keep the output before and after the token's
+weight.
 
 A phase that is computed again keeps its input alone. Between phases travel the rows that arrived, so those stay.
 """
@@ -51,30 +52,23 @@ def _sink_entries(s: Sizes) -> int:
 MOEFOLD: tuple[Saved, ...] = (
     # ---- attention ----
     Saved("attention", "phase input", lambda s: s.D, needs="attention again"),
-    Saved("attention", "input, widened", lambda s: s.D + 1, "single", dropped=_ATTENTION),
-    Saved("attention", "input over its size", lambda s: s.D, dropped=_ATTENTION),
+    Saved("attention", "input", lambda s: s.D, dropped=_ATTENTION),
+    Saved("attention", "size of the input", lambda s: 1, "single", dropped=_ATTENTION),
     Saved("attention", "normed input", lambda s: s.D * (not _is_latent(s)), cut="whole", dropped=_ATTENTION),
     Saved("attention", "normed input, for latents", lambda s: s.D * _is_latent(s), dropped=_ATTENTION),
-    Saved("attention", "latents, widened", lambda s: _latents(s) + 2 * _is_latent(s), "single", dropped=_ATTENTION),
-    Saved("attention", "latents over their size", _latents, dropped=_ATTENTION),
+    Saved("attention", "latents", lambda s: _latents(s) + s.rope * _is_latent(s), dropped=_ATTENTION),
+    Saved("attention", "sizes of latents", lambda s: 2 * _is_latent(s), "single", dropped=_ATTENTION),
     Saved(
         "attention", "normed latents", lambda s: _latents(s) + s.rope * _is_latent(s), cut="whole", dropped=_ATTENTION
     ),
     Saved(
         "attention",
-        "heads, widened",
-        lambda s: (s.query + s.key) * (s.normed > 0) + s.normed,
-        "single",
-        "heads",
-        _ATTENTION,
-    ),
-    Saved(
-        "attention",
-        "heads over their size",
+        "heads before their norms",
         lambda s: (s.query + s.key) * (s.normed > 0),
         cut="heads",
         dropped=_ATTENTION,
     ),
+    Saved("attention", "sizes of heads", lambda s: s.normed, "single", "heads", _ATTENTION),
     Saved("attention", "angles", lambda s: s.turned, "single", "whole", _ATTENTION),
     Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_ATTENTION),
     Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_ATTENTION),
@@ -86,15 +80,15 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("attention", "log of sums", lambda s: s.heads, "single", "heads", _ATTENTION),
     # ---- dense ----
     Saved("dense", "phase input", lambda s: s.D, needs="feed_forward again"),
-    Saved("dense", "input, widened", lambda s: s.D + 1, "single", dropped=_FEED),
-    Saved("dense", "input over its size", lambda s: s.D, dropped=_FEED),
+    Saved("dense", "input", lambda s: s.D, dropped=_FEED),
+    Saved("dense", "size of the input", lambda s: 1, "single", dropped=_FEED),
     Saved("dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED),
     Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED),
     Saved("dense", "gate after its sigmoid", lambda s: s.hidden, cut="heads", dropped=_FEED),
     Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED),
     # ---- mixture: routing and the way there ----
-    Saved("mixture", "input, widened", lambda s: s.D + 1, "single"),
-    Saved("mixture", "input over its size", lambda s: s.D),
+    Saved("mixture", "input", lambda s: s.D),
+    Saved("mixture", "size of the input", lambda s: 1, "single"),
     Saved("mixture", "normed input, for the router", lambda s: s.D, "single"),
     # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
     Saved("mixture", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
