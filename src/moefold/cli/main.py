@@ -28,6 +28,7 @@ VERBS = {
     "tokenize": "moefold.cli.tokenize",
     "convert": "moefold.cli.convert",
     "inspect": "moefold.cli.inspect",
+    "doctor": "moefold.cli.doctor",
 }
 
 

@@ -1,0 +1,118 @@
+"""The table of backends: a name gives that backend or a reason, and moefold does without what is optional."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moefold.cli.main import main
+from moefold.errors import BackendError
+from moefold.ops.backends import BACKENDS, JOBS, Kernels, kernels_named, resolve, why_not
+from moefold.ops.here import Card, Here, look_around
+
+SRC = Path(__file__).parents[2] / "src"
+HOPPER, TURING = Card("H100", (9, 0), 80 << 30), Card("T4", (7, 5), 16 << 30)
+
+IMPORT_ALL = """
+import importlib, sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ImportError(f"somebody asked for {name}")
+
+sys.meta_path.insert(0, NoTriton())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from moefold.ops.backends import kernels_named
+kernels_named("torch", "cpu")
+"""
+
+
+@pytest.fixture
+def here() -> Here:
+    return dataclasses.replace(look_around(), cards=(HOPPER,), packages={"triton": "3.9.0"})
+
+
+def test_moefold_imports_without_triton() -> None:
+    """All but the kernels themselves, their build and their interpreter."""
+    own = {"build", "interpret"}
+    paths = [
+        path for path in sorted((SRC / "moefold").rglob("*.py")) if path.stem not in own or "kernels" not in path.parts
+    ]
+    names = [".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    names = [name for name in names if not name.endswith("_triton") and ".bench.peers" not in name]
+    assert "moefold.ops.backends" in names and "moefold.ops.kernels.row_map" in names
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *names], env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_twins_work_everywhere() -> None:
+    assert all(callable(getattr(kernels_named("torch", "cpu", "float64"), job)) for job in JOBS)
+
+
+def test_kernels_are_refused_without_a_gpu() -> None:
+    with pytest.raises(BackendError) as refused:
+        kernels_named("triton", "cpu", here=dataclasses.replace(look_around(), cards=()))
+    assert str(refused.value) == (
+        "precision.kernels: triton cannot do permute: runs on cuda, not on cpu; what works here on cpu: torch; "
+        "`moefold doctor` shows all"
+    )
+
+
+def test_kernels_are_given_with_one(here: Here) -> None:
+    pytest.importorskip("triton", reason="kernels are an extra")
+    found = kernels_named("triton", "cuda", "bfloat16", here)
+    twins = kernels_named("torch", "cuda", "bfloat16", here)
+    for field in dataclasses.fields(Kernels):
+        assert getattr(found, field.name) is not getattr(twins, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("change", "number_format", "reason"),
+    (
+        ({"cards": ()}, None, "there is no GPU here"),
+        ({"cards": (HOPPER, TURING)}, None, "T4 has compute capability 7.5, 8.0 is needed"),
+        ({"packages": {}}, None, "triton is not installed"),
+        ({}, "float64", "takes float32 and bfloat16, not float64"),
+        ({"packages": {}, "cards": ()}, None, "there is no GPU here; triton is not installed"),
+        ({}, "bfloat16", ""),
+    ),
+)
+def test_every_reason_is_told(here: Here, change: dict[str, object], number_format: str | None, reason: str) -> None:
+    backend = next(backend for backend in BACKENDS if (backend.job, backend.name) == ("route", "triton"))
+    assert why_not(backend, "cuda", dataclasses.replace(here, **change), number_format) == reason  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_is_refused(here: Here) -> None:
+    with pytest.raises(BackendError, match=r"did you mean 'grouped'\? what works here on cuda: sequential, grouped"):
+        resolve("experts", "group", "cuda", here)
+
+
+def test_names_are_unique() -> None:
+    assert len({(backend.job, backend.name) for backend in BACKENDS}) == len(BACKENDS)
+
+
+def test_doctor_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text and "amx_bf16" in text and "gloo" in text
+    for backend in BACKENDS:
+        assert f"{backend.job} " in text and f" {backend.name} " in text
+    assert "runs on cuda, not on cpu" in text
+
+
+def test_doctor_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == "cpu" and found["here"]["torch"] == torch.__version__
+    works = {(row["job"], row["backend"]): row["works"] for row in found["backends"]}
+    assert works["experts", "sequential"] and not works["permute", "triton"]
