@@ -110,6 +110,7 @@ def hold_contest(
     rounds: int = ROUNDS,
     warm: int = WARM,
     routings: Sequence[str] = (FIXED, CHANGING),
+    tolerance: float = float("inf"),
     say: Say = lambda what, done, total: None,
 ) -> Contest:
     """Everybody's runs. Who cannot start, or fails on the way, is in the result with its reason."""
@@ -120,7 +121,7 @@ def hold_contest(
             standings = _take_turns(workers, standings, routing, rounds, warm, say)
         standings = [_weighed(worker, standing) for worker, standing in zip(workers, standings)]
         say("memory and errors", len(workers), len(workers))
-    return Contest(title, "cpu" if one_thread else "wall", rounds, tuple(standings))
+    return Contest(title, "cpu" if one_thread else "wall", rounds, tuple(standings), tolerance)
 
 
 @contextmanager

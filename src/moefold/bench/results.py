@@ -73,12 +73,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class Contest:
-    """All standings, in the order in which they were entered."""
+    """All standings, in the order in which they were entered. ``tolerance`` is the largest error of a fair answer."""
 
     title: str
     clock: str
     rounds: int
     standings: tuple[Standing, ...]
+    tolerance: float = float("inf")
 
     @property
     def routings(self) -> tuple[str, ...]:
@@ -103,9 +104,14 @@ class Contest:
         mine, other = self.times(name, routing), self.times(base, routing)
         return spread([a / b for a, b in zip(mine, other)]) if mine and other else None
 
-    def best(self, role: str, routing: str) -> str | None:
-        """Who of them has the smallest median."""
-        names = [each.name for each in self.standings if each.entrant.role == role and each.finished(routing)]
+    def fair_peers(self) -> list[Standing]:
+        """Those that compute the same function: one that rounds more than the format asks for is not counted."""
+        peers = [each for each in self.standings if each.entrant.role == "peer" and not each.failure]
+        return [each for each in peers if each.error is None or each.error <= self.tolerance]
+
+    def best_peer(self, routing: str) -> str | None:
+        """The one with the smallest median."""
+        names = [each.name for each in self.fair_peers() if each.finished(routing)]
         return min(names, key=lambda name: median(self.times(name, routing)), default=None)
 
     def faults(self, name: str, routing: str) -> int | None:

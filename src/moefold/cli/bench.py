@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moefold.cli.bench_contests import add_layer
 from moefold.errors import MoefoldError
 
 EXAMPLES = """examples:
+  moefold bench layer b --out b.html
   moefold bench calibrate --out machine.json
   moefold plan debug_10m --machine machine.json --gpus 4 --no-search --parallel.ep 4
 
@@ -30,13 +32,14 @@ Exits with 0 when the table was made, 2 when the command cannot be understood.""
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure this machine, for plans that know it",
+        help="measure this machine, and moefold's parts beside the bare engine and other libraries",
         description="Measure this machine, and moefold's parts on it.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(metavar="WHAT", title="what to measure", required=True)
     _add_calibrate(kinds)
+    add_layer(kinds)
 
 
 def _add_calibrate(kinds: Any) -> None:

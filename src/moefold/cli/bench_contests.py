@@ -1,0 +1,150 @@
+"""`moefold bench layer|attention|dispatch|step`: moefold beside the bare engine and beside its peers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.errors import ConfigError, MoefoldError, Problem
+
+if TYPE_CHECKING:
+    from moefold.bench.goals import Verdict
+    from moefold.bench.layer_shapes import LayerShape
+    from moefold.bench.results import Contest
+
+    # A contest, what its times are compared with, and what the project promised.
+    Held = tuple[Contest, tuple[str, ...], list[Verdict]]
+
+NOTE = """
+Contestants take turns, one run each per round, in an order that moves on by one; ratios are taken round by round.
+Exits with 0 when every verdict is "reached" or none was asked for, 1 when one was missed, 2 when the command cannot be
+understood. A library that is not installed is listed with its reason; docs/bench.md says how to install them."""
+
+LAYER = f"""examples:
+  moefold bench layer                                     # shapes a, b and c
+  moefold bench layer b --same-allocator --out b.html
+  moefold bench layer --tokens 512 --width 256 --hidden 64 --experts 16 --top-k 4 --dtype float32 --json
+  moefold bench layer a --contestants bare,ours --rounds 15
+{NOTE}"""
+
+_SIZES = ("tokens", "width", "hidden", "experts", "top_k", "shared")
+
+
+def add_layer(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "layer",
+        help="one mixture layer beside its bare products and beside other libraries",
+        description="Forward and backward of one mixture layer: dense products of equal FLOPs, torch's grouped "
+        "product, moefold's layer, and the layers of transformers, torchtitan, megatron-core and Automodel.",
+        epilog=LAYER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="a, b or c (default: all three)")
+    for size in _SIZES:
+        flag = f"--{size.replace('_', '-')}"
+        parser.add_argument(flag, type=int, metavar="N", help=f"{size} of a shape of your own (others from SHAPE or b)")
+    parser.add_argument(
+        "--contestants",
+        metavar="NAMES",
+        help="names or groups (bare, ours, peers), with commas between them (default bare,moefold fused,peers)",
+    )
+    parser.add_argument(
+        "--same-allocator", action="store_true", help="everybody keeps freed memory, as moefold's launcher does"
+    )
+    parser.add_argument("--routing", choices=("fixed", "changing", "both"), default="both", help="default: both")
+    add_common(parser)
+    parser.set_defaults(run=layer)
+
+
+def add_common(parser: argparse.ArgumentParser, threads: bool = True) -> None:
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    if threads:
+        parser.add_argument("--threads", type=int, default=1, metavar="N", help="per process (default 1)")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="that count; 7 for a verdict (default 9)")
+    parser.add_argument("--warm", type=int, default=3, metavar="N", help="rounds before those (default 3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, all runs in it")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="draw a chart")
+
+
+def layer(args: argparse.Namespace) -> int:
+    check_common(args)
+    from moefold.bench.layer_contest import BASES, USUAL, Setting, bench_layer, chosen_names
+
+    routings = ("fixed", "changing") if args.routing == "both" else (args.routing,)
+    setting = Setting(args.dtype, args.threads, args.same_allocator, args.rounds, args.warm, routings)
+    names = chosen_names([word.strip() for word in args.contestants.split(",")] if args.contestants else USUAL)
+    held = []
+    for shape in _shapes(args):
+        contest, found = bench_layer(shape, setting, names, progress())
+        held.append((contest, BASES, found))
+    return show(args, held)
+
+
+def _shapes(args: argparse.Namespace) -> list[LayerShape]:
+    from dataclasses import replace
+
+    from moefold.bench.layer_shapes import SHAPES, checked
+    from moefold.errors import UnknownNameError
+
+    for name in args.shapes:
+        if name not in SHAPES:
+            raise UnknownNameError("shape", name, SHAPES)
+    own = {size: getattr(args, size) for size in _SIZES if getattr(args, size) is not None}
+    if not own:
+        return [SHAPES[name] for name in args.shapes or SHAPES]
+    if len(args.shapes) > 1:
+        raise ConfigError(Problem("SHAPE", f"{len(args.shapes)} shapes beside sizes of your own", "name one or none"))
+    return [checked(replace(SHAPES[args.shapes[0] if args.shapes else "b"], **own))]
+
+
+def check_common(args: argparse.Namespace) -> None:
+    """All that is wrong with the common options, before anything is measured."""
+    problems = [
+        Problem(f"--{name}", f"is {getattr(args, name)}", f"use {least} or more")
+        for name, least in (("rounds", 1), ("warm", 0), ("threads", 1))
+        if getattr(args, name, least) < least
+    ]
+    if args.out is not None and not args.out.parent.is_dir():
+        problems.append(Problem("--out", f"{args.out.parent} is no directory"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def show(args: argparse.Namespace, held: list[Held]) -> int:
+    from moefold.bench.contest_report import contest_json, contest_text
+
+    if args.json:
+        print(json.dumps({"contests": [contest_json(*each) for each in held]}))
+    else:
+        print("\n\n\n".join(contest_text(*each) for each in held))
+    if args.out is not None:
+        _write_chart(args.out, held)
+    return 1 if any(verdict.reached is False for _, _, found in held for verdict in found) else 0
+
+
+def _write_chart(path: Path, held: list[Held]) -> None:
+    from moefold.bench.chart import chart_page
+
+    try:
+        path.write_text(chart_page(held), encoding="utf-8")
+    except OSError as error:
+        raise MoefoldError(f"{path}: cannot be written: {error.strerror}; choose another --out") from error
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def progress() -> Callable[[str, int, int], None]:
+    """A line that is rewritten on a terminal; one line per finished part elsewhere."""
+    live = sys.stderr.isatty()
+
+    def say(what: str, done: int, total: int) -> None:
+        if live:
+            end = "\n" if done == total else ""
+            print(f"\r{what}: {done} of {total}    ", end=end, file=sys.stderr, flush=True)
+        elif done == total:
+            print(f"{what}: {total}", file=sys.stderr, flush=True)
+
+    return say
