@@ -87,6 +87,18 @@ def test_two_halves_of_the_vocabulary_merge_to_the_summed_loss() -> None:
     assert (found[1][3] == 0).all()
 
 
+def test_the_maximum_may_come_early_or_late() -> None:
+    """Within one program's walk, in both directions, and from chunk to chunk."""
+    rising = torch.linspace(-300, 300, 2 * kernel.STATS_BLOCK + 100)
+    logits, target = torch.stack((rising, rising.flip(0), rising.roll(kernel.STATS_BLOCK))), torch.tensor([0, 1, 2])
+    for chunk in (len(rising), kernel.STATS_BLOCK + 50):
+        lse, target_logit = torch.full((3,), -torch.inf), torch.zeros(3)
+        with interpreting():
+            for begin in range(0, len(rising), chunk):
+                kernel.add_stats(logits[:, begin : begin + chunk], target, begin, lse, target_logit)
+        torch.testing.assert_close(lse, logits.logsumexp(1), rtol=1e-6, atol=0)
+
+
 def test_an_ignored_row_is_cleared_without_being_read() -> None:
     logits, target = torch.full((2, 10), torch.nan), torch.tensor([-100, 3])
     logits[1] = 0.0

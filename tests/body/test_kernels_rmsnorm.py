@@ -41,9 +41,10 @@ def test_in_float16_bit_for_bit() -> None:
         assert torch.equal(kernel.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
 
 
-@pytest.mark.parametrize("programs", [1, 2, 3, 100])
-def test_the_weight_gradient_does_not_miss_rows(programs: int) -> None:
-    x, weight, dout = torch.randn(37, 130), torch.randn(130), torch.randn(37, 130)
+@pytest.mark.parametrize(("programs", "width"), [(1, 130), (2, 130), (3, 130), (100, 130), (100, 1100)])
+def test_the_weight_gradient_does_not_miss_rows(programs: int, width: int) -> None:
+    """Also where more programs have a sum than the second stage adds up at a time."""
+    x, weight, dout = torch.randn(37, width), torch.randn(width), torch.randn(37, width)
     with interpreting(), poisoned_memory():
         _, rstd = kernel.launch_forward(x, weight, 1e-6)
         _, dweight = kernel.launch_backward(dout, x, weight, rstd, programs)
