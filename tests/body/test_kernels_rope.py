@@ -63,10 +63,21 @@ def test_slices_of_a_joint_projection_need_no_copy() -> None:
         turned_q, turned_k = kernel.turn(q, k, cos, sin, False)
     torch.testing.assert_close(turned_q, rotate(q, cos, sin, False))
     torch.testing.assert_close(turned_k, rotate(k, cos, sin, False))
-    with interpreting(), pytest.raises(ValueError, match="lie 16 apart"):
+    with interpreting(), pytest.raises(ValueError, match="cannot turn in place"):
         kernel.turn(torch.empty(4, 3, 16, 16)[..., 0], None, cos, sin, False, in_place=True)
     with interpreting(), pytest.raises(ValueError, match="tables of float32"):
         kernel.turn(q, k, cos.double(), sin.double(), False)
+
+
+def test_a_gradient_that_is_one_number_everywhere_is_not_overwritten() -> None:
+    case = Case(0)
+    cos, sin = tables(case, 3, 4)
+    q = case.randn(3, 20, 8).requires_grad_()
+    with interpreting():
+        turned, _ = kernel.turn(q * 1, None, cos, sin, True, in_place=True)
+        (found,) = torch.autograd.grad(turned.sum(), q)
+    (wanted,) = torch.autograd.grad(rotate(q, cos, sin, True).sum(), q)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

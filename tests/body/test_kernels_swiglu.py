@@ -51,16 +51,17 @@ def test_only_the_input_is_kept() -> None:
     assert [tensor.data_ptr() for tensor in kept] == [gate_up.data_ptr(), weight.data_ptr()]
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("width", [96, 512, 1280])
-def test_moves_the_bytes_it_says(width: int) -> None:
+def test_moves_the_bytes_it_says(width: int, weighted: bool) -> None:
     tokens, top_k = 3, 2
     gate_up, weight = torch.randn(tokens * top_k, 2 * width).bfloat16(), torch.rand(tokens * top_k)
     with counting_bytes() as moved:
-        out = kernel.launch_forward(gate_up, weight, "swiglu")
-    assert moved[0] == tokens * kernel.forward_traffic(width, top_k).moved
+        out = kernel.launch_forward(gate_up, weight if weighted else None, "swiglu")
+    assert moved[0] == tokens * kernel.forward_traffic(width, top_k, weighted).moved
     with counting_bytes() as moved:
-        kernel.launch_backward(out, gate_up, weight, "swiglu", recompute=True)
-    assert moved[0] == tokens * kernel.backward_traffic(width, top_k).moved
+        kernel.launch_backward(out, gate_up, weight if weighted else None, "swiglu", recompute=weighted)
+    assert moved[0] == tokens * kernel.backward_traffic(width, top_k, weighted).moved
 
 
 def test_no_rows_and_no_such_activation() -> None:

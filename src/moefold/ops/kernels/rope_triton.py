@@ -158,11 +158,14 @@ def shape_constants(head_dim: int, pairs: int, interleaved: bool, in_place: bool
 
 def _entries_adjacent(x_THd: Tensor, in_place: bool) -> Tensor:
     """Tokens and heads may lie anywhere (a slice of a joint projection), the entries of a head must be neighbours."""
-    if x_THd.stride(-1) == 1:
-        return x_THd
-    if in_place:
-        raise ValueError(f"cannot turn in place: the entries of a head lie {x_THd.stride(-1)} apart")
-    return x_THd.contiguous()
+    if in_place and not _can_be_overwritten(x_THd):
+        raise ValueError(f"cannot turn in place: strides {x_THd.stride()} of shape {tuple(x_THd.shape)}")
+    return x_THd if x_THd.stride(-1) == 1 else x_THd.contiguous()
+
+
+def _can_be_overwritten(x_THd: Tensor) -> bool:
+    """Neighbouring entries, and no two heads in the same place, as in an expanded tensor."""
+    return x_THd.stride(-1) == 1 and 0 not in x_THd.stride()
 
 
 class _Turn(torch.autograd.Function):
@@ -179,7 +182,8 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_Tr, sin_Tr = ctx.saved_tensors
-        dq, dk = launch(grads[0], grads[1], cos_Tr, sin_Tr, ctx.interleaved, back=True, in_place=ctx.in_place)
+        in_place = ctx.in_place and all(grad is None or _can_be_overwritten(grad) for grad in grads)
+        dq, dk = launch(grads[0], grads[1], cos_Tr, sin_Tr, ctx.interleaved, back=True, in_place=in_place)
         return dq, dk, None, None, None, None
 
 

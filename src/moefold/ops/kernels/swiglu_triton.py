@@ -203,41 +203,49 @@ def weighted_activation_twin(gate_up_RG: Tensor, weight_R: Tensor | None, activa
 # ---- what it is built for, and what it moves ----
 
 
-def forward_traffic(width: int, top_k: int, entry: int = 2) -> Traffic:
-    """Per token, whose K rows have entries of ``entry`` bytes and a float32 weight. Nothing is touched twice."""
-    moved = top_k * (3 * width * entry + 4)
-    return Traffic("6FK + 4K", moved, moved)
+def forward_traffic(width: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
+    """Per token, whose K rows have entries of ``entry`` bytes, and a float32 weight or none. Nothing moves twice."""
+    moved = top_k * (3 * width * entry + 4 * weighted)
+    return Traffic("6FK + 4K" if weighted else "6FK", moved, moved)
 
 
-def backward_traffic(width: int, top_k: int, entry: int = 2) -> Traffic:
-    """With the forward's output written once more."""
-    moved = top_k * (6 * width * entry + 8)
-    return Traffic("12FK + 8K", moved, moved)
+def backward_traffic(width: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
+    """A weighted row's forward output is written once more; a dense layer's is not asked for."""
+    moved = top_k * ((6 * width * entry + 8) if weighted else 5 * width * entry)
+    return Traffic("12FK + 8K" if weighted else "10FK", moved, moved)
 
 
-def _builds(model: str, width: int, top_k: int, clamped: bool) -> tuple[Build, ...]:
+def _builds(model: str, width: int, top_k: int, clamped: bool, weighted: bool) -> tuple[Build, ...]:
     block = block_of(width)
-    constants = {"F": width, "WEIGHTED": True, "CLAMPED": clamped, "BLOCK": block}
-    forward = {"gate_up": "*bf16", "weight": "*fp32", "out": "*bf16"}
-    backward = {"dout": "*bf16", "dgate_up": "*bf16", "dweight": "*fp32"}
+    constants: dict[str, Any] = {"F": width, "WEIGHTED": weighted, "CLAMPED": clamped, "BLOCK": block}
+    forward = {"gate_up": "*bf16", "out": "*bf16", "weight": "*fp32"}
+    backward = forward | {"dout": "*bf16", "dgate_up": "*bf16", "dweight": "*fp32"}
+    absent: dict[str, Any] = {} if weighted else {"weight": None}
+    absent_back: dict[str, Any] = {} if weighted else {"weight": None, "dweight": None, "out": None}
+    name = f"weighted swiglu{{}}, {model}" if weighted else f"swiglu{{}}, {model}"
     return (
         Build(
-            f"weighted swiglu, {model}", forward_kernel, forward, constants,
-            forward_traffic(width, top_k), warps_of(block), registers=40,
+            name.format(""), forward_kernel, _without(forward, absent), constants | absent,
+            forward_traffic(width, top_k, weighted), warps_of(block), registers=40,
         ),
         Build(
-            f"weighted swiglu backward, {model}", backward_kernel,
-            forward | backward, constants | {"RECOMPUTE": True},
-            backward_traffic(width, top_k), warps_of(block), registers=64,
+            name.format(" backward"), backward_kernel,
+            _without(backward, absent_back), constants | absent_back | {"RECOMPUTE": weighted},
+            backward_traffic(width, top_k, weighted), warps_of(block), registers=64,
         ),
     )  # fmt: skip
 
 
-# Hidden width of an expert, choices per token, and whether the gate is gpt-oss's.
+def _without(signature: dict[str, str], absent: dict[str, Any]) -> dict[str, str]:
+    return {name: kind for name, kind in signature.items() if name not in absent}
+
+
+# Hidden width of an expert, choices per token, whether the gate is gpt-oss's, whether rows have weights.
 _LAYERS = (
-    ("DeepSeek-V3", 2048, 8, False),
-    ("Qwen3-235B", 1536, 8, False),
-    ("Mixtral-8x7B", 14336, 2, False),
-    ("gpt-oss-120b", 2880, 4, True),
+    ("DeepSeek-V3", 2048, 8, False, True),
+    ("DeepSeek-V3 dense layer", 18432, 1, False, False),
+    ("Qwen3-235B", 1536, 8, False, True),
+    ("Mixtral-8x7B", 14336, 2, False, True),
+    ("gpt-oss-120b", 2880, 4, True, True),
 )
 BUILDS = tuple(build for layer in _LAYERS for build in _builds(*layer))
