@@ -10,10 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
-from tests.poisoned_kernels import interpreting_on_poison
+from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.model.moe.balance import probabilities
 from moefold.ops.kernels import balance_torch, balance_triton
+from moefold.ops.kernels.interpret import interpreting
 
 
 def draw(seed: int) -> tuple[Tensor, Tensor, Tensor | None, int, str]:
@@ -43,7 +44,7 @@ def run(ops: object, logits_tE: Tensor, *rest: object) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("seed", range(50))
 def test_as_the_twin(seed: int) -> None:
     case = draw(seed)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         count_SE, probability_SE, z_S, grad_tE = run(balance_triton, *case)
     wanted = run(balance_torch, *case)
     assert torch.equal(count_SE, wanted[0])
@@ -56,7 +57,7 @@ def test_as_the_twin(seed: int) -> None:
 def test_as_the_twin_in_bfloat16(seed: int) -> None:
     """Sums are float32 in both; the gradient is rounded once, so it differs by one unit in the last place at most."""
     logits_tE, *rest = draw(seed)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         found = run(balance_triton, logits_tE.bfloat16(), *rest)
     wanted = run(balance_torch, logits_tE.bfloat16(), *rest)
     assert found[1].dtype == torch.float32 and found[3].dtype == torch.bfloat16
@@ -72,3 +73,19 @@ def test_the_twin_adds_up_what_the_model_weighs(kind: str) -> None:
     p_tE = probabilities(logits_tE, kind)  # type: ignore[arg-type]
     torch.testing.assert_close(found.probability_SE[0], p_tE.sum(0))
     assert found.count_SE.sum() == expert_tK.numel()
+
+
+def test_moves_the_bytes_it_says() -> None:
+    """Of the three times that a program's lines are moved, one is the kernel's own."""
+    experts, top_k = 256, 3
+    tokens = 2 * balance_triton.BLOCK // experts * balance_triton.ROUNDS
+    logits_tE = torch.randn(tokens, experts, requires_grad=True)
+    expert_tK = torch.rand(tokens, experts).argsort(1)[:, :top_k]
+    with counting_bytes() as moved:
+        found = balance_triton.balance_stats(logits_tE, expert_tK, torch.zeros_like(expert_tK[:, 0]), 1, "softmax")
+    said = tokens * balance_triton.forward_traffic(experts, top_k).moved
+    assert moved[0] == said - 2 * 2 * (8 * experts + 4)
+    with counting_bytes() as moved:
+        found.probability_SE.sum().backward()
+    # Gradients of the sums are read once per launch, not per token.
+    assert moved[0] - 4 * (experts + 1) == tokens * balance_triton.backward_traffic(experts).moved

@@ -11,10 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
-from tests.poisoned_kernels import interpreting_on_poison
+from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.dispatch.contract import Routing
 from moefold.ops.kernels import permute_torch, permute_triton
+from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.kernels.row_map import RowMap, map_rows, most_rows
 from moefold.ops.permute import group_by_loop
 
@@ -56,7 +57,7 @@ def test_as_the_twin(seed: int) -> None:
     weight_tK = routing.weight_tK if seed % 3 else None
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     x_tD = x_tD.to(dtype)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         found = there_and_back(permute_triton, rows, x_tD, weight_tK, seed)
     wanted = there_and_back(permute_torch, rows, x_tD, weight_tK, seed)
     for name in ("rows", "row weights"):
@@ -89,3 +90,24 @@ def test_the_bound_is_reached() -> None:
     routing = Routing(torch.arange(6)[:, None], torch.ones(6, 1), None)
     rows = map_rows(routing, 6, 16)
     assert rows.start_E[-1] == rows.num_rows == most_rows(6, 6, 16) == 96
+
+
+@pytest.mark.parametrize("width", (40, 1500))
+def test_moves_the_bytes_it_says(width: int) -> None:
+    """Without pads; where each expert's rows begin and end is read once per launch."""
+    t, K, E = 6, 3, 5
+    expert_tK = torch.rand(t, E, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :K]
+    weight_tK, x_tD = torch.rand(t, K), torch.randn(t, width).bfloat16()
+    rows = map_rows(Routing(expert_tK, weight_tK, None), E)
+    with counting_bytes() as moved:
+        rows_RD, weight_R = permute_triton._launch_spread(x_tD, rows, weights_out=weight_tK)
+    assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.spread_traffic(width, K).moved
+    with counting_bytes() as moved:
+        permute_triton._launch_collect(rows_RD, rows, weights_in=weight_R)
+    assert moved[0] == t * permute_triton.spread_traffic(width, K).moved
+    with counting_bytes() as moved:
+        permute_triton._launch_collect(rows_RD, rows, weigh=weight_tK)
+    assert moved[0] == t * permute_triton.collect_traffic(width, K).moved
+    with counting_bytes() as moved:
+        permute_triton._launch_spread_and_multiply(x_tD, rows_RD, weight_tK, rows)
+    assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.multiply_traffic(width, K).moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
-from tests.poisoned_kernels import interpreting_on_poison
+from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.config.moe import RouterConfig
 from moefold.ops.kernels import router_torch, router_triton
+from moefold.ops.kernels.interpret import interpreting
 
 
 def draw(seed: int) -> tuple[RouterConfig, int, Tensor, Tensor | None, Tensor]:
@@ -51,7 +53,7 @@ def run(
 @pytest.mark.parametrize("seed", range(50))
 def test_as_the_twin(seed: int) -> None:
     case = draw(seed)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         expert_tK, weight_tK, grad_tE = run(router_triton, *case)
     wanted_tK, wanted_weight_tK, wanted_grad_tE = run(router_torch, *case)
     assert torch.equal(expert_tK, wanted_tK)
@@ -64,7 +66,7 @@ def test_as_the_twin_in_bfloat16(seed: int) -> None:
     """Both compute in float32 and round once, so they differ by one unit in the last place at most."""
     router, top_k, logits_tE, bias_E, grad_tK = draw(seed)
     case = (router, top_k, logits_tE.bfloat16(), bias_E, grad_tK)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         expert_tK, weight_tK, grad_tE = run(router_triton, *case)
     wanted_tK, wanted_weight_tK, wanted_grad_tE = run(router_torch, *case)
     assert torch.equal(expert_tK, wanted_tK)
@@ -78,7 +80,7 @@ def test_ties_go_to_the_lower_number(seed: int) -> None:
     """Few different logits: groups tie with groups and experts with experts."""
     router, top_k, logits_tE, _, grad_tK = draw(seed)
     case = (router, top_k, (logits_tE / 2).round(), None, grad_tK)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         expert_tK = run(router_triton, *case)[0]
     assert torch.equal(expert_tK, run(router_torch, *case)[0])
 
@@ -88,6 +90,18 @@ def test_broken_logits_choose_experts_that_exist() -> None:
     """A number past the last expert would send the next kernel outside its memory."""
     logits_tE = torch.full((4, 12), float("nan"))
     router = RouterConfig(num_groups=3, top_groups=2)
-    with interpreting_on_poison():
+    with interpreting(), poisoned_memory():
         expert_tK, _ = router_triton.route(logits_tE, None, router, 2)
     assert ((expert_tK >= 0) & (expert_tK < 12)).all()
+
+
+@pytest.mark.parametrize("rule", ({"score": "sigmoid"}, {"score_when": "after_topk"}, {"normalize": True}))
+def test_moves_the_bytes_it_says(rule: dict[str, Any]) -> None:
+    tokens, experts, top_k, router = 5, 12, 3, RouterConfig(**rule)
+    logits_tE = torch.randn(tokens, experts, requires_grad=True)
+    with counting_bytes() as moved:
+        _, weight_tK = router_triton.route(logits_tE, None, router, top_k)
+    assert moved[0] == tokens * router_triton.forward_traffic(experts, top_k).moved
+    with counting_bytes() as moved:
+        weight_tK.backward(torch.ones_like(weight_tK))
+    assert moved[0] == tokens * router_triton.backward_traffic(experts, top_k, router).moved

@@ -157,25 +157,33 @@ def _constants(num_experts: int, softmax: bool, sets: bool) -> dict[str, Any]:
     return {"E": num_experts, "EP": EP, "SETS": sets, "SOFTMAX": softmax, "T": max(1, BLOCK // EP)}
 
 
+def forward_traffic(num_experts: int, top_k: int) -> Traffic:
+    """Logits in float32, expert numbers and sets in int64. Lines of 8E + 4 bytes are cleared, written, and read."""
+    tokens = _constants(num_experts, True, True)["T"] * ROUNDS
+    lines = 3 * (8 * num_experts + 4) / tokens
+    least = 4 * num_experts + 4 * top_k + 4
+    return Traffic(f"4E + 8K + 8 + (24E + 12)/{tokens}", 4 * num_experts + 8 * top_k + 8 + lines, least)
+
+
+def backward_traffic(num_experts: int) -> Traffic:
+    return Traffic("8E + 8", 8 * num_experts + 8, 8 * num_experts + 4)
+
+
 def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
-    """Logits in float32. Every program writes a line of 8E bytes, and it is read once more."""
     E, K = moe.num_experts, moe.top_k
     constants = _constants(E, moe.router.score == "softmax", sets=True)
-    lines = 16 * E / (constants["T"] * ROUNDS)
     return (
         Build(
             f"balance statistics, {model}", _add_up,
             {"logits_tE": "*fp32", "expert_tK": "*i64", "set_t": "*i64", "count_BSE": "*i32",
              "probability_BSE": "*fp32", "z_BS": "*fp32", "num_tokens": "i32", "num_sets": "i32"},
-            {**constants, "K": K, "ROUNDS": ROUNDS},
-            Traffic(f"4E + 8K + 8 + 16E/{constants['T'] * ROUNDS}", 4 * E + 8 * K + 8 + lines, 4 * E + 4 * K + 4),
-            registers=128,
+            {**constants, "K": K, "ROUNDS": ROUNDS}, forward_traffic(E, K), registers=128,
         ),
         Build(
             f"balance statistics backward, {model}", _add_up_backward,
             {"logits_tE": "*fp32", "set_t": "*i64", "grad_probability_SE": "*fp32", "grad_z_S": "*fp32",
              "grad_logits_tE": "*fp32", "num_tokens": "i32"},
-            constants, Traffic("8E + 8", 8 * E + 8, 8 * E + 4), registers=128,
+            constants, backward_traffic(E), registers=112,
         ),
     )  # fmt: skip
 

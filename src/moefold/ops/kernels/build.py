@@ -1,6 +1,6 @@
 """Compile every kernel for cards that are not here, and read off what each binary uses.
 
-`python -m moefold.ops.kernels.build` prints the table, `--markdown` as it stands in docs/kernels.md.
+`python -m moefold.ops.kernels.build` prints the tables, `--into docs/kernels.md` brings those in the page up to date.
 
 Triton lowers a kernel to PTX and its assembler `ptxas` turns that into a binary for one architecture. Neither needs a
 card. Registers and spilled bytes are known to the assembler only, so it is asked a second time, in words. A kernel file
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
+from rich.console import Console
+from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -97,24 +99,38 @@ def build_all(builds: Sequence[Build], targets: Sequence[str] = tuple(TARGETS)) 
             yield compile_for(build, target)
 
 
-def table(built: Sequence[Built]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """One row per specialization, the targets side by side; header and rows."""
-    targets = list(dict.fromkeys(one.target for one in built))
-    used = {(one.build.name, one.target): one for one in built}
-    rows = []
-    for build in dict.fromkeys(one.build.name for one in built):
-        found = [used[build, target] for target in targets]
-        rows.append(
-            [
-                build,
-                str(found[0].build.num_warps),
-                *(str(one.registers) for one in found),
-                *(str(one.spilled) for one in found),
-                *(str(one.shared) for one in found),
-            ]
-        )
-    columns = [f"{what} {target}" for what in ("registers", "spilled B", "shared B") for target in targets]
-    return ("kernel and size", "warps", *columns), rows
+def usage_table(built: Sequence[Built]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """One row per specialization, its figures for every target side by side; header and rows."""
+    names = dict.fromkeys(one.build.name for one in built)
+    rows = [usage_row([one for one in built if one.build.name == name]) for name in names]
+    targets = " / ".join(dict.fromkeys(one.target for one in built))
+    return ("kernel and layer", "warps", *(f"{what}, {targets}" for what in ("registers", "spilled", "shared"))), rows
+
+
+def usage_row(built: Sequence[Built]) -> list[str]:
+    """One specialization on every target."""
+    figures = ([one.registers for one in built], [one.spilled for one in built], [one.shared for one in built])
+    return [built[0].build.name, str(built[0].build.num_warps), *(" / ".join(map(str, some)) for some in figures)]
+
+
+def traffic_table(builds: Sequence[Build]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Bytes per token, as a formula and as numbers; needs no compiler."""
+    rows = [
+        [build.name, build.traffic.formula, f"{build.traffic.moved:,.0f}", f"{build.traffic.minimum:,.0f}",
+         f"{build.traffic.moved / build.traffic.minimum:.2f}"]
+        for build in builds
+        if build.traffic is not None
+    ]  # fmt: skip
+    return ("kernel and layer", "bytes per token", "moved", "least", "ratio"), rows
+
+
+def with_tables(page: str, *tables: str) -> str:
+    """The page with each table in the place of the one that has the same headings."""
+    for table in tables:
+        headings, new = re.escape(table.splitlines()[0]), f"{table}\n".replace("\\", r"\\")
+        page, found = re.subn(rf"^{headings}\n(\|.*\n)*", new, page, flags=re.MULTILINE)
+        assert found == 1, f"{found} tables in the page have the headings {table.splitlines()[0]}"
+    return page
 
 
 def _number(pattern: str, words: str) -> int:
@@ -131,11 +147,20 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="WORD", help="kernels with this word in their name")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all of them")
-    parser.add_argument("--markdown", action="store_true", help="as in docs/kernels.md")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="replace the tables of this Markdown page")
     args = parser.parse_args()
     builds = [build for build in specializations() if args.only in build.name]
-    built = list(build_all(builds, args.target or tuple(TARGETS)))
-    print((markdown_table if args.markdown else text_table)(*table(built)))
+    targets = args.target or tuple(TARGETS)
+    binaries = build_all(builds, targets)
+    shown = Console(stderr=True)
+    built = list(
+        track(binaries, "building", total=len(builds) * len(targets), console=shown, disable=not shown.is_terminal)
+    )
+    tables = (usage_table(built), traffic_table(builds))
+    if args.into is None:
+        print("\n\n".join(text_table(*table) for table in tables))
+    else:
+        args.into.write_text(with_tables(args.into.read_text(), *(markdown_table(*table) for table in tables)))
     too_much = [one.over_budget for one in built if one.over_budget]
     print("\n".join(["", *too_much]) if too_much else "", end="")
     return 1 if too_much else 0

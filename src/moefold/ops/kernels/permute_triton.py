@@ -227,45 +227,48 @@ def _launch_spread_and_multiply(
     return grad_rows_RD, grad_weight_tK
 
 
+def spread_traffic(width: int, top_k: int) -> Traffic:
+    """In bfloat16 with float32 weights. Pads are not counted: they come on top of any way to do it."""
+    bytes_ = 2 * width + 2 * width * top_k + 12 * top_k
+    return Traffic("2D + 2DK + 12K", bytes_, bytes_)
+
+
+def collect_traffic(width: int, top_k: int) -> Traffic:
+    """With weights of the tokens; backward of a permutation moves a row's number as well."""
+    bytes_ = 2 * width + 2 * width * top_k + 8 * top_k
+    return Traffic("2D + 2DK + 8K", bytes_, bytes_)
+
+
+def multiply_traffic(width: int, top_k: int) -> Traffic:
+    bytes_ = 2 * width + 4 * width * top_k + 12 * top_k
+    return Traffic("2D + 4DK + 12K", bytes_, bytes_)
+
+
 _MAP = {"row_tK": "*i32", "start_E": "*i32", "count_E": "*i32"}
 _SIZES = {"num_tokens": "i32", "num_experts": "i32", "num_rows": "i32", "D": "i32:16"}
+_ROWS = {"rows_RD": "*bf16", "weight_tK": "*fp32", "weight_R": "*fp32"}
 
 
 def _builds(model: str, D: int, K: int) -> tuple[Build, ...]:
-    """In bfloat16 with float32 weights. Pads are not counted: they come on top of any way to do it."""
-    token, rows, map_and_weights = 2 * D, 2 * D * K, 8 * K
-    weighted = {"weight_tK": "*fp32", "weight_R": "*fp32"}
+    collect = {**_ROWS, "row_tK": "*i32", "out_tD": "*bf16", "out_weight_tK": "*fp32", "D": "i32:16"}
     return (
         Build(
-            f"permute, {model}", _spread,
-            {"x_tD": "*bf16", "rows_RD": "*bf16", **weighted, **_MAP, **_SIZES},
-            {"K": K, "WEIGH": False, "WEIGHTS_OUT": True, "BLOCK": BLOCK_D},
-            Traffic("2D + 2DK + 12K", token + rows + map_and_weights + 4 * K, token + rows + map_and_weights + 4 * K),
-            registers=48,
+            f"permute, {model}", _spread, {"x_tD": "*bf16", **_ROWS, **_MAP, **_SIZES},
+            {"K": K, "WEIGH": False, "WEIGHTS_OUT": True, "BLOCK": BLOCK_D}, spread_traffic(D, K), registers=48,
         ),
         Build(
-            f"permute backward, {model}", _collect,
-            {"rows_RD": "*bf16", "out_tD": "*bf16", **weighted, "out_weight_tK": "*fp32", "row_tK": "*i32",
-             "D": "i32:16"},
-            {"K": K, "WEIGH": False, "WEIGHTS_IN": True, "BLOCK": BLOCK_D},
-            Traffic("2D + 2DK + 12K", token + rows + map_and_weights + 4 * K, token + rows + map_and_weights + 4 * K),
-            registers=96,
+            f"permute backward, {model}", _collect, collect,
+            {"K": K, "WEIGH": False, "WEIGHTS_IN": True, "BLOCK": BLOCK_D}, spread_traffic(D, K), registers=64,
         ),
         Build(
-            f"unpermute, weighted, {model}", _collect,
-            {"rows_RD": "*bf16", "out_tD": "*bf16", **weighted, "out_weight_tK": "*bf16", "row_tK": "*i32",
-             "D": "i32:16"},
-            {"K": K, "WEIGH": True, "WEIGHTS_IN": False, "BLOCK": BLOCK_D},
-            Traffic("2D + 2DK + 8K", token + rows + map_and_weights, token + rows + map_and_weights),
-            registers=96,
+            f"unpermute, {model}", _collect, collect,
+            {"K": K, "WEIGH": True, "WEIGHTS_IN": False, "BLOCK": BLOCK_D}, collect_traffic(D, K), registers=64,
         ),
         Build(
-            f"unpermute backward, weighted, {model}", _spread_and_multiply,
+            f"unpermute backward, {model}", _spread_and_multiply,
             {"grad_tD": "*bf16", "rows_RD": "*bf16", "grad_rows_RD": "*bf16", "weight_tK": "*fp32",
              "grad_weight_tK": "*fp32", **_MAP, **_SIZES},
-            {"K": K, "KP": triton.next_power_of_2(K), "BLOCK": BLOCK_D_ROWS},
-            Traffic("2D + 4DK + 12K", token + 2 * rows + 12 * K, token + 2 * rows + 12 * K),
-            registers=168,
+            {"K": K, "KP": triton.next_power_of_2(K), "BLOCK": BLOCK_D_ROWS}, multiply_traffic(D, K), registers=128,
         ),
     )  # fmt: skip
 

@@ -215,25 +215,32 @@ def _backward_constants(num_experts: int, top_k: int, router: RouterConfig) -> d
     }  # fmt: skip
 
 
-def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
+def forward_traffic(num_experts: int, top_k: int) -> Traffic:
     """Logits in float32, expert numbers in int64, which torch indexes with; int32 would do, hence the minimum."""
-    E, K, router = moe.num_experts, moe.top_k, moe.router
+    return Traffic("4E + 12K", 4 * num_experts + 12 * top_k, 4 * num_experts + 8 * top_k)
+
+
+def backward_traffic(num_experts: int, top_k: int, router: RouterConfig) -> Traffic:
+    """Reads all logits only where all of them share a softmax."""
     all_logits = router.score == "softmax" and router.score_when == "before_topk"
+    read = 4 * (num_experts if all_logits else top_k)
+    fixed = 4 * num_experts + read + 12 * top_k
+    return Traffic("8E + 12K" if all_logits else "4E + 16K", fixed, fixed - 4 * top_k)
+
+
+def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
+    E, K, router = moe.num_experts, moe.top_k, moe.router
     sizes = {"num_tokens": "i32", "scale": "fp32"}
-    read = 4 * (E if all_logits else K)
     return (
         Build(
             f"router, {model}", _choose,
             {"logits_tE": "*fp32", "bias_E": "*fp32", "expert_tK": "*i64", "weight_tK": "*fp32", **sizes},
-            _constants(E, K, router, router.expert_bias),
-            Traffic("4E + 12K", 4 * E + 12 * K, 4 * E + 8 * K), registers=128,
+            _constants(E, K, router, router.expert_bias), forward_traffic(E, K), registers=80,
         ),
         Build(
             f"router backward, {model}", _choose_backward,
             {"logits_tE": "*fp32", "expert_tK": "*i64", "grad_weight_tK": "*fp32", "grad_logits_tE": "*fp32", **sizes},
-            _backward_constants(E, K, router),
-            Traffic("8E + 12K" if all_logits else "4E + 16K", 4 * E + read + 12 * K, 4 * E + read + 8 * K),
-            registers=128,
+            _backward_constants(E, K, router), backward_traffic(E, K, router), registers=64,
         ),
     )  # fmt: skip
 
