@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="kernels are an extra")
 
 from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
+from moefold.errors import BackendError
 from moefold.model.moe.balance import probabilities
 from moefold.ops.kernels import balance_torch, balance_triton
 from moefold.ops.kernels.interpret import interpreting
@@ -89,3 +90,8 @@ def test_moves_the_bytes_it_says() -> None:
         found.probability_SE.sum().backward()
     # Gradients of the sums are read once per launch, not per token.
     assert moved[0] - 4 * (experts + 1) == tokens * balance_triton.backward_traffic(experts).moved
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(BackendError, match="float64 use torch"):
+        balance_triton.balance_stats(torch.zeros(2, 4).double(), torch.zeros(2, 1).long(), None, 1, "softmax")

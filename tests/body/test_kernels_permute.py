@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="kernels are an extra")
 from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.dispatch.contract import Routing
+from moefold.errors import BackendError
 from moefold.ops.kernels import permute_torch, permute_triton
 from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.kernels.row_map import RowMap, map_rows, most_rows
@@ -111,3 +112,11 @@ def test_moves_the_bytes_it_says(width: int) -> None:
     with counting_bytes() as moved:
         permute_triton._launch_spread_and_multiply(x_tD, rows_RD, weight_tK, rows)
     assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.multiply_traffic(width, K).moved
+
+
+def test_float64_is_refused() -> None:
+    rows, _, x_tD, _, _ = draw(0)
+    with pytest.raises(BackendError, match="float64 use torch"):
+        permute_triton.permute(x_tD.double(), rows)
+    with pytest.raises(BackendError, match="float64 use torch"):
+        permute_triton.unpermute(x_tD.double(), rows)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="kernels are an extra")
 from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.config.moe import RouterConfig
+from moefold.errors import BackendError
 from moefold.ops.kernels import router_torch, router_triton
 from moefold.ops.kernels.interpret import interpreting
 
@@ -105,3 +106,8 @@ def test_moves_the_bytes_it_says(rule: dict[str, Any]) -> None:
     with counting_bytes() as moved:
         weight_tK.backward(torch.ones_like(weight_tK))
     assert moved[0] == tokens * router_triton.backward_traffic(experts, top_k, router).moved
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(BackendError, match="float64 use torch"):
+        router_triton.route(torch.zeros(2, 4).double(), None, RouterConfig(), 1)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig
 from moefold.ops.kernels.balance_torch import BalanceStats
+from moefold.ops.kernels.formats import refuse_wide
 from moefold.ops.kernels.real_layers import MODELS, mixture
 from moefold.ops.kernels.specialization import Build, Traffic
 
@@ -116,6 +117,7 @@ def balance_stats(
     logits_tE: Tensor, expert_tK: Tensor, set_t: Tensor | None, num_sets: int, kind: Literal["softmax", "sigmoid"]
 ) -> BalanceStats:
     """``set_t`` is each token's set, -1 for a token that must not be noticed; None puts all into set 0."""
+    refuse_wide("balance", logits_tE)
     return BalanceStats(*_BalanceStats.apply(logits_tE, expert_tK, set_t, num_sets, kind == "softmax"))
 
 

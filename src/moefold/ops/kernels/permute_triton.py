@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefold.ops.kernels.formats import refuse_wide
 from moefold.ops.kernels.real_layers import MODELS, mixture
 from moefold.ops.kernels.row_map import RowMap
 from moefold.ops.kernels.specialization import Build, Traffic
@@ -120,6 +121,7 @@ def _spread_and_multiply(
 
 def permute(x_tD: Tensor, rows: RowMap, weight_tK: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Every row's token, and every row's routing weight where weights are given. Rows of no token are zeros."""
+    refuse_wide("permute", x_tD, weight_tK)
     if weight_tK is None:
         return _Permute.apply(x_tD, rows), None
     rows_RD, weight_R = _PermuteWithWeights.apply(x_tD, rows, weight_tK)
@@ -128,6 +130,7 @@ def permute(x_tD: Tensor, rows: RowMap, weight_tK: Tensor | None = None) -> tupl
 
 def unpermute(rows_RD: Tensor, rows: RowMap, weight_tK: Tensor | None = None) -> Tensor:
     """Add up each token's rows, weighted where weights are given, in float32."""
+    refuse_wide("unpermute", rows_RD, weight_tK)
     if weight_tK is None:
         return _Unpermute.apply(rows_RD, rows)
     return _UnpermuteWeighted.apply(rows_RD, rows, weight_tK)

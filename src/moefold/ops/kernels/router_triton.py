@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig, RouterConfig
+from moefold.ops.kernels.formats import refuse_wide
 from moefold.ops.kernels.real_layers import MODELS, mixture
 from moefold.ops.kernels.specialization import Build, Traffic
 
@@ -159,6 +160,7 @@ def _choose_backward(
 
 def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k: int) -> tuple[Tensor, Tensor]:
     """Each token's experts, best first, and what each one's answer counts for, in the logits' format."""
+    refuse_wide("router", logits_tE, bias_E)
     expert_tK, weight_tK = _Route.apply(logits_tE, bias_E, router, top_k)
     return expert_tK, weight_tK
 
