@@ -88,7 +88,7 @@ def _bars(
     lines = [f'<text class="name end" x="{_LEFT - 12}" y="{top + _ROW / 2 + 1:.1f}">{escape(name)}</text>']
     two = len(contest.routings) > 1
     y = top + (_ROW - (2 * _BAR + _GAP if two else _BAR)) / 2 - 3
-    for routing in (FIXED, CHANGING):
+    for routing in contest.routings:
         value = values.get((name, routing))
         if value is None:
             continue
@@ -124,7 +124,7 @@ def _table(contest: Contest, bases: Sequence[str]) -> str:
             f"<td>{contest.faults(each.name, routing):,}</td><td>{error}</td></tr>"
         )
     last = "".join(f"<th>{name}</th>" for name in ("saved", "peak", "page faults", "error"))
-    heading = f"<tr><th>{routing} routing</th><th>time</th>{head}{last}</tr>"
+    heading = f"<tr><th>{f'{routing} routing' if routing else ''}</th><th>time</th>{head}{last}</tr>"
     return f'<div class="panel scroll"><table>{heading}{"".join(rows)}</table></div>'
 
 

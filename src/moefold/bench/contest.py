@@ -29,7 +29,7 @@ ROUNDS, WARM = 9, 3
 # Nobody takes this long to start, or for one run.
 _SECONDS_TO_START, _SECONDS_TO_RUN = 300.0, 300.0
 # Seeds of the runs: the fixed routing's, and the first of those that change.
-_FIXED_SEED, _FIRST_SEED = 0, 1000
+FIXED_SEED, FIRST_SEED = 0, 1000
 # Of its last words, as many are kept.
 _LAST_WORDS = 300
 
@@ -148,7 +148,7 @@ def _take_turns(
     runs: list[list[Run]] = [[] for _ in workers]
     failures = [standing.failure for standing in standings]
     for number in range(warm + rounds):
-        seed = _FIXED_SEED if routing == FIXED else _FIRST_SEED + number
+        seed = FIRST_SEED + number if routing == CHANGING else FIXED_SEED
         for place in range(len(workers)):
             which = (place + number) % len(workers)
             if failures[which]:
@@ -157,11 +157,15 @@ def _take_turns(
             failures[which] = answer.get("failed", "")
             if number >= warm and not failures[which]:
                 runs[which].append(Run(**answer))
-        say(f"{routing} routing, rounds", max(0, number + 1 - warm), rounds)
+        say(rounds_of(routing), max(0, number + 1 - warm), rounds)
     return [
         replace(standing, failure=failure, runs=standing.runs | {routing: tuple(taken)})
         for standing, failure, taken in zip(standings, failures, runs)
     ]
+
+
+def rounds_of(routing: str) -> str:
+    return f"{routing} routing, rounds" if routing else "rounds"
 
 
 def _weighed(worker: Worker, standing: Standing) -> Standing:
@@ -169,7 +173,7 @@ def _weighed(worker: Worker, standing: Standing) -> Standing:
     for do in ("memory", "check"):
         if standing.failure:
             return standing
-        answer = worker.ask(do, _FIXED_SEED)
+        answer = worker.ask(do, FIXED_SEED)
         failure = answer.pop("failed", "")
         standing = replace(standing, failure=failure, **answer)
     return standing

@@ -18,7 +18,9 @@ def contest_text(contest: Contest, bases: Sequence[str], found: Sequence[Verdict
         f"times are {CLOCKS[contest.clock]}, medians of {contest.rounds} rounds; '-/+' is the middle half of the rounds"
     )
     pieces = [contest.title, clock]
-    pieces += [f"{routing} routing\n{_table(contest, bases, routing)}" for routing in contest.routings]
+    for routing in contest.routings:
+        heading = f"{routing} routing\n" if routing else ""
+        pieces.append(heading + _table(contest, bases, routing))
     failed = [(each.name, each.failure) for each in contest.standings if each.failure]
     if failed:
         pieces.append(text_table(("did not take part", "why"), failed))
@@ -53,7 +55,8 @@ def _table(contest: Contest, bases: Sequence[str], routing: str) -> str:
     columns = list(compared_with(contest, bases, routing))
     memory = any(each.saved is not None or each.peak is not None for each in contest.standings)
     errors = any(each.error is not None for each in contest.standings)
-    head = ["contestant", "time", "-/+", "wall", *(f"x {heading}" for heading, _ in columns)]
+    wall = ["wall"] if contest.clock != "wall" else []
+    head = ["contestant", "time", "-/+", *wall, *(f"x {heading}" for heading, _ in columns)]
     head += ["saved", "peak", "held", "faults"] if memory else []
     head += ["rel. error"] if errors else []
     rows = []
@@ -71,7 +74,8 @@ def _table(contest: Contest, bases: Sequence[str], routing: str) -> str:
 def _times(contest: Contest, name: str, routing: str) -> list[str]:
     time, wall = contest.time(name, routing), contest.time(name, routing, "wall")
     assert time is not None and wall is not None
-    return [name, format_seconds(time.median), f"{100 * time.relative:.0f} %", format_seconds(wall.median)]
+    cells = [name, format_seconds(time.median), f"{100 * time.relative:.0f} %"]
+    return cells if contest.clock == "wall" else [*cells, format_seconds(wall.median)]
 
 
 def ratio_text(ratio: Spread | None) -> str:

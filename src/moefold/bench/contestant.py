@@ -78,8 +78,10 @@ def build(kind: str, name: str, options: Options) -> tuple[Contestant, str]:
     return contestants_of(kind)[name](options), allocator
 
 
-def timed_run(contestant: Contestant, seed: int) -> dict[str, float]:
+def timed_run(contestant: Contestant, seed: int, meet: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """``meet`` is where ranks wait for each other, after what is not timed."""
     prepared = contestant.prepare(seed)
+    meet()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     wall, cpu = time.perf_counter(), time.process_time()
     contestant.run(prepared)

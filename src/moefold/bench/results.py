@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 
 FIXED, CHANGING = "fixed", "changing"
+# What has no routing to change.
+ALIKE = ""
 # Fewer rounds say too little for a verdict.
 ROUNDS_FOR_A_VERDICT = 7
 CLOCKS = {"cpu": "CPU time of the process", "wall": "wall time"}
@@ -112,6 +114,10 @@ class Contest:
     def best_peer(self, routing: str) -> str | None:
         """The one with the smallest median."""
         names = [each.name for each in self.fair_peers() if each.finished(routing)]
+        return min(names, key=lambda name: median(self.times(name, routing)), default=None)
+
+    def fastest(self, role: str, routing: str) -> str | None:
+        names = [each.name for each in self.standings if each.entrant.role == role and each.finished(routing)]
         return min(names, key=lambda name: median(self.times(name, routing)), default=None)
 
     def faults(self, name: str, routing: str) -> int | None:

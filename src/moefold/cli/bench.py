@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moefold.cli.bench_contests import add_layer
+from moefold.cli.bench_contests import add_attention, add_dispatch, add_layer, add_step
 from moefold.errors import MoefoldError
 
 EXAMPLES = """examples:
@@ -39,7 +39,8 @@ def add_to(commands: Any) -> None:
     )
     kinds = parser.add_subparsers(metavar="WHAT", title="what to measure", required=True)
     _add_calibrate(kinds)
-    add_layer(kinds)
+    for add in (add_layer, add_dispatch, add_attention, add_step):
+        add(kinds)
 
 
 def _add_calibrate(kinds: Any) -> None:

@@ -31,7 +31,26 @@ LAYER = f"""examples:
   moefold bench layer a --contestants bare,ours --rounds 15
 {NOTE}"""
 
+DISPATCH = f"""examples:
+  moefold bench dispatch                                  # shape b over 4 ranks
+  moefold bench dispatch --world 2 --tokens 2048 --top-k 2 --dispatchers all_to_all,all_gather
+  moefold bench dispatch --what exchange --json
+
+Ranks are forked on this machine and talk through gloo; the slowest rank's time counts.
+{NOTE}"""
+
+ATTENTION = f"""examples:
+  moefold bench attention
+  moefold bench attention --tokens 2048 --length 256 --heads 8 --kv-heads 8 --dim 128 --dtype float32
+{NOTE}"""
+
+STEP = f"""examples:
+  moefold bench step
+  moefold bench step --rounds 15 --out step.html
+{NOTE}"""
+
 _SIZES = ("tokens", "width", "hidden", "experts", "top_k", "shared")
+_ATTENTION_SIZES = ("tokens", "length", "heads", "kv_heads", "dim")
 
 
 def add_layer(kinds: Any) -> None:
@@ -44,9 +63,7 @@ def add_layer(kinds: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="a, b or c (default: all three)")
-    for size in _SIZES:
-        flag = f"--{size.replace('_', '-')}"
-        parser.add_argument(flag, type=int, metavar="N", help=f"{size} of a shape of your own (others from SHAPE or b)")
+    _add_sizes(parser, _SIZES, "others from SHAPE or b")
     parser.add_argument(
         "--contestants",
         metavar="NAMES",
@@ -55,9 +72,64 @@ def add_layer(kinds: Any) -> None:
     parser.add_argument(
         "--same-allocator", action="store_true", help="everybody keeps freed memory, as moefold's launcher does"
     )
-    parser.add_argument("--routing", choices=("fixed", "changing", "both"), default="both", help="default: both")
+    _add_routing(parser)
     add_common(parser)
     parser.set_defaults(run=layer)
+
+
+def add_dispatch(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "dispatch",
+        help="tokens to experts on other ranks and back, beside a bare all-to-all; and the layer spread over ranks",
+        description="Dispatch and combine of each dispatcher beside torch's all-to-all of the same rows, and the whole "
+        "expert-parallel layer beside the dense products of each rank.",
+        epilog=DISPATCH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--world", type=int, default=4, metavar="N", help="ranks (default 4)")
+    parser.add_argument("--what", choices=("exchange", "layer", "both"), default="both", help="default: both")
+    parser.add_argument("--dispatchers", metavar="NAMES", help="with commas between them (default: all)")
+    _add_sizes(parser, _SIZES, "tokens of all ranks; others from shape b")
+    _add_routing(parser)
+    add_common(parser, threads=False)
+    parser.set_defaults(run=dispatch, shapes=["b"])
+
+
+def add_attention(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "attention",
+        help="moefold's attention beside torch's fused call and beside its bare products",
+        description="Forward and backward of causal attention over packed documents of equal length.",
+        epilog=ATTENTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_sizes(parser, _ATTENTION_SIZES, "default: 4096 tokens, documents of 1024, 16 heads over 4, 64 entries")
+    add_common(parser)
+    parser.set_defaults(run=attention)
+
+
+def add_step(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "step",
+        help="a whole training step beside a hand-written one and beside transformers' Trainer",
+        description="One training step of the same model on the same batch: moefold, plain torch written by hand with "
+        "the same kernels, and transformers' Trainer.",
+        epilog=STEP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--contestants", metavar="NAMES", help="with commas between them (default: all)")
+    add_common(parser)
+    parser.set_defaults(run=step)
+
+
+def _add_sizes(parser: argparse.ArgumentParser, sizes: tuple[str, ...], otherwise: str) -> None:
+    group = parser.add_argument_group("sizes of your own", otherwise)
+    for size in sizes:
+        group.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N")
+
+
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--routing", choices=("fixed", "changing", "both"), default="both", help="default: both")
 
 
 def add_common(parser: argparse.ArgumentParser, threads: bool = True) -> None:
@@ -74,14 +146,62 @@ def layer(args: argparse.Namespace) -> int:
     check_common(args)
     from moefold.bench.layer_contest import BASES, USUAL, Setting, bench_layer, chosen_names
 
-    routings = ("fixed", "changing") if args.routing == "both" else (args.routing,)
-    setting = Setting(args.dtype, args.threads, args.same_allocator, args.rounds, args.warm, routings)
-    names = chosen_names([word.strip() for word in args.contestants.split(",")] if args.contestants else USUAL)
+    setting = Setting(args.dtype, args.threads, args.same_allocator, args.rounds, args.warm, _routings(args))
+    names = chosen_names(_words(args.contestants) or USUAL)
     held = []
     for shape in _shapes(args):
         contest, found = bench_layer(shape, setting, names, progress())
         held.append((contest, BASES, found))
     return show(args, held)
+
+
+def dispatch(args: argparse.Namespace) -> int:
+    check_common(args)
+    from moefold.bench import dispatch_contest as contests
+    from moefold.bench.layer_contest import Setting
+
+    setting = Setting(args.dtype, 1, True, args.rounds, args.warm, _routings(args))
+    names = _words(args.dispatchers) or list(contests.DISPATCHERS)
+    shape = _shapes(args)[0]
+    contests.check_dispatch(shape, args.world, names)
+    held = []
+    for what, hold, bases in (
+        ("exchange", contests.bench_exchange, contests.EXCHANGE_BASES),
+        ("layer", contests.bench_spread_layer, contests.LAYER_BASES),
+    ):
+        if args.what in (what, "both"):
+            contest, found = hold(shape, args.world, setting, names, progress())
+            held.append((contest, bases, found))
+    return show(args, held)
+
+
+def attention(args: argparse.Namespace) -> int:
+    check_common(args)
+    from moefold.bench.attention_contest import BASES, bench_attention
+    from moefold.bench.attention_shapes import AttentionShape, checked
+    from moefold.bench.layer_contest import Setting
+
+    own = {size: getattr(args, size) for size in _ATTENTION_SIZES if getattr(args, size) is not None}
+    setting = Setting(args.dtype, args.threads, True, args.rounds, args.warm)
+    return show(args, [(bench_attention(checked(AttentionShape(**own)), setting, progress()), BASES, [])])
+
+
+def step(args: argparse.Namespace) -> int:
+    check_common(args)
+    from moefold.bench.layer_contest import Setting
+    from moefold.bench.step_contest import BASES, bench_step, chosen_names
+
+    setting = Setting(args.dtype, args.threads, False, args.rounds, args.warm)
+    contest, found = bench_step(setting, chosen_names(_words(args.contestants)), progress())
+    return show(args, [(contest, BASES, found)])
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def _routings(args: argparse.Namespace) -> tuple[str, ...]:
+    return ("fixed", "changing") if args.routing == "both" else (args.routing,)
 
 
 def _shapes(args: argparse.Namespace) -> list[LayerShape]:
