@@ -47,6 +47,7 @@ ATTENTION = f"""examples:
 STEP = f"""examples:
   moefold bench step
   moefold bench step --rounds 15 --out step.html
+  moefold bench step --set data.seq_len=128 --set model.num_layers=2 --contestants hand-written,moefold
 {NOTE}"""
 
 _SIZES = ("tokens", "width", "hidden", "experts", "top_k", "shared")
@@ -118,6 +119,9 @@ def add_step(kinds: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--contestants", metavar="NAMES", help="with commas between them (default: all)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change the run, as in data.seq_len=256"
+    )
     add_common(parser)
     parser.set_defaults(run=step)
 
@@ -192,8 +196,16 @@ def step(args: argparse.Namespace) -> int:
     from moefold.bench.step_contest import BASES, bench_step, chosen_names
 
     setting = Setting(args.dtype, args.threads, False, args.rounds, args.warm)
-    contest, found = bench_step(setting, chosen_names(_words(args.contestants)), progress())
+    changes = dict(_pair(word) for word in args.set)
+    contest, found = bench_step(setting, chosen_names(_words(args.contestants)), changes, progress())
     return show(args, [(contest, BASES, found)])
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise ConfigError(Problem("--set", f"{word!r} has no '='", "write it as data.seq_len=256"))
+    return key, value
 
 
 def _words(text: str | None) -> list[str]:
