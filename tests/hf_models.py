@@ -115,6 +115,7 @@ _FAMILIES: dict[str, Callable[[RunConfig], PretrainedConfig]] = {
     "kimi_k2": deepseek_v3,
     "debug_mla": deepseek_v3,
     "debug_10m": qwen2_moe,
+    "debug_50m": qwen3_moe,
     "debug": mixtral,
 }
 

@@ -14,6 +14,7 @@ RECIPES: dict[str, Recipe] = {
     "debug_tiny": debug.debug_tiny,
     "debug_small": debug.debug_small,
     "debug_10m": debug.debug_10m,
+    "debug_50m": debug.debug_50m,
     "debug_mla": debug.debug_mla,
     "mixtral_8x7b": mixtral.mixtral_8x7b,
     "mixtral_8x7b_proxy": mixtral.mixtral_8x7b_proxy,

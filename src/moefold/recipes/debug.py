@@ -7,6 +7,7 @@ from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.optim import OptimConfig, RatesConfig
+from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
@@ -69,6 +70,31 @@ def debug_10m() -> RunConfig:
         data=DataConfig(seq_len=64, global_batch=8, micro_batch=2),
         optim=OptimConfig(rate=1.5e-4, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
         train=TrainConfig(steps=300, validate_every=150),
+    )
+
+
+def debug_50m() -> RunConfig:
+    """Fifty million parameters, a third of them at work for a token, in the shape of Qwen3-MoE: a step to be timed."""
+    return RunConfig(
+        name="debug_50m",
+        model=ModelConfig(
+            vocab_size=10_240,
+            width=384,
+            num_layers=8,
+            attention=GQAConfig(num_heads=8, num_kv_heads=2, head_dim=64, qk_norm="head"),
+            rope=RopeConfig(theta=1e6),
+            moe=MoEConfig(
+                num_experts=32,
+                top_k=4,
+                expert_width=128,
+                router=RouterConfig(normalize=True),
+                balance=BalanceConfig(microbatch=1e-3),
+            ),
+            dense_width=1536,
+        ),
+        precision=PrecisionConfig(compute="bfloat16"),
+        data=DataConfig(seq_len=512, global_batch=4, micro_batch=4),
+        optim=OptimConfig(rate=1e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
     )
 
 

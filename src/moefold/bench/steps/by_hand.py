@@ -1,0 +1,112 @@
+"""The step that one would write by hand: one model, one function, the same kernels, and nothing around them.
+
+T tokens of a microbatch, D width, H query heads, G key/value heads, d entries per head, E experts, K choices per token.
+
+No modules, no seams, no phases, no order of actions, no reports. What moefold's step takes longer than this one is what
+its frame costs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moefold.bench.contestant import Options
+from moefold.bench.saved import saved_for_backward
+from moefold.bench.steps.task import first_parameters, run_of, step_tokens
+from moefold.blueprint.parameters import parameters
+from moefold.config.attention import GQAConfig
+from moefold.config.run import RunConfig
+from moefold.dispatch.contract import Arrived, Routing
+from moefold.model.moe.engines import engine_named
+from moefold.model.moe.experts import ExpertWeights
+from moefold.model.products import NativeProducts
+from moefold.ops.attention import attend
+from moefold.ops.cross_entropy import vocab_stats
+from moefold.ops.rmsnorm import rms_norm
+from moefold.ops.rope import rotary_tables, rotate
+from moefold.ops.topk import choose_topk
+from moefold.optim.adamw import UNDECAYED
+from moefold.precision.formats import TORCH_FORMATS
+
+
+class StepByHand:
+    def __init__(self, options: Options) -> None:
+        run = run_of(options)
+        attention, moe = run.model.attention, run.model.moe
+        assert isinstance(attention, GQAConfig) and attention.qk_norm == "head" and moe is not None
+        self.model, self.attention, self.moe, self.run_config = run.model, attention, moe, run
+        self.dtype = TORCH_FORMATS[run.precision.compute]
+        self.w = {name: nn.Parameter(value) for name, value in first_parameters(run).items()}
+        self.experts = engine_named(run.precision.experts, NativeProducts())(moe)
+        self.optimizer = _adamw(run, self.w)
+        self.loss = self.norm = 0.0
+
+    def prepare(self, seed: int) -> Tensor:
+        return step_tokens(self.run_config, seed)
+
+    def run(self, prepared: Tensor) -> None:
+        self.optimizer.zero_grad()
+        total = prepared[..., 1:].numel()
+        self.loss = 0.0
+        for microbatch in prepared:
+            loss, balance = self.losses(microbatch, total)
+            (loss + balance).backward()
+            self.loss += float(loss.detach())
+        norm = nn.utils.clip_grad_norm_(self.w.values(), self.run_config.optim.clip_norm)
+        self.optimizer.step()
+        self.norm = float(norm)
+
+    def saved_bytes(self, prepared: Tensor) -> int:
+        total = prepared[..., 1:].numel()
+        return saved_for_backward(lambda: sum(self.losses(prepared[0], total), torch.zeros(())), self.w.values())
+
+    def losses(self, tokens: Tensor, step_tokens: int) -> tuple[Tensor, Tensor]:
+        """Of one microbatch: of the language model, per token of the step, and of the balance."""
+        w, eps, lengths = self.w, self.model.norm_eps, (tokens.shape[1] - 1,) * tokens.shape[0]
+        positions = torch.arange(lengths[0]).repeat(tokens.shape[0])
+        angles = rotary_tables(self.model.rope, self.attention.head_dim, positions, torch.float32)
+        x_TD = F.embedding(tokens[:, :-1].flatten(), w["embedding.weight"]).to(self.dtype)
+        balance = torch.zeros(())
+        for layer in range(self.model.num_layers):
+            at = f"layers.{layer}"
+            h_TD = rms_norm(x_TD, w[f"{at}.attention_norm.weight"], eps)
+            x_TD = x_TD + self._attention(f"{at}.attention", h_TD, angles, lengths)
+            h_TD = rms_norm(x_TD, w[f"{at}.feed_forward_norm.weight"], eps)
+            y_TD, uneven = self._mixture(f"{at}.feed_forward", h_TD)
+            x_TD, balance = x_TD + y_TD, balance + uneven
+        h_TD = rms_norm(x_TD, w["final_norm.weight"], eps)
+        lse_T, target_T = vocab_stats(h_TD, w["head.weight"], tokens[:, 1:].flatten())
+        coefficient = self.moe.balance.microbatch * self.moe.num_experts / step_tokens
+        return (lse_T - target_T).sum() / step_tokens, balance * coefficient
+
+    def _attention(self, at: str, h_TD: Tensor, angles: tuple[Tensor, Tensor], lengths: tuple[int, ...]) -> Tensor:
+        w, d, eps = self.w, self.attention.head_dim, self.model.norm_eps
+        q_THd, k_TGd, v_TGd = (self._times(f"{at}.{name}.weight", h_TD).unflatten(1, (-1, d)) for name in "qkv")
+        q_THd = rotate(rms_norm(q_THd, w[f"{at}.q_norm.weight"], eps), *angles, interleaved=False)
+        k_TGd = rotate(rms_norm(k_TGd, w[f"{at}.k_norm.weight"], eps), *angles, interleaved=False)
+        return self._times(f"{at}.out.weight", attend(q_THd, k_TGd, v_TGd, lengths, d**-0.5).flatten(1))
+
+    def _mixture(self, at: str, h_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The answer, and how uneven the load was."""
+        w, num_experts = self.w, self.moe.num_experts
+        scores_TE = F.linear(h_TD.float(), w[f"{at}.router.weight"]).softmax(-1)
+        expert_TK = choose_topk(scores_TE.detach(), self.moe.top_k)
+        weight_TK = scores_TE.gather(1, expert_TK)
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        rows_E = expert_TK.flatten().bincount(minlength=num_experts)
+        arrived = Arrived(h_TD, Routing(expert_TK, weight_TK), rows_E, rows_E.tolist(), None, None)
+        weights = ExpertWeights(w[f"{at}.experts.gate_up"], w[f"{at}.experts.down"], None, None, 1.0)
+        return self.experts(arrived, weights), (rows_E / expert_TK.numel() * scores_TE).sum()
+
+    def _times(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.w[name].to(x.dtype))
+
+
+def _adamw(run: RunConfig, w: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+    kinds, optim = {spec.name: spec.kind for spec in parameters(run.model)}, run.optim
+    decayed = [parameter for name, parameter in w.items() if kinds[name] not in UNDECAYED]
+    others = [parameter for name, parameter in w.items() if kinds[name] in UNDECAYED]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, optim.rate, (optim.beta1, optim.beta2), optim.eps, fused=True)

@@ -1,0 +1,53 @@
+"""moefold's own step, by the path that `moefold train` takes: a share of the model, an order of actions, one update."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moefold.bench.alone import lone_share, optimizer_of
+from moefold.bench.contestant import Options
+from moefold.bench.saved import saved_for_backward
+from moefold.bench.steps.task import run_of, step_tokens
+from moefold.model.assemble import whole_batch
+from moefold.model.batch import Batch
+from moefold.pipeline.flight import StepSums, objective_of
+from moefold.pipeline.step import StepResult, run_step
+
+
+class OurStep:
+    def __init__(self, options: Options) -> None:
+        self.run_config = run_of(options)
+        self.share = lone_share(self.run_config)
+        self.optimizer = optimizer_of(self.share)
+        self.last: StepResult | None = None
+
+    def prepare(self, seed: int) -> list[Batch]:
+        tokens = step_tokens(self.run_config, seed)
+        total = tokens[..., 1:].numel()
+        return [
+            whole_batch(
+                microbatch[:, :-1].flatten(),
+                microbatch[:, 1:].flatten(),
+                (self.run_config.data.seq_len,) * microbatch.shape[0],
+                step_labels=total,
+                step_tokens=total,
+            )
+            for microbatch in tokens
+        ]
+
+    def run(self, prepared: list[Batch]) -> None:
+        self.last = run_step(self.share, self.optimizer, prepared, objection=_look)
+
+    def saved_bytes(self, prepared: list[Batch]) -> int:
+        def forward() -> Tensor:
+            output = self.share.model(prepared[0])
+            objective = objective_of(self.share, output, prepared[0])
+            assert objective is not None
+            return objective
+
+        return saved_for_backward(forward, self.share.model.parameters())
+
+
+def _look(sums: StepSums, norm: Tensor) -> None:
+    """The trainer reads these numbers at every step, and so does this."""
+    float(sums.loss), float(norm), [float(each) for each in sums.balance]
