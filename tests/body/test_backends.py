@@ -63,7 +63,7 @@ def test_kernels_are_refused_without_a_gpu() -> None:
     with pytest.raises(BackendError) as refused:
         kernels_named("triton", "cpu", here=dataclasses.replace(look_around(), cards=()))
     assert str(refused.value) == (
-        "precision.kernels: triton cannot do permute: runs on cuda, not on cpu; what works here on cpu: torch; "
+        "precision.kernels: triton cannot do map_rows: runs on cuda, not on cpu; what works here on cpu: torch; "
         "`moefold doctor` shows all"
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import cross_entropy, rmsnorm
 from moefold.ops.here import Here, look_around
-from moefold.ops.kernels import balance_torch, permute_torch, rope_torch, router_torch, swiglu_torch
+from moefold.ops.kernels import balance_torch, permute_torch, rope_torch, router_torch, row_map, swiglu_torch
 
 NARROW = ("float32", "bfloat16")
 ALL = ("float64", *NARROW)
@@ -44,6 +44,7 @@ class Backend:
 class Kernels:
     """The jobs that have a kernel, each as a function; twins have the same signatures."""
 
+    map_rows: Callable[..., row_map.RowMap]
     permute: Callable[..., tuple[Tensor, Tensor | None]]
     unpermute: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -118,10 +119,17 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
 
 def _torch() -> Kernels:
     return Kernels(
-        permute_torch.permute, permute_torch.unpermute, router_torch.route, balance_torch.balance_stats,
-        swiglu_torch.weighted_activation, rmsnorm.rms_norm, rope_torch.turn, rope_torch.keys_and_values,
-        cross_entropy.vocab_stats,
-    )  # fmt: skip
+        map_rows=row_map.map_rows,
+        permute=permute_torch.permute,
+        unpermute=permute_torch.unpermute,
+        route=router_torch.route,
+        balance_stats=balance_torch.balance_stats,
+        weighted_activation=swiglu_torch.weighted_activation,
+        rms_norm=rmsnorm.rms_norm,
+        turn=rope_torch.turn,
+        keys_and_values=rope_torch.keys_and_values,
+        vocab_stats=cross_entropy.vocab_stats,
+    )
 
 
 def _triton() -> Kernels:
@@ -134,14 +142,22 @@ def _triton() -> Kernels:
         rope_latent_triton,
         rope_triton,
         router_triton,
+        row_map_triton,
         swiglu_triton,
-    )  # fmt: skip
+    )
 
     return Kernels(
-        permute_triton.permute, permute_triton.unpermute, router_triton.route, balance_triton.balance_stats,
-        swiglu_triton.weighted_activation, rmsnorm_triton.rms_norm, rope_triton.turn,
-        rope_latent_triton.keys_and_values, cross_entropy_triton.vocab_stats,
-    )  # fmt: skip
+        map_rows=row_map_triton.map_rows,
+        permute=permute_triton.permute,
+        unpermute=permute_triton.unpermute,
+        route=router_triton.route,
+        balance_stats=balance_triton.balance_stats,
+        weighted_activation=swiglu_triton.weighted_activation,
+        rms_norm=rmsnorm_triton.rms_norm,
+        turn=rope_triton.turn,
+        keys_and_values=rope_latent_triton.keys_and_values,
+        vocab_stats=cross_entropy_triton.vocab_stats,
+    )
 
 
 def as_rows(device: str, here: Here) -> list[dict[str, Any]]:
