@@ -6,10 +6,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch import Tensor
+
 from moefold.comm.launch import fork_ranks
 from moefold.comm.ledger import Ledger
 from moefold.comm.mesh import Groups
 from moefold.config.parallel import ParallelConfig
+from moefold.dispatch.contract import Arrived
 from moefold.topology.layout import fold
 
 
@@ -21,3 +24,11 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
         return work(Groups(layout, rank, Ledger(), timedelta(seconds=30)))
 
     return fork_ranks(live, world, seconds=60)
+
+
+def multiplied(arrived: Arrived, factor_e: Tensor) -> Tensor:
+    """What experts that only multiply their rows by a number would answer."""
+    expert_SK, weight_SK, kept_SK = arrived.choices
+    if kept_SK is not None:
+        expert_SK, weight_SK = expert_SK.where(kept_SK, 0), weight_SK * kept_SK
+    return arrived.rows_SD * (factor_e[expert_SK] * weight_SK).sum(1, keepdim=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.dispatch.contract import Arrived
+from moefold.dispatch.contract import Arrived, Routing
+from moefold.model.moe.engines import engine_named
 from moefold.model.moe.experts import Experts
 from moefold.model.products import NativeProducts
-from moefold.ops.grouped_matmul import BACKENDS, sequential
 from moefold.ops.swiglu import ACTIVATIONS
 
 CONFIG = MoEConfig(num_experts=4, expert_width=8)
@@ -22,23 +22,25 @@ def build(
     config: MoEConfig, dtype: torch.dtype = torch.float64, backend: str = "sequential", share: float = 1.0
 ) -> Experts:
     torch.manual_seed(0)
-    experts = Experts(config, WIDTH, NativeProducts(BACKENDS[backend]), share).to(dtype)
+    experts = Experts(config, WIDTH, engine_named(backend, NativeProducts())(config), share).to(dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return experts
 
 
 def arrive(counts: list[int], dtype: torch.dtype = torch.float64, weights: torch.dtype = torch.float64) -> Arrived:
+    """Rows with one choice each, in a mixed order."""
     torch.manual_seed(1)
     rows = torch.randn(sum(counts), WIDTH, dtype=dtype, requires_grad=True)
-    weight = torch.rand(sum(counts), dtype=weights, requires_grad=True)
-    return Arrived(rows, weight, torch.tensor(counts), counts, None)
+    weight = torch.rand(sum(counts), 1, dtype=weights, requires_grad=True)
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[torch.randperm(sum(counts)), None]
+    return Arrived(rows, Routing(expert, weight), torch.tensor(counts), counts, None, None)
 
 
 def row_by_row(experts: Experts, arrived: Arrived, config: MoEConfig) -> Tensor:
-    of_row = [expert for expert, count in enumerate(arrived.rows_per_expert_e.tolist()) for _ in range(count)]
-    out = [arrived.rows_RD.new_zeros(0, WIDTH)]
-    for row, weight, e in zip(arrived.rows_RD, arrived.weight_R, of_row, strict=True):
+    out = [arrived.rows_SD.new_zeros(0, WIDTH)]
+    expert_S, weight_S = arrived.choices.expert_tK[:, 0].tolist(), arrived.choices.weight_tK[:, 0]
+    for row, weight, e in zip(arrived.rows_SD, weight_S, expert_S, strict=True):
         gate, up = experts.gate_up[e] @ row
         if experts.gate_up_bias is not None:
             gate, up = gate + experts.gate_up_bias[e, 0], up + experts.gate_up_bias[e, 1]
@@ -49,25 +51,29 @@ def row_by_row(experts: Experts, arrived: Arrived, config: MoEConfig) -> Tensor:
     return torch.cat(out)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "fused"])
 @pytest.mark.parametrize("counts", [[3, 0, 4, 2], [0, 0, 0, 1]])
 @pytest.mark.parametrize(
     ("weight_at", "bias", "activation"),
     list(product(("activation", "output"), (False, True), ("swiglu", "clamped_swiglu"))),
 )
-def test_experts_equal_one_row_at_a_time(counts: list[int], weight_at: str, bias: bool, activation: str) -> None:
+def test_experts_equal_one_row_at_a_time(
+    counts: list[int], weight_at: str, bias: bool, activation: str, engine: str
+) -> None:
     config = replace(CONFIG, weight_at=weight_at, expert_bias=bias, activation=activation)
-    experts, arrived = build(config), arrive(counts)
+    experts, arrived = build(config, backend=engine), arrive(counts)
     out, expected = experts(arrived), row_by_row(experts, arrived, config)
     torch.testing.assert_close(out, expected)
-    inputs = (arrived.rows_RD, arrived.weight_R, *experts.parameters())
+    inputs = (arrived.rows_SD, arrived.choices.weight_tK, *experts.parameters())
     upstream = torch.randn_like(out)
     ours = torch.autograd.grad(out, inputs, upstream)
     torch.testing.assert_close(ours, torch.autograd.grad(expected, inputs, upstream))
 
 
+@pytest.mark.parametrize("engine", ["sequential", "fused"])
 @pytest.mark.parametrize("weight_at", ["activation", "output"])
-def test_a_rank_without_rows_takes_part_in_backward(weight_at: str) -> None:
-    experts = build(replace(CONFIG, expert_bias=True, weight_at=weight_at), share=0.0)
+def test_a_rank_without_rows_takes_part_in_backward(weight_at: str, engine: str) -> None:
+    experts = build(replace(CONFIG, expert_bias=True, weight_at=weight_at), backend=engine, share=0.0)
     experts(arrive([0, 0, 0, 0])).sum().backward()
     assert all(p.grad is not None and (p.grad == 0).all() for p in experts.parameters())
 
@@ -91,30 +97,33 @@ def test_a_share_of_the_experts_runs_with_the_same_code() -> None:
     whole, part = build(CONFIG), build(CONFIG)
     part.gate_up.data, part.down.data = whole.gate_up.data[2:], whole.down.data[2:]
     rows = arrive([0, 0, 4, 2])
-    torch.testing.assert_close(
-        part(rows._replace(rows_per_expert_e=torch.tensor([4, 2]), rows_per_expert=[4, 2])), whole(rows)
-    )
+    choices = rows.choices._replace(expert_tK=rows.choices.expert_tK - 2)
+    here = rows._replace(choices=choices, rows_per_expert_e=torch.tensor([4, 2]), rows_per_expert=[4, 2])
+    torch.testing.assert_close(part(here), whole(rows))
 
 
-def test_narrow_rows_and_wide_weights() -> None:
+@pytest.mark.parametrize("engine", ["grouped", "fused"])
+def test_narrow_rows_and_wide_weights(engine: str) -> None:
     config = replace(CONFIG, expert_bias=True)
     arrived = arrive([8, 0, 4, 3], torch.bfloat16, torch.float32)
-    experts = build(config, torch.float32, "grouped")
+    experts = build(config, torch.float32, engine)
     out = experts(arrived)
     assert out.dtype == torch.bfloat16
     twin = build(config)
     twin.load_state_dict(experts.state_dict())
-    exact = twin(Arrived(arrived.rows_RD.double(), arrived.weight_R.double(), *arrived[2:]))
+    choices = arrived.choices._replace(weight_tK=arrived.choices.weight_tK.double())
+    exact = twin(arrived._replace(rows_SD=arrived.rows_SD.double(), choices=choices))
     torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.1)
     out.backward(torch.ones_like(out))
-    assert arrived.weight_R.grad is not None and arrived.weight_R.grad.dtype == torch.float32
+    assert arrived.choices.weight_tK.grad is not None and arrived.choices.weight_tK.grad.dtype == torch.float32
 
 
 def bytes_saved(weight_at: str) -> tuple[int, int]:
     """All bytes kept for backward beside the inputs, and how many tensors of the shape of the output are among them."""
     config = replace(CONFIG, weight_at=weight_at)
-    experts, arrived = Experts(config, WIDTH, NativeProducts(sequential)).double(), arrive([5, 1, 4, 2])
-    known = {t.untyped_storage().data_ptr() for t in (arrived.rows_RD, arrived.weight_R, *experts.parameters())}
+    experts, arrived = build(config), arrive([5, 1, 4, 2])
+    given = (arrived.rows_SD, arrived.choices.weight_tK, *experts.parameters())
+    known = {t.untyped_storage().data_ptr() for t in given}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from moefold.dispatch.local import LocalDispatcher
 from moefold.model.assemble import whole_batch
 from moefold.model.moe.experts import Experts
 from moefold.model.moe.router import Router
+from moefold.model.moe.sorted_experts import SortedExperts
 from moefold.model.products import NativeProducts
 from moefold.model.seams import WholeTokens
 from moefold.ops.capacity import capacity_of
@@ -39,7 +40,7 @@ def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """A mixture on one process, as a function that runs it forward and backward."""
     torch.manual_seed(0)
     router, dispatcher = Router(config, WIDTH, WholeTokens()), LocalDispatcher(config.num_experts, slots_of(config))
-    experts = Experts(config, WIDTH, NativeProducts(grouped)).to(dtype)
+    experts = Experts(config, WIDTH, SortedExperts(config, NativeProducts(), grouped)).to(dtype)
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token, earlier_E = torch.arange(TOKENS), torch.ones(config.num_experts, dtype=torch.int64)

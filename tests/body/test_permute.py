@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.ops.permute import group_by_expert, group_by_loop, group_padded, put_back, take_rows, take_weights
+from moefold.ops.permute import (
+    Grouped,
+    count_choices,
+    group_by_expert,
+    group_by_loop,
+    group_padded,
+    put_back,
+    take_rows,
+    take_weights,
+)
 
 EXPERTS = 5
 
@@ -22,13 +31,19 @@ def draw(num_tokens: int, dropping: bool) -> Drawn:
     return Drawn(expert_tK, (torch.rand(num_tokens, 3) < 0.6) if dropping else None)
 
 
+def grouped(routing: Drawn) -> Grouped:
+    return group_by_expert(routing, EXPERTS, int(count_choices(routing, EXPERTS).sum()))
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 13])
 @pytest.mark.parametrize("dropping", [False, True])
 def test_groups_equal_the_loop(num_tokens: int, dropping: bool) -> None:
     routing = draw(num_tokens, dropping)
     expected = group_by_loop(routing, EXPERTS)
-    groups = group_by_expert(routing, EXPERTS)
-    assert [part.tolist() for part in groups.choice_N.split(groups.rows_per_expert_E.tolist())] == expected
+    rows_per_expert = count_choices(routing, EXPERTS).tolist()
+    assert rows_per_expert == [len(group) for group in expected]
+    groups = group_by_expert(routing, EXPERTS, sum(rows_per_expert))
+    assert [part.tolist() for part in groups.choice_N.split(rows_per_expert)] == expected
     assert groups.token_N.tolist() == [choice // 3 for group in expected for choice in group]
 
 
@@ -42,13 +57,12 @@ def test_padded_groups_are_the_same_rows_with_empty_slots(num_tokens: int, dropp
     for slots, choices in zip(found, group_by_loop(routing, EXPERTS), strict=True):
         assert slots == (choices + [3 * num_tokens] * capacity)[:capacity]
     assert torch.equal(groups.token_N, groups.choice_N // 3)
-    assert groups.rows_per_expert_E.tolist() == [capacity] * EXPERTS
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_put_back_is_the_gradient_of_take_rows(padded: bool) -> None:
     routing = draw(13, True)
-    groups = group_padded(routing, EXPERTS, 20) if padded else group_by_expert(routing, EXPERTS)
+    groups = group_padded(routing, EXPERTS, 20) if padded else grouped(routing)
     x = torch.randn(13, 4, dtype=torch.float64, requires_grad=True)
     rows = take_rows(x, groups.token_N)
     upstream = torch.randn_like(rows)
@@ -79,6 +93,6 @@ def test_empty_slots_read_zeros_and_return_nothing() -> None:
 
 def test_weights_follow_their_choices() -> None:
     routing, weight = draw(13, True), torch.rand(13, 3)
-    groups = group_by_expert(routing, EXPERTS)
+    groups = grouped(routing)
     expected = [weight.flatten()[choice].item() for group in group_by_loop(routing, EXPERTS) for choice in group]
     assert take_weights(weight, groups.choice_N).tolist() == expected

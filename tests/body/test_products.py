@@ -59,17 +59,16 @@ def gemms_of(work: Callable[[], object]) -> Counter[str]:
 # ---- one product ----
 
 
-def _products(backend: str, deferral: Deferral | None) -> Products:
-    matmul = BACKENDS[backend]
-    return NativeProducts(matmul) if deferral is None else DeferredProducts(matmul, deferral)
+def _products(deferral: Deferral | None) -> Products:
+    return NativeProducts() if deferral is None else DeferredProducts(deferral)
 
 
-def _linear(products: Products, x: Tensor, weight: Tensor) -> Tensor:
+def _linear(products: Products, backend: str, x: Tensor, weight: Tensor) -> Tensor:
     return products.linear(x, weight)
 
 
-def _grouped(rows_per_expert: list[int], products: Products, x: Tensor, weight: Tensor) -> Tensor:
-    return products.grouped(x, weight, torch.tensor(rows_per_expert), rows_per_expert)
+def _grouped(rows_per_expert: list[int], products: Products, backend: str, x: Tensor, weight: Tensor) -> Tensor:
+    return products.grouped(BACKENDS[backend], x, weight, torch.tensor(rows_per_expert), rows_per_expert)
 
 
 CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
@@ -107,7 +106,7 @@ def test_a_product_has_the_bits_of_its_twin(
     for deferral in (None, Deferral()):
         x, weight = _leaves(case, params, compute)
         for factor in (1.0, 3.0):  # twice: gradients add up
-            y = times(_products(backend, deferral), x, weight)
+            y = times(_products(deferral), backend, x, weight)
             with deferral.putting_off(factor) if deferral is not None and put_off else nullcontext():
                 y.backward(torch.full_like(y, factor))
             if deferral is not None:
@@ -128,7 +127,7 @@ def test_what_needs_no_gradient_gets_no_matmul() -> None:
             x, weight = _leaves(case, torch.float32, torch.float32)
             x.requires_grad_(x_counts)
             weight.requires_grad_(weight_counts)
-            y = times(_products(backend, deferral), x, weight)
+            y = times(_products(deferral), backend, x, weight)
             with deferral.putting_off("later"):
                 assert sum(gemms_of(lambda y=y: y.sum().backward()).values()) == x_counts
             assert sum(gemms_of(lambda deferral=deferral: deferral.run_until("later")).values()) == weight_counts
@@ -139,7 +138,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     for case in ("linear", "grouped"):
         x, weight = _leaves(case, torch.float64, torch.float64)
         with torch.no_grad():
-            y = CASES[case][0](_products("sequential", Deferral()), x, weight)
+            y = CASES[case][0](_products(Deferral()), "sequential", x, weight)
         assert y.grad_fn is None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support import on_ranks
+from tests.support import multiplied, on_ranks
 from torch import Tensor
 
 from moefold.comm.mesh import Groups
@@ -32,8 +32,7 @@ def answer(dispatcher: Dispatcher, x: Tensor, routing: Routing, first_expert: in
     """Expert e multiplies by e + 1; a split expert's part gives its share of that."""
     arrived = dispatcher.dispatch(x, routing)
     numbers = torch.arange(len(arrived.rows_per_expert_e), dtype=x.dtype) + first_expert + 1
-    factor = numbers.repeat_interleave(arrived.rows_per_expert_e) * arrived.weight_R * share
-    return dispatcher.combine(arrived.rows_RD * factor[:, None], arrived.ticket)
+    return dispatcher.combine(multiplied(arrived, numbers * share), arrived.ticket)
 
 
 def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:

@@ -69,20 +69,23 @@ def _both_ways(name: str, forward: Callable[[], list[Tensor]]) -> dict[str, Tria
 
 
 def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
-    products = NativeProducts(BACKENDS[PrecisionConfig().experts])
+    products = NativeProducts()
     up, down = _weights(2, shape.hidden, shape.width), _weights(shape.width, shape.hidden)
     x, hidden = _inputs(shape.tokens, shape.width), _inputs(shape.tokens, shape.hidden)
     return lambda: [products.linear(x.view_as(x), up), products.linear(hidden.view_as(hidden), down)]
 
 
 def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
-    products = NativeProducts(BACKENDS[PrecisionConfig().experts])
+    products, matmul = NativeProducts(), BACKENDS[PrecisionConfig().experts]
     host = [shape.rows // shape.experts] * shape.experts
     counts_e = torch.tensor(host)
     up = _weights(shape.experts, 2, shape.hidden, shape.width)
     down = _weights(shape.experts, shape.width, shape.hidden)
     x, hidden = _inputs(shape.rows, shape.width), _inputs(shape.rows, shape.hidden)
-    return lambda: [products.grouped(x, up, counts_e, host), products.grouped(hidden, down, counts_e, host)]
+    return lambda: [
+        products.grouped(matmul, x, up, counts_e, host),
+        products.grouped(matmul, hidden, down, counts_e, host),
+    ]
 
 
 def _attention(shape: AttentionShape) -> Callable[[], list[Tensor]]:

@@ -18,10 +18,11 @@ from moefold.bench.samples import CONTEXT, ROUTED
 from moefold.comm.group import Group
 from moefold.comm.mesh import Groups
 from moefold.dispatch.all_to_all import AllToAllDispatcher
-from moefold.dispatch.contract import Dispatcher, Routing
+from moefold.dispatch.contract import Arrived, Dispatcher, Routing
 from moefold.dispatch.local import LocalDispatcher
 from moefold.model.assemble import share_of, whole_batch
 from moefold.ops.attention import attend
+from moefold.ops.permute import group_by_expert, put_back, take_rows, take_weights
 from moefold.parallel.context import ContextCore, by_ring
 from moefold.parallel.placements import DATA_GROUPS
 
@@ -55,7 +56,7 @@ def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
     def there_and_back(dispatcher: Dispatcher) -> Trial:
         def trial() -> None:
             arrived = dispatcher.dispatch(x, Routing(chosen, weight))
-            dispatcher.combine(arrived.rows_RD * arrived.weight_R[:, None], arrived.ticket).sum().backward()
+            dispatcher.combine(_sort_and_weigh(arrived), arrived.ticket).sum().backward()
 
         return trial
 
@@ -63,6 +64,14 @@ def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
         "exchange": there_and_back(AllToAllDispatcher(ROUTED.experts, ep, etp)),
         "one exchange": there_and_back(LocalDispatcher(ROUTED.experts)),
     }
+
+
+def _sort_and_weigh(arrived: Arrived) -> Tensor:
+    """What experts do with rows apart from computing."""
+    groups = group_by_expert(arrived.choices, len(arrived.rows_per_expert), sum(arrived.rows_per_expert))
+    weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N)
+    rows_RD = take_rows(arrived.rows_SD, groups.token_N) * weight_R[:, None]
+    return put_back(rows_RD, groups.token_N, arrived.rows_SD.shape[0])
 
 
 class _Sum(torch.autograd.Function):

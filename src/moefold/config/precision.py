@@ -18,5 +18,6 @@ class PrecisionConfig:
 
     params: Format = "float32"
     compute: Format = "float32"
-    # sequential: one matmul per expert, the reference. grouped: one call for all experts of the rank.
-    experts: Literal["sequential", "grouped"] = "grouped"
+    # sequential: one matmul per expert, the reference. grouped: one call for all experts of the rank, for GPUs.
+    # fused: everything about experts in one operation, for CPUs.
+    experts: Literal["sequential", "grouped", "fused"] = "grouped"

@@ -1,6 +1,6 @@
 """Every rank of the block sees all tokens of the block and picks those its experts were chosen for.
 
-t tokens here, N tokens of the block, K choices per token, R rows computed here, D width.
+t tokens here, N tokens of the block, K choices per token, D width.
 
 The block is the ep x etp ranks that together hold every expert once. Gathering moves more bytes than sending rows where
 they are wanted, unless a token has many choices (K near ep); it needs no exchange of counts, and adding the
@@ -8,8 +8,6 @@ answers up on the way home serves split experts (etp > 1) and chosen experts ali
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +17,6 @@ from moefold.comm.group import Group
 from moefold.dispatch.contract import Arrived, Routing
 from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.dispatch.local import LocalDispatcher
-
-
-class _Ticket(NamedTuple):
-    here: Any
-    sizes: Sizes
 
 
 class AllGatherDispatcher:
@@ -50,11 +43,10 @@ class AllGatherDispatcher:
         sizes = self._ask(x_tD) if self.tokens_of_rank is None else self.tokens_of_rank
         x_ND = gather_rows(x_tD, sizes, self.block)
         arrived = self.here.dispatch(x_ND, self._choices_of_block(routing, sizes))
-        return arrived._replace(ticket=_Ticket(arrived.ticket, sizes))
+        return arrived._replace(ticket=sizes)
 
-    def combine(self, rows_RD: Tensor, ticket: _Ticket) -> Tensor:
-        partial_ND = self.here.combine(rows_RD, ticket.here)
-        return reduce_rows(partial_ND, ticket.sizes, self.block)
+    def combine(self, answers_ND: Tensor, ticket: Sizes) -> Tensor:
+        return reduce_rows(answers_ND, ticket, self.block)
 
     def _ask(self, x_tD: Tensor) -> Sizes:
         mine = torch.tensor([x_tD.shape[0]], device=x_tD.device)

@@ -1,6 +1,10 @@
-"""What a dispatcher promises: rows go out sorted by expert, answers come home in token order.
+"""What a dispatcher promises: rows and what was chosen for them go out, sums of answers come home in token order.
 
-t tokens here, K choices per token, R rows arriving here, e experts of this rank, D width.
+t tokens here, K choices per token, S rows arriving here, e experts of this rank, D width.
+
+A dispatcher moves rows and nothing else. What arrives are source rows, each with its choices among the experts of this
+rank; the experts answer with one row for each, the sum of its choices' weighed answers. So a row that several experts
+here were chosen for need travel only once each way, and sorting rows by expert is the experts' own business.
 
 Nothing stays on the dispatcher between ``dispatch`` and ``combine``: what the way home needs is in the ticket, so any
 number of microbatches can be under way at once.
@@ -22,19 +26,21 @@ class Routing(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """Rows for the experts of this rank, sorted by expert, each with the weight its token gave to the choice."""
+    """Rows for the experts of this rank, with their choices among those, numbered from 0."""
 
-    rows_RD: Tensor
-    weight_R: Tensor
+    rows_SD: Tensor
+    choices: Routing
+    # How many kept choices each expert has, and the same on the host.
     rows_per_expert_e: Tensor
-    # The same counts on the host where they are known there without a look at the device; None keeps it sync-free.
-    rows_per_expert: list[int] | None
+    rows_per_expert: list[int]
+    # Every expert computes exactly so many rows, empty ones included, so no shape depends on data; None if they differ.
+    slots: int | None
     ticket: Any
 
 
 class Dispatcher(Protocol):
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived: ...
 
-    def combine(self, rows_RD: Tensor, ticket: Any) -> Tensor:
+    def combine(self, answers_SD: Tensor, ticket: Any) -> Tensor:
         """Add up each token's answers, which the experts have already weighed."""
         ...

@@ -27,7 +27,8 @@ from moefold.model.embedding import Embedding
 from moefold.model.feed_forward import FeedForward
 from moefold.model.linear import Linear
 from moefold.model.loss import LanguageLoss
-from moefold.model.moe.experts import Experts
+from moefold.model.moe.engines import engine_named
+from moefold.model.moe.experts import EngineMaker, Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.router import Router
 from moefold.model.moe.select import Selector, build_selector
@@ -35,7 +36,6 @@ from moefold.model.mtp import LookAhead
 from moefold.model.norm import RMSNorm
 from moefold.model.products import NativeProducts, Products
 from moefold.model.seams import TokenSeam, VocabSeam, WholeTokens, WholeVocab
-from moefold.ops.grouped_matmul import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Seams:
     vocab: VocabSeam
     dispatcher: Callable[[MoEConfig], Dispatcher]
     products: Products
+    experts: EngineMaker
     # How much of an expert's output bias this rank adds, when several ranks' parts of the expert are summed.
     bias_share: float = 1.0
     core: AttentionCore = field(default_factory=LocalCore)
@@ -56,8 +57,9 @@ class Seams:
 
 
 def one_process_seams(experts_backend: str = "sequential") -> Seams:
-    products = NativeProducts(BACKENDS[experts_backend])
-    return Seams(WholeTokens(), WholeVocab(), lambda moe: LocalDispatcher(moe.num_experts), products)
+    products = NativeProducts()
+    engine = engine_named(experts_backend, products)
+    return Seams(WholeTokens(), WholeVocab(), lambda moe: LocalDispatcher(moe.num_experts), products, engine)
 
 
 def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts: Parts | None = None) -> Decoder:
@@ -113,7 +115,7 @@ def _mixture(moe: MoEConfig, width: int, seams: Seams) -> MoELayer:
     return MoELayer(
         router=Router(moe, width, seams.tokens, seams.selector(moe)),
         dispatcher=seams.dispatcher(moe),
-        experts=Experts(moe, width, seams.products, seams.bias_share),
+        experts=Experts(moe, width, seams.experts(moe), seams.bias_share),
         shared=shared,
         shared_gate=Linear(width, 1, seams.products) if shared is not None and moe.shared_gate else None,
         latent_down=None if latent is None else Linear(width, latent, seams.products),

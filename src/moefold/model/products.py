@@ -27,20 +27,21 @@ class Products(Protocol):
         """x W^T, where all but the last dim of the weight are rows of W."""
         ...
 
-    def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
+    def grouped(
+        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+    ) -> Tensor:
         """The same for rows sorted by expert, each with its own expert's weight, the first dim of ``weight``."""
         ...
 
 
 class NativeProducts:
-    def __init__(self, matmul: GroupedMatmul) -> None:
-        self.matmul = matmul
-
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight.flatten(0, -2).to(x.dtype))
 
-    def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
-        return self.matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+    def grouped(
+        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+    ) -> Tensor:
+        return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
 
 
 # Computes one weight's gradient, in the shape of the weight.
@@ -110,16 +111,18 @@ def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
 
 
 class DeferredProducts:
-    def __init__(self, matmul: GroupedMatmul, deferral: Deferral) -> None:
-        self.matmul, self.deferral = matmul, deferral
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight)
         return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.deferral)
 
-    def grouped(self, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
+    def grouped(
+        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+    ) -> Tensor:
         kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
-        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, self.matmul, self.deferral)
+        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self.deferral)
         return _Grouped.apply(kept, weight, *more)
 
 

@@ -10,8 +10,7 @@ end: it reads zeros and has weight 0, and what it holds on the way back goes now
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,20 +30,17 @@ class Choices(Protocol):
 class Grouped(NamedTuple):
     choice_N: Tensor
     token_N: Tensor
-    rows_per_expert_E: Tensor
-    # The same counts on the host.
-    rows_per_expert: list[int]
 
 
-def group_by_expert(routing: Choices, num_experts: int, read: Callable[[Tensor], list[int]] = Tensor.tolist) -> Grouped:
-    """Kept choices in the order of their experts; ``read`` brings their number per expert to the host."""
-    key_N = _expert_or_none(routing, num_experts)
-    rows_per_expert_E = count_keys(key_N, num_experts + 1)[:num_experts]
-    rows_per_expert = read(rows_per_expert_E)
-    choice_N = stable_order(key_N, num_experts + 1)
-    if routing.kept_tK is not None:
-        choice_N = choice_N[: sum(rows_per_expert)]
-    return Grouped(choice_N, choice_N // routing.expert_tK.shape[1], rows_per_expert_E, rows_per_expert)
+def count_choices(routing: Choices, num_experts: int) -> Tensor:
+    """[E]: how many kept choices each expert has."""
+    return count_keys(_expert_or_none(routing, num_experts), num_experts + 1)[:num_experts]
+
+
+def group_by_expert(routing: Choices, num_experts: int, num_rows: int) -> Grouped:
+    """Kept choices, of which there are ``num_rows``, in the order of their experts."""
+    choice_N = stable_order(_expert_or_none(routing, num_experts), num_experts + 1)[:num_rows]
+    return Grouped(choice_N, choice_N // routing.expert_tK.shape[1])
 
 
 def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
@@ -60,8 +56,7 @@ def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
     # One slot more than there are: choices without a place overwrite one another there, and it is cut off.
     choices = torch.full((num_slots + 1,), num_choices, device=device)
     choices = choices.scatter(0, slot_N, torch.arange(num_choices, device=device))[:num_slots]
-    rows_per_expert_E = torch.full((num_experts,), capacity, device=device)
-    return Grouped(choices, choices // expert_tK.shape[1], rows_per_expert_E, [capacity] * num_experts)
+    return Grouped(choices, choices // expert_tK.shape[1])
 
 
 def take_rows(x_tD: Tensor, token_N: Tensor) -> Tensor:
@@ -76,7 +71,23 @@ def take_weights(weight_tK: Tensor, choice_N: Tensor) -> Tensor:
 
 def put_back(rows_ND: Tensor, token_N: Tensor, num_tokens: int) -> Tensor:
     """Add up the rows of each token, in the order in which they stand. The gradient of ``take_rows``."""
-    return rows_ND.new_zeros(num_tokens + 1, *rows_ND.shape[1:]).index_add(0, token_N, rows_ND)[:num_tokens]
+    home: Tensor = _PutBack.apply(rows_ND, token_N, num_tokens)
+    return home
+
+
+class _PutBack(torch.autograd.Function):
+    """Recomputation stops once it has everything that was saved. The token numbers are held, and not saved, so that it
+    need not compute the rows again, which nobody looks at."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, token_N: Tensor, num_tokens: int) -> Tensor:
+        ctx.token_N = token_N
+        home = rows_ND.new_zeros(num_tokens + 1, *rows_ND.shape[1:])
+        return home.index_add_(0, token_N, rows_ND)[:num_tokens]
+
+    @staticmethod
+    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None, None]:
+        return take_rows(grad_tD, ctx.token_N), None, None
 
 
 def group_by_loop(routing: Choices, num_experts: int) -> list[list[int]]:

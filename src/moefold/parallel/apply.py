@@ -28,8 +28,8 @@ from moefold.model.attention.core import AttentionCore, LocalCore
 from moefold.model.build import Seams, build_decoder
 from moefold.model.decoder import Decoder
 from moefold.model.initialize import Box, first_values
+from moefold.model.moe.engines import engine_named
 from moefold.model.products import Deferral, DeferredProducts, NativeProducts
-from moefold.ops.grouped_matmul import BACKENDS
 from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.data import shard_over_data
 from moefold.parallel.expert import dispatcher_for
@@ -108,12 +108,13 @@ def lay_out_share(run: RunConfig, groups: Groups, device: torch.device, host: Ho
 
 
 def seams_of(run: RunConfig, groups: Groups, deferral: Deferral | None, host: HostCounts) -> Seams:
-    matmul = BACKENDS[run.precision.experts]
+    products = NativeProducts() if deferral is None else DeferredProducts(deferral)
     return Seams(
         tokens=TokenShards(groups),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
-        products=NativeProducts(matmul) if deferral is None else DeferredProducts(matmul, deferral),
+        products=products,
+        experts=engine_named(run.precision.experts, products, deferral),
         # The bias of a split expert is added on one of the ranks that hold its parts.
         bias_share=float(groups["etp"].index == 0),
         core=core_for(run, groups),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import moefold.dispatch.all_gather
 import moefold.dispatch.all_to_all
-import moefold.dispatch.local
+import moefold.model.moe.sorted_experts
 import moefold.optim.adamw
 import moefold.parallel.apply
 import moefold.parallel.placements
@@ -122,19 +122,26 @@ def combine_drops_a_row() -> None:
     def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda rows, token, count: put(rows * (torch.arange(len(rows)) != 1)[:, None], token, count)
 
-    wrap(moefold.dispatch.local, "put_back", make)
+    wrap(moefold.model.moe.sorted_experts, "put_back", make)
 
 
-def _experts(change: Callable[[Callable[..., Tensor], Experts, Arrived], Tensor]) -> None:
-    wrap(Experts, "forward", lambda forward: lambda self, arrived: change(forward, self, arrived))
+def _weights(change: Callable[[Tensor], Tensor]) -> None:
+    def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def with_others(self: Experts, arrived: Arrived) -> Tensor:
+            choices = arrived.choices._replace(weight_tK=change(arrived.choices.weight_tK))
+            return forward(self, arrived._replace(choices=choices))
+
+        return with_others
+
+    wrap(Experts, "forward", make)
 
 
 def weight_applied_twice() -> None:
-    _experts(lambda forward, self, arrived: forward(self, arrived) * arrived.weight_R[:, None])
+    _weights(Tensor.square)
 
 
 def weight_not_applied() -> None:
-    _experts(lambda forward, self, a: forward(self, a._replace(weight_R=torch.ones_like(a.weight_R))))
+    _weights(torch.ones_like)
 
 
 def weight_gradient_lost() -> None:

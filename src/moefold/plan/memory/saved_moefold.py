@@ -93,10 +93,12 @@ MOEFOLD: tuple[Saved, ...] = (
     # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
     Saved("mixture", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
     Saved("mixture", "order of experts", lambda s: 8 * s.experts, "byte"),
-    Saved("mixture", "places of rows", lambda s: 16 * s.top_k, "byte"),
-    Saved("mixture", "places of rows there", lambda s: 8 * s.top_k, "byte", "rows", needs="all_to_all"),
+    Saved("mixture", "places of rows at home", lambda s: 16 * s.top_k, "byte", needs="all_to_all"),
+    Saved("mixture", "places of rows", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
     Saved("mixture", "in the experts' width", lambda s: s.travel * (s.travel != s.D)),
-    Saved("mixture", "rows", lambda s: s.top_k * s.travel, cut="rows"),
+    # Computed again, they are gathered again, from the tokens where those are here.
+    Saved("mixture", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all"),
+    Saved("mixture", "rows that arrived", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
     # ---- mixture: experts ----
     Saved("mixture", "phase input", lambda s: s.D, needs="experts again"),
     Saved(
@@ -126,7 +128,4 @@ MOEFOLD: tuple[Saved, ...] = (
     ),
     Saved("mixture", "bounded, and its sigmoid", lambda s: 3 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
     Saved("mixture", "biases of rows", lambda s: s.top_k * s.biased, cut="rows", dropped=_EXPERTS),
-    # ---- mixture: the way home; torch's index_add and index_copy keep what they are given ----
-    Saved("mixture", "answers there", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
-    Saved("mixture", "answers at home", lambda s: s.top_k * s.travel, cut="tokens"),
 )

@@ -1,0 +1,79 @@
+"""Experts run on rows sorted by expert: one grouped product, the gate, another grouped product.
+
+S source rows here, R rows sorted by expert, e experts of this rank, L width of a row, F hidden width.
+
+The output of an expert is linear in its hidden activation, so a token's weight for the expert may as well multiply
+there. That is half of what is known as memory-efficient permutation: multiplying the output would need the R x L
+output again in the backward pass, while the activation is kept for the second product anyway.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moefold.config.moe import MoEConfig
+from moefold.dispatch.contract import Arrived
+from moefold.model.moe.experts import ExpertWeights
+from moefold.model.products import Products
+from moefold.ops.grouped_matmul import GroupedMatmul
+from moefold.ops.permute import group_by_expert, group_padded, put_back, take_rows, take_weights
+from moefold.ops.swiglu import ACTIVATIONS
+
+
+class SortedExperts:
+    def __init__(self, config: MoEConfig, products: Products, matmul: GroupedMatmul) -> None:
+        self.activation = ACTIVATIONS[config.activation]
+        self.weigh_activation = config.weight_at == "activation"
+        self.products, self.matmul = products, matmul
+
+    def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
+        num_experts = weights.gate_up.shape[0]
+        if arrived.slots is None:
+            groups = group_by_expert(arrived.choices, num_experts, sum(arrived.rows_per_expert))
+        else:
+            groups = group_padded(arrived.choices, num_experts, arrived.slots)
+        rows_RL = take_rows(arrived.rows_SD, groups.token_N)
+        weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N)
+        answers_RL = self._answers(rows_RL, weight_R, arrived, weights)
+        return put_back(answers_RL, groups.token_N, arrived.rows_SD.shape[0])
+
+    def _answers(self, rows_RL: Tensor, weight_R: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
+        hidden_RF = self._hidden(rows_RL, arrived, weights)
+        if self.weigh_activation:
+            out_RL = self._times(weigh(hidden_RF, weight_R), weights.down, arrived)
+            return (
+                out_RL if weights.down_bias is None else out_RL + weigh(_bias_down(rows_RL, arrived, weights), weight_R)
+            )
+        out_RL = self._times(hidden_RF, weights.down, arrived)
+        if weights.down_bias is not None:
+            out_RL = out_RL + _bias_down(rows_RL, arrived, weights)
+        return weigh(out_RL, weight_R)
+
+    def _hidden(self, rows_RL: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
+        gate_up_RG = self._times(rows_RL, weights.gate_up, arrived)
+        if weights.gate_up_bias is not None:
+            gate_up_RG = gate_up_RG + per_row(weights.gate_up_bias.flatten(1), rows_RL, arrived)
+        return self.activation(*gate_up_RG.chunk(2, dim=-1))
+
+    def _times(self, rows: Tensor, weight: Tensor, arrived: Arrived) -> Tensor:
+        return self.products.grouped(self.matmul, rows, weight, arrived.rows_per_expert_e, arrived.rows_per_expert)
+
+
+def _bias_down(rows_RL: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
+    assert weights.down_bias is not None
+    # Times 0 and not left out: every rank's bias takes part in the backward pass.
+    return per_row(weights.down_bias, rows_RL, arrived) * weights.bias_share
+
+
+def weigh(rows: Tensor, weight_R: Tensor) -> Tensor:
+    """Multiply in the wider of the two formats, then return to the rows' own.
+
+    The weight's gradient is a sum over a row's whole width and feeds the router, which works in float32 for a reason.
+    """
+    return (rows * weight_R[:, None]).to(rows.dtype)
+
+
+def per_row(bias_e: Tensor, rows_RL: Tensor, arrived: Arrived) -> Tensor:
+    """Each row's own expert's bias; the total is known from the rows, so it need not be read back."""
+    bias_R = bias_e.repeat_interleave(arrived.rows_per_expert_e, dim=0, output_size=rows_RL.shape[0])
+    return bias_R.to(rows_RL.dtype)
