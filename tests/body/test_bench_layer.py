@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from moefold.bench.goals import AS_LAUNCHED, BEST_PEER, SAME, Goal, verdicts
 from moefold.bench.layer_shapes import SHAPES, LayerShape
 from moefold.bench.layers import BARE, CONTESTANTS, OURS
 from moefold.bench.memory import measured_peak
+from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant, Run, Standing, spread
 from moefold.bench.saved import saved_for_backward
 from moefold.cli.main import main
@@ -227,3 +229,15 @@ def test_what_cannot_be_measured_is_said_at_once(
 def test_the_three_shapes_are_those_of_the_documents() -> None:
     assert str(SHAPES["b"]) == "T=4096 h=1024 f=256 E=64 K=8 shared=256"
     assert SHAPES["a"].flops() == 18 * 1024 * 2048 * 2 * 3584
+
+
+def test_neighbours_are_those_who_are_not_us() -> None:
+    """Half a second of our own work is not somebody else's."""
+    began = now()
+    if began is None:
+        pytest.skip("this kernel does not say")
+    while (moment := now()) is not None and moment.own < began.own + 0.5:
+        pass
+    others, cores = cores_of_others(began), os.cpu_count() or 1
+    # The kernel counts in ticks of 10 ms.
+    assert others is not None and others <= cores - 0.4 * 0.5 / (moment.wall - began.wall)  # type: ignore[union-attr]

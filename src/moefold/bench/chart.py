@@ -61,6 +61,8 @@ def _figure(contest: Contest, bases: Sequence[str]) -> str:
     what = f"times as long as: {base}" if base else "seconds"
     note = f"Shorter is better. Medians of {contest.rounds} rounds, {CLOCKS[contest.clock]}. "
     note += "Lines: the middle half of the rounds."
+    if contest.others is not None:
+        note += f" Other programs kept {contest.others:.1f} cores busy meanwhile."
     if len(contest.routings) > 1:
         note += " Pale: fixed routing. Full: changing routing, as in training."
     roles = {each.entrant.role for each in shown}

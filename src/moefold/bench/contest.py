@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, Any
 
+from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant, Run, Standing
 
 # Told what is being done, and how many of how many.
@@ -114,6 +115,7 @@ def hold_contest(
     say: Say = lambda what, done, total: None,
 ) -> Contest:
     """Everybody's runs. Who cannot start, or fails on the way, is in the result with its reason."""
+    began = now()
     one_thread = all(entrant.options["threads"] == 1 for entrant in entrants)
     with _workers(kind, entrants) as workers:
         standings = [_started(worker, number, len(workers), say) for number, worker in enumerate(workers, 1)]
@@ -121,7 +123,7 @@ def hold_contest(
             standings = _take_turns(workers, standings, routing, rounds, warm, say)
         standings = [_weighed(worker, standing) for worker, standing in zip(workers, standings)]
         say("memory and errors", len(workers), len(workers))
-    return Contest(title, "cpu" if one_thread else "wall", rounds, tuple(standings), tolerance)
+    return Contest(title, "cpu" if one_thread else "wall", rounds, tuple(standings), tolerance, cores_of_others(began))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,10 +15,7 @@ from moefold.units import format_bytes, format_seconds
 
 def contest_text(contest: Contest, bases: Sequence[str], found: Sequence[Verdict]) -> str:
     """``bases``: what times are compared with, beside the best peer."""
-    clock = (
-        f"times are {CLOCKS[contest.clock]}, medians of {contest.rounds} rounds; '-/+' is the middle half of the rounds"
-    )
-    pieces = [contest.title, clock]
+    pieces = [contest.title, how_measured(contest)]
     for routing in contest.routings:
         heading = f"{routing} routing\n" if routing else ""
         pieces.append(heading + _table(contest, bases, routing))
@@ -29,11 +27,19 @@ def contest_text(contest: Contest, bases: Sequence[str], found: Sequence[Verdict
     return "\n\n".join(pieces)
 
 
+def how_measured(contest: Contest) -> str:
+    words = f"times are {CLOCKS[contest.clock]}, medians of {contest.rounds} rounds; '-/+' is the middle half of them"
+    if contest.others is None:
+        return words
+    return f"{words}; other programs kept {contest.others:.1f} of {os.cpu_count()} cores busy meanwhile"
+
+
 def contest_json(contest: Contest, bases: Sequence[str], found: Sequence[Verdict]) -> dict[str, Any]:
     return {
         "title": contest.title,
         "clock": contest.clock,
         "rounds": contest.rounds,
+        "cores_of_others": contest.others,
         "contestants": [_standing_json(contest, bases, each) for each in contest.standings],
         "verdicts": [
             {"words": each.words, "routing": each.routing, "found": each.found, "reached": each.reached}
@@ -55,8 +61,7 @@ def _table(contest: Contest, bases: Sequence[str], routing: str) -> str:
     columns = list(compared_with(contest, bases, routing))
     memory = any(each.saved is not None or each.peak is not None for each in contest.standings)
     errors = any(each.error is not None for each in contest.standings)
-    wall = ["wall"] if contest.clock != "wall" else []
-    head = ["contestant", "time", "-/+", *wall, *(f"x {heading}" for heading, _ in columns)]
+    head = ["contestant", "time", "-/+", _other(contest), *(f"x {heading}" for heading, _ in columns)]
     head += ["saved", "peak", "held", "faults"] if memory else []
     head += ["rel. error"] if errors else []
     rows = []
@@ -72,10 +77,14 @@ def _table(contest: Contest, bases: Sequence[str], routing: str) -> str:
 
 
 def _times(contest: Contest, name: str, routing: str) -> list[str]:
-    time, wall = contest.time(name, routing), contest.time(name, routing, "wall")
-    assert time is not None and wall is not None
-    cells = [name, format_seconds(time.median), f"{100 * time.relative:.0f} %"]
-    return cells if contest.clock == "wall" else [*cells, format_seconds(wall.median)]
+    time, other = contest.time(name, routing), contest.time(name, routing, _other(contest))
+    assert time is not None and other is not None
+    return [name, format_seconds(time.median), f"{100 * time.relative:.0f} %", format_seconds(other.median)]
+
+
+def _other(contest: Contest) -> str:
+    """The clock that does not count here."""
+    return "wall" if contest.clock == "cpu" else "cpu"
 
 
 def ratio_text(ratio: Spread | None) -> str:

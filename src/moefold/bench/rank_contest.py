@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from moefold.bench.contest import FIRST_SEED, FIXED_SEED, Say, rounds_of
 from moefold.bench.contestant import Checked, Contestant, in_one_line, timed_run
+from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, Contest, Entrant, Run, Standing
 from moefold.comm.launch import fork_ranks
 from moefold.ops.heap import keep_heap
@@ -44,9 +45,11 @@ def hold_rank_contest(
         runs = {routing: _take_turns(built, routing, rounds, warm, speak) for routing in routings}
         return {"failures": failures, "runs": runs, "errors": {name: _error(each) for name, each in built.items()}}
 
+    began = now()
     answers = fork_ranks(work, world, seconds=_SECONDS)
+    others = cores_of_others(began)
     standings = tuple(_standing(name, role, answers, routings) for name, (role, _) in builders.items())
-    return Contest(title, "wall", rounds, standings, tolerance)
+    return Contest(title, "wall", rounds, standings, tolerance, others)
 
 
 def _build_all(

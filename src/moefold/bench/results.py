@@ -82,6 +82,8 @@ class Contest:
     rounds: int
     standings: tuple[Standing, ...]
     tolerance: float = float("inf")
+    # How many cores other programs kept busy meanwhile.
+    others: float | None = None
 
     @property
     def routings(self) -> tuple[str, ...]:
