@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ STEP = f"""examples:
   moefold bench step --set data.seq_len=128 --set model.num_layers=2 --contestants hand-written,moefold
 {NOTE}"""
 
+# Where progress is not on a terminal.
+_SECONDS_BETWEEN_LINES = 10.0
 _SIZES = ("tokens", "width", "hidden", "experts", "top_k", "shared")
 _ATTENTION_SIZES = ("tokens", "length", "heads", "kv_heads", "dim")
 
@@ -269,14 +272,17 @@ def _write_chart(path: Path, held: list[Held]) -> None:
 
 
 def progress() -> Callable[[str, int, int], None]:
-    """A line that is rewritten on a terminal; one line per finished part elsewhere."""
+    """A line that is rewritten on a terminal; elsewhere one per finished part, and one now and then."""
     live = sys.stderr.isatty()
+    spoken = time.monotonic()
 
     def say(what: str, done: int, total: int) -> None:
+        nonlocal spoken
         if live:
             end = "\n" if done == total else ""
             print(f"\r{what}: {done} of {total}    ", end=end, file=sys.stderr, flush=True)
-        elif done == total:
-            print(f"{what}: {total}", file=sys.stderr, flush=True)
+        elif done == total or time.monotonic() > spoken + _SECONDS_BETWEEN_LINES:
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            spoken = time.monotonic()
 
     return say
