@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from moefold.config.moe import RouterConfig
 from moefold.dispatch.contract import Routing
-from moefold.ops.backends import JOBS, Kernels, _triton
+from moefold.ops.backends import JOBS, Kernels, triton_kernels
 from moefold.ops.kernels.row_map import RowMap, map_rows
 
 
@@ -88,7 +88,7 @@ def test_every_job_is_watched() -> None:
 def test_no_races_and_nothing_outside(job: str, number: int) -> None:
     torch.manual_seed(number)
     with watching() as watch:
-        found = CALLS[job][number](_triton())
+        found = CALLS[job][number](triton_kernels())
         outputs = [out for out in (found if isinstance(found, tuple) else (found,)) if isinstance(out, Tensor)]
         outputs = [out for out in outputs if out.requires_grad]
         torch.autograd.backward(outputs, [torch.randn_like(out) for out in outputs])

@@ -17,7 +17,7 @@ from moefold.dispatch.contract import Routing
 from moefold.errors import BackendError
 from moefold.ops.kernels import permute_torch, permute_triton
 from moefold.ops.kernels.interpret import interpreting
-from moefold.ops.kernels.row_map import RowMap, map_rows, most_rows
+from moefold.ops.kernels.row_map import RowMap, map_rows, map_slots, most_rows
 from moefold.ops.permute import group_by_loop
 
 
@@ -84,6 +84,18 @@ def test_the_map_against_a_loop(seed: int) -> None:
         assert [row_N[choice] for choice in choices] == list(range(start, start + len(choices)))
         start += -(-len(choices) // multiple) * multiple
     assert rows.start_E[E] == start <= rows.num_rows
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slots_against_a_loop(seed: int) -> None:
+    _, routing, _, E, slots = draw(seed)
+    rows = map_slots(routing, E, slots)
+    row_N = rows.row_tK.flatten().tolist()
+    for expert, choices in enumerate(group_by_loop(routing, E)):
+        here = [expert * slots + place if place < slots else -1 for place in range(len(choices))]
+        assert [row_N[choice] for choice in choices] == here
+        assert rows.start_E[expert] == expert * slots and rows.count_E[expert] == min(len(choices), slots)
+    assert rows.num_rows == rows.start_E[E] == E * slots
 
 
 def test_the_bound_is_reached() -> None:

@@ -114,10 +114,10 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
     here = look_around() if here is None else here
     for job in JOBS:
         resolve(job, name, device, here, number_format)
-    return {"torch": _torch, "triton": _triton}[name]()
+    return {"torch": torch_kernels, "triton": triton_kernels}[name]()
 
 
-def _torch() -> Kernels:
+def torch_kernels() -> Kernels:
     return Kernels(
         map_rows=row_map.map_rows,
         permute=permute_torch.permute,
@@ -132,7 +132,7 @@ def _torch() -> Kernels:
     )
 
 
-def _triton() -> Kernels:
+def triton_kernels() -> Kernels:
     # Only here: triton is an extra.
     from moefold.ops.kernels import (
         balance_triton,

@@ -18,6 +18,8 @@ def turn(
     """Turn the last 2r entries of every head by the token's angle. ``in_place`` is allowed and not made use of."""
 
     def turned(x_THd: Tensor) -> Tensor:
+        if x_THd.shape[-1] == 2 * cos_Tr.shape[-1]:
+            return rotate(x_THd, cos_Tr, sin_Tr, interleaved)
         still, turning = x_THd.split((x_THd.shape[-1] - 2 * cos_Tr.shape[-1], 2 * cos_Tr.shape[-1]), dim=-1)
         return torch.cat((still, rotate(turning, cos_Tr, sin_Tr, interleaved)), dim=-1)
 

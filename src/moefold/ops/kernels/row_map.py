@@ -3,9 +3,9 @@
 t tokens, K choices per token, E experts, R rows sorted by expert, m the multiple to which an expert's rows are filled.
 
 Expert e owns the rows from start_E[e] to start_E[e + 1]. The first count_E[e] of them are tokens in their own order,
-the rest are pads: a low-precision product wants its rows in blocks of 16 or 32, and a pad of zeros changes no sum. The
-number of rows is bounded without a look at the data, so the host never waits for the device; rows past start_E[E]
-belong to nobody and are zeros too.
+the rest are pads: a low-precision product wants its rows in blocks of 16 or 32, and zeros change no sum. Where
+the host does not know how many rows there are, the most there can be is taken, so it never waits for the device; rows
+past start_E[E] belong to nobody and are zeros too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,31 @@ def most_rows(num_choices: int, num_experts: int, multiple: int) -> int:
     return most // multiple * multiple
 
 
-def map_rows(choices: Choices, num_experts: int, multiple: int = 1) -> RowMap:
-    expert_tK, kept_tK = choices.expert_tK, choices.kept_tK
-    key_N = expert_tK if kept_tK is None else expert_tK.where(kept_tK, num_experts)
-    key_N = key_N.flatten()
+def map_rows(choices: Choices, num_experts: int, multiple: int = 1, num_rows: int | None = None) -> RowMap:
+    """``num_rows``: how many there are with pads, where that is known."""
+    expert_tK, key_N = choices.expert_tK, _expert_or_none(choices, num_experts)
     count_E = count_keys(key_N, num_experts + 1)[:num_experts]
     padded_E = (count_E + (multiple - 1)) // multiple * multiple
     start_E = torch.cat([count_E.new_zeros(1), padded_E.cumsum(0)])
     row_N = start_E[key_N] + rank_within_key(key_N, num_experts + 1)
     row_tK = row_N.where(key_N < num_experts, -1).view_as(expert_tK)
-    num_rows = most_rows(expert_tK.numel(), num_experts, multiple)
+    num_rows = most_rows(expert_tK.numel(), num_experts, multiple) if num_rows is None else num_rows
     return RowMap(row_tK.to(torch.int32), start_E.to(torch.int32), count_E.to(torch.int32), num_rows)
+
+
+def map_slots(choices: Choices, num_experts: int, slots: int) -> RowMap:
+    """Every expert owns ``slots`` rows, whatever was chosen. A choice beyond them is left out, so drop it before."""
+    key_N = _expert_or_none(choices, num_experts)
+    place_N = rank_within_key(key_N, num_experts + 1)
+    row_N = (key_N * slots + place_N).where((key_N < num_experts) & (place_N < slots), -1)
+    count_E = count_keys(key_N, num_experts + 1)[:num_experts].clamp(max=slots)
+    start_E = torch.arange(num_experts + 1, dtype=torch.int32, device=key_N.device) * slots
+    row_tK = row_N.view_as(choices.expert_tK).to(torch.int32)
+    return RowMap(row_tK, start_E, count_E.to(torch.int32), num_experts * slots)
+
+
+def _expert_or_none(choices: Choices, num_experts: int) -> Tensor:
+    """Dropped choices get the number after the last expert."""
+    if choices.kept_tK is None:
+        return choices.expert_tK.flatten()
+    return choices.expert_tK.where(choices.kept_tK, num_experts).flatten()

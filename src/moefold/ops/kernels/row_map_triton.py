@@ -85,8 +85,8 @@ def _place(
         next_E += tl.sum(hit_CE, 0)
 
 
-def map_rows(choices: Choices, num_experts: int, multiple: int = 1) -> RowMap:
-    """The twin is ``row_map.map_rows``."""
+def map_rows(choices: Choices, num_experts: int, multiple: int = 1, num_rows: int | None = None) -> RowMap:
+    """The twin is ``row_map.map_rows``. ``num_rows``: how many there are with pads, where that is known."""
     expert_tK, kept_tK, device = choices.expert_tK.contiguous(), choices.kept_tK, choices.expert_tK.device
     num_choices, constants = expert_tK.numel(), _constants(num_experts)
     num_blocks = triton.cdiv(num_choices, BLOCK)
@@ -98,7 +98,8 @@ def map_rows(choices: Choices, num_experts: int, multiple: int = 1) -> RowMap:
     _count[num_blocks,](expert_tK, kept_N, count_BE, num_choices, **which)
     _add_before[1,](count_BE, before_BE, start_E, count_E, num_blocks, multiple, **constants)
     _place[num_blocks,](expert_tK, kept_N, before_BE, start_E, row_tK, num_choices, **which)
-    return RowMap(row_tK, start_E, count_E, most_rows(num_choices, num_experts, multiple))
+    num_rows = most_rows(num_choices, num_experts, multiple) if num_rows is None else num_rows
+    return RowMap(row_tK, start_E, count_E, num_rows)
 
 
 def _constants(num_experts: int) -> dict[str, int]:

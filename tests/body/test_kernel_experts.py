@@ -1,0 +1,76 @@
+"""Experts between kernels compute what experts between torch operations do, with the twins and with the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefold.config.moe import MoEConfig
+from moefold.dispatch.contract import Arrived, Routing
+from moefold.model.moe.experts import ExpertEngine, Experts
+from moefold.model.moe.kernel_experts import KernelExperts
+from moefold.model.moe.sorted_experts import SortedExperts
+from moefold.model.products import NativeProducts
+from moefold.ops.backends import torch_kernels, triton_kernels
+from moefold.ops.grouped_matmul import sequential
+
+WIDTH, SOURCES, E, K = 16, 7, 4, 3
+
+
+def config(weight_at: str, bias: bool, activation: str) -> MoEConfig:
+    return MoEConfig(
+        num_experts=E, expert_width=8, top_k=K, weight_at=weight_at, expert_bias=bias, activation=activation
+    )  # type: ignore[arg-type]
+
+
+def arrive(dtype: torch.dtype, slots: int | None) -> Arrived:
+    """Source rows with several choices here, some of them not kept, and no choice of expert 2."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(SOURCES, WIDTH, dtype=dtype, generator=generator).requires_grad_()
+    expert = torch.tensor([0, 1, 3])[torch.rand(SOURCES, 3, generator=generator).argsort(1)]
+    weight = torch.rand(SOURCES, K, dtype=dtype, generator=generator).requires_grad_()
+    kept = torch.rand(SOURCES, K, generator=generator) > 0.3
+    counts = torch.bincount(expert[kept], minlength=E) if slots is None else torch.full((E,), slots)
+    return Arrived(rows, Routing(expert, weight, kept), counts, counts.tolist(), slots, None)
+
+
+def run(engine: ExpertEngine, moe: MoEConfig, dtype: torch.dtype, slots: int | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    experts = Experts(moe, WIDTH, engine).to(dtype)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    arrived = arrive(dtype, slots)
+    out = experts(arrived)
+    leaves = [arrived.rows_SD, arrived.choices.weight_tK, *experts.parameters()]
+    return [out, *torch.autograd.grad(out, leaves, torch.randn(out.shape, dtype=dtype))]
+
+
+CASES = list(product(("activation", "output"), (False, True), ("swiglu", "clamped_swiglu"), (None, 6)))
+
+
+@pytest.mark.parametrize(("weight_at", "bias", "activation", "slots"), CASES)
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_as_between_torch_operations(
+    kernels: str, weight_at: str, bias: bool, activation: str, slots: int | None
+) -> None:
+    moe, products = config(weight_at, bias, activation), NativeProducts()
+    dtype, scope, made = torch.float64, nullcontext, torch_kernels
+    if kernels == "triton":
+        scope, made, dtype = _interpreting(), triton_kernels, torch.float32
+    with scope():
+        found = run(KernelExperts(moe, products, sequential, made()), moe, dtype, slots)
+    wanted = run(SortedExperts(moe, products, sequential), moe, dtype, slots)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def _interpreting() -> Callable[[], object]:
+    pytest.importorskip("triton", reason="kernels are an extra")
+    from moefold.ops.kernels.interpret import interpreting
+
+    return interpreting
