@@ -15,7 +15,6 @@ from moefold.model.attention.gqa import GroupedQueryAttention
 from moefold.model.attention.mla import LatentAttention
 from moefold.model.products import NativeProducts
 from moefold.model.seams import WholeTokens
-from moefold.ops.grouped_matmul import sequential
 
 WIDTH = 12
 GQAS = {
@@ -43,7 +42,7 @@ def _float64() -> object:
 
 
 def _layer(config: GQAConfig | MLAConfig, tokens: WholeTokens | None = None, layer: int = 0) -> nn.Module:
-    seam, products = tokens or WholeTokens(), NativeProducts(sequential)
+    seam, products = tokens or WholeTokens(), NativeProducts()
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore(), products)
     return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore(), products)

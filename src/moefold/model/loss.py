@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from moefold.model.batch import IGNORED, Batch
 from moefold.model.seams import TokenSeam, VocabSeam
-from moefold.ops.cross_entropy import vocab_stats
+from moefold.ops.backends import IN_TORCH, Kernels
 
 
 class LanguageLoss(nn.Module):
     """Every rank takes all tokens over its own vocabulary rows; merged, every rank holds the same sum."""
 
-    def __init__(self, tokens: TokenSeam, vocab: VocabSeam, chunk: int = 8192) -> None:
+    def __init__(self, tokens: TokenSeam, vocab: VocabSeam, chunk: int = 8192, kernels: Kernels = IN_TORCH) -> None:
         super().__init__()
+        self.kernels = kernels
         self.tokens = tokens
         self.vocab = vocab
         self.chunk = chunk
@@ -25,6 +26,6 @@ class LanguageLoss(nn.Module):
     def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_T: Tensor, batch: Batch) -> Tensor:
         x_TD = self.tokens.gather(x_tD, batch)
         target_T = labels_T - self.vocab.first_row(weight_vD.shape[0])
-        lse_T, target_logit_T = vocab_stats(x_TD, weight_vD, target_T, self.chunk)
+        lse_T, target_logit_T = self.kernels.vocab_stats(x_TD, weight_vD, target_T, self.chunk)
         loss_T = self.vocab.merge_logsumexp(lse_T) - self.vocab.merge_sum(target_logit_T)
         return torch.where(labels_T != IGNORED, loss_T, 0.0).sum()

@@ -6,21 +6,34 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.attention import RopeConfig
-from moefold.ops.rope import rotary_tables, rotate
+from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.rope import rotary_tables
 
 
 class Rotary(nn.Module):
-    """Turns ``dim`` entries of every head by its token's position."""
+    """Turns the last ``dim`` entries of every head by its token's position."""
 
-    def __init__(self, rope: RopeConfig, dim: int) -> None:
+    def __init__(self, rope: RopeConfig, dim: int, kernels: Kernels = IN_TORCH) -> None:
         super().__init__()
         self.rope = rope
         self.dim = dim
+        self.kernels = kernels
 
     def forward(self, positions_T: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for these positions: float32, or float64 where the activations are."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         return rotary_tables(self.rope, self.dim, positions_T, wide)
 
-    def turn(self, x_THd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return rotate(x_THd, *tables, interleaved=self.rope.interleaved)
+    def turn(self, q_THd: Tensor, k_TGd: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        q_THd, turned_TGd = self.kernels.turn(q_THd, k_TGd, *tables, self.rope.interleaved)
+        assert turned_TGd is not None
+        return q_THd, turned_TGd
+
+    def turn_queries(self, q_THd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return self.kernels.turn(q_THd, None, *tables, self.rope.interleaved)[0]
+
+    def keys_and_values(
+        self, heads_THm: Tensor, turned_Tr: Tensor, tables: tuple[Tensor, Tensor], nope: int
+    ) -> tuple[Tensor, Tensor]:
+        """Latent attention: ``nope`` entries of a head are its key's, and all keys share the part that turns."""
+        return self.kernels.keys_and_values(heads_THm, turned_Tr, *tables, nope, self.rope.interleaved)

@@ -132,6 +132,9 @@ def torch_kernels() -> Kernels:
     )
 
 
+IN_TORCH = torch_kernels()
+
+
 def triton_kernels() -> Kernels:
     # Only here: triton is an extra.
     from moefold.ops.kernels import (

@@ -20,6 +20,7 @@ from moefold.model.norm import RMSNorm, SpreadRMSNorm
 from moefold.model.products import Products
 from moefold.model.rotary import Rotary
 from moefold.model.seams import TokenSeam
+from moefold.ops.backends import IN_TORCH, Kernels
 
 
 class GroupedQueryAttention(nn.Module):
@@ -33,6 +34,7 @@ class GroupedQueryAttention(nn.Module):
         tokens: TokenSeam,
         core: AttentionCore,
         products: Products,
+        kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -40,10 +42,10 @@ class GroupedQueryAttention(nn.Module):
         self.k = Linear(width, kv_width, products, config.qkv_bias)
         self.v = Linear(width, kv_width, products, config.qkv_bias)
         self.out = Linear(q_width, width, products, config.out_bias)
-        self.q_norm = _qk_norm(config, q_width, norm_eps, tokens)
-        self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens)
+        self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels)
+        self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
-        self.rotary = Rotary(rope, config.head_dim)
+        self.rotary = Rotary(rope, config.head_dim, kernels)
         self.head_dim = config.head_dim
         self.norm_whole_projection = config.qk_norm == "full"
         self.window = config.window if layer % config.window_every == 0 else None
@@ -56,7 +58,7 @@ class GroupedQueryAttention(nn.Module):
         k_TGd = self._heads(self.k(x_TD), self.k_norm)
         v_TGd = self._heads(self.v(x_TD), None)
         tables = self.rotary(batch.positions_T, like=x_TD)
-        q_THd, k_TGd = self.rotary.turn(q_THd, tables), self.rotary.turn(k_TGd, tables)
+        q_THd, k_TGd = self.rotary.turn(q_THd, k_TGd, tables)
         scale = self.head_dim**-0.5
         seen_THd = self.core(q_THd, k_TGd, v_TGd, batch, scale=scale, window=self.window, sinks_H=self.sinks)
         return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_THd.flatten(1))))
@@ -68,7 +70,9 @@ class GroupedQueryAttention(nn.Module):
         return norm(x_THd) if norm is not None and not self.norm_whole_projection else x_THd
 
 
-def _qk_norm(config: GQAConfig, full_width: int, eps: float, tokens: TokenSeam) -> nn.Module | None:
+def _qk_norm(config: GQAConfig, full_width: int, eps: float, tokens: TokenSeam, kernels: Kernels) -> nn.Module | None:
     if config.qk_norm == "none":
         return None
-    return RMSNorm(config.head_dim, eps) if config.qk_norm == "head" else SpreadRMSNorm(full_width, eps, tokens)
+    if config.qk_norm == "head":
+        return RMSNorm(config.head_dim, eps, kernels.rms_norm)
+    return SpreadRMSNorm(full_width, eps, tokens)

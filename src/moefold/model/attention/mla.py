@@ -20,6 +20,7 @@ from moefold.model.norm import RMSNorm
 from moefold.model.products import Products
 from moefold.model.rotary import Rotary
 from moefold.model.seams import TokenSeam
+from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.rope import latent_softmax_scale
 
 
@@ -33,6 +34,7 @@ class LatentAttention(nn.Module):
         tokens: TokenSeam,
         core: AttentionCore,
         products: Products,
+        kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
         query_dim = config.nope_dim + config.rope_dim
@@ -40,13 +42,13 @@ class LatentAttention(nn.Module):
             self.q = Linear(width, config.num_heads * query_dim, products)
         else:
             self.q_down = Linear(width, config.q_latent, products)
-            self.q_norm = RMSNorm(config.q_latent, norm_eps)
+            self.q_norm = RMSNorm(config.q_latent, norm_eps, kernels.rms_norm)
             self.q_up = Linear(config.q_latent, config.num_heads * query_dim, products)
         self.kv_down = Linear(width, config.kv_latent + config.rope_dim, products)
-        self.kv_norm = RMSNorm(config.kv_latent, norm_eps)
+        self.kv_norm = RMSNorm(config.kv_latent, norm_eps, kernels.rms_norm)
         self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), products)
         self.out = Linear(config.num_heads * config.value_dim, width, products)
-        self.rotary = Rotary(rope, config.rope_dim)
+        self.rotary = Rotary(rope, config.rope_dim, kernels)
         self.config = config
         self.scale = query_dim**-0.5 * latent_softmax_scale(rope.yarn)
         self.tokens = tokens
@@ -65,8 +67,7 @@ class LatentAttention(nn.Module):
             q_TF = self.q(self.tokens.gather(x_tD, batch))
         else:
             q_TF = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD)), batch))
-        plain_THn, turned_THr = q_TF.unflatten(1, (-1, nope + rope)).split((nope, rope), dim=-1)
-        return torch.cat((plain_THn, self.rotary.turn(turned_THr, tables)), dim=-1)
+        return self.rotary.turn_queries(q_TF.unflatten(1, (-1, nope + rope)), tables)
 
     def _keys_and_values(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -74,6 +75,4 @@ class LatentAttention(nn.Module):
         both_T = self.tokens.gather(torch.cat((self.kv_norm(latent_tc), turned_tr), dim=-1), batch)
         latent_Tc, turned_Tr = both_T.split((config.kv_latent, config.rope_dim), dim=-1)
         heads_THnv = self.kv_up(latent_Tc).unflatten(1, (-1, config.nope_dim + config.value_dim))
-        plain_THn, v_THv = heads_THnv.split((config.nope_dim, config.value_dim), dim=-1)
-        turned_THr = self.rotary.turn(turned_Tr[:, None], tables).expand(-1, plain_THn.shape[1], -1)
-        return torch.cat((plain_THn, turned_THr), dim=-1), v_THv
+        return self.rotary.keys_and_values(heads_THnv, turned_Tr, tables, config.nope_dim)
