@@ -12,6 +12,7 @@ from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_
 
 from moefold.config.attention import RopeConfig
 from moefold.ops.kernels import rope_latent_triton as latent
+from moefold.ops.kernels import rope_torch
 from moefold.ops.kernels import rope_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.rope import rotary_tables, rotate
@@ -22,11 +23,6 @@ def tables(case: Case, tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
     positions = torch.randint(0, 5000, (tokens,), generator=case.generator)
     cos, sin = rotary_tables(RopeConfig(), 2 * pairs, positions, torch.float32)
     return 1.25 * cos, 1.25 * sin
-
-
-def turn_twin(x_THd: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    plain, turned = x_THd.split((x_THd.shape[-1] - 2 * cos.shape[1], 2 * cos.shape[1]), dim=-1)
-    return torch.cat((plain, rotate(turned, cos, sin, interleaved)), dim=-1)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -45,7 +41,7 @@ def test_as_the_twin(seed: int) -> None:
         return kernel.turn(q * 1, None if k is None else k * 1, cos, sin, interleaved, in_place=True)
 
     def twin(q: Tensor, k: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(turn_twin(x, cos, sin, interleaved) for x in (q, k) if x is not None)
+        return tuple(x for x in rope_torch.turn(q, k, cos, sin, interleaved) if x is not None)
 
     wanted = run_twin(twin, inputs, grads)
     for in_place in (False, True):
@@ -100,7 +96,7 @@ def test_latent_keys_as_the_twin(seed: int) -> None:
     inputs = [case.randn(tokens, heads, nope + value), case.randn(tokens, 2 * pairs)]
     grads = [case.randn(tokens, heads, nope + 2 * pairs), case.randn(tokens, heads, value)]
     found = run_kernel(lambda *x: latent.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
-    wanted = run_twin(lambda *x: latent.keys_and_values_twin(*x, cos, sin, nope, interleaved), inputs, grads)
+    wanted = run_twin(lambda *x: rope_torch.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
     for name, ours, twin in zip(("keys", "values", "d heads", "d turned"), found, wanted, strict=True):
         assert_near(ours, twin, name)
 

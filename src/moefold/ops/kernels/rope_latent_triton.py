@@ -23,7 +23,6 @@ from torch import Tensor
 
 from moefold.ops.kernels.rope_triton import HEADS, load_pairs, load_tables, store_pairs
 from moefold.ops.kernels.specialization import Build, Traffic
-from moefold.ops.rope import rotate
 
 
 @triton.jit
@@ -130,21 +129,15 @@ class _KeysAndValues(torch.autograd.Function):
 def keys_and_values(
     heads_THm: Tensor, turned_Ts: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, nope: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Keys [T, H, n + 2r] and values [T, H, v], which are a view, from the up projection and the shared turned part."""
+    """Keys [T, H, n + 2r] and values [T, H, v], which are a view, from the up projection and the shared turned part.
+
+    The twin is in ``rope_torch.py``.
+    """
     if cos_Tr.dtype != torch.float32:
         raise ValueError(f"the kernel takes tables of float32, not {cos_Tr.dtype}; its twin takes any")
     turned_Ts = turned_Ts if turned_Ts.stride(-1) == 1 else turned_Ts.contiguous()
     heads_THm, cos_Tr, sin_Tr = heads_THm.contiguous(), cos_Tr.contiguous(), sin_Tr.contiguous()
     return _KeysAndValues.apply(heads_THm, turned_Ts, cos_Tr, sin_Tr, nope, interleaved)
-
-
-def keys_and_values_twin(
-    heads_THm: Tensor, turned_Ts: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, nope: int, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    """The same in torch operations."""
-    plain_THn, v_THv = heads_THm.split((nope, heads_THm.shape[-1] - nope), dim=-1)
-    turned_THs = rotate(turned_Ts[:, None], cos_Tr, sin_Tr, interleaved).expand(-1, heads_THm.shape[1], -1)
-    return torch.cat((plain_THn, turned_THs), dim=-1), v_THv
 
 
 # ---- what it is built for, and what it moves ----

@@ -190,7 +190,7 @@ class _Turn(torch.autograd.Function):
 def turn(
     q_THd: Tensor, k_TGd: Tensor | None, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Turn the last 2r entries of every head by the token's angle. The twin is ``moefold.ops.rope.rotate``.
+    """Turn the last 2r entries of every head by the token's angle. The twin is in ``rope_torch.py``.
 
     ``in_place`` is the caller's word that nobody else reads these tensors, nor the gradients that come back for them.
     """

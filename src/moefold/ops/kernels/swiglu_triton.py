@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.cast import widened
 from moefold.ops.kernels.specialization import Build, Traffic
 from moefold.ops.swiglu import ACTIVATIONS
 from moefold.ops.swiglu import LIMIT as _LIMIT
@@ -188,16 +187,8 @@ class _WeightedActivation(torch.autograd.Function):
 
 
 def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times the row's weight if there is one."""
+    """act(gate, up) of every row, times the row's weight if there is one. The twin is in ``swiglu_torch.py``."""
     return _WeightedActivation.apply(gate_up_RG, weight_R, activation)
-
-
-def weighted_activation_twin(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """The same in torch operations, each of which goes through memory."""
-    out_RF = ACTIVATIONS[activation](*widened(gate_up_RG).chunk(2, dim=-1))
-    if weight_R is not None:
-        out_RF = out_RF * weight_R[:, None]
-    return out_RF.to(gate_up_RG.dtype)
 
 
 # ---- what it is built for, and what it moves ----
