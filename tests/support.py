@@ -18,10 +18,11 @@ from moefold.topology.layout import fold
 
 def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[Any]:
     """Run ``work(groups)`` on every rank of a layout; an assertion that fails on a rank fails here."""
-    layout = fold(ParallelConfig(**degrees), world)
+    parallel = ParallelConfig(**degrees)
+    layout = fold(parallel, world)
 
     def live(rank: int) -> Any:
-        return work(Groups(layout, rank, Ledger(), timedelta(seconds=30)))
+        return work(Groups(layout, rank, Ledger(), timedelta(seconds=30), ep_inner=parallel.ep_inner))
 
     return fork_ranks(live, world, seconds=60)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import context, data, model, parallel, pipeline, precision, train
+from moefold.checks import context, data, dispatch, model, parallel, pipeline, precision, train
 from moefold.checks.divide import divisors
 from moefold.checks.run_all import RULES, problems
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -198,7 +198,7 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 
 def test_every_rule_has_a_case() -> None:
     """Those about pipelines and context have theirs in a file of their own."""
-    elsewhere = {*pipeline.RULES, *context.RULES}
+    elsewhere = {*pipeline.RULES, *context.RULES, *dispatch.RULES}
     assert {case[0] for case in CASES} == set(RULES) - elsewhere
     assert elsewhere <= set(RULES)
 

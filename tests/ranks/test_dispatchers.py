@@ -11,7 +11,9 @@ from moefold.comm.mesh import Groups
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Dispatcher, Routing
+from moefold.dispatch.deduplicated import DeduplicatedDispatcher
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.two_level import TwoLevelDispatcher
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
 TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same
@@ -38,17 +40,25 @@ def answer(dispatcher: Dispatcher, x: Tensor, routing: Routing, first_expert: in
 def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
     if kind == "all_to_all":
         return AllToAllDispatcher(EXPERTS, groups["ep"], groups["etp"], capacity)
+    if kind == "deduplicated":
+        return DeduplicatedDispatcher(EXPERTS, groups["ep"], groups["etp"])
+    if kind == "two_level":
+        return TwoLevelDispatcher(EXPERTS, groups["ep_across"], groups["ep_inside"], groups["etp"])
     block = groups["expert_block"]
     tokens = tuple(TOKENS_OF_RANK[rank] for rank in block.ranks)
     return AllGatherDispatcher(EXPERTS, block, groups["etp"].size, tokens, capacity)
 
 
-@pytest.mark.parametrize("kind", ["all_to_all", "all_gather"])
+# Those that know all counts beforehand where capacities are padded, and those that do not.
+KINDS = [(kind, capacity) for kind in ("all_to_all", "all_gather") for capacity in (None, 14)]
+KINDS += [("deduplicated", None), ("two_level", None)]
+
+
+@pytest.mark.parametrize(("kind", "capacity"), KINDS)
 @pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (1, 4), (2, 1)])
-@pytest.mark.parametrize("capacity", [None, 14], ids=["sorted", "padded"])
 @pytest.mark.parametrize("dropping", [False, True])
 def test_every_dispatcher_equals_the_local_one(
-    kind: str, ep: int, etp: int, capacity: int | None, dropping: bool
+    kind: str, capacity: int | None, ep: int, etp: int, dropping: bool
 ) -> None:
     def work(groups: Groups) -> None:
         x, expert, weight, kept = everything(dropping)
@@ -69,4 +79,4 @@ def test_every_dispatcher_equals_the_local_one(
         torch.testing.assert_close(x_mine.grad, x_all.grad[mine])
         torch.testing.assert_close(weight_mine.grad, weight_all.grad[mine])
 
-    on_ranks(work, 4, ep=ep, etp=etp)
+    on_ranks(work, 4, ep=ep, etp=etp, ep_inner=2 if kind == "two_level" and ep > 1 else 1)

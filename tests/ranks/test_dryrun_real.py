@@ -19,6 +19,9 @@ CASES = {
     "copies of shards": (4, "debug_tiny", "parallel.ep=2", "parallel.dp_replicate=2"),
     "split experts": (4, "debug_tiny", "parallel.ep=2", "parallel.etp=2"),
     "all-gather": (4, "debug_tiny", "parallel.ep=2", "parallel.etp=2", "parallel.dispatcher=all_gather"),
+    "deduplicated": (4, "debug_tiny", "parallel.ep=4", "parallel.dispatcher=deduplicated"),
+    "deduplicated, split": (4, "debug_tiny", "parallel.ep=2", "parallel.etp=2", "parallel.dispatcher=deduplicated"),
+    "two levels": (4, "debug_tiny", "parallel.ep=4", "parallel.dispatcher=two_level", "parallel.ep_inner=2"),
     "ring": (2, "debug_tiny", "parallel.cp=2", RECOMPUTED),
     "heads traded": (2, "debug_tiny", "parallel.cp=2", "parallel.context.full=all_to_all"),
     "latent attention": (4, "deepseek_v3_proxy", "parallel.tp=2", "parallel.ep=4", BF16),
@@ -30,7 +33,7 @@ CASES = {
     "looking ahead": (2, "debug_mla", "parallel.pp=2", "model.num_mtp=1", BF16),
 }
 # What a change is held against every time; the others are for the nightly run.
-OFTEN = ("experts and shards", "latent attention", "recomputed", "interleaved")
+OFTEN = ("experts and shards", "two levels", "latent attention", "recomputed", "interleaved")
 
 
 @pytest.mark.parametrize(

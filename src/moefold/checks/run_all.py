@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, data, model, parallel, pipeline, precision, train
+from moefold.checks import context, data, dispatch, model, parallel, pipeline, precision, train
 from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     *parallel.RULES,
     *pipeline.RULES,
     *context.RULES,
+    *dispatch.RULES,
     *data.RULES,
     *precision.RULES,
     *train.RULES,

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from moefold.comm.group import Group
 from moefold.comm.ledger import Ledger
 from moefold.topology.axes import GROUPS
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.layout import FoldedLayout, levels
 
-# What dispatchers talk over.
-TOKEN_GROUPS = ("ep", "etp", "expert_block")
+# What dispatchers talk over; the last two are an ep group's ranks with one number on every host, and those of one host.
+TOKEN_GROUPS = ("ep", "etp", "expert_block", "ep_across", "ep_inside")
 
 
 class Groups:
@@ -35,9 +35,11 @@ class Groups:
         *,
         dynamic_cp: bool = False,
         inner: int = 1,
+        ep_inner: int = 1,
         own_lane: bool = False,
     ) -> None:
-        """``inner`` neighbours of a context group trade heads where context parallelism is hierarchical.
+        """``inner`` neighbours of a context group trade heads where context parallelism is hierarchical. ``ep_inner``
+        neighbours of an ep group share a host where tokens travel in two levels.
 
         ``own_lane`` gives the groups that carry tokens to experts connections of their own: two threads that used one
         would mix their messages up.
@@ -49,15 +51,17 @@ class Groups:
         for name in GROUPS:
             lane = on_lane if own_lane and name in TOKEN_GROUPS else made
             self._groups[name] = self._group(name, layout.ranks(name, rank), lane, shared=lane is made)
+        across, inside = levels(layout.ranks("ep", rank), rank, ep_inner)
+        for name, ranks in (("ep_across", across), ("ep_inside", inside)):
+            lane = on_lane if own_lane else made
+            self._groups[name] = self._group(name, ranks, lane, shared=lane is made)
         # This rank's context group of every size that a microbatch may be cut over, whole and in two levels.
         self.contexts: dict[int, Group] = {}
         self.nested_contexts: dict[int, tuple[Group, Group]] = {}
         for size in layout.context_sizes(dynamic_cp):
             ranks, set_size = layout.context_ranks(rank, size), min(inner, size)
             self.contexts[size] = self._group(f"context_{size}", ranks, made)
-            index = ranks.index(rank)
-            neighbours = ranks[index // set_size * set_size :][:set_size]
-            across = ranks[index % set_size :: set_size]
+            across, neighbours = levels(ranks, rank, set_size)
             self.nested_contexts[size] = (
                 self._group(f"context_{size}_inner", neighbours, made),
                 self._group(f"context_{size}_outer", across, made),

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from moefold.config.strict import STRICT
 
 ContextMode = Literal["ring", "all_to_all", "hierarchical"]
+DispatcherName = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,6 @@ class ParallelConfig:
     dp_replicate: int = 1
     edp_replicate: int = 1
     # How tokens travel to experts on other ranks.
-    dispatcher: Literal["all_to_all", "all_gather"] = "all_to_all"
+    dispatcher: DispatcherName = "all_to_all"
+    # Two levels: so many neighbours of an ep group share a host.
+    ep_inner: int = 1

@@ -1,6 +1,6 @@
 """Where a dispatcher learns how many rows travel: the one thing about routing that the host must know.
 
-E experts in all, e experts of this rank, S source ranks, P ranks of the block.
+E experts in all, e experts of this rank, S source ranks, P ranks of the block or of a hop's group.
 
 Splits of an uneven exchange are numbers on the host, made of counts on the device. ``ReadBack`` waits for the device
 and reads them. Whoever knows them beforehand can say so instead, and then nothing here looks at any data.
@@ -8,9 +8,12 @@ and reads them. Whoever knows them beforehand can say so instead, and then nothi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+# Where rows go once per rank: straight to their ranks, or across hosts first and then to the ranks inside.
+HopName = Literal["direct", "across", "inside"]
 
 
 class HostCounts(Protocol):
@@ -32,6 +35,14 @@ class HostCounts(Protocol):
         """How many tokens each rank of the block holds."""
         ...
 
+    def leaving_once(self, hop: HopName, rows_P: Tensor) -> list[int]:
+        """Rows that leave for each rank of the hop's group, each once however many of its experts it chose."""
+        ...
+
+    def arriving_once(self, hop: HopName, counts_S: Tensor) -> list[list[int]]:
+        """From each source: its rows, and how many of them chose each expert of the hop's end."""
+        ...
+
 
 class ReadBack:
     """Waits for the device, and reads."""
@@ -47,6 +58,12 @@ class ReadBack:
 
     def tokens(self, tokens_of_P: Tensor) -> list[int]:
         return tokens_of_P.tolist()
+
+    def leaving_once(self, hop: HopName, rows_P: Tensor) -> list[int]:
+        return rows_P.tolist()
+
+    def arriving_once(self, hop: HopName, counts_S: Tensor) -> list[list[int]]:
+        return counts_S.tolist()
 
 
 READ_BACK = ReadBack()

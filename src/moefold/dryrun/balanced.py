@@ -18,8 +18,9 @@ from torch import Tensor
 
 from moefold.batching.zigzag import places
 from moefold.config.run import RunConfig
+from moefold.dispatch.counts import HopName
 from moefold.ops.capacity import capacity_of
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 
 
@@ -37,6 +38,9 @@ class BalancedCounts:
     ) -> None:
         self.run, self.layout, self.rank = run, layout, rank
         self.lengths, self.context, self.imbalance = tuple(lengths), context, imbalance
+        # Every layer of every microbatch asks again.
+        self._leaving_by_hop: dict[HopName, list[int]] = {}
+        self._arriving_by_hop: dict[HopName, list[list[int]]] = {}
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return self._leaving
@@ -49,6 +53,29 @@ class BalancedCounts:
 
     def tokens(self, tokens_of_P: Tensor) -> list[int]:
         return [len(self._tokens_of(peer)) for peer in self.layout.ranks("expert_block", self.rank)]
+
+    def leaving_once(self, hop: HopName, rows_P: Tensor) -> list[int]:
+        if hop not in self._leaving_by_hop:
+            self._leaving_by_hop[hop] = self._leaving_once(hop)
+        return self._leaving_by_hop[hop]
+
+    def arriving_once(self, hop: HopName, counts_S: Tensor) -> list[list[int]]:
+        if hop not in self._arriving_by_hop:
+            self._arriving_by_hop[hop] = self._arriving_once(hop)
+        return self._arriving_by_hop[hop]
+
+    def _leaving_once(self, hop: HopName) -> list[int]:
+        peers, holders = self._peers(hop, self.rank), self._holders(hop, self.rank)
+        return [sum(self._told(hop, source, peer)[0] for source in holders) for peer in peers]
+
+    def _arriving_once(self, hop: HopName) -> list[list[int]]:
+        """Sources stand as in ``_arriving``."""
+        ends = (self.rank,) if hop == "across" else self.layout.ranks("etp", self.rank)
+        found = []
+        for source in (source for end in ends for source in self._peers(hop, end)):
+            told = [self._told(hop, holder, self.rank) for holder in self._holders(hop, source)]
+            found.append([self._more(sum(column)) for column in zip(*told, strict=True)])
+        return found
 
     @cached_property
     def _leaving(self) -> list[int]:
@@ -69,10 +96,33 @@ class BalancedCounts:
     @property
     def _mine(self) -> slice:
         """The experts of this rank."""
+        return self._experts_at("direct", self.rank)
+
+    def _experts_at(self, hop: HopName, rank: int) -> slice:
+        """Those of a rank, or of its host."""
         assert self.run.model.moe is not None
-        num_local = self.run.model.moe.num_experts // self.layout.size("ep")
-        first = self.layout.index("ep", self.rank) * num_local
-        return slice(first, first + num_local)
+        size = self.run.parallel.ep_inner if hop == "across" else 1
+        number = self.run.model.moe.num_experts // self.layout.size("ep") * size
+        first = self.layout.index("ep", rank) // size * number
+        return slice(first, first + number)
+
+    def _peers(self, hop: HopName, rank: int) -> tuple[int, ...]:
+        """The ranks of a hop's group."""
+        everyone = self.layout.ranks("ep", rank)
+        across, inside = levels(everyone, rank, self.run.parallel.ep_inner)
+        return {"direct": everyone, "across": across, "inside": inside}[hop]
+
+    def _holders(self, hop: HopName, rank: int) -> tuple[int, ...]:
+        """Whose tokens a rank sends on this hop: inside a host, those that have crossed to it."""
+        return self._peers("across", rank) if hop == "inside" else (rank,)
+
+    def _told(self, hop: HopName, source: int, end: int) -> list[int]:
+        """Of the source's tokens: how many have a choice at the hop's end, and how many chose each expert there."""
+        assert self.run.model.moe is not None
+        experts, choices = self._experts_at(hop, end), self._choices_of(source)
+        number = choices % self.run.model.moe.num_experts
+        there = choices[(number >= experts.start) & (number < experts.stop)]
+        return [len(np.unique(there // self.run.model.moe.top_k)), *self._rows_of(source)[experts]]
 
     def _more(self, rows: int) -> int:
         return round(rows * self.imbalance)
@@ -81,11 +131,15 @@ class BalancedCounts:
         """A rank's rows for each expert, those that capacities leave."""
         moe = self.run.model.moe
         assert moe is not None
+        return np.bincount(self._choices_of(rank) % moe.num_experts, minlength=moe.num_experts).tolist()
+
+    def _choices_of(self, rank: int) -> np.ndarray:
+        """The numbers of a rank's choices that are kept."""
+        moe = self.run.model.moe
+        assert moe is not None
         tokens = self._tokens_of(rank)
         choices = (tokens[:, None] * moe.top_k + np.arange(moe.top_k)).ravel()
-        if moe.capacity is not None:
-            choices = choices[self._is_kept(choices, len(tokens))]
-        return np.bincount(choices % moe.num_experts, minlength=moe.num_experts).tolist()
+        return choices if moe.capacity is None else choices[self._is_kept(choices, len(tokens))]
 
     def _is_kept(self, choices: np.ndarray, num_tokens: int) -> np.ndarray:
         """First come, first served: the only rule that needs no scores."""

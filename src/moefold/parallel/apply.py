@@ -79,6 +79,7 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
         timeout,
         dynamic_cp=run.parallel.dynamic_cp,
         inner=run.parallel.context.inner,
+        ep_inner=run.parallel.ep_inner,
         own_lane=schedule_named(run.parallel.schedule).overlaps,
     )
 

@@ -12,7 +12,9 @@ from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Dispatcher
 from moefold.dispatch.counts import READ_BACK, HostCounts
+from moefold.dispatch.deduplicated import DeduplicatedDispatcher
 from moefold.dispatch.local import LocalDispatcher
+from moefold.dispatch.two_level import TwoLevelDispatcher
 from moefold.ops.capacity import capacity_of
 from moefold.topology.shares import share_sizes
 
@@ -73,7 +75,17 @@ def most_microbatch_tokens(run: RunConfig, groups: Groups) -> int:
     return tokens * groups.layout.size("dp") if run.parallel.dynamic_cp else tokens
 
 
+def _deduplicated(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+    return DeduplicatedDispatcher(moe.num_experts, groups["ep"], groups["etp"], host)
+
+
+def _two_level(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+    return TwoLevelDispatcher(moe.num_experts, groups["ep_across"], groups["ep_inside"], groups["etp"], host)
+
+
 DISPATCHERS: dict[str, Callable[[RunConfig, MoEConfig, Groups, HostCounts], Dispatcher]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
+    "deduplicated": _deduplicated,
+    "two_level": _two_level,
 }

@@ -30,7 +30,7 @@ _RECOMPUTED: Mapping[RecomputedPhase, Recomputed] = {
     "feed_forward": "feed_forward",
     "experts": "experts",
 }
-RUN_DISPATCHERS: tuple[Dispatcher, ...] = ("all_to_all", "all_gather")
+RUN_DISPATCHERS: tuple[Dispatcher, ...] = ("all_to_all", "all_gather", "deduplicated", "two_level")
 RUN_RECOMPUTED: tuple[Recomputed, ...] = tuple(_RECOMPUTED[phase] for phase in get_args(RecomputedPhase))
 
 

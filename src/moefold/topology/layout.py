@@ -131,6 +131,12 @@ class FoldedLayout:
         return rank % stage // self.attention.stride("cp")
 
 
+def levels(ranks: tuple[int, ...], rank: int, set_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks in sets of neighbours: those with this rank's place in every set, and those of its own set."""
+    place = ranks.index(rank)
+    return ranks[place % set_size :: set_size], ranks[place // set_size * set_size :][:set_size]
+
+
 def fold(parallel: ParallelConfig, world: int) -> FoldedLayout:
     """Lay both grids over `world` ranks; dp and edp are what is left."""
     problems = tuple(_size_problems(parallel, world)) or tuple(_fold_problems(parallel, world))

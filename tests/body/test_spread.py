@@ -1,0 +1,39 @@
+"""Rows go once to every place that wants them, and sums of what comes back are exact; gradients are each other's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moefold.ops.spread import add_up_rows, pairs_of, spread_rows, wanted_by
+
+
+@pytest.mark.parametrize(("rows", "places", "choices"), [(0, 3, 2), (1, 1, 1), (7, 4, 3), (50, 3, 8), (20, 8, 1)])
+@pytest.mark.parametrize("dropping", [False, True])
+def test_pairs_equal_a_loop(rows: int, places: int, choices: int, dropping: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    place = torch.randint(places, (rows, choices), generator=generator)
+    kept = torch.rand(rows, choices, generator=generator) < 0.4 if dropping else None
+    wanted = wanted_by(place, kept, places)
+    wishes = {
+        (int(place[row, k]), row) for row in range(rows) for k in range(choices) if kept is None or bool(kept[row, k])
+    }
+    pairs = pairs_of(wanted, len(wishes))
+    assert list(zip(pairs.place_N.tolist(), pairs.source_N.tolist(), strict=True)) == sorted(wishes)
+
+    x = torch.randn(rows, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    spread = spread_rows(x, pairs)
+    torch.testing.assert_close(spread, x[pairs.source_N])
+    home = add_up_rows(spread, pairs)
+    torch.testing.assert_close(home, x * wanted.sum(1, keepdim=True))
+    home.sum().backward()
+    torch.testing.assert_close(x.grad, wanted.sum(1, keepdim=True).double().expand(rows, 5))
+
+
+def test_narrow_rows_are_added_up_in_wide_numbers() -> None:
+    """256 ones and then 256 halves in bfloat16 would stay at 256 if each partial sum were rounded."""
+    place = torch.arange(512)[None]
+    pairs = pairs_of(wanted_by(place, None, 512), 512)
+    ones = torch.ones(512, 1, dtype=torch.bfloat16)
+    ones[256:] = 0.5
+    assert float(add_up_rows(ones, pairs)) == 384.0
