@@ -68,7 +68,7 @@ class _RMSNorm(torch.autograd.Function):
         p_Td = wide_grad_Td * wide_Td
         dx_Td = dweight_d = None
         if ctx.needs_input_grad[1]:
-            dweight_d = (r_T1.flatten() @ p_Td.flatten(0, -2)).to(weight_d.dtype)
+            dweight_d = torch.mv(p_Td.flatten(0, -2).t(), r_T1.flatten()).to(weight_d.dtype)
         if ctx.needs_input_grad[0]:
             share_T1 = ctx.sum_heads((p_Td @ wide_weight_d).unsqueeze(-1)) * r_T1.pow(3).div_(-ctx.full_width)
             dx_Td = _times(wide_grad_Td, wide_weight_d, wide_grad_Td is not grad_Td)
