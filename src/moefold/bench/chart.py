@@ -138,4 +138,5 @@ def _verdicts(found: Sequence[Verdict]) -> str:
 
 def _failures(contest: Contest) -> str:
     failed = [f"<li>{escape(each.name)}: {escape(each.failure)}</li>" for each in contest.standings if each.failure]
-    return f'<p class="sub">Did not take part:</p><ul>{"".join(failed)}</ul>' if failed else ""
+    failed += [f"<li>{escape(each.name)}: {escape(each.remark)}</li>" for each in contest.standings if each.remark]
+    return f'<p class="sub">Missing:</p><ul>{"".join(failed)}</ul>' if failed else ""

@@ -171,11 +171,12 @@ def rounds_of(routing: str) -> str:
 
 
 def _weighed(worker: Worker, standing: Standing) -> Standing:
-    """With its memory and its error, which are measured apart from its time."""
+    """With its memory and its error, which are measured apart from its time; its times count without them."""
     for do in ("memory", "check"):
         if standing.failure:
             return standing
         answer = worker.ask(do, FIXED_SEED)
-        failure = answer.pop("failed", "")
-        standing = replace(standing, failure=failure, **answer)
+        failed = answer.pop("failed", "")
+        remark = f"{standing.remark} {do} not measured: {failed}".strip() if failed else standing.remark
+        standing = replace(standing, remark=remark, **answer)
     return standing

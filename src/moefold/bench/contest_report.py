@@ -22,6 +22,9 @@ def contest_text(contest: Contest, bases: Sequence[str], found: Sequence[Verdict
     failed = [(each.name, each.failure) for each in contest.standings if each.failure]
     if failed:
         pieces.append(text_table(("did not take part", "why"), failed))
+    remarks = [(each.name, each.remark) for each in contest.standings if each.remark]
+    if remarks:
+        pieces.append(text_table(("contestant", "remark"), remarks))
     if found:
         pieces.append("\n".join(verdict.words for verdict in found))
     return "\n\n".join(pieces)
@@ -128,5 +131,6 @@ def _standing_json(contest: Contest, bases: Sequence[str], standing: Standing) -
         "held_bytes": standing.held,
         "relative_error": standing.error,
         "failure": standing.failure,
+        "remark": standing.remark,
         "routings": routings,
     }

@@ -54,7 +54,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Standing:
-    """What one contestant did. ``failure`` says why there is nothing, or no more."""
+    """What one contestant did. ``failure`` says why there is nothing, or no more, and ``remark`` what is missing."""
 
     entrant: Entrant
     runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
@@ -64,6 +64,7 @@ class Standing:
     held: int | None = None
     error: float | None = None
     failure: str = ""
+    remark: str = ""
 
     @property
     def name(self) -> str:
