@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.ops.attention_blocks import Sight, Stack, band, blocks, document_runs, stacks
+from moefold.ops.attention_short import attend_short, suits
 from moefold.ops.cast import widened
 
 Lengths = tuple[int, ...]
@@ -101,6 +102,8 @@ def _one_call(
     value_dim = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
     causal = mask is None and stack.sight is Sight.CAUSAL
+    if causal and suits(q, k):
+        return attend_short(q, k, v, scale)[..., :value_dim].transpose(1, 2)
     gqa = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
     return out[..., :value_dim].transpose(1, 2)
