@@ -89,6 +89,12 @@ SMALL = {
     "norms over heads": case("olmoe_1b_7b_proxy", 4, batch=8, tp=2, ep=2),
     "tensor and context": case("deepseek_v2_lite_proxy", 8, batch=8, seq_len=64, tp=2, cp=2, ep=4),
     "gathered experts": case("mixtral_8x7b_proxy", 4, batch=8, tp=2, ep=2, etp=2, dispatcher="all_gather"),
+    "once per rank": case("qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="deduplicated"),
+    "once per rank, split": case("mixtral_8x7b_proxy", 8, batch=8, ep=4, etp=2, dispatcher="deduplicated"),
+    "once per host": case("deepseek_v3_proxy", 8, batch=8, cp=2, ep=8, dispatcher="two_level", ep_inner=4),
+    "once per host, split": case(
+        "mixtral_8x7b_proxy", 8, batch=8, tp=2, ep=4, etp=2, dispatcher="two_level", ep_inner=2
+    ),
     "a module ahead": case("deepseek_v3_proxy", 8, 1, batch=16, mtp=1, pp=2, vpp=2, ep=2, schedule="interleaved"),
     "pairs": case("qwen3_30b_a3b_proxy", 8, layers=4, batch=16, pp=2, vpp=2, ep=2, schedule="dualpipe_v"),
     "copies in a pipeline": case("qwen3_30b_a3b_proxy", 8, 1, layers=4, batch=16, pp=2, ep=2, dp_replicate=2),

@@ -7,7 +7,7 @@ run, which carries the step out, finds the same numbers; a test holds the two ag
     sharded data parallelism    gathers weights, sums gradients: per layer and microbatch, or once in a pipeline
     tensor parallelism          gathers tokens before a product that is cut, sums after it (`plan/token_messages.py`)
     context parallelism         keys and values around the ring, their gradients back
-    expert parallelism          counts, rows and weights there, answers back
+    expert parallelism          counts, rows and weights there, answers back (`plan/expert_messages.py`)
     the pipeline                streams forward, gradients backward
     the end of the step         partial gradients, losses, counts, the norm
 """
@@ -25,7 +25,8 @@ from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.config.run import RunConfig
 from moefold.plan.placement import parts_by_rank
-from moefold.plan.token_messages import Tally, block_messages, embedding_messages, loss_messages, tokens_of
+from moefold.plan.tally import Tally, tokens_of
+from moefold.plan.token_messages import block_messages, embedding_messages, loss_messages
 from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
 from moefold.topology.layout import FoldedLayout, fold

@@ -6,56 +6,16 @@ backward sums T; a sum hands in T, carried in float32, and its backward gathers 
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import NamedTuple
-
-from moefold.batching.zigzag import places
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
+from moefold.plan.expert_messages import expert_messages
+from moefold.plan.tally import Tally, tokens_of
 from moefold.topology.layout import FoldedLayout
-from moefold.topology.shares import share_sizes
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 # Keys and values of a group of heads are not cut into smaller messages than this; as in `parallel/context_ring.py`.
 _SMALLEST_MESSAGE = 1 << 16
-
-Key = tuple[str, str]
-
-
-@dataclass
-class Tally:
-    """Calls and bytes by operation and group; groups of one rank send nothing."""
-
-    layout: FoldedLayout
-    calls: Counter[Key] = field(default_factory=Counter)
-    sizes: Counter[Key] = field(default_factory=Counter)
-
-    def add(self, name: str, group: str, size: int, count: int = 1) -> None:
-        """``count`` times ``size`` bytes."""
-        axis = "cp" if group.startswith("context_") else group
-        if count and self.layout.size(axis) > 1:
-            self.calls[name, group] += count
-            self.sizes[name, group] += size * count
-
-
-class Tokens(NamedTuple):
-    """Of a microbatch on this rank: my own, those of my context share, and bytes of an entry as it is and in a sum."""
-
-    mine: int
-    shared: int
-    word: int
-    wide: int
-
-
-def tokens_of(run: RunConfig, layout: FoldedLayout) -> Tokens:
-    tokens = run.data.micro_batch * run.data.seq_len
-    shared = tokens // layout.size("cp")
-    word = _BYTES[run.precision.compute]
-    return Tokens(shared // layout.size("tp"), shared, word, max(4, word))
 
 
 def embedding_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
@@ -87,11 +47,7 @@ def block_messages(run: RunConfig, layout: FoldedLayout, rank: int, is_mixture: 
         _gather(run, layout, run.model.width, times, tally, computed_again)
         _reduce(run, layout, run.model.width, times, tally, computed_again)
     _balance(run, layout, moe, times, tally)
-    if layout.size("expert_block") > 1:
-        if run.parallel.dispatcher == "all_to_all":
-            _to_experts(run, layout, rank, moe, times, tally)
-        else:
-            _to_everyone(run, layout, moe, times, tally)
+    expert_messages(run, layout, rank, moe, times, tally)
 
 
 def _gather(run: RunConfig, layout: FoldedLayout, width: int, times: int, tally: Tally, again: bool = False) -> None:
@@ -169,66 +125,3 @@ def _balance(run: RunConfig, layout: FoldedLayout, moe: MoEConfig, times: int, t
                 tally.add("all_reduce", group, sets * moe.num_experts * 8, times)
     if balance.global_batch:
         tally.add("all_reduce", "stage", moe.num_experts * 8, times)
-
-
-def _to_experts(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """Rows and weights there, answers back; twice, for their gradients go the other way."""
-    tokens, width = tokens_of(run, layout), moe.latent_width or run.model.width
-    leaving, arriving = tokens.mine * moe.top_k, arriving_rows(run, layout, rank)
-    counts = moe.num_experts * 8
-    if moe.capacity is None:
-        tally.add("all_to_all", "ep", counts, times)
-        tally.add("all_gather", "etp", counts, times)
-    for rows in (leaving, arriving):
-        tally.add("all_to_all", "ep", rows * width * tokens.word, 2 * times)
-        tally.add("all_to_all", "ep", rows * 4, times)
-    # Ranks that share an expert gather each other's rows, and add their answers up; short ones are filled up.
-    most = max(arriving_rows(run, layout, peer) for peer in layout.ranks("etp", rank))
-    etp = layout.size("etp")
-    tally.add("all_gather", "etp", most * width * tokens.word, 2 * times)
-    tally.add("all_gather", "etp", most * 4, times)
-    tally.add("reduce_scatter", "etp", etp * most * width * tokens.wide, 2 * times)
-    tally.add("reduce_scatter", "etp", etp * most * 4, times)
-
-
-def arriving_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
-    """Rows that come to this rank from its ep peers, if choices are dealt in turn: n * K + k to that number mod E."""
-    assert run.model.moe is not None
-    experts, top_k = run.model.moe.num_experts, run.model.moe.top_k
-    each = experts // layout.size("ep")
-    first = layout.index("ep", rank) * each
-    by_place: dict[tuple[int, int], int] = {}
-    rows = 0
-    for peer in layout.ranks("ep", rank):
-        place = layout.coordinate(peer, "cp"), layout.coordinate(peer, "tp")
-        if place not in by_place:
-            by_place[place] = _dealt(_held(run, layout, *place), top_k, experts, first, first + each)
-        rows += by_place[place]
-    return rows
-
-
-def _held(run: RunConfig, layout: FoldedLayout, context: int, shard: int) -> list[int]:
-    """The numbers of a rank's tokens in their microbatch."""
-    lengths, cp, tp = (run.data.seq_len,) * run.data.micro_batch, layout.size("cp"), layout.size("tp")
-    shared = [token for start, stop in places(lengths, context, cp) for token in range(start, stop)]
-    starts = (0, *accumulate(share_sizes(len(shared), tp)))
-    return shared[starts[shard] : starts[shard + 1]]
-
-
-def _dealt(tokens: list[int], top_k: int, experts: int, first: int, stop: int) -> int:
-    """How many choices of these tokens fall on experts from ``first`` to before ``stop``."""
-    residues = Counter(token * top_k % experts for token in tokens)
-    inside = {start: sum(first <= (start + k) % experts < stop for k in range(top_k)) for start in residues}
-    return sum(count * inside[start] for start, count in residues.items())
-
-
-def _to_everyone(run: RunConfig, layout: FoldedLayout, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """All tokens of the block are gathered with their choices; answers are summed."""
-    tokens, width = tokens_of(run, layout), moe.latent_width or run.model.width
-    everyone = tokens.mine * layout.size("expert_block")
-    group = "expert_block"
-    tally.add("all_gather", group, tokens.mine * width * tokens.word, 2 * times)
-    tally.add("all_gather", group, tokens.mine * moe.top_k * 4, times)
-    tally.add("all_gather", group, tokens.mine * moe.top_k * 8, times)
-    tally.add("reduce_scatter", group, everyone * width * tokens.wide, 2 * times)
-    tally.add("reduce_scatter", group, everyone * moe.top_k * 4, times)
