@@ -16,6 +16,7 @@ from moefold.dispatch.local import LocalDispatcher
 from moefold.model.moe.engines import engine_named
 from moefold.model.moe.experts import Experts
 from moefold.model.products import Deferral, NativeProducts
+from moefold.ops.add_up import add_up, add_up_by_loop
 from moefold.ops.expert_rows import STEP, lay_out_rows, rounded_up
 from moefold.ops.gates import AutogradGate, SwigluGate
 from moefold.ops.permute import count_choices
@@ -205,3 +206,15 @@ def test_the_output_bias_is_added_by_share() -> None:
     plain.bias_share = 0.0
     assert error(outcome(without, case, torch.float64)["y"], outcome(plain, case, torch.float64)["y"]) < 1e-12
     assert error(outcome(whole, case, torch.float64)["y"], outcome(plain, case, torch.float64)["y"]) > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_sums_of_rows_equal_a_loop(dtype: torch.dtype, weighed: bool) -> None:
+    torch.manual_seed(0)
+    rows, row = torch.randn(9, 5).to(dtype), torch.tensor([8, 0, 0, 3, 7, 2])
+    first, weight = torch.tensor([0, 0, 2, 5, 6]), torch.rand(6) if weighed else None
+    torch.testing.assert_close(add_up(rows, row, first, weight), add_up_by_loop(rows, row, first, weight))
+    none = torch.zeros(0, dtype=torch.int64)
+    assert add_up(rows, none, none, None).shape == (0, 5)
+    assert (add_up(rows, none, torch.zeros(3, dtype=torch.int64), None) == 0).all()

@@ -62,9 +62,10 @@ class AllToAllDispatcher:
         self.ep, self.etp, self.capacity, self.host = ep, etp, capacity, host
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
+        padded = self.capacity is not None
         leaving, counts = self._sort(routing) if self.capacity is None else self._sort_padded(routing, self.capacity)
-        rows_SD = self._send(take_rows(x_tD, leaving.token_N), counts)
-        weight_S = self._send(take_weights(routing.weight_tK, leaving.choice_N), counts)
+        rows_SD = self._send(take_rows(x_tD, leaving.token_N, padded), counts)
+        weight_S = self._send(take_weights(routing.weight_tK, leaving.choice_N, padded), counts)
         expert_S = _expert_of_rows(counts.rows_from_Pe, rows_SD.shape[0])
         return Arrived(
             rows_SD,
@@ -79,7 +80,7 @@ class AllToAllDispatcher:
         counts = ticket.counts
         mine = reduce_rows(answers_SD, counts.etp_sizes, self.etp)
         back_ND = exchange_rows(mine, send=counts.recv, recv=counts.send, group=self.ep)
-        return put_back(back_ND, ticket.token_N, ticket.num_tokens)
+        return put_back(back_ND, ticket.token_N, ticket.num_tokens, padded=self.capacity is not None)
 
     def _send(self, rows: Tensor, counts: _Counts) -> Tensor:
         here = exchange_rows(rows, send=counts.send, recv=counts.recv, group=self.ep)

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from moefold.ops.add_up import add_up
 from moefold.ops.expert_rows import ExpertRows, choices_of_rows, weights_of_choices, weights_of_rows
 from moefold.ops.gates import Gate
 
@@ -62,7 +62,7 @@ def fused_forward(
         _product(x_rL, weights.gate_up_eGL[expert], _of(weights.gate_up_bias_eG, expert), gate_up_PG[span])
         gate.forward(gate_up_PG[span], act_rF)
         _product(act_rF, weights.down_eLF[expert], _of(weights.down_bias_eL, expert), answer_PL[span])
-    return _add_up(answer_PL, rows, weights_of_choices(weight_SK, rows)), gate_up_PG
+    return add_up(answer_PL, rows.row_C, rows.first_S, weights_of_choices(weight_SK, rows)), gate_up_PG
 
 
 def fused_backward(
@@ -102,7 +102,8 @@ def fused_backward(
             _transposed_product(dgate_rG, _take(x_SL, rows.source_P[span], gathered), found.dgate_up_eGL[expert])
         torch.mm(dgate_rG, weights.gate_up_eGL[expert].to(x_SL.dtype), out=dx_PL[span])
     return found._replace(
-        dx_SL=_add_up(dx_PL, rows, None), dweight_SK=choices_of_rows(dweight_P, rows, weight_SK.shape)
+        dx_SL=add_up(dx_PL, rows.row_C, rows.first_S, None),
+        dweight_SK=choices_of_rows(dweight_P, rows, weight_SK.shape),
     )
 
 
@@ -183,12 +184,6 @@ def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.mm(left.t(), right, out=out)
     else:
         out.copy_(torch.mm(left.t(), right))
-
-
-def _add_up(rows_PL: Tensor, rows: ExpertRows, weight_C: Tensor | None) -> Tensor:
-    """Each source row's rows, times their weights if there are any; the sum is carried in float32."""
-    per_choice = None if weight_C is None else weight_C.to(rows_PL.dtype)
-    return F.embedding_bag(rows.row_C, rows_PL, rows.first_S, mode="sum", per_sample_weights=per_choice)
 
 
 def _of(bias: Tensor | None, expert: int) -> Tensor | None:

@@ -59,19 +59,21 @@ def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
     return Grouped(choices, choices // expert_tK.shape[1])
 
 
-def take_rows(x_tD: Tensor, token_N: Tensor) -> Tensor:
-    """Each slot's token; zeros for an empty slot."""
+def take_rows(x_tD: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
+    """Each slot's token; zeros for an empty slot, of which there are none unless ``padded``."""
+    if not padded:
+        return x_tD.index_select(0, token_N)
     return torch.cat([x_tD, x_tD.new_zeros(1, *x_tD.shape[1:])]).index_select(0, token_N)
 
 
-def take_weights(weight_tK: Tensor, choice_N: Tensor) -> Tensor:
+def take_weights(weight_tK: Tensor, choice_N: Tensor, padded: bool = True) -> Tensor:
     """Each slot's routing weight; 0 for an empty slot."""
-    return take_rows(weight_tK.flatten(), choice_N)
+    return take_rows(weight_tK.flatten(), choice_N, padded)
 
 
-def put_back(rows_ND: Tensor, token_N: Tensor, num_tokens: int) -> Tensor:
+def put_back(rows_ND: Tensor, token_N: Tensor, num_tokens: int, padded: bool = True) -> Tensor:
     """Add up the rows of each token, in the order in which they stand. The gradient of ``take_rows``."""
-    home: Tensor = _PutBack.apply(rows_ND, token_N, num_tokens)
+    home: Tensor = _PutBack.apply(rows_ND, token_N, num_tokens, padded)
     return home
 
 
@@ -80,14 +82,15 @@ class _PutBack(torch.autograd.Function):
     need not compute the rows again, which nobody looks at."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, token_N: Tensor, num_tokens: int) -> Tensor:
-        ctx.token_N = token_N
-        home = rows_ND.new_zeros(num_tokens + 1, *rows_ND.shape[1:])
-        return home.index_add_(0, token_N, rows_ND)[:num_tokens]
+    def forward(ctx: Any, rows_ND: Tensor, token_N: Tensor, num_tokens: int, padded: bool) -> Tensor:
+        ctx.token_N, ctx.padded = token_N, padded
+        home = rows_ND.new_zeros(num_tokens + padded, *rows_ND.shape[1:]).index_add_(0, token_N, rows_ND)
+        # Copied where it is cut: a module whose parameters are sharded must not return a view.
+        return home[:num_tokens].clone() if padded else home
 
     @staticmethod
-    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None, None]:
-        return take_rows(grad_tD, ctx.token_N), None, None
+    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None, None, None]:
+        return take_rows(grad_tD, ctx.token_N, ctx.padded), None, None, None
 
 
 def group_by_loop(routing: Choices, num_experts: int) -> list[list[int]]:

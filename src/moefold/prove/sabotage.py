@@ -120,7 +120,7 @@ def experts_in_the_wrong_order() -> None:
 
 def combine_drops_a_row() -> None:
     def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda rows, token, count: put(rows * (torch.arange(len(rows)) != 1)[:, None], token, count)
+        return lambda rows, *rest: put(rows * (torch.arange(len(rows)) != 1)[:, None], *rest)
 
     wrap(moefold.model.moe.sorted_experts, "put_back", make)
 

@@ -32,10 +32,11 @@ class SortedExperts:
             groups = group_by_expert(arrived.choices, num_experts, sum(arrived.rows_per_expert))
         else:
             groups = group_padded(arrived.choices, num_experts, arrived.slots)
-        rows_RL = take_rows(arrived.rows_SD, groups.token_N)
-        weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N)
+        padded = arrived.slots is not None
+        rows_RL = take_rows(arrived.rows_SD, groups.token_N, padded)
+        weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N, padded)
         answers_RL = self._answers(rows_RL, weight_R, arrived, weights)
-        return put_back(answers_RL, groups.token_N, arrived.rows_SD.shape[0])
+        return put_back(answers_RL, groups.token_N, arrived.rows_SD.shape[0], padded)
 
     def _answers(self, rows_RL: Tensor, weight_R: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
         hidden_RF = self._hidden(rows_RL, arrived, weights)
