@@ -102,7 +102,7 @@ def test_every_mode_can_be_rehearsed(changes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("pad", [False, True])
 def test_capacities_can_be_rehearsed(pad: bool) -> None:
-    run = balanced_run("debug_tiny", "parallel.ep=2")
+    run = balanced_run("debug_tiny", "parallel.ep=2", "precision.experts=grouped")
     assert run.model.moe is not None
     moe = replace(run.model.moe, capacity=CapacityConfig(factor=0.5, pad=pad, drop="position"))
     half = dry_run(replace(run, model=replace(run.model, moe=moe)), 2, 0)

@@ -184,6 +184,18 @@ CASES = [
         in_formats(MoEConfig(expert_width=12), compute="bfloat16"),
         "model.moe.expert_width",
     ),
+    (
+        precision.fused_experts_compute_the_rows_there_are,
+        in_formats(MoEConfig(capacity=CapacityConfig(pad=True))),
+        in_formats(MoEConfig(capacity=CapacityConfig(pad=True)), experts="fused"),
+        "model.moe.capacity.pad",
+    ),
+    (
+        precision.fused_experts_weigh_inside,
+        in_formats(MoEConfig(), experts="fused"),
+        in_formats(MoEConfig(weight_at="output"), experts="fused"),
+        "model.moe.weight_at",
+    ),
 ]
 
 

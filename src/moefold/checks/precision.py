@@ -24,7 +24,9 @@ def grouped_experts_are_not_float64(run: RunConfig) -> Problem | None:
     if run.model.moe is None or run.precision.experts != "grouped" or run.precision.compute != "float64":
         return None
     return Problem(
-        "precision.experts", "torch's grouped matmul has no float64 kernel", "use sequential, or compute float32"
+        "precision.experts",
+        "torch's grouped matmul has no float64 kernel",
+        "use fused or sequential, or compute float32",
     )
 
 
@@ -44,11 +46,40 @@ def grouped_rows_are_aligned(run: RunConfig) -> list[Problem]:
             path,
             f"rows of {size} {precision.compute} numbers (experts, etp={run.parallel.etp}) are not a multiple of "
             f"{ROW_BYTES} bytes, which the grouped matmul needs",
-            f"make it a multiple of {multiple}, or use precision.experts sequential",
+            f"make it a multiple of {multiple}, or use precision.experts fused or sequential",
         )
         for path, size in rows.items()
         if size % multiple
     ]
 
 
-RULES = (compute_is_not_wider_than_params, grouped_experts_are_not_float64, grouped_rows_are_aligned)
+def fused_experts_compute_the_rows_there_are(run: RunConfig) -> Problem | None:
+    """Padding keeps a GPU from waiting for counts; the fused experts need those counts."""
+    moe = run.model.moe
+    if moe is None or run.precision.experts != "fused" or moe.capacity is None or not moe.capacity.pad:
+        return None
+    return Problem(
+        "model.moe.capacity.pad",
+        "precision.experts fused computes the rows that experts have, not empty ones",
+        "use pad false, or precision.experts grouped",
+    )
+
+
+def fused_experts_weigh_inside(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or run.precision.experts != "fused" or moe.weight_at == "activation":
+        return None
+    return Problem(
+        "model.moe.weight_at",
+        f"precision.experts fused never keeps an expert's {moe.weight_at} to weigh it",
+        "use activation, or precision.experts grouped",
+    )
+
+
+RULES = (
+    compute_is_not_wider_than_params,
+    grouped_experts_are_not_float64,
+    grouped_rows_are_aligned,
+    fused_experts_compute_the_rows_there_are,
+    fused_experts_weigh_inside,
+)

@@ -40,6 +40,7 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     for axis, size in sizes.items():
         yield f"{axis} =", str(size)
     alone = sizes["ep"] * sizes["etp"] == 1
+    yield "experts", case.run.precision.experts
     yield "dispatcher", "local" if alone else parallel.dispatcher
     if not alone and sizes["etp"] > 1:
         yield "dispatcher", f"{parallel.dispatcher} with etp"

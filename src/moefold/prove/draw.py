@@ -18,7 +18,7 @@ from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.parallel import ContextConfig, ContextMode, ParallelConfig
-from moefold.config.precision import Format
+from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision
 from moefold.schedule.names import SCHEDULES
@@ -81,12 +81,20 @@ def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
             model=model,
             parallel=parallel,
             data=data,
-            precision=proving_precision(dtype),
+            precision=_precision(random, model, dtype),
             optim=PROVING_OPTIM,
             memory=_memory(random),
         )
         if not problems(run, deal.world):
             return Case(run, deal.world)
+
+
+def _precision(random: Random, model: ModelConfig, dtype: Format) -> PrecisionConfig:
+    """Half of the runs that can have their experts fused do; the reference has them plain."""
+    plain, moe = proving_precision(dtype), model.moe
+    padded = moe is not None and moe.capacity is not None and moe.capacity.pad
+    fits = dtype == "float64" and moe is not None and moe.weight_at == "activation" and not padded
+    return replace(plain, experts="fused") if fits and random.random() < 0.5 else plain
 
 
 def _parallel(random: Random, deal: _Deal, dtype: Format) -> ParallelConfig:

@@ -20,7 +20,7 @@ from moefold.optim.adamw import UNDECAYED
 from moefold.precision.formats import TORCH_FORMATS
 from moefold.precision.weights import hold_in
 from moefold.prove.batches import labels_of_batch, wave_batch
-from moefold.prove.cases import Case
+from moefold.prove.cases import Case, proving_precision
 from moefold.prove.replay import record_choices
 from moefold.prove.start import busy_values
 
@@ -50,7 +50,8 @@ def reference(case: Case) -> Answer:
 
 def reference_model(case: Case) -> Decoder:
     run = case.run
-    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], one_process_seams(run.precision.experts))
+    engine = proving_precision(run.precision.compute).experts
+    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], one_process_seams(engine))
     hold_in(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -12,10 +14,15 @@ from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
 
+# These runs are for machines without a GPU.
+ON_CPU = PrecisionConfig(experts="fused")
+
+
 def debug_tiny() -> RunConfig:
     """Two layers and eight experts: the smallest run that still routes."""
     return RunConfig(
         name="debug_tiny",
+        precision=ON_CPU,
         model=ModelConfig(moe=MoEConfig(router=RouterConfig(normalize=True), balance=BalanceConfig(microbatch=0.01))),
     )
 
@@ -24,6 +31,7 @@ def debug_small() -> RunConfig:
     """A few million parameters: large enough to learn something on a laptop."""
     return RunConfig(
         name="debug_small",
+        precision=ON_CPU,
         model=ModelConfig(
             vocab_size=512,
             width=128,
@@ -51,6 +59,7 @@ def debug_10m() -> RunConfig:
     """
     return RunConfig(
         name="debug_10m",
+        precision=ON_CPU,
         model=ModelConfig(
             width=192,
             num_layers=4,
@@ -92,7 +101,7 @@ def debug_50m() -> RunConfig:
             ),
             dense_width=1536,
         ),
-        precision=PrecisionConfig(compute="bfloat16"),
+        precision=replace(ON_CPU, compute="bfloat16"),
         data=DataConfig(seq_len=512, global_batch=4, micro_batch=4),
         optim=OptimConfig(rate=1e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
     )
