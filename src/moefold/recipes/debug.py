@@ -13,7 +13,6 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
-
 # These runs are for machines without a GPU.
 ON_CPU = PrecisionConfig(experts="fused")
 
