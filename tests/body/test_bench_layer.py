@@ -241,3 +241,10 @@ def test_neighbours_are_those_who_are_not_us() -> None:
     others, cores = cores_of_others(began), os.cpu_count() or 1
     # The kernel counts in ticks of 10 ms.
     assert others is not None and others <= cores - 0.4 * 0.5 / (moment.wall - began.wall)  # type: ignore[union-attr]
+
+
+def test_a_contestant_that_dies_is_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of anybody when the machine has no memory left."""
+    monkeypatch.setattr("moefold.bench.contest.available_bytes", lambda: 1 << 20)
+    contest = hold_contest("layer", "tiny", [Entrant("dense", "bare", options())], rounds=1, warm=0)
+    assert "1.0 MiB of memory were left" in contest.standings[0].failure and contest.best_peer(FIXED) is None

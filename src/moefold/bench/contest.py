@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +22,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, Any
 
+from moefold.bench.memory import available_bytes
 from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant, Run, Standing
+from moefold.units import format_bytes
 
 # Told what is being done, and how many of how many.
 Say = Callable[[str, int, int], None]
@@ -31,6 +34,8 @@ ROUNDS, WARM = 9, 3
 _SECONDS_TO_START, _SECONDS_TO_RUN = 300.0, 300.0
 # Seeds of the runs: the fixed routing's, and the first of those that change.
 FIXED_SEED, FIRST_SEED = 0, 1000
+# Whoever would run with less left on the machine is stopped, before the kernel picks somebody.
+_LEAST_MEMORY = 512 * 2**20
 # Of its last words, as many are kept.
 _LAST_WORDS = 300
 
@@ -57,6 +62,10 @@ class Worker:
 
     def ask(self, do: str, seed: int) -> dict[str, Any]:
         """Its answer; ``failed`` in it says that there will be no other."""
+        left = available_bytes()
+        if left is not None and left < _LEAST_MEMORY:
+            self._process.kill()
+            return {"failed": f"stopped, for {format_bytes(left)} of memory were left; take fewer contestants"}
         try:
             _pipe(self._process.stdin).write(json.dumps({"do": do, "seed": seed}).encode() + b"\n")
             _pipe(self._process.stdin).flush()
@@ -95,7 +104,8 @@ class Worker:
         code = self._process.wait()
         self._errors.seek(0)
         words = " ".join(self._errors.read().split())[-_LAST_WORDS:]
-        return {"failed": f"its process ended with {code}: {words}" if words else f"its process ended with {code}"}
+        ended = f"its process ended with {code}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+        return {"failed": f"{ended}: {words}" if words else ended}
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

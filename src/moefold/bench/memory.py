@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
+_SYSTEM = Path("/proc/meminfo")
 _CLEAR = Path("/proc/self/clear_refs")
 # Written to clear_refs, it sets the high-water mark back to what is resident now.
 _FORGET_PEAK = "5"
@@ -44,9 +45,18 @@ def return_free_memory() -> None:
         trim(0)
 
 
+def available_bytes() -> int | None:
+    """What programs could still be given; None where the kernel does not say."""
+    return _kibibytes(_SYSTEM, "MemAvailable")
+
+
 def _status(name: str) -> int | None:
+    return _kibibytes(_STATUS, name)
+
+
+def _kibibytes(path: Path, name: str) -> int | None:
     try:
-        lines = _STATUS.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except OSError:
         return None
     found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
