@@ -1,0 +1,124 @@
+"""What the host does for the device: operations it starts, and places where it would have to wait.
+
+A GPU is fed by the host, one kernel launch after the other; a layer of many small operations is bound by that, not by
+arithmetic. And where a shape depends on data, the host stops until the device has caught up. A CPU never waits for
+itself, so a clock on one sees neither. A dispatch mode sees both: every operation that computes, and every operation
+that would make the host wait: reading a value (``item``, ``tolist``, ``bool``), results whose shape is only known from
+the data (``nonzero``, boolean indexing), and blocking copies between devices. Backward passes are seen too.
+
+An operation counts as one launch; some, such as a sort, are several kernels on a device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ATEN = torch.ops.aten
+# bincount and histc find their size or their range on the host, though no tag says so.
+READS_DATA = {ATEN._local_scalar_dense, ATEN.is_nonzero, ATEN.equal, ATEN.bincount, ATEN.histc}
+TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+# These carry a tag for only one of their uses, which is looked at separately.
+INDEXING = {ATEN.index, ATEN.index_put, ATEN.index_put_, ATEN._index_put_impl_}
+ESCAPES = {
+    getattr(Tensor, name)
+    for name in ("numpy", "__array__", "tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__")
+}
+# Memory without contents, and other names for what is there.
+FREE = {
+    ATEN.empty,
+    ATEN.empty_like,
+    ATEN.empty_strided,
+    ATEN.new_empty,
+    ATEN.new_empty_strided,
+    ATEN.detach,
+    ATEN.alias,
+    ATEN.lift_fresh,
+    ATEN._unsafe_view,
+    ATEN.promote_types,
+}
+
+
+@dataclass
+class HostWork:
+    """How often each operation was started, and each wait with what caused it."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    waits: list[str] = field(default_factory=list)
+
+    @property
+    def num_launches(self) -> int:
+        return self.launches.total()
+
+
+def count_host_work(work: Callable[[], object]) -> HostWork:
+    seen = HostWork()
+    with _Methods(seen), _Operations(seen):
+        work()
+    return seen
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, seen: HostWork) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if reason := why_it_waits(op, args, kwargs or {}):
+            self.seen.waits.append(f"{op} {reason}")
+        if launches(op):
+            self.seen.launches[str(op.overloadpacket)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class _Methods(TorchFunctionMode):
+    def __init__(self, seen: HostWork) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ESCAPES:
+            self.seen.waits.append(f"Tensor.{func.__name__} reads values on the host")
+        return func(*args, **(kwargs or {}))
+
+
+def launches(op: Any) -> bool:
+    """Whether it computes anything: views and empty memory do not."""
+    if op.overloadpacket in FREE:
+        return False
+    returns = op._schema.returns
+    views = [result for result in returns if result.alias_info is not None and not result.alias_info.is_write]
+    return not (returns and len(views) == len(returns))
+
+
+def why_it_waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    packet = op.overloadpacket
+    if packet in INDEXING:
+        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        return "with a boolean mask has as many rows as the mask has hits" if masks else None
+    if packet is ATEN.repeat_interleave:
+        return "without output_size asks for the sum" if kwargs.get("output_size") is None else None
+    if packet in (ATEN._to_copy, ATEN.copy_):
+        return _blocking_copy(packet, args, kwargs)
+    if packet in READS_DATA or TAGS & set(op.tags):
+        return "reads data on the host"
+    return None
+
+
+def _blocking_copy(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    source = args[0] if packet is ATEN._to_copy else args[1]
+    target = kwargs.get("device") if packet is ATEN._to_copy else args[0].device
+    if target is None or torch.device(target) == source.device or kwargs.get("non_blocking"):
+        return None
+    return f"waits for a copy from {source.device} to {target}"

@@ -1,0 +1,92 @@
+"""How much the host does for one mixture, held so that it only falls; docs/host-overhead.md has the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.sync_free import ESCAPES
+from torch import Tensor
+
+from moefold.bench.host_work import HostWork, count_host_work
+from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.dispatch.local import LocalDispatcher
+from moefold.model.assemble import whole_batch
+from moefold.model.moe.engines import engine_named
+from moefold.model.moe.experts import Experts
+from moefold.model.moe.router import Router
+from moefold.model.products import NativeProducts
+from moefold.model.seams import WholeTokens
+from moefold.ops.capacity import capacity_of
+
+TOKENS, WIDTH = 64, 32
+MOE = MoEConfig(
+    num_experts=8,
+    top_k=2,
+    expert_width=16,
+    router=RouterConfig(normalize=True),
+    balance=BalanceConfig(microbatch=0.01),
+)
+PADDED = replace(MOE, capacity=CapacityConfig(factor=1.25, pad=True))
+# Engine, sizes; then the most launches forward and backward, and waits of both together.
+HELD: dict[str, tuple[str, MoEConfig, int, int, int]] = {
+    "padded": ("grouped", PADDED, 114, 45, 0),
+    "dropless": ("grouped", MOE, 65, 43, 1),
+    "dropless, fused": ("fused", MOE, 100, 165, 1),
+}
+PAGE = Path(__file__).parents[2] / "docs" / "host-overhead.md"
+
+
+def mixture(engine: str, config: MoEConfig) -> Callable[[], Tensor]:
+    """One mixture in bfloat16 without a shared expert, as a function that runs its forward."""
+    torch.manual_seed(0)
+    slots = None if config.capacity is None else capacity_of(TOKENS, config.capacity.factor, config.top_k, 8)
+    router, dispatcher = Router(config, WIDTH, WholeTokens()), LocalDispatcher(config.num_experts, slots)
+    experts = Experts(config, WIDTH, engine_named(engine, NativeProducts())(config)).bfloat16()
+    for parameter in (*router.parameters(), *experts.parameters()):
+        torch.nn.init.normal_(parameter)
+    token = torch.arange(TOKENS)
+    batch = whole_batch(token, token, (TOKENS,), step_labels=TOKENS, step_tokens=TOKENS)
+    assert batch.shards and batch.microbatches and batch.documents
+    x_tD = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
+
+    def forward() -> Tensor:
+        routing, report = router(x_tD, batch, None)
+        arrived = dispatcher.dispatch(x_tD, routing)
+        y_tD = dispatcher.combine(experts(arrived), arrived.ticket)
+        return y_tD.float().sum() + sum(report.losses)
+
+    return forward
+
+
+def work_of(engine: str, config: MoEConfig) -> tuple[HostWork, HostWork]:
+    forward = mixture(engine, config)
+    forward().backward()
+    made: list[Tensor] = []
+    ahead = count_host_work(lambda: made.append(forward()))
+    return ahead, count_host_work(made[0].backward)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_launches_and_waits_only_fall(name: str) -> None:
+    engine, config, forward, backward, waits = HELD[name]
+    ahead, back = work_of(engine, config)
+    found = (ahead.num_launches, back.num_launches, len(ahead.waits) + len(back.waits))
+    assert found == (forward, backward, waits), f"{name}: {found}; fewer is good news: write it here and in {PAGE.name}"
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name, (_, _, forward, backward, waits) in HELD.items():
+        assert f"| {name} | {forward} | {backward} | {waits} |" in page
+
+
+def test_the_counter_sees_waits_and_leaves_views_out() -> None:
+    x = torch.randn(4, 4)
+    assert count_host_work(lambda: x.t()[:2].unsqueeze(0).detach()).num_launches == 0
+    seen = count_host_work(lambda: (x @ x).relu_()[x > 0].tolist())
+    assert seen.launches["aten.mm"] == 1 and seen.launches["aten.relu_"] == 1
+    assert len(seen.waits) >= 2 and Tensor.tolist in ESCAPES
