@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from moefold.cli.main import main
+from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError
-from moefold.ops.backends import BACKENDS, JOBS, Kernels, kernels_named, resolve, why_not
+from moefold.ops.backends import BACKENDS, IN_TORCH, JOBS, Kernels, kernels_for, kernels_named, resolve, why_not
 from moefold.ops.here import Card, Here, look_around
 
 SRC = Path(__file__).parents[2] / "src"
@@ -116,3 +117,11 @@ def test_doctor_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["device"] == "cpu" and found["here"]["torch"] == torch.__version__
     works = {(row["job"], row["backend"]): row["works"] for row in found["backends"]}
     assert works["experts", "sequential"] and not works["permute", "triton"]
+
+
+def test_a_run_gets_what_it_asks_for_or_nothing() -> None:
+    assert kernels_for(PrecisionConfig(experts="fused"), "cpu") == IN_TORCH
+    with pytest.raises(BackendError, match=r"precision.kernels: triton cannot do map_rows"):
+        kernels_for(PrecisionConfig(kernels="triton"), "cpu")
+    with pytest.raises(BackendError, match=r"precision.experts: fused cannot do experts: runs on cpu, not on cuda"):
+        kernels_for(PrecisionConfig(experts="fused"), "cuda")

@@ -11,13 +11,12 @@ from torch import Tensor
 from moefold.model.feed_forward import FeedForward
 from moefold.model.products import NativeProducts
 from moefold.model.seams import WholeTokens
-from moefold.ops.grouped_matmul import sequential
 
 BATCH = batch_of(1, 5, 11)
 
 
 def _layer(hidden: int, activation: str = "swiglu") -> FeedForward:
-    layer = FeedForward(6, hidden, activation, WholeTokens(), NativeProducts(sequential)).double()
+    layer = FeedForward(6, hidden, activation, WholeTokens(), NativeProducts()).double()
     fill(layer)
     return layer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import context, data, dispatch, model, parallel, pipeline, precision, train
+from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, precision, train
 from moefold.checks.divide import divisors
 from moefold.checks.run_all import RULES, problems
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -195,6 +195,18 @@ CASES = [
         in_formats(MoEConfig(), experts="fused"),
         in_formats(MoEConfig(weight_at="output"), experts="fused"),
         "model.moe.weight_at",
+    ),
+    (
+        kernels.kernels_are_not_float64,
+        in_formats(compute="bfloat16", kernels="triton"),
+        in_formats(compute="float64", params="float64", experts="sequential", kernels="triton"),
+        "precision.kernels",
+    ),
+    (
+        kernels.kernels_do_not_meet_fused_experts,
+        in_formats(kernels="triton"),
+        in_formats(experts="fused", kernels="triton"),
+        "precision.kernels",
     ),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, data, dispatch, model, parallel, pipeline, precision, train
+from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, precision, train
 from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *dispatch.RULES,
     *data.RULES,
     *precision.RULES,
+    *kernels.RULES,
     *train.RULES,
 )
 RULES_WITH_LAYOUT = (*data.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)

@@ -21,3 +21,5 @@ class PrecisionConfig:
     # sequential: one matmul per expert, the reference. grouped: one call for all experts of the rank, for GPUs.
     # fused: everything about experts in one operation, for CPUs.
     experts: Literal["sequential", "grouped", "fused"] = "grouped"
+    # The steps between products. torch: torch's operations, anywhere. triton: one kernel per step, on GPUs.
+    kernels: Literal["torch", "triton"] = "torch"

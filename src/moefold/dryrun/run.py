@@ -92,7 +92,9 @@ def dry_run(
         batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
         shape = batches[0]
         host = BalancedCounts(run, groups.layout, rank, shape.lengths, shape.context_size, imbalance)
-        share = lay_out_share(run, groups, CPU, host)
+        # Kernels need a GPU and memory that is there; what they compute is known from their twins.
+        in_torch = replace(run, precision=replace(run.precision, kernels="torch"))
+        share = lay_out_share(in_torch, groups, CPU, host)
         if share.comm_lane is not None:
             share = replace(share, comm_lane=AtOnce())
         whole, here = microbatches or len(batches), groups["pp"].index

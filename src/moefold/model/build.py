@@ -36,6 +36,7 @@ from moefold.model.mtp import LookAhead
 from moefold.model.norm import RMSNorm
 from moefold.model.products import NativeProducts, Products
 from moefold.model.seams import TokenSeam, VocabSeam, WholeTokens, WholeVocab
+from moefold.ops.backends import IN_TORCH, Kernels
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,22 @@ class Seams:
     core: AttentionCore = field(default_factory=LocalCore)
     # Asked once per mixture, in layer order, so that recorded choices can be played back.
     selector: Callable[[MoEConfig], Selector] = build_selector
+    # How the steps between products are carried out.
+    kernels: Kernels = IN_TORCH
     # Phases that keep their input only and are computed again in the backward pass.
     recompute: frozenset[str] = frozenset()
 
 
-def one_process_seams(experts_backend: str = "sequential") -> Seams:
+def one_process_seams(experts_backend: str = "sequential", kernels: Kernels = IN_TORCH) -> Seams:
     products = NativeProducts()
-    engine = engine_named(experts_backend, products)
-    return Seams(WholeTokens(), WholeVocab(), lambda moe: LocalDispatcher(moe.num_experts), products, engine)
+    return Seams(
+        WholeTokens(),
+        WholeVocab(),
+        lambda moe: LocalDispatcher(moe.num_experts),
+        products,
+        engine_named(experts_backend, products, kernels=kernels),
+        kernels=kernels,
+    )
 
 
 def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts: Parts | None = None) -> Decoder:
@@ -73,47 +82,54 @@ def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts:
         else None,
         layers={layer: _block(model, layer, seams) for layer in parts.layers},
         mtp={depth: _look_ahead(model, depth, seams) for depth in parts.mtp},
-        final_norm=_norm(model) if parts.final_norm else None,
+        final_norm=_norm(model, seams) if parts.final_norm else None,
         head=Linear(model.width, model.vocab_size, seams.products)
         if parts.loss and not model.tied_embeddings
         else None,
-        mtp_norms={depth: _norm(model) for depth in parts.mtp_norms},
-        loss=LanguageLoss(seams.tokens, seams.vocab),
+        mtp_norms={depth: _norm(model, seams) for depth in parts.mtp_norms},
+        loss=LanguageLoss(seams.tokens, seams.vocab, kernels=seams.kernels),
         mixtures=mixture_names(model),
     )
 
 
-def _norm(model: ModelConfig) -> RMSNorm:
-    return RMSNorm(model.width, model.norm_eps)
+def _norm(model: ModelConfig, seams: Seams) -> RMSNorm:
+    return RMSNorm(model.width, model.norm_eps, seams.kernels.rms_norm)
 
 
 def _look_ahead(model: ModelConfig, depth: int, seams: Seams) -> LookAhead:
     join = Linear(2 * model.width, model.width, seams.products)
-    return LookAhead(_norm(model), _norm(model), join, _block(model, model.num_layers + depth, seams))
+    return LookAhead(_norm(model, seams), _norm(model, seams), join, _block(model, model.num_layers + depth, seams))
 
 
 def _block(model: ModelConfig, layer: int, seams: Seams) -> Block:
     if model.moe is not None and model.is_moe_layer(layer):
         feed_forward: FeedForward | MoELayer = _mixture(model.moe, model.width, seams)
     else:
-        feed_forward = FeedForward(model.width, model.dense_width, "swiglu", seams.tokens, seams.products)
-    return Block(_norm(model), _attention(model, layer, seams), _norm(model), feed_forward, seams.recompute)
+        feed_forward = _dense(model.width, model.dense_width, "swiglu", seams)
+    attention = _attention(model, layer, seams)
+    return Block(_norm(model, seams), attention, _norm(model, seams), feed_forward, seams.recompute)
+
+
+def _dense(width: int, hidden: int, activation: str, seams: Seams) -> FeedForward:
+    return FeedForward(width, hidden, activation, seams.tokens, seams.products, seams.kernels)
 
 
 def _attention(model: ModelConfig, layer: int, seams: Seams) -> GroupedQueryAttention | LatentAttention:
     config, rope, width, eps = model.attention, model.rope, model.width, model.norm_eps
     if isinstance(config, GQAConfig):
-        return GroupedQueryAttention(config, rope, width, layer, eps, seams.tokens, seams.core, seams.products)
-    return LatentAttention(config, rope, width, eps, seams.tokens, seams.core, seams.products)
+        return GroupedQueryAttention(
+            config, rope, width, layer, eps, seams.tokens, seams.core, seams.products, seams.kernels
+        )
+    return LatentAttention(config, rope, width, eps, seams.tokens, seams.core, seams.products, seams.kernels)
 
 
 def _mixture(moe: MoEConfig, width: int, seams: Seams) -> MoELayer:
     latent = moe.latent_width
-    shared = (
-        FeedForward(width, moe.shared_width, moe.activation, seams.tokens, seams.products) if moe.shared_width else None
-    )
+    shared = _dense(width, moe.shared_width, moe.activation, seams) if moe.shared_width else None
+    # In torch, one call for all of it is no faster, and the model's own steps are the twin.
+    route = None if seams.kernels == IN_TORCH else seams.kernels.route
     return MoELayer(
-        router=Router(moe, width, seams.tokens, seams.selector(moe)),
+        router=Router(moe, width, seams.tokens, seams.selector(moe), route),
         dispatcher=seams.dispatcher(moe),
         experts=Experts(moe, width, seams.experts(moe), seams.bias_share),
         shared=shared,

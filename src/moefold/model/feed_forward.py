@@ -11,21 +11,31 @@ from torch import Tensor, nn
 from moefold.model.batch import Batch
 from moefold.model.products import Products
 from moefold.model.seams import TokenSeam
-from moefold.ops.swiglu import ACTIVATIONS
+from moefold.ops.backends import IN_TORCH, Kernels
 
 
 class FeedForward(nn.Module):
     """Gate and up are stacked, [2, F, D], so that a cut over the hidden width leaves every rank with both of its."""
 
-    def __init__(self, width: int, hidden: int, activation: str, tokens: TokenSeam, products: Products) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: str,
+        tokens: TokenSeam,
+        products: Products,
+        kernels: Kernels = IN_TORCH,
+    ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2, hidden, width))
         self.down = nn.Parameter(torch.empty(width, hidden))
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
+        self.kernels = kernels
         self.tokens = tokens
         self.products = products
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_TD = self.tokens.gather(x_tD, batch)
-        gate_TF, up_TF = self.products.linear(x_TD, self.gate_up).chunk(2, dim=-1)
-        return self.tokens.reduce(self.products.linear(self.activation(gate_TF, up_TF), self.down))
+        gate_up_TG = self.products.linear(x_TD, self.gate_up)
+        hidden_TF = self.kernels.weighted_activation(gate_up_TG, None, self.activation)
+        return self.tokens.reduce(self.products.linear(hidden_TF, self.down))

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import cross_entropy, rmsnorm
 from moefold.ops.here import Here, look_around
@@ -115,6 +116,13 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
     for job in JOBS:
         resolve(job, name, device, here, number_format)
     return {"torch": torch_kernels, "triton": triton_kernels}[name]()
+
+
+def kernels_for(precision: PrecisionConfig, device: str) -> Kernels:
+    """What a run asks for, once everything that it asks for is known to work here."""
+    here = look_around()
+    resolve("experts", precision.experts, device, here, precision.compute)
+    return kernels_named(precision.kernels, device, precision.compute, here)
 
 
 def torch_kernels() -> Kernels:

@@ -30,6 +30,7 @@ from moefold.model.decoder import Decoder
 from moefold.model.initialize import Box, first_values
 from moefold.model.moe.engines import engine_named
 from moefold.model.products import Deferral, DeferredProducts, NativeProducts
+from moefold.ops.backends import IN_TORCH, Kernels, kernels_for
 from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.data import shard_over_data
 from moefold.parallel.expert import dispatcher_for
@@ -98,7 +99,8 @@ def lay_out_share(run: RunConfig, groups: Groups, device: torch.device, host: Ho
     held = held_parameters(run.model, groups, everyone)
     schedule = schedule_named(run.parallel.schedule)
     deferral = Deferral() if schedule.splits_backward or schedule.overlaps else None
-    seams = seams_of(run, groups, deferral, host)
+    kernels = kernels_for(run.precision, device.type)
+    seams = seams_of(run, groups, deferral, host, kernels)
     with torch.device("meta"):
         model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], seams, everyone[groups["pp"].index])
     hold_in(model, TORCH_FORMATS[run.precision.params])
@@ -108,17 +110,20 @@ def lay_out_share(run: RunConfig, groups: Groups, device: torch.device, host: Ho
     return Share(run, groups, model, held, stages_of(run.model, run.parallel), device, deferral, lane)
 
 
-def seams_of(run: RunConfig, groups: Groups, deferral: Deferral | None, host: HostCounts) -> Seams:
+def seams_of(
+    run: RunConfig, groups: Groups, deferral: Deferral | None, host: HostCounts, kernels: Kernels = IN_TORCH
+) -> Seams:
     products = NativeProducts() if deferral is None else DeferredProducts(deferral)
     return Seams(
         tokens=TokenShards(groups),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         products=products,
-        experts=engine_named(run.precision.experts, products, deferral),
+        experts=engine_named(run.precision.experts, products, deferral, kernels),
         # The bias of a split expert is added on one of the ranks that hold its parts.
         bias_share=float(groups["etp"].index == 0),
         core=core_for(run, groups),
+        kernels=kernels,
         recompute=frozenset(run.memory.recompute),
     )
 

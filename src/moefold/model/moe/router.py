@@ -8,25 +8,37 @@ the balance losses. It is computed in float32: rounded scores flip choices, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moefold.config.moe import MoEConfig
+from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.dispatch.contract import Routing
 from moefold.model.batch import Batch
 from moefold.model.moe.balance import RoutingReport, balance_losses, count_choices
 from moefold.model.moe.pads import keep_real, real_tokens
-from moefold.model.moe.select import CapacityDrop, Choice, Dropper, Selector, build_selector
+from moefold.model.moe.select import CapacityDrop, Choice, Dropper, Selector, TopK, build_selector
 from moefold.model.seams import TokenSeam
 from moefold.ops.topk import score
+
+# Logits, loss-free bias, rule and number of choices to experts and weights, all at once.
+Route = Callable[[Tensor, Tensor | None, RouterConfig, int], tuple[Tensor, Tensor]]
 
 
 class Router(nn.Module):
     expert_bias: Tensor | None
 
-    def __init__(self, config: MoEConfig, width: int, tokens: TokenSeam, selector: Selector | None = None) -> None:
-        """``selector`` is the one the config names, unless another is given."""
+    def __init__(
+        self,
+        config: MoEConfig,
+        width: int,
+        tokens: TokenSeam,
+        selector: Selector | None = None,
+        route: Route | None = None,
+    ) -> None:
+        """``selector`` is the one the config names, unless another is given; ``route`` does its work for top-k."""
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, width))
@@ -35,17 +47,17 @@ class Router(nn.Module):
         self.bias_rate = config.router.bias_rate
         self.tokens = tokens
         self.selector = build_selector(config) if selector is None else selector
+        self.route = route if isinstance(self.selector, TopK) else None
         self.drop: Dropper | None = None if config.capacity is None else CapacityDrop(config, config.capacity)
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> tuple[Routing, RoutingReport]:
         logits_tE = self._logits(x_tD)
-        scores_tE = score(logits_tE, self.config.router.score)
-        choice = self.selector.select(logits_tE.detach(), scores_tE.detach(), self.expert_bias, batch, self.tokens)
-        weight_tK = self._weights(logits_tE, scores_tE, choice)
+        choice, weight_tK = self._choose(logits_tE, batch)
         kept_tK = choice.kept_tK
         # A selector that says who is kept has seen to the capacities itself.
         if self.drop is not None and kept_tK is None:
-            kept_tK = self.drop.kept(choice.expert_tK, scores_tE.detach(), batch, self.tokens)
+            scores_tE = score(logits_tE.detach(), self.config.router.score)
+            kept_tK = self.drop.kept(choice.expert_tK, scores_tE, batch, self.tokens)
         real_t = real_tokens(batch, self.tokens)
         kept_tK = keep_real(choice.expert_tK, kept_tK, real_t)
         choice = choice._replace(kept_tK=keep_real(choice.expert_tK, choice.kept_tK, real_t))
@@ -59,6 +71,14 @@ class Router(nn.Module):
     def _logits(self, x_tD: Tensor) -> Tensor:
         dtype = torch.promote_types(x_tD.dtype, torch.float32) if self.config.router.fp32 else x_tD.dtype
         return F.linear(x_tD.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+
+    def _choose(self, logits_tE: Tensor, batch: Batch) -> tuple[Choice, Tensor]:
+        if self.route is not None:
+            expert_tK, weight_tK = self.route(logits_tE, self.expert_bias, self.config.router, self.config.top_k)
+            return Choice(expert_tK), weight_tK
+        scores_tE = score(logits_tE, self.config.router.score)
+        choice = self.selector.select(logits_tE.detach(), scores_tE.detach(), self.expert_bias, batch, self.tokens)
+        return choice, self._weights(logits_tE, scores_tE, choice)
 
     def _weights(self, logits_tE: Tensor, scores_tE: Tensor, choice: Choice) -> Tensor:
         """What each chosen expert's answer counts for; dropping later does not change it."""

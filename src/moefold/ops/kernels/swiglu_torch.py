@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moefold.ops.cast import widened
 from moefold.ops.swiglu import ACTIVATIONS
 
 
 def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times the row's weight if there is one; each step goes through memory."""
-    out_RF = ACTIVATIONS[activation](*widened(gate_up_RG).chunk(2, dim=-1))
-    if weight_R is not None:
-        out_RF = out_RF * weight_R[:, None]
-    return out_RF.to(gate_up_RG.dtype)
+    """act(gate, up) of every row, times the row's weight if there is one, in the wider of the two formats."""
+    out_RF = ACTIVATIONS[activation](*gate_up_RG.chunk(2, dim=-1))
+    return out_RF if weight_R is None else (out_RF * weight_R[:, None]).to(gate_up_RG.dtype)

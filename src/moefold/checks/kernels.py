@@ -1,0 +1,27 @@
+"""Rules about who carries out the steps between products."""
+
+from __future__ import annotations
+
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+
+def kernels_are_not_float64(run: RunConfig) -> Problem | None:
+    if run.precision.kernels == "torch" or run.precision.compute != "float64":
+        return None
+    return Problem(
+        "precision.kernels", f"{run.precision.kernels} kernels compute in float32", "use torch, or compute float32"
+    )
+
+
+def kernels_do_not_meet_fused_experts(run: RunConfig) -> Problem | None:
+    if run.model.moe is None or run.precision.kernels == "torch" or run.precision.experts != "fused":
+        return None
+    return Problem(
+        "precision.kernels",
+        f"{run.precision.kernels} kernels run on GPUs, and precision.experts fused on CPUs",
+        "use torch, or precision.experts grouped",
+    )
+
+
+RULES = (kernels_are_not_float64, kernels_do_not_meet_fused_experts)
