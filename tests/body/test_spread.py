@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.ops.spread import add_up_rows, pairs_of, spread_rows, wanted_by
+from moefold.ops.spread import add_up_rows, pairs_of, pairs_of_choices, spread_rows, wanted_by
 
 
 @pytest.mark.parametrize(("rows", "places", "choices"), [(0, 3, 2), (1, 1, 1), (7, 4, 3), (50, 3, 8), (20, 8, 1)])
@@ -19,7 +19,7 @@ def test_pairs_equal_a_loop(rows: int, places: int, choices: int, dropping: bool
         (int(place[row, k]), row) for row in range(rows) for k in range(choices) if kept is None or bool(kept[row, k])
     }
     pairs = pairs_of(wanted, len(wishes))
-    assert list(zip(pairs.place_N.tolist(), pairs.source_N.tolist(), strict=True)) == sorted(wishes)
+    assert pairs.source_N.tolist() == [row for _, row in sorted(wishes)]
 
     x = torch.randn(rows, 5, dtype=torch.float64, generator=generator, requires_grad=True)
     spread = spread_rows(x, pairs)
@@ -37,3 +37,17 @@ def test_narrow_rows_are_added_up_in_wide_numbers() -> None:
     ones = torch.ones(512, 1, dtype=torch.bfloat16)
     ones[256:] = 0.5
     assert float(add_up_rows(ones, pairs)) == 384.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "share"), [(0, 2, 1.0), (9, 3, 1.0), (9, 3, 0.5), (4, 1, 0.0), (30, 8, 0.2)]
+)
+def test_a_pair_for_every_choice(rows: int, choices: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(choices)
+    order = torch.randperm(rows * choices, generator=generator)[: int(share * rows * choices)]
+    pairs = pairs_of_choices(order, rows, choices)
+    x = torch.randn(rows, 5, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(spread_rows(x, pairs), x[order // choices])
+    answers = torch.randn(len(order), 5, dtype=torch.float64, generator=generator)
+    expected = torch.zeros_like(x).index_add_(0, order // choices, answers)
+    torch.testing.assert_close(add_up_rows(answers, pairs), expected)

@@ -32,6 +32,7 @@ from moefold.ops.permute import (
     take_rows,
     take_weights,
 )
+from moefold.ops.spread import Pairs, add_up_rows, pairs_of_choices, spread_rows
 
 
 class _Counts(NamedTuple):
@@ -48,6 +49,8 @@ class _Ticket(NamedTuple):
     """The way home: split with the etp peers, send back, add up per token."""
 
     counts: _Counts
+    # Of the rows that are there, or None where empty ones travel too.
+    pairs: Pairs | None
     token_N: Tensor
     num_tokens: int
 
@@ -64,7 +67,9 @@ class AllToAllDispatcher:
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
         padded = self.capacity is not None
         leaving, counts = self._sort(routing) if self.capacity is None else self._sort_padded(routing, self.capacity)
-        rows_SD = self._send(take_rows(x_tD, leaving.token_N, padded), counts)
+        pairs = None if padded else pairs_of_choices(leaving.choice_N, *routing.expert_tK.shape)
+        rows_ND = take_rows(x_tD, leaving.token_N) if pairs is None else spread_rows(x_tD, pairs)
+        rows_SD = self._send(rows_ND, counts)
         weight_S = self._send(take_weights(routing.weight_tK, leaving.choice_N, padded), counts)
         expert_S = _expert_of_rows(counts.rows_from_Pe, rows_SD.shape[0])
         return Arrived(
@@ -73,14 +78,16 @@ class AllToAllDispatcher:
             counts.rows_from_Pe.sum(0),
             counts.rows_per_expert,
             None if self.capacity is None else counts.rows_per_expert[0],
-            _Ticket(counts, leaving.token_N, x_tD.shape[0]),
+            _Ticket(counts, pairs, leaving.token_N, x_tD.shape[0]),
         )
 
     def combine(self, answers_SD: Tensor, ticket: _Ticket) -> Tensor:
         counts = ticket.counts
         mine = reduce_rows(answers_SD, counts.etp_sizes, self.etp)
         back_ND = exchange_rows(mine, send=counts.recv, recv=counts.send, group=self.ep)
-        return put_back(back_ND, ticket.token_N, ticket.num_tokens, padded=self.capacity is not None)
+        if ticket.pairs is not None:
+            return add_up_rows(back_ND, ticket.pairs)
+        return put_back(back_ND, ticket.token_N, ticket.num_tokens)
 
     def _send(self, rows: Tensor, counts: _Counts) -> Tensor:
         here = exchange_rows(rows, send=counts.send, recv=counts.recv, group=self.ep)

@@ -4,9 +4,9 @@ t rows here, N rows leaving, S rows arriving, K choices per row, P ranks of the 
 rank, D width.
 
 With K choices a row would travel K times if each choice went for itself. Here it travels once per rank, as often as
-its choices fall on different ranks, and the answers are added up before they come home. A row's choices travel beside
-it: K weights and K expert numbers of two bytes each, in one message; a choice that belongs to another rank has the
-number -1. Their way back is the weights' gradient alone.
+its choices fall on different ranks, and the answers are added up before they come home. All of a row's choices travel
+beside it: K weights and K expert numbers of two bytes each, in one message. Who gets them keeps its own; a choice that
+was dropped has the number -1, which is nobody's. Their way back is the weights' gradient alone.
 
 Where an expert is split (etp > 1), the ranks that hold its parts gather each other's arrivals, because every part
 needs every row, and add their partial answers up on the way back.
@@ -25,9 +25,9 @@ from moefold.comm.group import Group
 from moefold.dispatch.contract import Routing
 from moefold.dispatch.counts import HopName, HostCounts
 from moefold.ops.permute import count_choices
-from moefold.ops.spread import Pairs, add_up_rows, pairs_of, spread_rows, wanted_by
+from moefold.ops.spread import Pairs, add_up_rows, pairs_of, spread_rows, sum_pairs, wanted_by
 
-# Of an expert's number, which stays below 2**15 on one rank.
+# Of an expert's number as it travels.
 _NUMBER_BYTES = 2
 
 
@@ -56,7 +56,8 @@ class Hop:
     def __init__(self, name: HopName, num_experts: int, group: Group, etp: Group, host: HostCounts) -> None:
         self.name, self.group, self.etp, self.host = name, group, etp, host
         self.num_experts, self.num_local = num_experts, num_experts // group.size
-        assert self.num_local < 2**15, f"{self.num_local} experts on one rank"
+        self.first_expert = group.index * self.num_local
+        assert num_experts < 2**15, f"{num_experts} experts have numbers of more than two bytes"
 
     def go(self, x_tD: Tensor, routing: Routing) -> Landed:
         wanted_tP = wanted_by(routing.expert_tK // self.num_local, routing.kept_tK, self.group.size)
@@ -65,10 +66,10 @@ class Hop:
         rows_ND = spread_rows(x_tD, pairs)
         there = exchange_rows(rows_ND, send=way.send, recv=way.recv, group=self.group)
         rows_SD = gather_rows(there, way.etp_sizes, self.etp)
-        weight_SK, expert_SK = _Choices.apply(
-            spread_rows(routing.weight_tK, pairs), self._own_numbers(routing, pairs), way, self.group, self.etp
-        )
-        choices = Routing(expert_SK, weight_SK, expert_SK >= 0)
+        number_tK = routing.expert_tK if routing.kept_tK is None else routing.expert_tK.where(routing.kept_tK, -1)
+        weight_SK, number_SK = _Choices.apply(routing.weight_tK, number_tK, pairs, way, self.group, self.etp)
+        own_SK = number_SK - self.first_expert
+        choices = Routing(own_SK.long(), weight_SK, (own_SK >= 0) & (own_SK < self.num_local))
         chosen = [sum(rows) for rows in zip(*on_host, strict=True)]
         return Landed(rows_SD, choices, counts_Ce.sum(0), chosen, way, pairs)
 
@@ -91,38 +92,32 @@ class Hop:
         way = Way(tuple(leaving), runs[self.etp.index], tuple(map(sum, runs)))
         return way, counts[:, 1:], [chosen for _, *chosen in on_host]
 
-    def _own_numbers(self, routing: Routing, pairs: Pairs) -> Tensor:
-        """The choices of each leaving row as its destination numbers them; -1 for those that go elsewhere."""
-        first_N = (pairs.place_N * self.num_local)[:, None]
-        number_NK = routing.expert_tK.index_select(0, pairs.source_N) - first_N
-        meant_NK = (number_NK >= 0) & (number_NK < self.num_local)
-        if routing.kept_tK is not None:
-            meant_NK &= routing.kept_tK.index_select(0, pairs.source_N)
-        return number_NK.where(meant_NK, -1)
-
 
 class _Choices(torch.autograd.Function):
     """Weights and numbers in one message there; the weights' gradient back."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight_NK: Tensor, number_NK: Tensor, way: Way, group: Group, etp: Group
+        ctx: Any, weight_tK: Tensor, number_tK: Tensor, pairs: Pairs, way: Way, group: Group, etp: Group
     ) -> tuple[Tensor, Tensor]:
-        ctx.way, ctx.group, ctx.etp = way, group, etp
+        ctx.pairs, ctx.way, ctx.group, ctx.etp = pairs, way, group, etp
         # As bytes: not every transport knows numbers of two bytes.
-        packed = torch.cat([weight_NK.view(torch.uint8), number_NK.short().view(torch.uint8)], 1)
+        packed = torch.cat([weight_tK.contiguous().view(torch.uint8), number_tK.short().view(torch.uint8)], 1)
+        packed = packed.index_select(0, pairs.source_N)
         packed = exchange_rows(packed, send=way.send, recv=way.recv, group=group)
         packed = gather_plain(packed, way.etp_sizes, etp)
-        numbers = weight_NK.shape[1] * _NUMBER_BYTES
-        weight_SK = _own_memory(packed[:, :-numbers]).view(weight_NK.dtype)
-        number_SK = _own_memory(packed[:, -numbers:]).view(torch.int16).long()
+        numbers = number_tK.shape[1] * _NUMBER_BYTES
+        weight_SK = _own_memory(packed[:, :-numbers]).view(weight_tK.dtype)
+        number_SK = _own_memory(packed[:, -numbers:]).view(torch.int16)
         ctx.mark_non_differentiable(number_SK)
         return weight_SK, number_SK
 
     @staticmethod
-    def backward(ctx: Any, grad_SK: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_SK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """A weight that is nobody's own there has no gradient there, so that each comes from one place."""
         mine = reduce_plain(grad_SK, ctx.way.etp_sizes, ctx.etp)
-        return exchange_rows(mine, send=ctx.way.recv, recv=ctx.way.send, group=ctx.group), None, None, None, None
+        home = exchange_rows(mine, send=ctx.way.recv, recv=ctx.way.send, group=ctx.group)
+        return sum_pairs(home, ctx.pairs), None, None, None, None, None
 
 
 def _own_memory(columns: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ t source rows, P places, N pairs of a row and a place that wants it, D width.
 
 Pairs stand place by place and, within a place, in the order of their rows: so what goes to one place is one run, and
 the same wishes give the same bits. The way back adds up in float32, whatever the format of the rows, in one pass over
-them (``embedding_bag``). Going and adding up are each other's gradients.
+them. Going and adding up are each other's gradients.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from moefold.ops.segments import stable_order
+from moefold.ops.add_up import add_up
 
 
 class Pairs(NamedTuple):
-    """Which row each pair has, and which place wants it."""
+    """Which row each pair has; places follow each other."""
 
     source_N: Tensor
-    place_N: Tensor
     # The way back: pairs in the order of their rows, and where those of each row begin.
     pair_N: Tensor
     first_t: Tensor
@@ -40,14 +38,27 @@ def wanted_by(place_tK: Tensor, kept_tK: Tensor | None, num_places: int) -> Tens
 def pairs_of(wanted_tP: Tensor, num_pairs: int) -> Pairs:
     """``num_pairs``: how many there are, so that no shape depends on the data."""
     num_rows, num_places = wanted_tP.shape
-    wanted_Pt = wanted_tP.t()
-    by_place_N = _true_first(wanted_Pt)[:num_pairs]
-    by_row_N = _true_first(wanted_tP)[:num_pairs]
-    number_tP = (wanted_Pt.flatten().cumsum(0) - 1).view(num_places, num_rows).t().flatten()
-    wishes_t = wanted_tP.sum(1)
+    wanted_Pt = wanted_tP.t().flatten()
     # An empty set of rows has no pairs, and nothing may be divided by its size.
-    rows = max(num_rows, 1)
-    return Pairs(by_place_N % rows, by_place_N // rows, number_tP[by_row_N], wishes_t.cumsum(0) - wishes_t)
+    source_N = torch.nonzero_static(wanted_Pt, size=num_pairs).flatten() % max(num_rows, 1)
+    number_tP = (wanted_Pt.cumsum(0) - 1).view(num_places, num_rows).t().flatten()
+    by_row_N = torch.nonzero_static(wanted_tP.flatten(), size=num_pairs).flatten()
+    wishes_t = wanted_tP.sum(1)
+    return Pairs(source_N, number_tP.index_select(0, by_row_N), wishes_t.cumsum(0) - wishes_t)
+
+
+def pairs_of_choices(choice_N: Tensor, num_rows: int, num_choices: int) -> Pairs:
+    """A pair for every kept choice, in the order in which ``choice_N`` has their numbers (row * K + k)."""
+    source_N, num_pairs = choice_N // num_choices, choice_N.shape[0]
+    numbers = torch.arange(num_pairs, device=choice_N.device)
+    if num_pairs == num_rows * num_choices:
+        pair_N = torch.empty_like(numbers).scatter_(0, choice_N, numbers)
+        return Pairs(source_N, pair_N, numbers[::num_choices].contiguous())
+    number_tK = torch.full((num_rows * num_choices,), -1, device=choice_N.device).scatter_(0, choice_N, numbers)
+    kept_tK = number_tK >= 0
+    by_row_N = torch.nonzero_static(kept_tK, size=num_pairs).flatten()
+    kept_t = kept_tK.view(num_rows, num_choices).sum(1)
+    return Pairs(source_N, number_tK.index_select(0, by_row_N), kept_t.cumsum(0) - kept_t)
 
 
 def spread_rows(x_tD: Tensor, pairs: Pairs) -> Tensor:
@@ -62,6 +73,13 @@ def add_up_rows(rows_ND: Tensor, pairs: Pairs) -> Tensor:
     return home
 
 
+def sum_pairs(rows_ND: Tensor, pairs: Pairs) -> Tensor:
+    """The same, outside of any gradient."""
+    if not rows_ND.shape[0]:
+        return rows_ND.new_zeros(pairs.first_t.shape[0], rows_ND.shape[1])
+    return add_up(rows_ND.contiguous(), pairs.pair_N, pairs.first_t, None)
+
+
 class _Spread(torch.autograd.Function):
     """The maps are held, and not saved, so that recomputation need not come this far."""
 
@@ -72,25 +90,15 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return _sum_bags(grad_ND, ctx.pairs), None
+        return sum_pairs(grad_ND, ctx.pairs), None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, pairs: Pairs) -> Tensor:
         ctx.pairs = pairs
-        return _sum_bags(rows_ND, pairs)
+        return sum_pairs(rows_ND, pairs)
 
     @staticmethod
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None]:
         return grad_tD.index_select(0, ctx.pairs.source_N), None
-
-
-def _sum_bags(rows_ND: Tensor, pairs: Pairs) -> Tensor:
-    if not rows_ND.shape[0]:
-        return rows_ND.new_zeros(pairs.first_t.shape[0], rows_ND.shape[1])
-    return F.embedding_bag(pairs.pair_N, rows_ND.contiguous(), pairs.first_t, mode="sum")
-
-
-def _true_first(flags: Tensor) -> Tensor:
-    return stable_order(flags.logical_not().flatten(), 2)
