@@ -82,7 +82,7 @@ def test_verdicts_follow_the_limits() -> None:
     )
     found = verdicts(invented(), goals, AS_LAUNCHED)
     assert [each.reached for each in found] == [True, False, True, True, False, None]
-    assert found[0].words.endswith("1.50x, reached (stretch 1.30x: missed)") and "MISSED" in found[1].words
+    assert found[0].words.endswith("1.5x, reached (stretch 1.3x: missed)") and "MISSED" in found[1].words
     assert "(slow)" in found[2].words and "not measured" in found[-1].words
 
 

@@ -110,7 +110,7 @@ def _judge(goal: Goal, routing: str, found: float | None, base: str, rounds: int
 def _shown(goal: Goal, value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.2f}x" if goal.base else f"{value / MIB:.1f} MiB"
+    return f"{value:.3g}x" if goal.base else f"{value / MIB:.1f} MiB"
 
 
 def _speed(contest: Contest, goal: Goal, routing: str) -> tuple[float | None, str]:
