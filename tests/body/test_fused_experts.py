@@ -20,7 +20,7 @@ from moefold.ops.add_up import add_up, add_up_by_loop
 from moefold.ops.expert_rows import STEP, lay_out_rows, rounded_up
 from moefold.ops.gates import AutogradGate, SwigluGate
 from moefold.ops.permute import count_choices
-from moefold.ops.swiglu import swiglu
+from moefold.ops.swiglu import plain_swiglu
 
 
 class Case(NamedTuple):
@@ -163,7 +163,7 @@ def test_the_gate_written_out_equals_autograd() -> None:
     torch.manual_seed(0)
     gate_up, dact, weight = torch.randn(9, 12).double(), torch.randn(9, 6).double(), torch.rand(9).double()
     found = []
-    for gate in (SwigluGate(), AutogradGate(swiglu)):
+    for gate in (SwigluGate(), AutogradGate(plain_swiglu)):
         act, dgate_up, again = torch.empty(9, 6).double(), torch.empty(9, 12).double(), torch.empty(9, 6).double()
         gate.forward(gate_up, act)
         dweight = gate.backward(gate_up, dact.clone(), weight, dgate_up, again)

@@ -18,6 +18,7 @@ from moefold.model.moe.balance import RoutingReport
 from moefold.model.moe.router import Router
 from moefold.model.moe.select import Choice, ReplaySelect
 from moefold.model.seams import WholeTokens
+from moefold.ops.wide_linear import plain_wide_linear, wide_linear
 
 WIDTH = 5
 CONFIG = MoEConfig(num_experts=8, top_k=3)
@@ -179,3 +180,19 @@ def test_a_rank_without_tokens_takes_part_in_backward(kind: str) -> None:
     (routing.weight_tK.sum() + sum(report.losses)).backward()
     assert routing.expert_tK.shape == (0, 3)
     assert all(p.grad is not None and (p.grad == 0).all() for p in router.parameters())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_wide_products_equal_their_twin_and_keep_the_narrow_input(biased: bool) -> None:
+    x, weight = torch.randn(7, 5).bfloat16().requires_grad_(), torch.randn(3, 5).requires_grad_()
+    bias = torch.randn(3).requires_grad_() if biased else None
+    inputs, found = [x, weight] + ([] if bias is None else [bias]), []
+    for product in (wide_linear, plain_wide_linear):
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            made = product(x, weight, bias, torch.float32)
+        assert product is plain_wide_linear or [t.dtype for t in kept if t.shape == x.shape] == [torch.bfloat16]
+        found.append((made, *torch.autograd.grad(made, inputs, torch.ones_like(made))))
+    for got, want in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)

@@ -4,7 +4,7 @@ from math import exp
 
 import torch
 
-from moefold.ops.swiglu import ACTIVATIONS, clamped_swiglu, swiglu
+from moefold.ops.swiglu import ACTIVATIONS, clamped_swiglu, plain_swiglu, swiglu
 
 
 def test_swiglu_by_its_formula() -> None:
@@ -27,3 +27,16 @@ def test_gradients() -> None:
     for activation in ACTIVATIONS.values():
         gate, up = (3 * torch.randn(7, dtype=torch.float64)).requires_grad_(), torch.randn(7, dtype=torch.float64)
         assert torch.autograd.gradcheck(activation, (gate, up.requires_grad_()))
+
+
+def test_swiglu_has_the_bits_of_its_twin_and_keeps_its_inputs_only() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        halves = [torch.randn(6, 10).to(dtype).requires_grad_() for _ in range(2)]
+        found = []
+        for activation in (swiglu, plain_swiglu):
+            kept: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+                made = activation(*(half.view_as(half) for half in halves))
+            found.append((made, *torch.autograd.grad(made, halves, torch.ones_like(made))))
+            assert len(kept) == (2 if activation is swiglu else 3)
+        assert all(map(torch.equal, *found))

@@ -1,9 +1,15 @@
-"""The gated activations: half of the hidden width decides how much of the other half passes."""
+"""The gated activations: half of the hidden width decides how much of the other half passes.
+
+``swiglu`` keeps its two inputs for the backward and nothing else; autograd would keep the gate after its sigmoid as
+well. ``plain_swiglu`` is the twin.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -13,7 +19,24 @@ STEEPNESS = 1.702
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    made: Tensor = _Swiglu.apply(gate, up)
+    return made
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

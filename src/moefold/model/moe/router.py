@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.dispatch.contract import Routing
@@ -22,6 +21,7 @@ from moefold.model.moe.pads import keep_real, real_tokens
 from moefold.model.moe.select import CapacityDrop, Choice, Dropper, Selector, TopK, build_selector
 from moefold.model.seams import TokenSeam
 from moefold.ops.topk import score
+from moefold.ops.wide_linear import wide_linear
 
 # Logits, loss-free bias, rule and number of choices to experts and weights, all at once.
 Route = Callable[[Tensor, Tensor | None, RouterConfig, int], tuple[Tensor, Tensor]]
@@ -70,7 +70,7 @@ class Router(nn.Module):
 
     def _logits(self, x_tD: Tensor) -> Tensor:
         dtype = torch.promote_types(x_tD.dtype, torch.float32) if self.config.router.fp32 else x_tD.dtype
-        return F.linear(x_tD.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return wide_linear(x_tD, self.weight, self.bias, dtype)
 
     def _choose(self, logits_tE: Tensor, batch: Batch) -> tuple[Choice, Tensor]:
         if self.route is not None:

@@ -164,6 +164,8 @@ def setting_of(job: Job) -> Setting:
         on.append("sequence_parallel")
     if cuts.cp > 1:
         on.append("context_parallel")
+    if cuts.tp > 1:
+        on.append("tensor_parallel")
     if job.numbers.format == "nvfp4" and options.recompute >= {"norms", "activation"}:
         on.append("own_products")
     if options.stack == "moefold":

@@ -3,8 +3,7 @@
 A test runs the model with saved-tensor hooks and finds these bytes. Norms keep their input and one number per row; what
 they give is kept as the next product's input. Attention keeps what the fused kernel reads and gives; where values are
 narrower than keys they are padded to one width, and the answer is cut from a padded one. An activation keeps both
-halves of its input, the gate after its sigmoid, and its output; experts keep the output before and after the token's
-weight.
+halves of its input and its output; experts keep the output before and after the token's weight.
 
 A phase that is computed again keeps its input alone. Between phases travel the rows that arrived, so those stay.
 """
@@ -84,12 +83,12 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("dense", "size of the input", lambda s: 1, "single", dropped=_FEED),
     Saved("dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED),
     Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED),
-    Saved("dense", "gate after its sigmoid", lambda s: s.hidden, cut="heads", dropped=_FEED),
     Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED),
     # ---- mixture: routing and the way there ----
     Saved("mixture", "input", lambda s: s.D),
     Saved("mixture", "size of the input", lambda s: 1, "single"),
-    Saved("mixture", "normed input, for the router", lambda s: s.D, "single"),
+    # The router, the shared expert and a phase that is computed again keep the same tensor.
+    Saved("mixture", "normed input", lambda s: s.D),
     # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
     Saved("mixture", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
     Saved("mixture", "order of experts", lambda s: 8 * s.experts, "byte"),
@@ -100,15 +99,17 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("mixture", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all"),
     Saved("mixture", "rows that arrived", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
     # ---- mixture: experts ----
-    Saved("mixture", "phase input", lambda s: s.D, needs="experts again"),
     Saved(
-        "mixture", "normed input, for the shared expert", lambda s: s.D * (s.shared > 0), cut="whole", dropped=_EXPERTS
+        "mixture",
+        "normed input of all ranks, for the shared expert",
+        lambda s: s.D * (s.shared > 0),
+        cut="whole",
+        dropped=_EXPERTS,
+        needs="tensor_parallel",
     ),
     Saved("mixture", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_EXPERTS),
-    Saved("mixture", "shared, gate after its sigmoid", lambda s: s.shared, cut="heads", dropped=_EXPERTS),
     Saved("mixture", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_EXPERTS),
     Saved("mixture", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_EXPERTS),
-    Saved("mixture", "gate after its sigmoid", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS),
     Saved("mixture", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS),
     Saved(
         "mixture",
@@ -126,6 +127,6 @@ MOEFOLD: tuple[Saved, ...] = (
         dropped=_EXPERTS,
         lacks="weighted_inside",
     ),
-    Saved("mixture", "bounded, and its sigmoid", lambda s: 3 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
+    Saved("mixture", "bounded, and its sigmoid", lambda s: 4 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
     Saved("mixture", "biases of rows", lambda s: s.top_k * s.biased, cut="rows", dropped=_EXPERTS),
 )

@@ -1,0 +1,42 @@
+"""A product in a wider format than its input, which keeps the input as it came.
+
+Routers score in float32 what arrives in bfloat16. Autograd would keep the widened input for the backward, twice the
+bytes of the input itself; here the backward widens it again. ``plain_wide_linear`` is the twin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def wide_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + b, computed and returned in ``dtype``."""
+    if x_tD.dtype == dtype:
+        return plain_wide_linear(x_tD, weight_ED, bias_E, dtype)
+    made_tE: Tensor = _WideLinear.apply(x_tD, weight_ED, dtype)
+    return made_tE if bias_E is None else made_tE + bias_E.to(dtype)
+
+
+def plain_wide_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(x_tD.to(dtype), weight_ED.to(dtype), None if bias_E is None else bias_E.to(dtype))
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_tD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_tD, weight_ED)
+        return F.linear(x_tD.to(dtype), weight_ED.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_tD, weight_ED = ctx.saved_tensors
+        dx_tD = dweight_ED = None
+        if ctx.needs_input_grad[0]:
+            dx_tD = (grad_tE @ weight_ED.to(grad_tE.dtype)).to(x_tD.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight_ED = (grad_tE.t() @ x_tD.to(grad_tE.dtype)).to(weight_ED.dtype)
+        return dx_tD, dweight_ED, None
