@@ -24,8 +24,8 @@ from moefold.ops.kernels.real_layers import MODELS, mixture
 from moefold.ops.kernels.specialization import Build, Traffic
 
 # Columns that one program of 4 warps holds at a time, and how often it goes on to the next tokens.
-BLOCK = 2048
-ROUNDS = 8
+BLOCK = 1024
+ROUNDS = 16
 
 
 @triton.jit
@@ -179,13 +179,13 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
             f"balance statistics, {model}", _add_up,
             {"logits_tE": "*fp32", "expert_tK": "*i64", "set_t": "*i64", "count_BSE": "*i32",
              "probability_BSE": "*fp32", "z_BS": "*fp32", "num_tokens": "i32", "num_sets": "i32"},
-            {**constants, "K": K, "ROUNDS": ROUNDS}, forward_traffic(E, K), registers=128,
+            {**constants, "K": K, "ROUNDS": ROUNDS}, forward_traffic(E, K), registers=64,
         ),
         Build(
             f"balance statistics backward, {model}", _add_up_backward,
             {"logits_tE": "*fp32", "set_t": "*i64", "grad_probability_SE": "*fp32", "grad_z_S": "*fp32",
              "grad_logits_tE": "*fp32", "num_tokens": "i32"},
-            constants, backward_traffic(E), registers=112,
+            constants, backward_traffic(E), registers=64,
         ),
     )  # fmt: skip
 
