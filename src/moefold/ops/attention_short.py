@@ -18,7 +18,6 @@ that the products add up what they send to the keys they share.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,12 +69,13 @@ def _gradients(
     q_Xhnw = _with_columns(_by_group(q_BHnd * inside if inside != 1.0 else q_BHnd, groups), lse_BHn / -after)
     grad_Xhnw = _with_columns(_by_group(grad_BHnd, groups), dot_BHn.neg_())
     k_Xnw, v_Xnw = (_with_columns(_by_group(x, groups), None).flatten(1, 2) for x in (k_BGnd, v_BGnd))
+    later = _later(min(num, _QUERIES), q_BHnd.dtype)
     dq_Xhnd = q_Xhnw.new_empty(*q_Xhnw.shape[:3], dim)
     dk_Xnw, dv_Xnw = (torch.zeros(k_Xnw.shape, dtype=torch.float32) for _ in range(2))
     for start in range(0, num, _QUERIES):
         stop = min(start + _QUERIES, num)
         q_Xiw, grad_Xiw = (x[:, :, start:stop].flatten(1, 2) for x in (q_Xhnw, grad_Xhnw))
-        share_Xji = _shares(k_Xnw[:, :stop], q_Xiw, start, after)
+        share_Xji = _shares(k_Xnw[:, :stop], q_Xiw, start, after, later)
         dscore_Xji = torch.bmm(v_Xnw[:, :stop], grad_Xiw.mT).mul_(share_Xji)
         dv_Xnw[:, :stop] += torch.bmm(share_Xji, grad_Xiw)
         dk_Xnw[:, :stop] += torch.bmm(dscore_Xji, q_Xiw)
@@ -85,18 +85,17 @@ def _gradients(
     return dq_Xhnd.mul_(scale).view(q_BHnd.shape), dk, dv
 
 
-def _shares(k_Xjw: Tensor, q_Xiw: Tensor, start: int, scale: float) -> Tensor:
+def _shares(k_Xjw: Tensor, q_Xiw: Tensor, start: int, scale: float, later: Tensor) -> Tensor:
     """[X, j, i]: how much of each key every query takes. The last keys stand where the queries do."""
     share_Xji = torch.bmm(k_Xjw, q_Xiw.mT)
     if scale != 1.0:
         share_Xji.mul_(scale)
     num_queries = k_Xjw.shape[1] - start
     by_head = share_Xji.unflatten(2, (-1, num_queries))
-    by_head[:, start:] += _later(num_queries, share_Xji.dtype)
+    by_head[:, start:] += later[:num_queries, :, :num_queries]
     return share_Xji.exp_()
 
 
-@lru_cache(maxsize=_QUERIES)
 def _later(num: int, dtype: torch.dtype) -> Tensor:
     """[keys, 1, queries]: minus infinity where the key comes later."""
     later = torch.ones(num, num, dtype=torch.bool).tril(-1)
