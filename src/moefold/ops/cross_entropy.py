@@ -36,8 +36,8 @@ class _VocabStats(torch.autograd.Function):
         target_logit_T = torch.zeros_like(lse_T)
         for start in range(0, weight_vD.shape[0], chunk):
             logits_Tc = _logits(x_TD, weight_vD[start : start + chunk])
-            lse_T = torch.logaddexp(lse_T, logits_Tc.logsumexp(dim=-1))
             target_logit_T += _target_logit(logits_Tc, target_T - start)
+            lse_T = torch.logaddexp(lse_T, _logsumexp_(logits_Tc))
         ctx.save_for_backward(x_TD, weight_vD, target_T, lse_T)
         ctx.chunk = chunk
         return lse_T, target_logit_T
@@ -51,7 +51,7 @@ class _VocabStats(torch.autograd.Function):
         dweight_vD = torch.empty_like(weight_vD) if need_weight else None
         for start in range(0, weight_vD.shape[0], ctx.chunk):
             weight_cD = weight_vD[start : start + ctx.chunk].to(x_TD.dtype)
-            dlogits_Tc = (_logits(x_TD, weight_cD) - lse_T[:, None]).exp_().mul_(grad_lse_T[:, None])
+            dlogits_Tc = _logits(x_TD, weight_cD).sub_(lse_T[:, None]).exp_().mul_(grad_lse_T[:, None])
             _add_at_target(dlogits_Tc, target_T - start, grad_target_T)
             dlogits_Tc = dlogits_Tc.to(x_TD.dtype)
             if dx_TD is not None:
@@ -63,6 +63,12 @@ class _VocabStats(torch.autograd.Function):
 
 def _logits(x_TD: Tensor, weight_cD: Tensor) -> Tensor:
     return widened(x_TD @ weight_cD.to(x_TD.dtype).T)
+
+
+def _logsumexp_(logits_Tc: Tensor) -> Tensor:
+    """Uses the logits up: a second tensor of their size would cost more than the sums."""
+    largest_T1 = logits_Tc.amax(dim=-1, keepdim=True)
+    return logits_Tc.sub_(largest_T1).exp_().sum(dim=-1).log_() + largest_T1[:, 0]
 
 
 def _target_logit(logits_Tc: Tensor, target_T: Tensor) -> Tensor:

@@ -73,11 +73,16 @@ def _loss(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
         return []
     tokens, width = job.batch.tokens / job.cuts.cp, job.model.width
     rows = min(CHUNK, job.model.vocab / job.cuts.tp)
-    chunk = tokens * rows * 8.0 + tokens * width * 6.0 + rows * width * 2.0
+    # Wide, beside the product that they were or the gradient that they become.
+    each = 6.0 if job.numbers.format != "float32" else 4.0
+    chunk = tokens * rows * each + tokens * width * 6.0 + rows * width * 2.0
     return [
         MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
         MemoryLine(
-            "buffers", "one chunk of logits", chunk, f"{tokens:,.0f} tokens of {rows:,.0f} logits, twice 4 bytes"
+            "buffers",
+            "one chunk of logits",
+            chunk,
+            f"{tokens:,.0f} tokens of {rows:,.0f} logits, {each:.0f} bytes each",
         ),
     ]
 
