@@ -27,6 +27,7 @@ from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
 from moefold.ops.topk import choose_topk
+from moefold.ops.wide_linear import wide_linear
 from moefold.optim.adamw import UNDECAYED
 from moefold.precision.formats import TORCH_FORMATS
 
@@ -91,7 +92,7 @@ class StepByHand:
     def _mixture(self, at: str, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The answer, and how uneven the load was."""
         w, num_experts = self.w, self.moe.num_experts
-        scores_TE = F.linear(h_TD.float(), w[f"{at}.router.weight"]).softmax(-1)
+        scores_TE = wide_linear(h_TD, w[f"{at}.router.weight"], None, torch.float32).softmax(-1)
         expert_TK = choose_topk(scores_TE.detach(), self.moe.top_k)
         weight_TK = scores_TE.gather(1, expert_TK)
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)

@@ -117,7 +117,8 @@ class _Samples(IterableDataset):
 
 def _inputs(tokens: Tensor) -> dict[str, Tensor]:
     """Labels are in their places already; without being told so, the model would leave each sequence's last one out."""
-    return {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:], "shift_labels": tokens[..., 1:]}
+    labels = tokens[..., 1:].contiguous()
+    return {"input_ids": tokens[..., :-1], "labels": labels, "shift_labels": labels}
 
 
 def _arguments(library: Any, run: RunConfig, directory: str) -> Any:
