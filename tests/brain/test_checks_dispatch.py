@@ -10,7 +10,7 @@ from moefold.checks import dispatch
 from moefold.checks.run_all import problems
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import LinkConfig, ParallelConfig
 from moefold.config.run import RunConfig
 
 
@@ -33,6 +33,12 @@ CASES = [
         "parallel.ep_inner",
     ),
     (
+        dispatch.links_have_rates,
+        over(link=LinkConfig(message_us=0.0)),
+        over(link=LinkConfig(sum_gb_s=-1.0)),
+        "parallel.link.sum_gb_s",
+    ),
+    (
         dispatch.hosts_are_used,
         over(ep=4, dispatcher="two_level", ep_inner=2),
         over(ep=4, dispatcher="deduplicated", ep_inner=2),
@@ -43,9 +49,10 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "good", "bad", "path"), CASES)
 def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
-    assert rule(good) is None
-    problem = rule(bad)
-    assert problem is not None and problem.path == path and problem.fix
+    assert not rule(good)
+    found = rule(bad)
+    problem = found[0] if isinstance(found, list) else found
+    assert problem.path == path and problem.fix
     assert problem in problems(bad)
 
 

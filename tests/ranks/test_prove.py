@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from moefold.config.parallel import ContextMode, ParallelConfig
+from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
 from moefold.prove import sabotage, sabotage_documents, sabotage_pipeline
 from moefold.prove.cases import Case, reduce_run
 from moefold.prove.coverage import features_of
@@ -124,7 +124,12 @@ def test_every_family_is_proved_on_a_folded_layout(name: str) -> None:
 
 # Every claim of the proof's page about what is drawn.
 CLAIMED = {
-    "dispatcher": ("local", "all_to_all", "all_gather", "all_to_all with etp", "all_gather with etp"),
+    "dispatcher": (
+        "local",
+        *get_args(DispatcherName),
+        *(f"{name} with etp" for name in get_args(DispatcherName)),
+        "two_level over hosts",
+    ),
     "routing": ("topk", "sinkhorn", "expert_choice", "balanced", "loss-free bias"),
     "attention": ("gqa", "mla", "sinks", "window", "yarn", "qk norm: full", "qk norm: head"),
     "experts": ("shared", "shared, gated", "latent", "biases", "weight at activation", "weight at output"),

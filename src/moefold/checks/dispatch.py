@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from math import isfinite
+
 from moefold.checks.divide import divides, divisors
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -44,4 +47,13 @@ def hosts_are_used(run: RunConfig) -> Problem | None:
     )
 
 
-RULES = (padded_slots_have_known_counts, hosts_divide_ep, hosts_are_used)
+def links_have_rates(run: RunConfig) -> list[Problem]:
+    """A message may cost nothing; bytes may not."""
+    found = []
+    for name, value in asdict(run.parallel.link).items():
+        if not (isfinite(value) and (value > 0 or (name.endswith("_us") and value == 0))):
+            found.append(Problem(f"parallel.link.{name}", f"is {value:g}", "use a positive number"))
+    return found
+
+
+RULES = (padded_slots_have_known_counts, hosts_divide_ep, hosts_are_used, links_have_rates)

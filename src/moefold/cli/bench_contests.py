@@ -93,6 +93,9 @@ def add_dispatch(kinds: Any) -> None:
     parser.add_argument("--world", type=int, default=4, metavar="N", help="ranks (default 4)")
     parser.add_argument("--what", choices=("exchange", "layer", "both"), default="both", help="default: both")
     parser.add_argument("--dispatchers", metavar="NAMES", help="with commas between them (default: all)")
+    parser.add_argument(
+        "--adaptive", type=int, metavar="N", help="instead: does the adaptive choice pick well in N random cases?"
+    )
     _add_sizes(parser, _SIZES, "tokens of all ranks; others from shape b")
     _add_routing(parser)
     add_common(parser, threads=False)
@@ -164,6 +167,8 @@ def layer(args: argparse.Namespace) -> int:
 
 def dispatch(args: argparse.Namespace) -> int:
     check_common(args)
+    if args.adaptive is not None:
+        return _adaptive(args)
     from moefold.bench import dispatch_contest as contests
     from moefold.bench.layer_contest import Setting
 
@@ -180,6 +185,17 @@ def dispatch(args: argparse.Namespace) -> int:
             contest, found = hold(shape, args.world, setting, names, progress())
             held.append((contest, bases, found))
     return show(args, held)
+
+
+def _adaptive(args: argparse.Namespace) -> int:
+    if args.adaptive < 1:
+        raise ConfigError(Problem("--adaptive", f"is {args.adaptive}", "use 1 or more"))
+    from moefold.bench.adaptive_cases import measure_choices
+    from moefold.bench.adaptive_report import adaptive_data, adaptive_report
+
+    measured = measure_choices(args.adaptive, args.rounds, args.warm, say=progress())
+    print(json.dumps(adaptive_data(measured), indent=2) if args.json else adaptive_report(measured))
+    return 0
 
 
 def attention(args: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.plan.dispatch_choice import dispatcher_in_use, estimates
 from moefold.plan.placement import parts_by_rank, places_of
 from moefold.recipes.catalog import RECIPES
 from moefold.tables import text_table
@@ -100,6 +101,8 @@ def _report(run: RunConfig, world: int | None, share: RankShare | None) -> Itera
     kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
     yield text_table(("kind", "parameters", "share"), [(kind, f"{n:,}", _percent(n, counts)) for kind, n in kinds])
     yield text_table(("layers", "feed-forward", "parameters of each", "active"), list(_layer_rows(run.model)))
+    if run.parallel.dispatcher == "adaptive" and run.model.moe is not None:
+        yield _dispatcher_table(run)
     if share is not None and world is not None:
         yield _share_table(run, world, share)
         if run.parallel.pp * run.parallel.vpp > 1:
@@ -152,6 +155,16 @@ def _share_table(run: RunConfig, world: int | None, share: RankShare) -> str:
     return text_table((f"largest of {world:,} ranks{stage}", "parameters", "about", run.precision.params), rows)
 
 
+def _dispatcher_table(run: RunConfig) -> str:
+    """What the adaptive choice is made of, and what it comes to."""
+    chosen = dispatcher_in_use(run)
+    rows = [
+        (name, f"{seconds * 1e3:.3g} ms", "chosen" if name == chosen else "")
+        for name, seconds in sorted(estimates(run).items(), key=lambda item: item[1])
+    ]
+    return text_table(("dispatcher", "dispatch and combine, expected", ""), rows)
+
+
 def _percent(part: int, counts: Counts) -> str:
     return f"{100 * part / counts.total:.2f} %"
 
@@ -165,5 +178,6 @@ def _as_dict(run: RunConfig, world: int | None, share: RankShare | None) -> dict
         "buffers": sum(spec.size for spec in buffers(run.model)),
         "bytes": {run.precision.params: counts.total * BYTES[run.precision.params]},
         "world": world,
+        "dispatcher": dispatcher_in_use(run) if run.model.moe is not None else None,
         "largest_rank": asdict(share) if share else None,
     }

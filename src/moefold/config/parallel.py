@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from moefold.config.strict import STRICT
 
 ContextMode = Literal["ring", "all_to_all", "hierarchical"]
-DispatcherName = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
+DispatcherName = Literal["all_to_all", "all_gather", "deduplicated", "two_level", "adaptive"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,27 @@ class ContextConfig:
     windowed: ContextMode = "ring"
     # Hierarchical: so many neighbours exchange heads, and the ring runs between such sets.
     inner: int = 1
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """What ranks pay to reach each other, for the adaptive dispatcher. Rates are in 1e9 bytes per second.
+
+    The figures are of gloo between processes on one computer, one core for two of them; measure your own with
+    `moefold bench dispatch --adaptive 20`.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # One collective, however small.
+    message_us: float = 180.0
+    # What a rank receives row by row (all-to-all), from everyone (all-gather), and in sums (reduce-scatter).
+    exchange_gb_s: float = 0.65
+    gather_gb_s: float = 1.1
+    sum_gb_s: float = 0.27
+    # Rows gathered, added up or widened on the rank itself, and any small operation there.
+    copy_gb_s: float = 20.0
+    operation_us: float = 20.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +67,8 @@ class ParallelConfig:
     # Hybrid sharding: keep this many full copies of the (sharded) dense / expert parameters.
     dp_replicate: int = 1
     edp_replicate: int = 1
-    # How tokens travel to experts on other ranks.
+    # How tokens travel to experts on other ranks; adaptive takes the cheapest by what the link costs.
     dispatcher: DispatcherName = "all_to_all"
+    link: LinkConfig = field(default_factory=LinkConfig)
     # Two levels: so many neighbours of an ep group share a host.
     ep_inner: int = 1

@@ -16,6 +16,7 @@ from moefold.dispatch.deduplicated import DeduplicatedDispatcher
 from moefold.dispatch.local import LocalDispatcher
 from moefold.dispatch.two_level import TwoLevelDispatcher
 from moefold.ops.capacity import capacity_of
+from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.topology.shares import share_sizes
 
 
@@ -25,7 +26,7 @@ def dispatcher_for(run: RunConfig, groups: Groups, host: HostCounts = READ_BACK)
     assert moe is not None
     if groups["expert_block"].alone:
         return LocalDispatcher(moe.num_experts, padded_rows(run, groups), host.leaving)
-    return DISPATCHERS[run.parallel.dispatcher](run, moe, groups, host)
+    return DISPATCHERS[dispatcher_in_use(run)](run, moe, groups, host)
 
 
 def _all_to_all(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:

@@ -20,6 +20,7 @@ from itertools import accumulate
 from moefold.batching.zigzag import places
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
+from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.tally import Tally, tokens_of
 from moefold.topology.layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
@@ -31,7 +32,7 @@ _WEIGHT, _NUMBER, _COUNT = 4, 2, 8
 def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
     """``times``: layers and microbatches together."""
     if layout.size("expert_block") > 1:
-        _SENDERS[run.parallel.dispatcher](run, layout, rank, moe, times, tally)
+        _SENDERS[dispatcher_in_use(run)](run, layout, rank, moe, times, tally)
 
 
 def _to_experts(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:

@@ -19,6 +19,7 @@ from moefold.config.precision import Format as RunFormat
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
+from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Job, Numbers, Options, Recomputed
 from moefold.plan.shape import from_config
 from moefold.schedule.names import SCHEDULES, schedule_named
@@ -97,7 +98,7 @@ def _options(run: RunConfig, imbalance: float) -> Options:
     spread = moe is not None and parallel.ep * parallel.etp > 1
     return Options(
         stack="moefold",
-        dispatcher=parallel.dispatcher if spread else "local",
+        dispatcher=_dispatcher(run) if spread else "local",
         ep_overlap=order.overlaps,
         delay_wgrad=order.splits_backward,
         recompute=frozenset(_RECOMPUTED[phase] for phase in run.memory.recompute),
@@ -105,6 +106,13 @@ def _options(run: RunConfig, imbalance: float) -> Options:
         drops=moe is not None and moe.capacity is not None,
         weighted_inside=moe is None or moe.weight_at == "activation",
     )
+
+
+def _dispatcher(run: RunConfig) -> Dispatcher:
+    """Adaptive is the one that it comes to."""
+    chosen = dispatcher_in_use(run)
+    assert chosen != "adaptive"
+    return chosen
 
 
 # ---- and back ----

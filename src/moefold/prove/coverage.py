@@ -9,6 +9,7 @@ from moefold.blueprint.stages import stages_of
 from moefold.checks.context import modes_in_use
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
+from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.prove.cases import Case
 from moefold.prove.verdict import Verdict
 from moefold.schedule.names import schedule_named
@@ -44,6 +45,10 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     yield "dispatcher", "local" if alone else parallel.dispatcher
     if not alone and sizes["etp"] > 1:
         yield "dispatcher", f"{parallel.dispatcher} with etp"
+    if not alone and 1 < parallel.ep_inner < sizes["ep"]:
+        yield "dispatcher", "two_level over hosts"
+    if not alone and parallel.dispatcher == "adaptive":
+        yield "dispatcher", f"adaptive: {dispatcher_in_use(case.run)}"
     if not alone:
         yield "folding", _folding(case)
     if sizes["etp"] != sizes["tp"]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from random import Random
+from typing import get_args
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -17,7 +18,7 @@ from moefold.config.data import DataConfig, DocumentKind
 from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
-from moefold.config.parallel import ContextConfig, ContextMode, ParallelConfig
+from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision
@@ -102,6 +103,7 @@ def _parallel(random: Random, deal: _Deal, dtype: Format) -> ParallelConfig:
     # Orders of one stage are worth a look too: they put weight gradients off and overlap.
     plain = dtype == "bfloat16" or (deal.pp == 1 and random.random() < 0.5)
     schedule = SCHEDULES["1f1b"] if plain else random.choice(list(SCHEDULES.values()))
+    dispatcher = random.choice(get_args(DispatcherName))
     return ParallelConfig(
         pp=deal.pp,
         cp=deal.cp,
@@ -113,7 +115,8 @@ def _parallel(random: Random, deal: _Deal, dtype: Format) -> ParallelConfig:
         context=_context(random, deal.cp),
         dp_replicate=_copies(random, deal.dp),
         edp_replicate=_copies(random, edp),
-        dispatcher=random.choice(("all_to_all", "all_gather")),
+        dispatcher=dispatcher,
+        ep_inner=random.choice([size for size in _DEGREES if deal.ep % size == 0]) if dispatcher == "two_level" else 1,
     )
 
 

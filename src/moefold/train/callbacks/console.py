@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.train.events import Callback, RunInfo, StepRecord
 from moefold.train.metrics import Meter, device_name
 from moefold.train.router_stats import router_stats
@@ -37,7 +38,8 @@ class ConsoleLines(Callback):
         self._every = max(info.run.train.log_every, 1)
         went_on = "" if info.resumed_from is None else f" resumed_from={info.resumed_from}"
         size = f"parameters={format_count(info.parameters.total)} active={format_count(info.parameters.active)}"
-        self._say(f"run={info.run.name} world={info.world} {size} directory={info.directory}{went_on}")
+        chosen = f" dispatcher=adaptive:{dispatcher_in_use(info.run)}" * _is_adaptive(info)
+        self._say(f"run={info.run.name} world={info.world} {size}{chosen} directory={info.directory}{went_on}")
         flops = format_count(self._meter.flops_per_token)
         self._say(f"flops/token={flops} (3 x forward, causal attention as half, no router) {self._meter.mfu_note}")
 
@@ -104,3 +106,9 @@ def _mean(values: Sequence[float]) -> str:
 
 def _one_word(text: str) -> str:
     return "_".join(text.split())
+
+
+def _is_adaptive(info: RunInfo) -> bool:
+    """Whether tokens travel in a way that was chosen for the run."""
+    parallel = info.run.parallel
+    return info.run.model.moe is not None and parallel.dispatcher == "adaptive" and parallel.ep * parallel.etp > 1

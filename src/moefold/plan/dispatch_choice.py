@@ -1,0 +1,142 @@
+"""Which dispatcher is cheapest: what each sends and copies, times what the link costs.
+
+t tokens of a rank, K choices per token, E experts, P ranks of an ep group, B bytes of a row, D entries of a row.
+
+    all_to_all      t * K rows go, and come back
+    deduplicated    t * H rows go, and come back; H is how many ranks a token meets
+    all_gather      t * (P - 1) rows come; as many sums of D float32 entries go home
+
+A token's K experts differ, so a rank that holds E / P of them is missed by all K with the chance
+
+    C(E - E/P, K) / C(E, K)        and        H = P * (1 - that)
+
+Of rows sent, one in P stays where it is. A row that is sent one by one is also gathered on its way out and added up on
+its way home, which costs memory traffic; finding out what goes where takes a number of small operations. Times are
+those of one dispatch and combine; the backward pass does the same once more the other way round, so it does not change
+who wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+from moefold.config.parallel import DispatcherName, LinkConfig
+from moefold.config.run import RunConfig
+
+_WORD = {"float64": 8, "float32": 4, "bfloat16": 2}
+# Of a routing weight, an expert's number with a row, and one that is gathered.
+_WEIGHT, _NUMBER, _GATHERED_NUMBER = 4, 2, 8
+# Counts, rows, choices, answers; or tokens, weights, choices, sums.
+_MESSAGES = 4
+# Finding a choice's place among the rows takes as long as moving so many bytes (70 ns of a core).
+_PLACED = 400
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What decides: tokens of a rank, entries of a row and their bytes, and how experts are spread."""
+
+    tokens: int
+    width: int
+    word: int
+    num_experts: int
+    top_k: int
+    ep: int
+    etp: int = 1
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Of one dispatch and combine on one rank: messages, and bytes that it receives or moves."""
+
+    messages: float
+    operations: float
+    exchanged: float
+    gathered: float
+    summed: float
+    copied: float
+
+    def seconds(self, link: LinkConfig) -> float:
+        waited = self.messages * link.message_us + self.operations * link.operation_us
+        sent = self.exchanged / link.exchange_gb_s + self.gathered / link.gather_gb_s + self.summed / link.sum_gb_s
+        return waited * 1e-6 + (sent + self.copied / link.copy_gb_s) * 1e-9
+
+
+def ranks_met(num_experts: int, ep: int, top_k: int) -> float:
+    """On how many of ``ep`` ranks a token's choices fall, on average over random choices."""
+    missed = comb(num_experts - num_experts // ep, top_k) / comb(num_experts, top_k)
+    return ep * (1 - missed)
+
+
+def volumes(e: Exchange) -> dict[DispatcherName, Volume]:
+    """Of each dispatcher that the choice is between."""
+    return {
+        "all_to_all": _one_by_one(e, e.top_k, _WEIGHT, 30),
+        "deduplicated": _one_by_one(e, ranks_met(e.num_experts, e.ep, e.top_k), e.top_k * (_WEIGHT + _NUMBER), 60),
+        "all_gather": _everything(e),
+    }
+
+
+def estimates(run: RunConfig) -> dict[DispatcherName, float]:
+    """Seconds of each dispatcher that this run may use."""
+    found = {name: volume.seconds(run.parallel.link) for name, volume in volumes(exchange_of(run)).items()}
+    moe = run.model.moe
+    if moe is not None and moe.capacity is not None and moe.capacity.pad:
+        # Its counts are not known before tokens are routed.
+        del found["deduplicated"]
+    return found
+
+
+def dispatcher_in_use(run: RunConfig) -> DispatcherName:
+    """The one that is named, or the cheapest."""
+    if run.parallel.dispatcher != "adaptive":
+        return run.parallel.dispatcher
+    found = estimates(run)
+    return min(found, key=lambda name: found[name])
+
+
+def exchange_of(run: RunConfig) -> Exchange:
+    moe, parallel = run.model.moe, run.parallel
+    assert moe is not None
+    return Exchange(
+        tokens=run.data.micro_batch * run.data.seq_len // parallel.cp // parallel.tp,
+        width=moe.latent_width or run.model.width,
+        word=_WORD[run.precision.compute],
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        ep=parallel.ep,
+        etp=parallel.etp,
+    )
+
+
+def _one_by_one(e: Exchange, rows_per_token: float, beside: int, operations: int) -> Volume:
+    """``beside``: bytes that go with a row and do not come back."""
+    rows, row = e.tokens * rows_per_token, e.width * e.word
+    away = (e.ep - 1) / e.ep
+    # Ranks that split experts gather each other's rows, and sum in float32.
+    others = e.etp - 1
+    return Volume(
+        messages=_MESSAGES + 3 * (others > 0),
+        operations=operations,
+        exchanged=rows * away * (2 * row + beside),
+        gathered=rows * others * (row + beside),
+        summed=rows * others * e.width * max(4, e.word),
+        copied=2 * rows * row
+        + e.tokens * e.top_k * _PLACED
+        + (rows * e.etp * e.width * max(4, e.word) if others else 0.0),
+    )
+
+
+def _everything(e: Exchange) -> Volume:
+    block = e.ep * e.etp
+    row, wide = e.width * e.word, e.width * max(4, e.word)
+    return Volume(
+        messages=_MESSAGES,
+        operations=20,
+        exchanged=0.0,
+        gathered=e.tokens * (block - 1) * (row + e.top_k * (_WEIGHT + _GATHERED_NUMBER)),
+        summed=e.tokens * (block - 1) * wide,
+        # Answers are widened before they are summed.
+        copied=e.tokens * block * (e.top_k * _PLACED / 4 + (wide if e.word < 4 else 0)),
+    )
