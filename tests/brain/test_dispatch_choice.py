@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,15 @@ def test_rows_of_the_shape_in_the_benchmark() -> None:
     assert found["all_to_all"].exchanged == pytest.approx(away * 8 * (2 * 2048 + 4))
     assert found["deduplicated"].exchanged == pytest.approx(away * ranks_met(64, 4, 8) * (2 * 2048 + 48))
     assert found["all_gather"].summed == 1024 * 3 * 4096
+
+
+def test_the_page_has_the_formula_s_numbers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "dispatch.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for experts, ep, top_k, met, share in rows:
+        expected = ranks_met(int(experts), int(ep), int(top_k))
+        assert (met, share) == (f"{expected:.2f}", f"{expected / int(top_k):.2f}")
 
 
 def adaptive(top_k: int, ep: int, pad: bool = False, **link: float) -> RunConfig:

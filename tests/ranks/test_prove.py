@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
-from moefold.prove import sabotage, sabotage_documents, sabotage_pipeline
+from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline
 from moefold.prove.cases import Case, reduce_run
 from moefold.prove.coverage import features_of
 from moefold.prove.draw import draw_cases
@@ -102,7 +102,7 @@ def test_every_fault_is_seeded() -> None:
     """A fault that is written down and never tried shows nothing."""
     written = {
         fault.__name__
-        for module in (sabotage, sabotage_pipeline, sabotage_documents)
+        for module in (sabotage, sabotage_dispatch, sabotage_pipeline, sabotage_documents)
         for fault in vars(module).values()
         if isinstance(fault, FunctionType)
         and fault.__module__ == module.__name__

@@ -17,7 +17,7 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.prove import sabotage, sabotage_documents, sabotage_pipeline
+from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline
 from moefold.prove.cases import PROVING_OPTIM, Case
 from moefold.prove.verdict import Verdict, prove
 
@@ -81,6 +81,7 @@ _ONE_STAGE = (
         ParallelConfig(tp=2, ep=2, dispatcher="all_gather"),
         _model(moe=replace(_MOE, capacity=CapacityConfig(factor=0.8))),
     ),
+    _case("once", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
     _case("copied", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
     _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, documents="padded")),
 )
@@ -165,6 +166,10 @@ MUTANTS = (
     Mutant(sabotage.dropped_choices_forgotten_by_others, "gathered", "who was dropped is not told to the other ranks"),
     Mutant(sabotage.start_depends_on_the_layout, "folded", "each rank seeds its own part by its own shape"),
     Mutant(sabotage.decay_on_everything, "folded", "norms and biases are pulled to zero"),
+    Mutant(sabotage_dispatch.one_choice_per_row, "once", "a row that came once is answered by one expert only"),
+    Mutant(sabotage_dispatch.gradient_of_one_copy, "once", "of a row that went to several ranks, one sends a gradient"),
+    Mutant(sabotage_dispatch.weights_gradient_of_one_rank, "once", "of a token's weights, one rank's have a gradient"),
+    Mutant(sabotage_dispatch.hosts_not_added_up, "once", "of several hosts' answers, the first is taken"),
     # ---- pipelines ----
     Mutant(
         sabotage_pipeline.tied_weight_not_summed_over_stages,

@@ -1,0 +1,59 @@
+"""Faults of rows that travel once and whose answers are added up on the way home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+import moefold.dispatch.hop
+import moefold.ops.spread
+from moefold.dispatch.hop import Hop, Landed
+from moefold.ops.spread import Pairs
+from moefold.prove.sabotage import put, wrap
+
+
+def one_choice_per_row() -> None:
+    def make(go: Callable[..., Landed]) -> Callable[..., Landed]:
+        def go_and_forget(self: Hop, x_tD: Tensor, routing: Any) -> Landed:
+            landed = go(self, x_tD, routing)
+            if self.name == "across":
+                return landed
+            weight_SK, kept_SK = landed.choices.weight_tK, landed.choices.kept_tK
+            assert kept_SK is not None
+            first_SK = kept_SK & (kept_SK.cumsum(1) == 1)
+            return landed._replace(choices=landed.choices._replace(weight_tK=weight_SK * first_SK))
+
+        return go_and_forget
+
+    wrap(Hop, "go", make)
+
+
+def _first_pair(rows_ND: Tensor, pairs: Pairs) -> Tensor:
+    """Of each source row that has pairs; all have here."""
+    return rows_ND.index_select(0, pairs.pair_N.index_select(0, pairs.first_t))
+
+
+def gradient_of_one_copy() -> None:
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        return _first_pair(grad_ND, ctx.pairs), None
+
+    put(moefold.ops.spread._Spread, "backward", staticmethod(backward))
+
+
+def weights_gradient_of_one_rank() -> None:
+    put(moefold.dispatch.hop, "sum_pairs", _first_pair)
+
+
+def hosts_not_added_up() -> None:
+    def make(home: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def first_home(self: Hop, answers_SD: Tensor, way: Any, pairs: Pairs) -> Tensor:
+            if self.name != "across":
+                return home(self, answers_SD, way, pairs)
+            back_ND = moefold.dispatch.hop.exchange_rows(answers_SD, send=way.recv, recv=way.send, group=self.group)
+            return _first_pair(back_ND, pairs)
+
+        return first_home
+
+    wrap(Hop, "home", make)
