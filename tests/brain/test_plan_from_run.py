@@ -23,6 +23,8 @@ LAYOUTS = (
     ParallelConfig(pp=4, vpp=2, ep=8, schedule="interleaved_overlapped"),
     ParallelConfig(pp=2, vpp=2, cp=2, ep=4, schedule="dualpipe_v", dispatcher="all_gather"),
     ParallelConfig(pp=4, ep=2, schedule="zb_h1", dp_replicate=2, edp_replicate=2),
+    ParallelConfig(ep=8, dispatcher="deduplicated"),
+    ParallelConfig(ep=8, dispatcher="two_level", ep_inner=8),
     ParallelConfig(pp=2, schedule="1f1b_overlapped", stages="Et|tL"),
 )
 

@@ -84,6 +84,9 @@ def test_exchanges_go_where_the_ranks_are() -> None:
     assert sent.inside == pytest.approx(4096 * 8 * row * 7 / 64)
     assert sent.outside == pytest.approx(4096 * 8 * row * 56 / 64)
     fewer = exchange_bytes(replace(across, options=Options(dispatcher="deepep")), mixture)
+    assert fewer == exchange_bytes(replace(across, options=Options(dispatcher="two_level")), mixture)
+    once = exchange_bytes(replace(across, options=Options(dispatcher="deduplicated")), mixture)
+    assert fewer.outside < once.outside < exchange_bytes(across, mixture).outside
     assert fewer.outside < 0.7 * sent.outside
 
 

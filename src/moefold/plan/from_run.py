@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import get_args
 
 from moefold.checks.precision import BYTES
@@ -22,6 +23,7 @@ from moefold.hardware.cluster import Cluster
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Job, Numbers, Options, Recomputed
 from moefold.plan.shape import from_config
+from moefold.plan.traffic import expert_reach
 from moefold.schedule.names import SCHEDULES, schedule_named
 from moefold.topology.layout import FoldedLayout, fold
 
@@ -178,6 +180,9 @@ def changes_to_run(job: Job, run: RunConfig) -> dict[str, str]:
     }
     if job.options.dispatcher in RUN_DISPATCHERS:
         wanted["parallel.dispatcher"] = job.options.dispatcher
+        # Ranks of an ep group that share a domain of fast links.
+        two_level = job.options.dispatcher == "two_level"
+        wanted["parallel.ep_inner"] = gcd(cuts.ep, expert_reach(job).inside) if two_level else 1
     if job.numbers.format != _FORMATS[run.precision.compute] and job.numbers.format in _FORMATS.values():
         wanted["precision.compute"] = "bfloat16" if job.numbers.format == "bf16" else "float32"
     return {path: _word(value) for path, value in wanted.items() if _value_at(run, path) != value}

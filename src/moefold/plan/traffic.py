@@ -74,11 +74,15 @@ def exchange_bytes(job: Job, mixture: Mixture) -> ExchangeBytes:
     if kind == "all_to_all":
         rows = tokens * mixture.top_k
         return ExchangeBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
-    # Deduplicated: a token goes to a domain once over the network, and to a rank once over fast links.
+    ranks = distinct(ep, mixture.top_k)
+    if kind == "deduplicated":
+        # A token goes to a rank once, wherever that is.
+        rows = tokens * ranks
+        return ExchangeBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
+    # In two levels a token goes to a domain once over the network, and to a rank once over fast links.
     domains = where.domains
     touched = distinct(domains, mixture.top_k)
     outside = tokens * row * touched * (domains - 1) / domains
-    ranks = distinct(ep, mixture.top_k)
     return ExchangeBytes(tokens * row * ranks * (1 - 1 / where.inside), outside)
 
 

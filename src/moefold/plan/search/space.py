@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_args
 
+from moefold.checks.dispatch import COUNT_ROWS
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
-from moefold.plan.job import Dispatcher, Format, Graphs, Job, Recomputed, Sharding, Stack
+from moefold.plan.job import Dispatcher, Format, Graphs, Job, Options, Recomputed, Sharding
 from moefold.plan.shape import Attention, Mixture, ModelShape
 from moefold.schedule.names import SCHEDULES
 
@@ -87,7 +88,7 @@ def usual_space(job: Job) -> Space:
         etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_mixture else (1,),
         sequences=_doubling(min(_MOST_SEQUENCES, sequences)),
         format=(job.numbers.format,) if ours else _formats(cluster.gpu, job.numbers.format),
-        dispatcher=_dispatchers(model, job.options.stack),
+        dispatcher=_dispatchers(model, job.options),
         ep_overlap=(True, False) if model.is_mixture else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
@@ -166,11 +167,13 @@ def _experts(model: ModelShape) -> int:
     return next((layer.feed.experts for layer in model.layers if isinstance(layer.feed, Mixture)), 1)
 
 
-def _dispatchers(model: ModelShape, stack: Stack) -> tuple[Dispatcher, ...]:
+def _dispatchers(model: ModelShape, options: Options) -> tuple[Dispatcher, ...]:
+    stack = options.stack
     if not model.is_mixture:
         return ("local",)
     if stack == "moefold":
-        return RUN_DISPATCHERS
+        # With capacities, slots may be padded, and then counts must be known beforehand.
+        return tuple(name for name in RUN_DISPATCHERS if not (options.drops and name in COUNT_ROWS))
     return ("hybridep", "deepep", "all_to_all", "all_gather") if stack == "megatron" else ("deepep", "all_to_all")
 
 

@@ -29,7 +29,7 @@ def exchange(sent: ExchangeBytes, job: Job, c: Constants) -> float:
     if not sent.inside and not sent.outside:
         return 0.0
     cluster = job.cluster
-    fused = job.options.dispatcher in ("deepep", "hybridep", "deduplicated")
+    fused = job.options.dispatcher in ("deepep", "hybridep")
     link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
     network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c, dedup=fused)
     inside, outside = sent.inside / link, sent.outside / network
