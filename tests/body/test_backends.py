@@ -14,7 +14,7 @@ import torch
 from moefold.cli.main import main
 from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError
-from moefold.ops.backends import BACKENDS, IN_TORCH, JOBS, Kernels, kernels_for, kernels_named, resolve, why_not
+from moefold.ops.backends import BACKENDS, IN_TORCH, JOBS, kernels_for, kernels_named, resolve, why_not
 from moefold.ops.here import Card, Here, look_around
 
 SRC = Path(__file__).parents[2] / "src"
@@ -73,8 +73,15 @@ def test_kernels_are_given_with_one(here: Here) -> None:
     pytest.importorskip("triton", reason="kernels are an extra")
     found = kernels_named("triton", "cuda", "bfloat16", here)
     twins = kernels_named("torch", "cuda", "bfloat16", here)
-    for field in dataclasses.fields(Kernels):
-        assert getattr(found, field.name) is not getattr(twins, field.name), field.name
+    for job in JOBS:
+        assert getattr(found, job) is not getattr(twins, job), job
+
+
+def test_native_changes_the_gate_of_fused_experts_only(here: Here) -> None:
+    found = kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler="cc"))
+    assert found.gate is not IN_TORCH.gate and all(getattr(found, job) is getattr(IN_TORCH, job) for job in JOBS)
+    with pytest.raises(BackendError, match=r"native cannot do gate: there is no C compiler.*works here on cpu: torch"):
+        kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler=None))
 
 
 @pytest.mark.parametrize(

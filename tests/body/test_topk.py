@@ -61,3 +61,13 @@ def test_scores() -> None:
     logits = torch.randn(4, 3, dtype=torch.float64)
     torch.testing.assert_close(topk.score(logits, "softmax"), logits.exp() / logits.exp().sum(1, keepdim=True))
     torch.testing.assert_close(topk.score(logits, "sigmoid"), 1 / (1 + (-logits).exp()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_without_ties_choose_what_a_stable_sort_chooses(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    few = torch.tensor([-torch.inf, -1.5, -1e-30, -0.0, 0.0, 1e-30, 2.0, torch.inf])
+    drawn = few[torch.randint(len(few), (500, 24))].to(dtype)
+    for scores in (drawn, torch.randn(300, 130).to(dtype), torch.zeros(3, 7, dtype=dtype)):
+        for k in (1, 4, 7):
+            assert torch.equal(topk.choose_topk(scores, k), topk.sort_topk(scores, k))

@@ -203,6 +203,12 @@ CASES = [
         "precision.kernels",
     ),
     (
+        kernels.native_kernels_are_for_fused_experts,
+        in_formats(experts="fused", kernels="native"),
+        in_formats(kernels="native"),
+        "precision.kernels",
+    ),
+    (
         kernels.kernels_do_not_meet_fused_experts,
         in_formats(kernels="triton"),
         in_formats(experts="fused", kernels="triton"),

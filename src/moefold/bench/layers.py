@@ -15,7 +15,11 @@ from moefold.bench.peers.torchtitan import torchtitan
 from moefold.bench.peers.transformers import transformers
 
 BARE: dict[str, Builder] = {"dense": DenseEngine, "grouped_mm": GroupedEngine}
-OURS: dict[str, Builder] = {"moefold fused": ours("fused"), "moefold sequential": ours("sequential")}
+OURS: dict[str, Builder] = {
+    "moefold fused": ours("fused", "native"),
+    "moefold fused in torch": ours("fused"),
+    "moefold sequential": ours("sequential"),
+}
 PEERS: dict[str, Builder] = {
     "transformers eager": transformers("eager"),
     "transformers grouped_mm": transformers("grouped_mm"),

@@ -18,22 +18,23 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.assemble import whole_batch
 from moefold.model.build import Seams, build_decoder, one_process_seams
 from moefold.model.moe.layer import MoELayer
+from moefold.ops.backends import kernels_named
 
 # A model's first layer and nothing else of it.
 _FIRST_LAYER = Parts(embedding=False, layers=(0,), mtp=(), final_norm=False, mtp_norms=(), loss=False)
 
 
-def ours(backend: str) -> Builder:
-    """A builder for the layer with this engine for its experts."""
-    return partial(_build, backend)
+def ours(backend: str, kernels: str = "torch") -> Builder:
+    """A builder for the layer with this engine for its experts, and these kernels."""
+    return partial(_build, backend, kernels)
 
 
-def _build(backend: str, options: Options) -> Layer:
-    return Layer(options, partial(_make, backend))
+def _build(backend: str, kernels: str, options: Options) -> Layer:
+    return Layer(options, partial(_make, backend, kernels))
 
 
-def _make(backend: str, shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor]]:
-    layer = filled_layer(shape, weights, one_process_seams(backend))
+def _make(backend: str, kernels: str, shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor]]:
+    layer = filled_layer(shape, weights, one_process_seams(backend, kernels_named(kernels, "cpu")))
     tokens = torch.zeros(shape.tokens, dtype=torch.int64)
     batch = whole_batch(tokens, tokens, (shape.tokens,), step_labels=shape.tokens, step_tokens=shape.tokens)
     return (lambda x: layer(x, batch, None)[0]), list(layer.parameters())

@@ -15,7 +15,7 @@ def kernels_are_not_float64(run: RunConfig) -> Problem | None:
 
 
 def kernels_do_not_meet_fused_experts(run: RunConfig) -> Problem | None:
-    if run.model.moe is None or run.precision.kernels == "torch" or run.precision.experts != "fused":
+    if run.model.moe is None or run.precision.kernels != "triton" or run.precision.experts != "fused":
         return None
     return Problem(
         "precision.kernels",
@@ -24,4 +24,14 @@ def kernels_do_not_meet_fused_experts(run: RunConfig) -> Problem | None:
     )
 
 
-RULES = (kernels_are_not_float64, kernels_do_not_meet_fused_experts)
+def native_kernels_are_for_fused_experts(run: RunConfig) -> Problem | None:
+    if run.model.moe is None or run.precision.kernels != "native" or run.precision.experts == "fused":
+        return None
+    return Problem(
+        "precision.kernels",
+        f"native kernels are steps inside fused experts, and precision.experts is {run.precision.experts}",
+        "use torch, or precision.experts fused",
+    )
+
+
+RULES = (kernels_are_not_float64, kernels_do_not_meet_fused_experts, native_kernels_are_for_fused_experts)

@@ -127,7 +127,7 @@ def _mixture(moe: MoEConfig, width: int, seams: Seams) -> MoELayer:
     latent = moe.latent_width
     shared = _dense(width, moe.shared_width, moe.activation, seams) if moe.shared_width else None
     # In torch, one call for all of it is no faster, and the model's own steps are the twin.
-    route = None if seams.kernels == IN_TORCH else seams.kernels.route
+    route = None if seams.kernels.route is IN_TORCH.route else seams.kernels.route
     return MoELayer(
         router=Router(moe, width, seams.tokens, seams.selector(moe), route),
         dispatcher=seams.dispatcher(moe),

@@ -9,16 +9,18 @@ A backend that needs a package beyond the core dependencies imports it in its ow
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
 from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError, did_you_mean
-from moefold.ops import cross_entropy, rmsnorm
+from moefold.ops import cross_entropy, rmsnorm, swiglu
+from moefold.ops.gates import Gate, gate_named
 from moefold.ops.here import Here, look_around
-from moefold.ops.kernels import balance_torch, permute_torch, rope_torch, router_torch, row_map, swiglu_torch
+from moefold.ops.kernels import balance_torch, permute_torch, rope_torch, router_torch, row_map
+from moefold.ops.native.gate import native_gate
 
 NARROW = ("float32", "bfloat16")
 ALL = ("float64", *NARROW)
@@ -38,6 +40,8 @@ class Backend:
     # Packages that must be installed, and the least compute capability of a card.
     packages: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
+    # Whether a C compiler must be there.
+    compiles: bool = False
     note: str = ""
 
 
@@ -55,9 +59,12 @@ class Kernels:
     turn: Callable[..., tuple[Tensor, Tensor | None]]
     keys_and_values: Callable[..., tuple[Tensor, Tensor]]
     vocab_stats: Callable[..., tuple[Tensor, Tensor]]
+    # The activation inside the fused experts, by its name: a job of CPUs.
+    gate: Callable[[str], Gate] = gate_named
 
 
-JOBS = tuple(field.name for field in fields(Kernels))
+# What a GPU has kernels for.
+JOBS = tuple(field.name for field in fields(Kernels) if field.name != "gate")
 _KERNELS, _EXPERTS = "precision.kernels", "precision.experts"
 _BOTH = ("cpu", "cuda")
 
@@ -65,12 +72,14 @@ BACKENDS = (
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one product per expert: the twin"),
     Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped product"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="one operation for all that experts do"),
+    Backend("gate", "torch", _KERNELS, ("cpu",), ALL, note="the twin"),
+    Backend("gate", "native", _KERNELS, ("cpu",), NARROW, compiles=True, note="C in one pass, compiled on first use"),
     *(
         backend
         for job in JOBS
         for backend in (
             Backend(job, "torch", _KERNELS, _BOTH, ALL, note="the twin"),
-            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, ("triton",), AMPERE, "one pass over memory"),
+            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, ("triton",), AMPERE, note="one pass over memory"),
         )
     ),
 )
@@ -90,6 +99,8 @@ def why_not(backend: Backend, device: str, here: Here, number_format: str | None
             if card.capability < backend.capability
         ]
     reasons += [f"{package} is not installed" for package in backend.packages if package not in here.packages]
+    if backend.compiles and here.compiler is None:
+        reasons.append("there is no C compiler (no cc, no $CC)")
     if number_format is not None and number_format not in backend.formats:
         reasons.append(f"takes {' and '.join(backend.formats)}, not {number_format}")
     return "; ".join(reasons)
@@ -113,9 +124,9 @@ def resolve(job: str, name: str, device: str, here: Here, number_format: str | N
 def kernels_named(name: str, device: str, number_format: str | None = None, here: Here | None = None) -> Kernels:
     """All jobs by one backend, ready to be handed to the model."""
     here = look_around() if here is None else here
-    for job in JOBS:
+    for job in ("gate",) if name == "native" else JOBS:
         resolve(job, name, device, here, number_format)
-    return {"torch": torch_kernels, "triton": triton_kernels}[name]()
+    return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
 
 
 def kernels_for(precision: PrecisionConfig, device: str) -> Kernels:
@@ -132,7 +143,7 @@ def torch_kernels() -> Kernels:
         unpermute=permute_torch.unpermute,
         route=router_torch.route,
         balance_stats=balance_torch.balance_stats,
-        weighted_activation=swiglu_torch.weighted_activation,
+        weighted_activation=swiglu.weighted_activation,
         rms_norm=rmsnorm.rms_norm,
         turn=rope_torch.turn,
         keys_and_values=rope_torch.keys_and_values,
@@ -169,6 +180,10 @@ def triton_kernels() -> Kernels:
         keys_and_values=rope_latent_triton.keys_and_values,
         vocab_stats=cross_entropy_triton.vocab_stats,
     )
+
+
+def native_kernels() -> Kernels:
+    return replace(IN_TORCH, gate=native_gate)
 
 
 def as_rows(device: str, here: Here) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moefold.ops.native.build import compiler
+
 # Instructions that moefold's speed on a CPU depends on, and for what; by their names in /proc/cpuinfo.
 CPU_FEATURES = {
     "amx_tile": "matrix products in tiles",
@@ -48,6 +50,8 @@ class Here:
     keeps_heap: bool
     # Installed packages of PACKAGES and their versions.
     packages: dict[str, str]
+    # What compiles C, if anything does.
+    compiler: str | None
     gloo: bool
     nccl: bool
 
@@ -71,6 +75,7 @@ def look_around() -> Here:
         allocator=allocator,
         keeps_heap=keeps,
         packages={name: found for name in PACKAGES if (found := _version(name))},
+        compiler=compiler(),
         gloo=dist.is_available() and dist.is_gloo_available(),
         nccl=dist.is_available() and dist.is_nccl_available(),
     )

@@ -46,3 +46,9 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
+
+
+def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
+    """act(gate, up) of every row, times the row's weight if there is one, in the format of the rows."""
+    out_RF = ACTIVATIONS[activation](*gate_up_RG.chunk(2, dim=-1))
+    return out_RF if weight_R is None else (out_RF * weight_R[:, None]).to(out_RF.dtype)

@@ -19,7 +19,7 @@ def engine_named(
 
     def around(matmul: GroupedMatmul, moe: MoEConfig) -> ExpertEngine:
         """In torch, single steps are faster than twins of kernels."""
-        if kernels == IN_TORCH:
+        if kernels.permute is IN_TORCH.permute:
             return SortedExperts(moe, products, matmul)
         return KernelExperts(moe, products, matmul, kernels)
 
@@ -27,7 +27,7 @@ def engine_named(
         makers: dict[str, EngineMaker] = {
             "sequential": lambda moe: around(sequential, moe),
             "grouped": lambda moe: around(grouped, moe),
-            "fused": lambda moe: FusedExperts(moe, deferral),
+            "fused": lambda moe: FusedExperts(kernels.gate(moe.activation), deferral),
         }
         return makers[name](config)
 

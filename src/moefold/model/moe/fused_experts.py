@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Arrived
 from moefold.model.moe.experts import ExpertWeights
 from moefold.model.products import Deferral
@@ -25,14 +24,13 @@ from moefold.ops.fused_experts import (
     fused_forward,
     gate_up_gradient,
 )
-from moefold.ops.gates import Gate, gate_named
+from moefold.ops.gates import Gate
 from moefold.ops.permute import count_choices
 
 
 class FusedExperts:
-    def __init__(self, config: MoEConfig, deferral: Deferral | None = None) -> None:
-        self.gate = gate_named(config.activation)
-        self.deferral = deferral
+    def __init__(self, gate: Gate, deferral: Deferral | None = None) -> None:
+        self.gate, self.deferral = gate, deferral
 
     def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
         down_bias = None if weights.down_bias is None else weights.down_bias * weights.bias_share

@@ -91,7 +91,7 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("mixture", "normed input", lambda s: s.D),
     # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
     Saved("mixture", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
-    Saved("mixture", "order of experts", lambda s: 8 * s.experts, "byte"),
+    Saved("mixture", "chosen experts", lambda s: 8 * s.top_k, "byte"),
     Saved("mixture", "places of rows at home", lambda s: 16 * s.top_k, "byte", needs="all_to_all"),
     Saved("mixture", "places of rows", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
     Saved("mixture", "in the experts' width", lambda s: s.travel * (s.travel != s.D)),

@@ -1,0 +1,1 @@
+"""C for CPUs, compiled where it runs."""
