@@ -1,13 +1,13 @@
-"""Experts on a CPU: gather, two products, the gate between them, and the sum per source row, one expert at a time.
+"""Experts on a CPU: gather, two products, the gate between them, and the sum per source row, a few experts at a time.
 
-S source rows, K choices per row, P rows with pads, r rows of one expert, e experts, L width of a row, F hidden width,
+S source rows, K choices per row, P rows with pads, r rows of one turn, e experts, L width of a row, F hidden width,
 G = 2F.
 
 Three things cost a CPU more than the products: fresh memory, planning a product for a shape it has not seen, and
-passes over tensors that no cache holds. So an expert's rows are gathered, multiplied, gated and multiplied again
-before the next expert begins, in buffers used by all experts in turn; row counts are rounded up (``expert_rows.py``);
-and only the first product's result is kept for the backward, which gathers rows and computes the activation again. The
-answers of a source row are added up in float32, each times its weight, in one pass (``embedding_bag``).
+passes over tensors that no cache holds. So experts take turns: the rows of as many as fit the cache are gathered,
+multiplied, gated and multiplied again before the next ones begin, in buffers used by all turns; row counts are rounded
+up (``expert_rows.py``); and only the first product's result is kept for the backward, which gathers rows and computes
+the activation again. The answers of a source row are added up in float32, each times its weight, in one pass.
 
 Weights may be wider than the rows: an expert's weight is cast when its turn comes. The twin of all this is the plain
 layer: ``model/moe/sorted_experts.py`` with one product per expert.
@@ -15,7 +15,6 @@ layer: ``model/moe/sorted_experts.py`` with one product per expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,6 +23,9 @@ from torch import Tensor
 from moefold.ops.add_up import add_up
 from moefold.ops.expert_rows import ExpertRows, choices_of_rows, weights_of_choices, weights_of_rows
 from moefold.ops.gates import Gate
+
+# Numbers before the gate that experts of one turn may have: two megabytes in bfloat16.
+AT_ONCE = 1 << 20
 
 
 class FusedWeights(NamedTuple):
@@ -49,19 +51,28 @@ class Backward(NamedTuple):
     act_PF: Tensor | None
 
 
+class Turn(NamedTuple):
+    """Neighbouring experts that are computed together, how many rows each has, and where those stand."""
+
+    experts: slice
+    sizes: tuple[int, ...]
+    span: slice
+
+
 def fused_forward(
     x_SL: Tensor, weight_SK: Tensor, weights: FusedWeights, rows: ExpertRows, gate: Gate
 ) -> tuple[Tensor, Tensor]:
     """Each source row's weighed answers, added up; and the first product, for the backward."""
-    hidden = weights.down_eLF.shape[2]
+    width, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
     gate_up_PG = x_SL.new_empty(sum(rows.sizes), 2 * hidden)
-    answer_PL = x_SL.new_empty(sum(rows.sizes), x_SL.shape[1])
-    gathered, acts = _buffer(x_SL, rows, x_SL.shape[1]), _buffer(x_SL, rows, hidden)
-    for expert, span in _turns(rows):
-        x_rL, act_rF = _take(x_SL, rows.source_P[span], gathered), acts[: span.stop - span.start]
-        _product(x_rL, weights.gate_up_eGL[expert], _of(weights.gate_up_bias_eG, expert), gate_up_PG[span])
-        gate.forward(gate_up_PG[span], act_rF)
-        _product(act_rF, weights.down_eLF[expert], _of(weights.down_bias_eL, expert), answer_PL[span])
+    answer_PL = x_SL.new_empty(sum(rows.sizes), width)
+    turns = turns_of(rows, hidden)
+    gathered, acts = (_buffer(x_SL, turns, wide) for wide in (width, hidden))
+    for turn in turns:
+        x_rL, act_rF = _take(x_SL, rows, turn, gathered), acts[: sum(turn.sizes)]
+        _products(x_rL, weights.gate_up_eGL, weights.gate_up_bias_eG, gate_up_PG[turn.span], turn)
+        gate.forward(gate_up_PG[turn.span], act_rF)
+        _products(act_rF, weights.down_eLF, weights.down_bias_eL, answer_PL[turn.span], turn)
     return add_up(answer_PL, rows.row_C, rows.first_S, weights_of_choices(weight_SK, rows)), gate_up_PG
 
 
@@ -76,31 +87,29 @@ def fused_backward(
     at_once: tuple[bool, bool],
 ) -> Backward:
     """``at_once``: whether the gradients of the first and of the second weight are computed here, or later."""
-    hidden = weights.down_eLF.shape[2]
-    found = _room_for(x_SL, weights, rows, at_once)
+    width, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
+    found, turns = _room_for(x_SL, weights, rows, at_once), turns_of(rows, hidden)
     weight_P = weights_of_rows(weight_SK, rows)
     dweight_P = weight_P.new_empty(weight_P.shape)
-    dx_PL = x_SL.new_empty(sum(rows.sizes), x_SL.shape[1])
-    gathered = _buffer(x_SL, rows, x_SL.shape[1])
-    acts, dacts, dgates = (_buffer(x_SL, rows, width) for width in (hidden, hidden, 2 * hidden))
-    for expert, span in _turns(rows):
-        count = span.stop - span.start
-        dout_rL = _take(dout_SL, rows.source_P[span], gathered)
-        dact_rF = torch.mm(dout_rL, weights.down_eLF[expert].to(x_SL.dtype), out=dacts[:count])
+    dx_PL = x_SL.new_empty(sum(rows.sizes), width)
+    gathered, acts, dacts, dgates = (_buffer(x_SL, turns, wide) for wide in (width, hidden, hidden, 2 * hidden))
+    for turn in turns:
+        span, count = turn.span, sum(turn.sizes)
+        dout_rL, dact_rF = _take(dout_SL, rows, turn, gathered), dacts[:count]
         dgate_rG = dgates[:count] if found.dgate_up_PG is None else found.dgate_up_PG[span]
         act_rF = acts[:count] if found.act_PF is None else found.act_PF[span]
+        _back_products(dout_rL, weights.down_eLF, dact_rF, turn)
         dweight_P[span] = gate.backward(gate_up_PG[span], dact_rF, weight_P[span], dgate_rG, act_rF)
-        if weights.down_bias_eL is not None and found.ddown_bias_eL is not None:
-            weighed_r = weight_P[span].to(x_SL.dtype)
-            dweight_P[span] += dout_rL @ weights.down_bias_eL[expert].to(x_SL.dtype)
-            found.ddown_bias_eL[expert] = weighed_r @ dout_rL
+        if weights.down_bias_eL is not None:
+            _down_bias_gradients(dout_rL, weight_P[span], weights.down_bias_eL, found, turn, dweight_P[span])
         if found.ddown_eLF is not None:
-            _transposed_product(dout_rL, act_rF, found.ddown_eLF[expert])
+            _weight_gradients(dout_rL, act_rF, found.ddown_eLF, turn)
         if found.dgate_up_bias_eG is not None:
-            found.dgate_up_bias_eG[expert] = dgate_rG.sum(0)
+            for sums, part in zip(found.dgate_up_bias_eG[turn.experts], dgate_rG.split(turn.sizes), strict=True):
+                sums.copy_(part.sum(0))
         if found.dgate_up_eGL is not None:
-            _transposed_product(dgate_rG, _take(x_SL, rows.source_P[span], gathered), found.dgate_up_eGL[expert])
-        torch.mm(dgate_rG, weights.gate_up_eGL[expert].to(x_SL.dtype), out=dx_PL[span])
+            _weight_gradients(dgate_rG, _take(x_SL, rows, turn, gathered), found.dgate_up_eGL, turn)
+        _back_products(dgate_rG, weights.gate_up_eGL, dx_PL[span], turn)
     return found._replace(
         dx_SL=add_up(dx_PL, rows.row_C, rows.first_S, None),
         dweight_SK=choices_of_rows(dweight_P, rows, weight_SK.shape),
@@ -109,18 +118,34 @@ def fused_backward(
 
 def gate_up_gradient(x_SL: Tensor, dgate_up_PG: Tensor, rows: ExpertRows, like_eGL: Tensor) -> Tensor:
     """The first weight's gradient, later."""
-    made, gathered = _zeros_where_idle(like_eGL, rows), _buffer(x_SL, rows, x_SL.shape[1])
-    for expert, span in _turns(rows):
-        _transposed_product(dgate_up_PG[span], _take(x_SL, rows.source_P[span], gathered), made[expert])
+    turns = turns_of(rows, like_eGL.shape[1] // 2)
+    made, gathered = _zeros_where_idle(like_eGL, rows), _buffer(x_SL, turns, x_SL.shape[1])
+    for turn in turns:
+        _weight_gradients(dgate_up_PG[turn.span], _take(x_SL, rows, turn, gathered), made, turn)
     return made
 
 
 def down_gradient(dout_SL: Tensor, act_PF: Tensor, rows: ExpertRows, like_eLF: Tensor) -> Tensor:
     """The second weight's gradient, later."""
-    made, gathered = _zeros_where_idle(like_eLF, rows), _buffer(dout_SL, rows, dout_SL.shape[1])
-    for expert, span in _turns(rows):
-        _transposed_product(_take(dout_SL, rows.source_P[span], gathered), act_PF[span], made[expert])
+    turns = turns_of(rows, like_eLF.shape[2])
+    made, gathered = _zeros_where_idle(like_eLF, rows), _buffer(dout_SL, turns, dout_SL.shape[1])
+    for turn in turns:
+        _weight_gradients(_take(dout_SL, rows, turn, gathered), act_PF[turn.span], made, turn)
     return made
+
+
+def turns_of(rows: ExpertRows, hidden: int) -> list[Turn]:
+    """As many experts at a time as have at most ``AT_ONCE`` numbers before the gate; one expert may have more."""
+    turns: list[Turn] = []
+    first = start = stop = 0
+    for expert, size in enumerate(rows.sizes):
+        if stop > start and (stop - start + size) * 2 * hidden > AT_ONCE:
+            turns.append(Turn(slice(first, expert), rows.sizes[first:expert], slice(start, stop)))
+            first, start = expert, stop
+        stop += size
+    if stop > start:
+        turns.append(Turn(slice(first, len(rows.sizes)), rows.sizes[first:], slice(start, stop)))
+    return turns
 
 
 def _room_for(x_SL: Tensor, weights: FusedWeights, rows: ExpertRows, at_once: tuple[bool, bool]) -> Backward:
@@ -152,39 +177,57 @@ def _zeros_where_idle(like: Tensor, rows: ExpertRows) -> Tensor:
     return made
 
 
-def _turns(rows: ExpertRows) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and where those stand."""
-    start = 0
-    for expert, size in enumerate(rows.sizes):
-        if size:
-            yield expert, slice(start, start + size)
-        start += size
+def _buffer(like: Tensor, turns: list[Turn], width: int) -> Tensor:
+    """Room for the rows of the largest turn."""
+    return like.new_empty(max((sum(turn.sizes) for turn in turns), default=0), width)
 
 
-def _buffer(like: Tensor, rows: ExpertRows, width: int) -> Tensor:
-    """Room for the largest expert's rows."""
-    return like.new_empty(max(rows.sizes, default=0), width)
+def _take(x_SL: Tensor, rows: ExpertRows, turn: Turn, buffer: Tensor) -> Tensor:
+    return torch.index_select(x_SL, 0, rows.source_P[turn.span], out=buffer[: sum(turn.sizes)])
 
 
-def _take(x_SL: Tensor, source_r: Tensor, buffer: Tensor) -> Tensor:
-    return torch.index_select(x_SL, 0, source_r, out=buffer[: source_r.shape[0]])
+def _products(rows_rA: Tensor, weight_eBA: Tensor, bias_eB: Tensor | None, out_rB: Tensor, turn: Turn) -> None:
+    """Each expert's rows times its matrix."""
+    weights = weight_eBA[turn.experts].unbind()
+    biases = [None] * len(weights) if bias_eB is None else bias_eB[turn.experts].unbind()
+    for rows, weight, bias, out in zip(
+        rows_rA.split(turn.sizes), weights, biases, out_rB.split(turn.sizes), strict=True
+    ):
+        if not rows.shape[0]:
+            continue
+        if bias is None:
+            torch.mm(rows, weight.to(rows.dtype).t(), out=out)
+        else:
+            torch.addmm(bias.to(rows.dtype), rows, weight.to(rows.dtype).t(), out=out)
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    weight = weight.to(rows.dtype)
-    if bias is None:
-        torch.mm(rows, weight.t(), out=out)
-    else:
-        torch.addmm(bias.to(rows.dtype), rows, weight.t(), out=out)
+def _back_products(grad_rB: Tensor, weight_eBA: Tensor, out_rA: Tensor, turn: Turn) -> None:
+    """Gradients of those rows."""
+    weights = weight_eBA[turn.experts].unbind()
+    for grad, weight, out in zip(grad_rB.split(turn.sizes), weights, out_rA.split(turn.sizes), strict=True):
+        if grad.shape[0]:
+            torch.mm(grad, weight.to(grad.dtype), out=out)
 
 
-def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """left^T right, in the format of ``out``."""
-    if out.dtype == left.dtype:
-        torch.mm(left.t(), right, out=out)
-    else:
-        out.copy_(torch.mm(left.t(), right))
+def _weight_gradients(left_rA: Tensor, right_rB: Tensor, out_eAB: Tensor, turn: Turn) -> None:
+    """Each expert's rows on the left, turned, times those on the right, in the format of ``out``."""
+    outs = out_eAB[turn.experts].unbind()
+    for left, right, out in zip(left_rA.split(turn.sizes), right_rB.split(turn.sizes), outs, strict=True):
+        if not left.shape[0]:
+            continue
+        if out.dtype == left.dtype:
+            torch.mm(left.t(), right, out=out)
+        else:
+            out.copy_(torch.mm(left.t(), right))
 
 
-def _of(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]
+def _down_bias_gradients(
+    dout_rL: Tensor, weight_r: Tensor, bias_eL: Tensor, found: Backward, turn: Turn, dweight_r: Tensor
+) -> None:
+    """The bias is weighed with the answer, so the weights learn from it too."""
+    assert found.ddown_bias_eL is not None
+    biases, sums = bias_eL[turn.experts].unbind(), found.ddown_bias_eL[turn.experts].unbind()
+    parts = (dout_rL.split(turn.sizes), weight_r.split(turn.sizes), dweight_r.split(turn.sizes))
+    for bias, sum_, dout, weight, dweight in zip(biases, sums, *parts, strict=True):
+        dweight += dout @ bias.to(dout.dtype)
+        sum_.copy_(weight.to(dout.dtype) @ dout)
