@@ -36,6 +36,7 @@ DISPATCH = f"""examples:
   moefold bench dispatch                                  # shape b over 4 ranks
   moefold bench dispatch --world 2 --tokens 2048 --top-k 2 --dispatchers all_to_all,all_gather
   moefold bench dispatch --what exchange --json
+  moefold bench dispatch --adaptive 20                    # how good the adaptive choice is, and this machine's link
 
 Ranks are forked on this machine and talk through gloo; the slowest rank's time counts.
 {NOTE}"""
