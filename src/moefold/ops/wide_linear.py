@@ -1,7 +1,8 @@
 """A product in a wider format than its input, which keeps the input as it came.
 
-Routers score in float32 what arrives in bfloat16. Autograd would keep the widened input for the backward, twice the
-bytes of the input itself; here the backward widens it again. ``plain_wide_linear`` is the twin.
+Routers score in float32 what arrives in bfloat16, because a rounded score may flip a choice. Autograd would keep the
+widened input for the backward, twice the bytes of the input itself. Nothing is chosen in the backward: there the input
+is used as it came, and gradients round as those of every other product do. ``plain_wide_linear`` is the twin.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_tD, weight_ED = ctx.saved_tensors
         dx_tD = dweight_ED = None
+        grad_tE = grad_tE.to(x_tD.dtype)
         if ctx.needs_input_grad[0]:
-            dx_tD = (grad_tE @ weight_ED.to(grad_tE.dtype)).to(x_tD.dtype)
+            dx_tD = grad_tE @ weight_ED.to(x_tD.dtype)
         if ctx.needs_input_grad[1]:
-            dweight_ED = (grad_tE.t() @ x_tD.to(grad_tE.dtype)).to(weight_ED.dtype)
+            dweight_ED = (grad_tE.t() @ x_tD).to(weight_ED.dtype)
         return dx_tD, dweight_ED, None
