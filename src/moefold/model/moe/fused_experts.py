@@ -75,6 +75,8 @@ class _Fused(torch.autograd.Function):
         _, *maps = rows
         ctx.save_for_backward(x_SL, weight_SK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps)
         ctx.sizes, ctx.gate, ctx.deferral = rows.sizes, gate, deferral
+        # What recomputation unpacks is no longer the parameter itself.
+        ctx.parameters = gate_up, down
         return y_SL
 
     @staticmethod
@@ -88,9 +90,10 @@ class _Fused(torch.autograd.Function):
         if later:
             dgate_up_PG, act_PF = found.dgate_up_PG, found.act_PF
             assert dgate_up_PG is not None and act_PF is not None
-            deferral.put(down, lambda: down_gradient(dout_SL, act_PF, rows, down))
+            own_gate_up, own_down = ctx.parameters
+            deferral.put(own_down, lambda: down_gradient(dout_SL, act_PF, rows, down))
             deferral.put(
-                gate_up,
+                own_gate_up,
                 lambda: gate_up_gradient(x_SL, dgate_up_PG, rows, weights.gate_up_eGL).view(gate_up.shape),
             )
         return (
