@@ -11,7 +11,8 @@ import torch
 from moefold.errors import BackendError
 from moefold.ops.gates import SwigluGate
 from moefold.ops.native import build
-from moefold.ops.native.gate import NativeSwiglu
+from moefold.ops.native.gate import NativeSwiglu, native_activation
+from moefold.ops.swiglu import weighted_activation
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C compiler")
 
@@ -53,6 +54,19 @@ def dweight_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_dense_layers_have_it_too(dtype: torch.dtype) -> None:
+    """float64, and rows with weights, stay in torch."""
+    gate_up, found = torch.randn(9, 14).to(dtype).requires_grad_(), []
+    for activation in (native_activation, weighted_activation):
+        made = activation(gate_up, None, "swiglu")
+        found.append((made, *torch.autograd.grad(made, gate_up, torch.ones_like(made))))
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() <= 2**-7 * want.norm()
+    weight = torch.rand(9)
+    assert torch.equal(native_activation(gate_up, weight), weighted_activation(gate_up, weight))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     gate_up = torch.tensor([[torch.nan, 1.0, 2.0, 1.0], [1.0, 3.0, torch.nan, 1.0]]).to(dtype)
@@ -74,15 +88,18 @@ def test_float64_and_strided_rows_are_refused() -> None:
 
 def test_it_is_compiled_once_into_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.load.cache_clear()
     build.load("gate")
     (made,) = (tmp_path / "moefold" / "native").iterdir()
     assert made.parent.stat().st_mode & 0o077 == 0
     written = made.stat().st_mtime_ns
+    build.load.cache_clear()
     build.load("gate")
     assert made.stat().st_mtime_ns == written
 
 
 def test_without_a_compiler_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build.load.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(BackendError, match=r"precision\.kernels: native needs a C compiler.*use torch"):
         build.load("gate")

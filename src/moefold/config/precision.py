@@ -22,5 +22,5 @@ class PrecisionConfig:
     # fused: everything about experts in one operation, for CPUs.
     experts: Literal["sequential", "grouped", "fused"] = "grouped"
     # The steps between products. torch: torch's operations, anywhere. triton: one kernel per step, on GPUs.
-    # native: torch's, but for the activation inside fused experts, which is C, compiled on first use.
+    # native: for CPUs; torch's, but for the activation, which is C, compiled on first use.
     kernels: Literal["torch", "triton", "native"] = "torch"

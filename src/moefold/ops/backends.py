@@ -20,7 +20,7 @@ from moefold.ops import cross_entropy, rmsnorm, swiglu
 from moefold.ops.gates import Gate, gate_named
 from moefold.ops.here import Here, look_around
 from moefold.ops.kernels import balance_torch, permute_torch, rope_torch, router_torch, row_map
-from moefold.ops.native.gate import native_gate
+from moefold.ops.native.gate import native_activation, native_gate
 
 NARROW = ("float32", "bfloat16")
 ALL = ("float64", *NARROW)
@@ -183,7 +183,7 @@ def triton_kernels() -> Kernels:
 
 
 def native_kernels() -> Kernels:
-    return replace(IN_TORCH, gate=native_gate)
+    return replace(IN_TORCH, gate=native_gate, weighted_activation=native_activation)
 
 
 def as_rows(device: str, here: Here) -> list[dict[str, Any]]:

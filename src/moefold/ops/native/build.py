@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from moefold.errors import BackendError
@@ -30,8 +31,9 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC", "cc"))
 
 
+@cache
 def load(name: str) -> ctypes.CDLL:
-    """The library made of ``name``.c."""
+    """The library made of ``name``.c; a process asks the compiler once."""
     source = (Path(__file__).parent / f"{name}.c").read_bytes()
     command = compiler()
     if command is None:

@@ -1,4 +1,4 @@
-"""The gate of ``gate.c`` behind the contract of ``ops/gates.py``.
+"""The gate of ``gate.c`` behind the contract of ``ops/gates.py``, and as an operation of its own for dense layers.
 
 r rows, F hidden width, G = 2F.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from moefold.errors import BackendError
 from moefold.ops.gates import Gate, gate_named
 from moefold.ops.native.build import load
+from moefold.ops.swiglu import weighted_activation
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -61,3 +62,29 @@ class NativeSwiglu:
 def native_gate(activation: str) -> Gate:
     """The others stay in torch."""
     return NativeSwiglu() if activation == "swiglu" else gate_named(activation)
+
+
+def native_activation(gate_up_rG: Tensor, weight_r: Tensor | None, activation: str = "swiglu") -> Tensor:
+    """The activation of every row, times the row's weight if there is one; others than swiglu stay in torch."""
+    if activation != "swiglu" or weight_r is not None or gate_up_rG.dtype not in _FORMATS:
+        return weighted_activation(gate_up_rG, weight_r, activation)
+    made_rF: Tensor = _Activation.apply(gate_up_rG, NativeSwiglu())
+    return made_rF
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_rG: Tensor, gate: NativeSwiglu) -> Tensor:
+        ctx.save_for_backward(gate_up_rG)
+        ctx.gate = gate
+        act_rF = gate_up_rG.new_empty(gate_up_rG.shape[0], gate_up_rG.shape[1] // 2)
+        gate.forward(gate_up_rG, act_rF)
+        return act_rF
+
+    @staticmethod
+    def backward(ctx: Any, dact_rF: Tensor) -> tuple[Tensor, None]:
+        (gate_up_rG,) = ctx.saved_tensors
+        dact_rF, dgate_up_rG = dact_rF.contiguous(), torch.empty_like(gate_up_rG)
+        one_r = gate_up_rG.new_ones(gate_up_rG.shape[0], dtype=torch.float32)
+        ctx.gate.backward(gate_up_rG, dact_rF, one_r, dgate_up_rG, torch.empty_like(dact_rF))
+        return dgate_up_rG, None
