@@ -23,6 +23,7 @@ from moefold.model.moe.engines import engine_named
 from moefold.model.moe.experts import ExpertWeights
 from moefold.model.products import NativeProducts
 from moefold.ops.attention import attend
+from moefold.ops.backends import kernels_for
 from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
@@ -40,7 +41,8 @@ class StepByHand:
         self.model, self.attention, self.moe, self.run_config = run.model, attention, moe, run
         self.dtype = TORCH_FORMATS[run.precision.compute]
         self.w = {name: nn.Parameter(value) for name, value in first_parameters(run).items()}
-        self.experts = engine_named(run.precision.experts, NativeProducts())(moe)
+        kernels = kernels_for(run.precision, "cpu")
+        self.experts = engine_named(run.precision.experts, NativeProducts(), kernels=kernels)(moe)
         self.optimizer = _adamw(run, self.w)
         self.loss = self.norm = 0.0
 

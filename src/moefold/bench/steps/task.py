@@ -23,8 +23,14 @@ RECIPE = "debug_50m"
 
 
 def run_of(options: Options) -> RunConfig:
-    """The recipe in the asked format; "set" in the options has dotted changes, for smaller models."""
-    changes = {"precision.compute": options["dtype"], "precision.experts": options.get("experts", "fused")}
+    """The recipe in the asked format, with the fastest that a CPU has; "set" in the options has dotted changes."""
+    experts = options.get("experts", "fused")
+    kernels = "native" if experts == "fused" else "torch"
+    changes = {
+        "precision.compute": options["dtype"],
+        "precision.experts": experts,
+        "precision.kernels": options.get("kernels", kernels),
+    }
     run: RunConfig = override(recipe(options.get("recipe", RECIPE)), changes | options.get("set", {}))
     return run
 
