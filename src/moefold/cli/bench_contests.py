@@ -148,7 +148,7 @@ def add_common(parser: argparse.ArgumentParser, threads: bool = True) -> None:
     if threads:
         parser.add_argument("--threads", type=int, default=1, metavar="N", help="per process (default 1)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="that count; 7 for a verdict (default 9)")
-    parser.add_argument("--warm", type=int, default=3, metavar="N", help="rounds before those (default 3)")
+    parser.add_argument("--warm", type=int, default=8, metavar="N", help="rounds before those (default 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, all runs in it")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="draw a chart")
 
