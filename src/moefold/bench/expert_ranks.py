@@ -38,6 +38,7 @@ from moefold.config.run import RunConfig
 from moefold.dispatch.contract import Routing
 from moefold.dispatch.counts import READ_BACK
 from moefold.model.assemble import whole_batch
+from moefold.ops.backends import kernels_for
 from moefold.parallel.apply import groups_of, seams_of
 from moefold.parallel.expert import dispatcher_for
 
@@ -140,7 +141,8 @@ class ExpertParallelLayer:
         self.place, self.dtype = place, DTYPES[place.dtype]
         self.weights = draw_weights(place.shape, self.dtype)
         run = run_of(place, dispatcher)
-        seams = seams_of(run, groups_of(run, place.world, place.rank, _PATIENCE), None, READ_BACK)
+        groups = groups_of(run, place.world, place.rank, _PATIENCE)
+        seams = seams_of(run, groups, None, READ_BACK, kernels_for(run.precision, "cpu"))
         self.layer = filled_layer(place.shape, self.weights, seams)
         self._keep_own_experts()
         tokens = torch.zeros(place.tokens, dtype=torch.int64)
@@ -179,6 +181,6 @@ def run_of(place: Place, dispatcher: str) -> RunConfig:
     return RunConfig(
         model=ModelConfig(width=place.shape.width, num_layers=1, moe=moe_config(place.shape)),
         parallel=ParallelConfig(ep=place.world, dispatcher=dispatcher),  # type: ignore[arg-type]
-        precision=PrecisionConfig(params=place.dtype, compute=place.dtype, experts="fused"),  # type: ignore[arg-type]
+        precision=PrecisionConfig(place.dtype, place.dtype, "fused", "native"),  # type: ignore[arg-type]
         data=DataConfig(seq_len=place.tokens, global_batch=place.world),
     )
