@@ -1,8 +1,18 @@
-"""One hypothesis profile for every machine: the same examples each time, and no deadline on a busy core."""
+"""One hypothesis profile for every machine, and memory that is handed back.
+
+Examples are the same each time, without a deadline on a busy core. Training keeps the memory of its process, for good;
+tests share a process, and some of them measure how large it is.
+"""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moefold.comm.launch.keep_heap", lambda: False)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moefold.ops.here import look_around
+
+FAULTS = """
+import resource, sys
+from moefold.ops.heap import keep_heap
+import torch
+if sys.argv[1] == "kept":
+    assert keep_heap()
+work = lambda: torch.ones(12 << 20).add_(1)
+# Aligned buffers do not fit into what was freed at first.
+for _ in range(12):
+    work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Of five buffers of 48 MiB that come and go, after a few."""
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not look_around().keeps_heap, reason="another C library or allocator")
+def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
+    assert faults("kept") < 100 < faults("handed back")
