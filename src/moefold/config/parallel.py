@@ -35,14 +35,14 @@ class LinkConfig:
     __pydantic_config__: ClassVar = STRICT
 
     # One collective, however small.
-    message_us: float = 180.0
+    message_us: float = 275.0
     # What a rank receives row by row (all-to-all), from everyone (all-gather), and in sums (reduce-scatter).
-    exchange_gb_s: float = 0.65
-    gather_gb_s: float = 1.1
-    sum_gb_s: float = 0.27
+    exchange_gb_s: float = 0.76
+    gather_gb_s: float = 0.74
+    sum_gb_s: float = 0.3
     # Rows gathered, added up or widened on the rank itself, and any small operation there.
-    copy_gb_s: float = 20.0
-    operation_us: float = 20.0
+    copy_gb_s: float = 100.0
+    operation_us: float = 24.0
 
 
 @dataclass(frozen=True)
