@@ -11,8 +11,8 @@ from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_
 
 from moefold.ops.kernels import swiglu_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
-from moefold.ops.kernels.swiglu_torch import weighted_activation as weighted_activation_twin
 from moefold.ops.kernels.swiglu_triton import weighted_activation
+from moefold.ops.swiglu import weighted_activation as weighted_activation_twin
 
 
 def draw(seed: int) -> tuple[Case, str, list[torch.Tensor | None], torch.Tensor]:

@@ -29,7 +29,8 @@ def native_kernels_are_for_fused_experts(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         "precision.kernels",
-        f"native kernels are steps inside fused experts, and precision.experts is {run.precision.experts}",
+        f"native activations are those of dense layers and of fused experts, and precision.experts is "
+        f"{run.precision.experts}",
         "use torch, or precision.experts fused",
     )
 

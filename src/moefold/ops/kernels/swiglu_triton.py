@@ -187,7 +187,7 @@ class _WeightedActivation(torch.autograd.Function):
 
 
 def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times the row's weight if there is one. The twin is in ``swiglu_torch.py``."""
+    """act(gate, up) of every row, times the row's weight if there is one. The twin is in ``ops/swiglu.py``."""
     return _WeightedActivation.apply(gate_up_RG, weight_R, activation)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _FORMATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 class NativeSwiglu:
+    """Made once per process by ``native_swiglu``: its helpers are threads."""
+
     def __init__(self) -> None:
         self.library = load("gate")
         self.helpers = ThreadPoolExecutor()
@@ -59,16 +62,21 @@ class NativeSwiglu:
             list(self.helpers.map(work, parts))
 
 
+@cache
+def native_swiglu() -> NativeSwiglu:
+    return NativeSwiglu()
+
+
 def native_gate(activation: str) -> Gate:
     """The others stay in torch."""
-    return NativeSwiglu() if activation == "swiglu" else gate_named(activation)
+    return native_swiglu() if activation == "swiglu" else gate_named(activation)
 
 
 def native_activation(gate_up_rG: Tensor, weight_r: Tensor | None, activation: str = "swiglu") -> Tensor:
     """The activation of every row, times the row's weight if there is one; others than swiglu stay in torch."""
     if activation != "swiglu" or weight_r is not None or gate_up_rG.dtype not in _FORMATS:
         return weighted_activation(gate_up_rG, weight_r, activation)
-    made_rF: Tensor = _Activation.apply(gate_up_rG, NativeSwiglu())
+    made_rF: Tensor = _Activation.apply(gate_up_rG, native_swiglu())
     return made_rF
 
 
