@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from moefold.comm import launch
 from moefold.ops.here import look_around
 
 FAULTS = """
@@ -33,3 +35,13 @@ def faults(how: str) -> int:
 @pytest.mark.skipif(not look_around().keeps_heap, reason="another C library or allocator")
 def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     assert faults("kept") < 100 < faults("handed back")
+
+
+def test_the_launcher_keeps_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(launch, "keep_heap", lambda: asked.append(True))
+    monkeypatch.delenv("RANK", raising=False)
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert launch.join_world(1.0) == (0, 1)
+    assert asked == [True]
