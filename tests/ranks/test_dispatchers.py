@@ -19,14 +19,14 @@ EXPERTS, CHOICES, WIDTH = 8, 2, 3
 TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same
 
 
-def everything(dropping: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def everything(dropping: bool, choices: int = CHOICES) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     generator = torch.Generator().manual_seed(3)
     total = sum(TOKENS_OF_RANK)
     x = torch.randn(total, WIDTH, dtype=torch.float64, generator=generator)
     # The last expert is never chosen.
-    expert = torch.rand(total, EXPERTS - 1, generator=generator).argsort(1)[:, :CHOICES]
-    weight = torch.rand(total, CHOICES, dtype=torch.float64, generator=generator)
-    kept = torch.rand(total, CHOICES, generator=generator) < 0.6 if dropping else None
+    expert = torch.rand(total, EXPERTS - 1, generator=generator).argsort(1)[:, :choices]
+    weight = torch.rand(total, choices, dtype=torch.float64, generator=generator)
+    kept = torch.rand(total, choices, generator=generator) < 0.6 if dropping else None
     return x, expert, weight, kept
 
 
@@ -80,3 +80,31 @@ def test_every_dispatcher_equals_the_local_one(
         torch.testing.assert_close(weight_mine.grad, weight_all.grad[mine])
 
     on_ranks(work, 4, ep=ep, etp=etp, ep_inner=2 if kind == "two_level" and ep > 1 else 1)
+
+
+# How a column of one choice may lie in memory: contiguous to torch in every case, for a column has no second entry.
+STRIDES = {"of no step": (1, 0), "of a column": (1, 13), "one of many columns": (3, 1)}
+
+
+def laid_out(column: Tensor, strides: tuple[int, int]) -> Tensor:
+    """The same values with these strides."""
+    room = column.new_empty(len(column) * max(strides[0], 1))
+    laid = room.as_strided(column.shape, strides)
+    laid.copy_(column)
+    return laid
+
+
+@pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "deduplicated", "two_level"])
+def test_one_choice_per_token_may_have_any_stride(kind: str, strides: tuple[int, int]) -> None:
+    def work(groups: Groups) -> None:
+        x, expert, weight, _ = everything(dropping=False, choices=1)
+        expected = answer(LocalDispatcher(EXPERTS), x, Routing(expert, weight, None), 0, 1.0)
+        start = sum(TOKENS_OF_RANK[: groups.rank])
+        mine = slice(start, start + TOKENS_OF_RANK[groups.rank])
+        routing = Routing(laid_out(expert[mine], strides), laid_out(weight[mine], strides), None)
+        assert routing.expert_tK.stride() == strides
+        got = answer(make(kind, groups, None), x[mine], routing, groups["ep"].index * 2, 1.0)
+        torch.testing.assert_close(got, expected[mine])
+
+    on_ranks(work, 4, ep=4, ep_inner=2 if kind == "two_level" else 1)

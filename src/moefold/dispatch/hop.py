@@ -102,7 +102,7 @@ class _Choices(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.pairs, ctx.way, ctx.group, ctx.etp = pairs, way, group, etp
         # As bytes: not every transport knows numbers of two bytes.
-        packed = torch.cat([weight_tK.contiguous().view(torch.uint8), number_tK.short().view(torch.uint8)], 1)
+        packed = torch.cat([_own_memory(part).view(torch.uint8) for part in (weight_tK, number_tK.short())], 1)
         packed = packed.index_select(0, pairs.source_N)
         packed = exchange_rows(packed, send=way.send, recv=way.recv, group=group)
         packed = gather_plain(packed, way.etp_sizes, etp)
@@ -121,5 +121,9 @@ class _Choices(torch.autograd.Function):
 
 
 def _own_memory(columns: Tensor) -> Tensor:
-    """A single row counts as contiguous wherever it stands, and could still not be read as wider numbers."""
+    """A copy whose columns lie side by side, so that it can be read as numbers of another width.
+
+    `contiguous` does not promise that: a single row or a single column (K = 1) counts as contiguous whatever its
+    stride, and keeps it.
+    """
     return columns.clone(memory_format=torch.contiguous_format)
