@@ -1,6 +1,8 @@
 # One thread per process: the tests start many, and the machine's cores are for them.
 export OMP_NUM_THREADS ?= 1
 PYTHON ?= python
+# Another seed with every commit, so that cases which nobody has tried come up; MOEFOLD_SEED=N repeats one.
+SEED = $(shell $(PYTHON) -m tests.commit_seed)
 
 .PHONY: install check format lint types layers test prove nightly
 
@@ -30,10 +32,11 @@ test:
 
 # Does any layout compute what one process computes?
 prove:
-	$(PYTHON) -m moefold.cli.main prove --cases 40 --max-world 8 --seed 1
+	$(PYTHON) -m moefold.cli.main prove --kept tests/ranks/failed_cases.jsonl
+	$(PYTHON) -m moefold.cli.main prove --cases 40 --max-world 8 --seed $(SEED)
 
 # The long version of both, for a machine that has the night.
 nightly:
 	$(PYTHON) -m pytest -n 2 -q
-	$(PYTHON) -m moefold.cli.main prove --cases 300 --max-world 8 --seed 2
+	$(PYTHON) -m moefold.cli.main prove --cases 1000 --max-world 8 --seed $(SEED)
 	$(PYTHON) -m moefold.cli.main prove --mutants

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import FunctionType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from tests.commit_seed import commit_seed, seed_of
 
+from moefold.checks.run_all import problems
 from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
+from moefold.config.precision import Format
+from moefold.errors import MoefoldError
 from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline
 from moefold.prove.cases import Case, reduce_run
 from moefold.prove.coverage import features_of
-from moefold.prove.draw import draw_cases
+from moefold.prove.draw import draw_case, draw_cases
+from moefold.prove.kept_cases import KeptCase, case_line, read_cases
 from moefold.prove.meaning import meaning_of
 from moefold.prove.mutants import CASES, MUTANTS, Mutant, caught
-from moefold.prove.report import case_report, coverage_report, mutants_report
+from moefold.prove.report import case_report, coverage_report, drawn_case_report, mutants_report
 from moefold.prove.verdict import Verdict, prove
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES
 
 CASES_IN_CI = 40
+# What the proof claims to draw is judged on one seed; what CI proves is drawn anew with every commit.
 DRAWN_CASES = list(draw_cases(200, 8, seed=1))
+CI_CASES = list(draw_cases(200, 8, commit_seed()))
+KEPT_CASES = read_cases(Path(__file__).parent / "failed_cases.jsonl")
 
 
 def telling_cases(cases: list[Case], count: int) -> list[Case]:
@@ -40,8 +50,8 @@ def telling_cases(cases: list[Case], count: int) -> list[Case]:
     return chosen
 
 
-EXACT_CASES = telling_cases(DRAWN_CASES, CASES_IN_CI)
-ROUNDED_CASES = telling_cases(list(draw_cases(200, 8, seed=1, dtype="bfloat16")), CASES_IN_CI)
+EXACT_CASES = telling_cases(CI_CASES, CASES_IN_CI)
+ROUNDED_CASES = telling_cases(list(draw_cases(200, 8, commit_seed(), dtype="bfloat16")), CASES_IN_CI)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +59,7 @@ ROUNDED_CASES = telling_cases(list(draw_cases(200, 8, seed=1, dtype="bfloat16"))
 )
 def test_a_random_layout_computes_what_one_process_computes(number: int) -> None:
     verdict = prove(EXACT_CASES[number])
-    assert verdict.holds, case_report(verdict)
+    assert verdict.holds, drawn_case_report(verdict, max_world=8)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,69 @@ def test_a_random_layout_computes_what_one_process_computes(number: int) -> None
 )
 def test_a_random_layout_holds_up_to_rounding_in_bfloat16(number: int) -> None:
     verdict = prove(ROUNDED_CASES[number])
-    assert verdict.holds, case_report(verdict)
+    assert verdict.holds, drawn_case_report(verdict, max_world=8)
+
+
+def kept_params() -> Iterator[Any]:
+    """In every check the first case of each finding; all of them in CI."""
+    told: set[str] = set()
+    for kept in KEPT_CASES:
+        yield pytest.param(kept, id=kept.case.run.name, marks=pytest.mark.slow if kept.found in told else ())
+        told.add(kept.found)
+
+
+@pytest.mark.parametrize("kept", list(kept_params()))
+def test_a_case_that_failed_once_holds(kept: KeptCase) -> None:
+    verdict = prove(kept.case)
+    assert verdict.holds, f"{case_report(verdict)}\n\nWhat this case once found: {kept.found}"
+
+
+def test_kept_cases_are_legal_and_have_what_they_are_kept_for() -> None:
+    """A default that changes must not turn a kept case into one that shows nothing."""
+    assert len(KEPT_CASES) == len({kept.case for kept in KEPT_CASES}) >= 11
+    for kept in KEPT_CASES:
+        assert not problems(kept.case.run, kept.case.world)
+        if kept.found.startswith("top-1"):
+            moe = kept.case.run.model.moe
+            assert moe is not None and moe.top_k == 1
+            assert kept.case.run.parallel.dispatcher in ("deduplicated", "two_level")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_case_is_drawn_again_by_its_number_and_read_back_from_its_line(dtype: Format, tmp_path: Path) -> None:
+    cases = list(draw_cases(30, 4, 0xFFFFFF, dtype))
+    assert all(draw_case(case.run.seed, 4, dtype) == case for case in cases)
+    path = tmp_path / "cases.jsonl"
+    path.write_text("".join(case_line(case, "nothing") + "\n" for case in cases))
+    assert [kept.case for kept in read_cases(path)] == cases
+
+
+def test_a_failing_case_prints_what_repeats_and_keeps_it() -> None:
+    verdict = Verdict(CI_CASES[3], failure="rank 0: on purpose")
+    *_, repeat, _, line = drawn_case_report(verdict, 8).splitlines()
+    assert repeat.endswith(f"moefold prove --case {CI_CASES[3].run.seed} --max-world 8")
+    assert line == case_line(CI_CASES[3], "rank 0: on purpose")
+
+
+def test_a_line_that_is_no_case_is_named(tmp_path: Path) -> None:
+    path, good = tmp_path / "cases.jsonl", case_line(DRAWN_CASES[0], "nothing")
+    for bad in (
+        "{",
+        "[]",
+        '{"world": 1, "run": {}}',
+        good[:-1] + ', "more": 1}',
+        good.replace("vocab_size", "vocabulary"),
+    ):
+        path.write_text(f"{good}\n{bad}\n")
+        with pytest.raises(MoefoldError, match=r"cases\.jsonl:2: "):
+            read_cases(path)
+
+
+def test_the_seed_of_ci_changes_with_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seed_of("a175d65fffff") == 0xA175D6 != seed_of("a175d7")
+    assert seed_of(None) == 1
+    monkeypatch.setenv("MOEFOLD_SEED", "777")
+    assert commit_seed.__wrapped__() == 777
 
 
 # In every check the faults that have shipped in other systems, and the cases they are tried on; all of them in CI.
@@ -174,7 +246,7 @@ def test_the_cases_in_ci_have_every_feature_of_two_hundred() -> None:
     def features(cases: list[Case]) -> set[tuple[str, str]]:
         return {feature for case in cases for feature in features_of(case)}
 
-    assert features(EXACT_CASES) == features(DRAWN_CASES)
+    assert features(EXACT_CASES) == features(CI_CASES)
 
 
 def test_every_compared_quantity_has_a_meaning() -> None:

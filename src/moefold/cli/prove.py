@@ -5,20 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from moefold.cli.progress import with_progress
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.precision import Format
 from moefold.errors import ConfigError, MoefoldError
 
+if TYPE_CHECKING:
+    from moefold.prove.cases import Case
+    from moefold.prove.verdict import Verdict
+
 EXAMPLES = """examples:
   moefold prove deepseek_v3_proxy --world 8 --parallel.tp 2 --parallel.ep 8
   moefold prove --cases 200 --max-world 8 --seed 1
   moefold prove --cases 40 --seed 1 --dtype bfloat16
+  moefold prove --case 77702387 --max-world 8
+  moefold prove --kept tests/ranks/failed_cases.jsonl
   moefold prove --mutants
 
 A run's sizes are reduced to what a laptop can prove; its structure, routing and layout stay.
+A drawn case that fails prints the command that repeats it, and the line that keeps it for --kept.
 Exits with 0 when everything holds, 1 when something does not, 2 when the command cannot be understood."""
 
 
@@ -34,6 +43,8 @@ def add_to(commands: Any) -> None:
     add_run_argument(parser, optional=True)
     parser.add_argument("--world", type=int, default=4, metavar="N", help="processes to run on (default 4)")
     parser.add_argument("--cases", type=int, metavar="N", help="draw N random legal cases instead of a run")
+    parser.add_argument("--case", type=int, metavar="NUMBER", help="draw one case again, by the number it was named by")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="prove the cases of a file, one line of JSON each")
     parser.add_argument("--max-world", type=int, default=8, metavar="W", help="most processes of a drawn case")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="which random cases")
     parser.add_argument("--mutants", action="store_true", help="seed known faults and show that each is caught")
@@ -43,13 +54,19 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    asked = [args.name is not None, args.cases is not None, args.mutants]
+    asked = [given is not None for given in (args.name, args.cases, args.case, args.kept)] + [args.mutants]
     if sum(asked) != 1:
-        raise MoefoldError("prove what? give one of RUN, --cases N or --mutants; see `moefold prove --help`")
+        raise MoefoldError(
+            "prove what? give one of RUN, --cases N, --case NUMBER, --kept FILE and --mutants; see `prove --help`"
+        )
     if args.mutants:
         return prove_mutants(args.json)
     if args.cases is not None:
         return prove_cases(args.cases, args.max_world, args.seed, args.dtype, args.json)
+    if args.case is not None:
+        return prove_case(args.case, args.max_world, args.dtype, args.json)
+    if args.kept is not None:
+        return prove_kept(args.kept, args.json)
     return prove_run(args.name, args.changes, args.world, args.dtype, args.json)
 
 
@@ -73,23 +90,64 @@ def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json:
     return 0 if verdict.holds else 1
 
 
-def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: bool) -> int:
-    from moefold.prove.draw import draw_cases
-    from moefold.prove.report import as_data, case_report, cases_summary, coverage_report
+def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int:
+    """One drawn case again, with its whole table."""
+    from moefold.prove.draw import draw_case
+    from moefold.prove.report import as_data, case_report
     from moefold.prove.verdict import prove
 
+    verdict = prove(draw_case(number, max_world, dtype))
+    print(json.dumps(as_data(verdict)) if as_json else case_report(verdict))
+    return 0 if verdict.holds else 1
+
+
+def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: bool) -> int:
+    from moefold.prove.draw import draw_cases
+    from moefold.prove.report import coverage_report, drawn_case_report
+
     began = time.monotonic()
+    cases = draw_cases(count, max_world, seed, dtype)
+    verdicts = _prove_each(cases, count, as_json, lambda verdict: drawn_case_report(verdict, max_world))
+    if not as_json:
+        print(coverage_report(verdicts) + "\n\n" + _tolerance_note(dtype))
+    return _sum_up(verdicts, f"seed {seed}", began, as_json, {"seed": seed, "max_world": max_world, "dtype": dtype})
+
+
+def prove_kept(path: Path, as_json: bool) -> int:
+    from moefold.prove.kept_cases import read_cases
+    from moefold.prove.report import case_report
+
+    began = time.monotonic()
+    kept = read_cases(path)
+    found = {entry.case: entry.found for entry in kept}
+
+    def report(verdict: Verdict) -> str:
+        return f"{case_report(verdict)}\n\nWhat this case once found: {found[verdict.case]}"
+
+    verdicts = _prove_each(found, len(found), as_json, report)
+    return _sum_up(verdicts, str(path), began, as_json, {"kept": str(path)})
+
+
+def _prove_each(cases: Iterable[Case], count: int, as_json: bool, report: Callable[[Verdict], str]) -> list[Verdict]:
+    """Failures are printed as they come."""
+    from moefold.prove.verdict import prove
+
     verdicts = []
-    for case in with_progress(draw_cases(count, max_world, seed, dtype), count, "proving cases"):
+    for case in with_progress(cases, count, "proving cases"):
         verdicts.append(prove(case))
         if not verdicts[-1].holds and not as_json:
-            print(case_report(verdicts[-1]) + "\n", flush=True)
+            print(report(verdicts[-1]) + "\n", flush=True)
+    return verdicts
+
+
+def _sum_up(verdicts: list[Verdict], origin: str, began: float, as_json: bool, about: dict[str, Any]) -> int:
+    from moefold.prove.report import as_data, cases_summary
+
     held = all(verdict.holds for verdict in verdicts)
     if as_json:
-        print(json.dumps({"holds": held, "cases": [as_data(verdict) for verdict in verdicts]}))
+        print(json.dumps({"holds": held, **about, "cases": [as_data(verdict) for verdict in verdicts]}))
     else:
-        print(coverage_report(verdicts))
-        print("\n" + _tolerance_note(dtype) + "\n" + cases_summary(verdicts, time.monotonic() - began))
+        print(f"{origin}: {cases_summary(verdicts, time.monotonic() - began)}")
     return 0 if held else 1
 
 

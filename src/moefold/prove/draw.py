@@ -1,7 +1,8 @@
 """Random legal cases: every kind of model, routing, dispatcher and layout, in sizes that do not divide nicely.
 
 Layouts are dealt like a deck: all legal ones, shuffled, each once before any comes twice. Everything else is drawn
-anew for each case and repaired until the run has no problems.
+anew for each case and repaired until the run has no problems. A case's number says which seed it was drawn from and
+how many were drawn before it, so it can be drawn again alone.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.errors import MoefoldError
 from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision
 from moefold.schedule.names import SCHEDULES
 
 _DEGREES = (1, 2, 4, 8)
+# Numbers of one seed's cases; those of the next seed follow.
+_MOST_CASES = 100_003
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class _Deal:
 
 
 def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64") -> Iterator[Case]:
+    if count > _MOST_CASES:
+        raise MoefoldError(f"a seed has at most {_MOST_CASES:,} cases, not {count:,}; draw the rest from another seed")
     random = Random(seed)
     deck: list[_Deal] = []
     for number in range(count):
@@ -53,7 +59,14 @@ def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64")
             # Choices are recorded for one microbatch at a time, so narrow formats prove layouts of one stage.
             deck = [deal for deal in _all_deals(max_world) if dtype != "bfloat16" or deal.pp * deal.cp == 1]
             random.shuffle(deck)
-        yield _draw(random, deck.pop(), seed * 100_003 + number, dtype)
+        yield _draw(random, deck.pop(), seed * _MOST_CASES + number, dtype)
+
+
+def draw_case(number: int, max_world: int, dtype: Format = "float64") -> Case:
+    """The drawn case of this number; the largest world and the format must be those it was drawn with."""
+    seed, before = divmod(number, _MOST_CASES)
+    *_, case = draw_cases(before + 1, max_world, seed, dtype)
+    return case
 
 
 def _all_deals(max_world: int) -> Iterator[_Deal]:

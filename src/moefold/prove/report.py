@@ -7,6 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from moefold.prove.coverage import coverage
+from moefold.prove.kept_cases import case_line
 from moefold.prove.meaning import meaning_of
 from moefold.prove.mutants import Mutant, caught
 from moefold.prove.verdict import Verdict
@@ -35,6 +36,18 @@ def case_report(verdict: Verdict, most_rows: int = 12) -> str:
         "the layout computes what one process computes" if verdict.holds else f"{failed} FAIL"
     )
     return f"{verdict.case.title}\n\n{table}{more}\n\n{summary}"
+
+
+def drawn_case_report(verdict: Verdict, max_world: int) -> str:
+    """Of a drawn case that fails, also the command that repeats it, and the line that keeps it."""
+    run = verdict.case.run
+    dtype = "" if run.precision.compute == "float64" else f" --dtype {run.precision.compute}"
+    repeat = f"moefold prove --case {run.seed} --max-world {max_world}{dtype}"
+    line = case_line(verdict.case, verdict.culprit)
+    return (
+        f"{case_report(verdict)}\n\nRepeat it:  {repeat}\n"
+        f"Keep it:    one more line of tests/ranks/failed_cases.jsonl, with what it found\n{line}"
+    )
 
 
 def _explain(quantity: str, uncovered: int) -> str:
