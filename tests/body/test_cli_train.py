@@ -49,3 +49,11 @@ def test_what_cannot_start_is_said_before_anything_is_written(
     assert main(command(tmp_path / "runs", *words)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_without_data_is_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "olmoe_1b_7b_proxy", "--train.steps", "1", "--train.directory", str(tmp_path / "runs")]
+    assert main(words) == 2
+    assert "data.train: names no tokens to train on" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+    assert main([*words, "--data.train", "builtin"]) == 0

@@ -10,7 +10,7 @@ import pytest
 
 from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, precision, train
 from moefold.checks.divide import divisors
-from moefold.checks.run_all import RULES, problems
+from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.model import ModelConfig
@@ -149,9 +149,15 @@ CASES = [
     ),
     (
         data.weights_make_a_mixture,
-        RunConfig(data=DataConfig(mixture=(SourceConfig(weight=3.0), SourceConfig(weight=0.0)))),
-        RunConfig(data=DataConfig(mixture=(SourceConfig(weight=1.0), SourceConfig(weight=float("nan"))))),
+        RunConfig(data=DataConfig(mixture=(SourceConfig("a", 3.0), SourceConfig("b", 0.0)))),
+        RunConfig(data=DataConfig(mixture=(SourceConfig("a", 1.0), SourceConfig("b", float("nan"))))),
         "data.mixture.1.weight",
+    ),
+    (
+        data.training_has_tokens,
+        RunConfig(data=DataConfig(mixture=(SourceConfig("a"),))),
+        RunConfig(),
+        "data.train",
     ),
     (train.name_is_one_word, RunConfig(name="a-1"), RunConfig(name="../a"), "name"),
     (
@@ -223,13 +229,14 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
     found = rule(bad)
     (found,) = found if isinstance(found, list) else [found]
     assert found.path == path and found.message and found.fix
-    assert found in problems(bad)
+    assert found in problems_to_train(bad)
+    assert (found in problems(bad)) == (rule not in RULES_TO_TRAIN)
 
 
 def test_every_rule_has_a_case() -> None:
     """Those about pipelines and context have theirs in a file of their own."""
     elsewhere = {*pipeline.RULES, *context.RULES, *dispatch.RULES}
-    assert {case[0] for case in CASES} == set(RULES) - elsewhere
+    assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere
     assert elsewhere <= set(RULES)
 
 

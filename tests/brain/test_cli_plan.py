@@ -40,6 +40,7 @@ def test_the_report_says_all_that_matters(capsys: Output) -> None:
         "torchrun --nnodes 2",
         "train olmoe_1b_7b",
         "--data.global_batch 256",
+        "--data.train $DATA",
     ):
         assert words in told, words
     assert "grids: " in said.err, "progress goes to stderr"
@@ -63,10 +64,11 @@ def test_json_is_data_and_the_choice_obeys_what_was_pinned(capsys: Output) -> No
 
 
 def test_without_a_search_the_runs_own_layout_is_predicted(capsys: Output) -> None:
-    assert main([*SMALL, "--no-search", "--json", "--parallel.ep", "4"]) == 0
+    assert main([*SMALL, "--no-search", "--json", "--parallel.ep", "4", "--data.train", "tokens"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["chosen"]["layout"]["ep"] == 4 and data["searched"] is None
     assert "--parallel.ep 4" in data["command"] and "--parallel.tp" not in data["command"]
+    assert "--data.train tokens" in data["command"] and "$DATA" not in data["command"]
 
 
 def test_a_layout_that_cannot_be_is_explained_and_the_search_goes_on(capsys: Output) -> None:

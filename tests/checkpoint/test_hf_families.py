@@ -167,6 +167,11 @@ def test_the_command_goes_both_ways_and_checks(tmp_path: Path, capsys: pytest.Ca
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["family"] == "qwen3_moe" and report["check"]["largest_difference"] < 1e-5
+    config = str(tmp_path / "runs" / "q" / "config.yaml")
+    assert main(["check", config]) == 1 and "data.train: names no tokens" in capsys.readouterr().out
+    assert main(["train", config]) == 2 and "data.train: names no tokens" in capsys.readouterr().err
+    assert main(["check", config, "--data.train", "tokens"]) == 0
+    capsys.readouterr()
     words = ["convert", "to-hf", str(tmp_path / "runs" / "q"), str(tmp_path / "ours"), "--dtype", "bfloat16", "--check"]
     assert main(words) == 0
     assert "logits equal" in capsys.readouterr().out

@@ -121,7 +121,7 @@ def test_what_a_sample_is_belongs_to_the_fingerprint(tmp_path: Path) -> None:
 
 
 def test_the_builtin_corpus_has_documents() -> None:
-    samples = open_samples(DataConfig(seq_len=512, documents="packed"), 256, 1)
+    samples = open_samples(DataConfig(seq_len=512, documents="packed", train="builtin"), 256, 1)
     lengths = [samples.length(i) for i in range(500)]
     assert max(lengths) == 512 and min(lengths) < 512
     sample = next(samples.sample(i) for i, length in enumerate(lengths) if length < 512)

@@ -117,12 +117,14 @@ def test_seeds_and_splits_have_orders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_builtin_splits_do_not_overlap() -> None:
-    data = DataConfig(seq_len=64)
+    data = DataConfig(seq_len=64, train="builtin", validation="builtin")
     train, validation = Samples(data, 256, 1), Samples(data, 256, 1, "validation")
     assert train.sample(0).tokens.max() < 256
     assert train.sources[0].files[0].digest != validation.sources[0].files[0].digest
     with pytest.raises(ConfigError, match=r"data\.validation"):
-        Samples(DataConfig(validation=None), 256, 1, "validation")
+        Samples(DataConfig(train="builtin"), 256, 1, "validation")
+    with pytest.raises(ConfigError, match=r"data\.train: names no tokens to train on"):
+        Samples(DataConfig(), 256, 1)
 
 
 def test_a_sample_takes_well_under_a_millisecond(tmp_path: Path) -> None:

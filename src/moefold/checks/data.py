@@ -1,4 +1,4 @@
-"""Rules about the batch: whole microbatches, the same number on every data-parallel rank."""
+"""Rules about the batch: whole microbatches, the same number on every data-parallel rank, and tokens to fill them."""
 
 from __future__ import annotations
 
@@ -46,5 +46,17 @@ def weights_make_a_mixture(run: RunConfig) -> list[Problem]:
     return found
 
 
+def training_has_tokens(run: RunConfig) -> Problem | None:
+    if run.data.sources:
+        return None
+    return Problem(
+        "data.train",
+        "names no tokens to train on",
+        "use --data.train FOLDER, made by `moefold tokenize FILES --out FOLDER`; `builtin` is a toy corpus of bytes",
+    )
+
+
 RULES = (microbatches_fill_the_batch, weights_make_a_mixture)
+# Of what only training needs: a run without tokens can be planned, rehearsed and proved.
+RULES_TO_TRAIN = (training_has_tokens,)
 RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)

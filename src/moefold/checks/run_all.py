@@ -1,4 +1,4 @@
-"""All problems of a run at once; none means that it can be planned, or started."""
+"""All problems of a run at once; none means that it can be planned and proved, and by `problems_to_train`, started."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     *kernels.RULES,
     *train.RULES,
 )
+RULES_TO_TRAIN: tuple[Rule, ...] = data.RULES_TO_TRAIN
 RULES_WITH_LAYOUT = (*data.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
 
 
@@ -40,6 +41,11 @@ def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
     if layout is None:
         return found + unfolded
     return found + _flat(rule(run, layout) for rule in RULES_WITH_LAYOUT)
+
+
+def problems_to_train(run: RunConfig, world: int | None = None) -> list[Problem]:
+    """The same, and whatever training still needs that plans and proofs do without."""
+    return problems(run, world) + _flat(rule(run) for rule in RULES_TO_TRAIN)
 
 
 def _flat(results: Iterable[Found]) -> list[Problem]:

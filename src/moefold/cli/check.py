@@ -1,4 +1,4 @@
-"""`moefold check`: every problem of a run, or, when there is none, how large the run is."""
+"""`moefold check`: every problem of a run, and how large the run is, unless its sizes are what is wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moefold.blueprint.held import RankShare, largest_share
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.blueprint.places import stage_table
 from moefold.checks.precision import BYTES
-from moefold.checks.run_all import problems
+from moefold.checks.run_all import problems, problems_to_train
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
@@ -27,18 +27,19 @@ from moefold.units import format_bytes, format_count
 
 EXAMPLES = """examples:
   moefold check deepseek_v3
-  moefold check mixtral_8x7b --world 64 --parallel.ep 4 --parallel.etp 2
+  moefold check mixtral_8x7b --world 64 --parallel.ep 4 --parallel.etp 2 --data.train data/web
   moefold check my_run.yaml --world 512 --json
   moefold check --list
 
+A published recipe names no data: its sizes are printed, and data.train is a problem until you name tokens.
 exits with 0 when there is no problem, 1 when there is one, 2 when the command cannot be understood"""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
-        help="list every problem of a run, or its parameters when there is none",
-        description="List every problem of a run, or, when there is none, how large it is.",
+        help="list every problem of a run, and its parameters",
+        description="List every problem of a run; and how large it is, unless its sizes or layout are what is wrong.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,11 +64,20 @@ def check(name: str, changes: list[str], world: int | None, as_json: bool) -> in
         run = find_run(name, changes)
     except ConfigError as error:
         return _report_problems(name, list(error.problems), as_json)
-    found = problems(run, world)
-    if found:
+    found = problems_to_train(run, world)
+    if problems(run, world):
         return _report_problems(run.name, found, as_json)
     share = largest_share(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
-    print(json.dumps(_as_dict(run, world, share), indent=2) if as_json else "\n\n".join(_report(run, world, share)))
+    if as_json:
+        told = _as_dict(run, world, share) | {"problems": [asdict(problem) for problem in found]}
+        print(json.dumps(told, indent=2))
+        return 1 if found else 0
+    if not found:
+        print(f"{run.name}: no problems\n")
+    print("\n\n".join(_report(run, world, share)))
+    if found:
+        print()
+        return _report_problems(run.name, found, as_json)
     return 0
 
 
@@ -96,7 +106,6 @@ def _report_problems(name: str, found: list[Problem], as_json: bool) -> int:
 
 def _report(run: RunConfig, world: int | None, share: RankShare | None) -> Iterator[str]:
     counts = count_parameters(run.model)
-    yield f"{run.name}: no problems"
     yield _sizes_table(run, counts)
     kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
     yield text_table(("kind", "parameters", "share"), [(kind, f"{n:,}", _percent(n, counts)) for kind, n in kinds])

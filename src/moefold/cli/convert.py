@@ -27,7 +27,8 @@ EXAMPLES = """examples:
   moefold convert upcycle Qwen3-0.6B runs --name qwen3_fine --experts 32 --top-k 8 --shards 4
 
 Families: mixtral, qwen3_moe, deepseek_v2, deepseek_v3 (kimi_k2), olmoe, gpt_oss; dense: llama, qwen3.
-from-hf and upcycle make a run at step 0 in OUT/NAME: train it with `moefold train OUT/NAME/config.yaml`."""
+from-hf and upcycle make a run at step 0 in OUT/NAME, without data if the source has none: train it with
+`moefold train OUT/NAME/config.yaml --data.train FOLDER`."""
 _DTYPES = ("float32", "bfloat16", "float64")
 _WITH_TRANSFORMERS = "compare logits with transformers afterwards"
 _TOLERANCE = 1e-4

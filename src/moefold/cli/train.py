@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from moefold.checks.run_all import problems
+from moefold.checks.run_all import problems_to_train
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             "--nproc starts ranks itself, but a launcher has started this one already; leave --nproc out"
         )
     world = int(os.environ["WORLD_SIZE"]) if launched else args.nproc or 1
-    if found := problems(asked, world):
+    if found := problems_to_train(asked, world):
         raise ConfigError(*found)
     _find_services(asked)
     if launched or world == 1:

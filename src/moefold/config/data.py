@@ -20,7 +20,7 @@ class SourceConfig:
     __pydantic_config__: ClassVar = STRICT
 
     # A path or URL: of a `.bin`/`.idx` pair (without the ending), an `.npy` file, a folder of either; or `builtin`.
-    path: str = BUILTIN
+    path: str
     weight: float = 1.0
     # Of `.npy` files, which say neither: their type if they have no header (None: the smallest of uint16 and uint32
     # that holds the vocabulary), and the token that ends a document (None: a file is one document).
@@ -41,12 +41,14 @@ class DataConfig:
     # documents do not see each other; `padded`: one document, filled up to seq_len; `packed`: one document, put next to
     # others into microbatches of at most micro_batch * seq_len tokens.
     documents: DocumentKind = "joined"
-    # Where training tokens come from: one path, or a weighted mixture, which then replaces it.
-    train: str = BUILTIN
+    # Where training tokens come from: one path, or a weighted mixture, which then replaces it. None: a run that can be
+    # planned and proved, but not trained. There is no default that trains: it would be a corpus that nobody asked for.
+    train: str | None = None
     mixture: tuple[SourceConfig, ...] = ()
     # Tokens to validate on; the builtin corpus keeps some of its files for that. None: no validation.
-    validation: str | None = BUILTIN
+    validation: str | None = None
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        return self.mixture or (SourceConfig(self.train),)
+        """Of training tokens; none where the run names none."""
+        return self.mixture or (() if self.train is None else (SourceConfig(self.train),))

@@ -129,6 +129,8 @@ class Samples:
 
 def _source_configs(data: DataConfig, split: Split) -> tuple[SourceConfig, ...]:
     if split == "train":
+        if not data.sources:
+            raise ConfigError(Problem("data.train", "names no tokens to train on", "name a path, or `builtin`"))
         return data.sources
     if data.validation is None:
         raise ConfigError(Problem("data.validation", "names no tokens to validate on", "name a path, or `builtin`"))

@@ -1,11 +1,14 @@
-"""Runs for trying things out: seconds on one core, with every part that a large run has."""
+"""Runs for trying things out: seconds on one core, with every part that a large run has.
+
+Only these train on the builtin corpus; elsewhere a run names its tokens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
-from moefold.config.data import DataConfig
+from moefold.config.data import BUILTIN, DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.optim import OptimConfig, RatesConfig
@@ -15,6 +18,7 @@ from moefold.config.train import TrainConfig
 
 # These runs are for machines without a GPU.
 ON_CPU = PrecisionConfig(experts="fused")
+_BYTES = DataConfig(train=BUILTIN, validation=BUILTIN)
 
 
 def debug_tiny() -> RunConfig:
@@ -23,6 +27,7 @@ def debug_tiny() -> RunConfig:
         name="debug_tiny",
         precision=ON_CPU,
         model=ModelConfig(moe=MoEConfig(router=RouterConfig(normalize=True), balance=BalanceConfig(microbatch=0.01))),
+        data=_BYTES,
     )
 
 
@@ -44,7 +49,7 @@ def debug_small() -> RunConfig:
                 balance=BalanceConfig(microbatch=0.01, z=1e-3),
             ),
         ),
-        data=DataConfig(seq_len=128, global_batch=16, micro_batch=4),
+        data=replace(_BYTES, seq_len=128, global_batch=16, micro_batch=4),
         optim=OptimConfig(rate=2e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
     )
 
@@ -75,7 +80,7 @@ def debug_10m() -> RunConfig:
             dense_width=512,
             init_std=0.06,
         ),
-        data=DataConfig(seq_len=64, global_batch=8, micro_batch=2),
+        data=replace(_BYTES, seq_len=64, global_batch=8, micro_batch=2),
         optim=OptimConfig(rate=1.5e-4, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
         train=TrainConfig(steps=300, validate_every=150),
     )
@@ -101,7 +106,7 @@ def debug_50m() -> RunConfig:
             dense_width=1536,
         ),
         precision=replace(ON_CPU, compute="bfloat16"),
-        data=DataConfig(seq_len=512, global_batch=4, micro_batch=4),
+        data=replace(_BYTES, seq_len=512, global_batch=4, micro_batch=4),
         optim=OptimConfig(rate=1e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
     )
 
@@ -128,4 +133,5 @@ def debug_mla() -> RunConfig:
             ),
             num_dense_layers=1,
         ),
+        data=_BYTES,
     )

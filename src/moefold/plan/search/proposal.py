@@ -148,7 +148,9 @@ def command_for(job: Job, question: Question) -> tuple[str, ...]:
             job = replace(job, cuts=replace(job.cuts, stages=planned))
     wanted = changes_to_run(job, question.named or question.run)
     asked = {path: value for path, value in question.dotted.items() if path not in wanted}
-    return tuple(launch_words(job, question.name, asked | wanted))
+    # Plans need no data; training does, and where it lies is for the user to say.
+    tokens = () if question.run.data.sources else ("--data.train $DATA",)
+    return (*launch_words(job, question.name, asked | wanted), *tokens)
 
 
 def stage_string(job: Job) -> str:
