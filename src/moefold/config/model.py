@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
     init_std: float = 0.02
+    # depth: output projections start with init_std / sqrt(2 * num_layers), as in GPT-2 and Megatron.
+    init_output_scale: Literal["none", "depth"] = "none"
     # Modules that predict one token further ahead each, and what their mean loss counts for.
     num_mtp: int = 0
     mtp_weight: float = 0.3

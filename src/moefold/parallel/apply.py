@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.comm.lanes import CommLane
@@ -137,7 +138,7 @@ def fill(run: RunConfig, model: Decoder, held: dict[str, Held], start: FirstValu
             continue
         part = local_part(tensors[spec.name])
         values = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        start(spec.kind, run.seed, spec.name, spec.shape, held[spec.name].box, run.model.init_std, values)
+        start(spec.kind, run.seed, spec.name, spec.shape, held[spec.name].box, init_std(run.model, spec.name), values)
         part.copy_(values)
     state = dict(model.named_buffers())
     for spec in held_buffers(run, model):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import buffers, mixture_names, parameters
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
@@ -57,7 +58,8 @@ def reference_model(case: Case) -> Decoder:
     with torch.no_grad():
         for spec in (*parameters(run.model), *buffers(run.model)):
             whole = tuple(slice(0, size) for size in spec.shape)
-            busy_values(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, tensors[spec.name])
+            std = init_std(run.model, spec.name)
+            busy_values(spec.kind, run.seed, spec.name, spec.shape, whole, std, tensors[spec.name])
     return model
 
 

@@ -14,6 +14,10 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 
+# "All learnable parameters are randomly initialized with a standard deviation of 0.006" (the papers of V2 and of V3,
+# section on hyper-parameters). The published config.json says 0.02, which training did not use.
+INIT_STD = 0.006
+
 
 def deepseek_v2_lite() -> RunConfig:
     """Queries without a latent, two shared experts, plain softmax weights."""
@@ -28,6 +32,7 @@ def deepseek_v2_lite() -> RunConfig:
             moe=MoEConfig(num_experts=64, top_k=6, expert_width=1408, balance=_V2_BALANCE, shared_width=2 * 1408),
             num_dense_layers=1,
             dense_width=10_944,
+            init_std=INIT_STD,
         ),
         parallel=ParallelConfig(ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
@@ -48,6 +53,7 @@ def deepseek_v2_lite_proxy() -> RunConfig:
             moe=MoEConfig(num_experts=16, top_k=3, expert_width=40, balance=_V2_BALANCE, shared_width=2 * 40),
             num_dense_layers=1,
             dense_width=160,
+            init_std=INIT_STD,
         ),
     )
 
@@ -69,6 +75,7 @@ def deepseek_v3() -> RunConfig:
             dense_width=18_432,
             groups=(8, 4),
             scale=2.5,
+            init_std=INIT_STD,
         ),
         parallel=ParallelConfig(pp=16, ep=64),
         precision=PrecisionConfig(compute="bfloat16"),
@@ -93,6 +100,7 @@ def deepseek_v3_proxy() -> RunConfig:
             dense_width=160,
             groups=(4, 2),
             scale=2.5,
+            init_std=INIT_STD,
         ),
     )
 
@@ -111,6 +119,7 @@ def v3_shape(
     dense_width: int,
     groups: tuple[int, int],
     scale: float,
+    init_std: float,
 ) -> ModelConfig:
     """What V3 and its descendants have in common; `groups` is (number of groups, groups open to a token)."""
     num_groups, top_groups = groups
@@ -138,6 +147,7 @@ def v3_shape(
         ),
         num_dense_layers=dense_layers,
         dense_width=dense_width,
+        init_std=init_std,
     )
 
 

@@ -109,4 +109,6 @@ def _gpt_oss(
             expert_bias=True,
         ),
         norm_eps=1e-5,
+        # initializer_range of the published config.json; the model card does not say how training started.
+        init_std=0.02,
     )

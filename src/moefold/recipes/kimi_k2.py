@@ -9,6 +9,9 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.recipes.deepseek import v3_shape
 
+# initializer_range of the published config.json; the paper does not say how training started.
+INIT_STD = 0.02
+
 
 def kimi_k2() -> RunConfig:
     """384 experts, 64 heads, one dense layer; the layout is a starting point, not tuned."""
@@ -27,6 +30,7 @@ def kimi_k2() -> RunConfig:
             dense_width=18_432,
             groups=(1, 1),
             scale=2.827,
+            init_std=INIT_STD,
         ),
         parallel=ParallelConfig(pp=16, ep=16),
         precision=PrecisionConfig(compute="bfloat16"),
@@ -51,6 +55,7 @@ def kimi_k2_proxy() -> RunConfig:
             dense_width=160,
             groups=(1, 1),
             scale=2.827,
+            init_std=INIT_STD,
         ),
     )
 

@@ -88,4 +88,6 @@ def _mixtral(*, vocab: int, width: int, layers: int, attention: GQAConfig, exper
             balance=BalanceConfig(microbatch=0.02),
         ),
         norm_eps=1e-5,
+        # initializer_range of the published config.json; no paper says how training started.
+        init_std=0.02,
     )

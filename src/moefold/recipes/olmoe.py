@@ -45,4 +45,6 @@ def _olmoe(
             balance=BalanceConfig(microbatch=0.01, z=1e-3),
         ),
         norm_eps=1e-5,
+        # The paper's table of hyper-parameters; it cuts the normal off at three standard deviations, this one at 4.9.
+        init_std=0.02,
     )

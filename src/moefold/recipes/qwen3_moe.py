@@ -112,4 +112,6 @@ def _qwen3(
         # Every layer is a mixture; the published configuration names a dense width all the same.
         dense_width=dense_width,
         norm_eps=1e-6,
+        # initializer_range of the published config.json; the report does not say how training started.
+        init_std=0.02,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moefold.bench.contestant import Options
+from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import parameters
 from moefold.config.load import override
 from moefold.config.run import RunConfig
@@ -48,5 +49,7 @@ def first_parameters(run: RunConfig) -> dict[str, Tensor]:
     for spec in parameters(run.model):
         values[spec.name] = torch.empty(spec.shape)
         whole = tuple(slice(0, size) for size in spec.shape)
-        first_values(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, values[spec.name])
+        first_values(
+            spec.kind, run.seed, spec.name, spec.shape, whole, init_std(run.model, spec.name), values[spec.name]
+        )
     return values
