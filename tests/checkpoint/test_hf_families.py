@@ -191,3 +191,8 @@ def test_a_dense_model_is_upcycled_by_command(tmp_path: Path, capsys: pytest.Cap
     assert read_config(json.loads((tmp_path / "mixture" / "config.json").read_text())).model_type == "qwen3_moe"
     assert main([*words, "--experts", "8", "--top-k", "3", "--shards", "2"]) == 2
     assert "top_k" in capsys.readouterr().err
+    words[-1] = "scaled"
+    assert main([*words, "--experts", "8", "--top-k", "4", "--shards", "2", "--check", "--scheme", "scaled"]) == 0
+    assert "logits approximate" in capsys.readouterr().out
+    moe = load_run(tmp_path / "runs" / "scaled" / "config.yaml").model.moe
+    assert moe is not None and not moe.router.normalize

@@ -1,11 +1,22 @@
-"""A dense model becomes a mixture of experts that, at first, computes the same.
+"""A dense model becomes a mixture of experts that, at first, computes about the same, or exactly the same.
 
-Plain: every expert is a copy of the dense feed-forward, the router is random, and a token's weights sum to one: the sum
-of equal answers, weighted, is that answer.
+Granular upcycling (E2G2T2: two copies of two shards, top two): the feed-forward is cut along its hidden dim into G
+shards, whose outputs add up to the whole. Each shard is copied E times, and the router is random but has the same rows
+for every shard. So the shards of one copy score alike and are chosen together: T experts are T/G whole copies. Plain
+upcycling is G = 1. Two schemes say how probs and weights make up for the rest:
 
-Granular (E2G2T2: two copies of two shards, top two): the feed-forward is cut along its width into G shards, whose
-outputs add up to the whole. Each shard is copied, and the router has the same rows for every shard. So the shards of
-one copy score alike and are chosen together; each has 1/G of the copy's weight, and its output matrix is scaled by G.
+exact
+    A token's probs are normalised to a sum of one. A shard has 1/G of its copy's prob, so down is scaled by G. The
+    first output is the dense model's, whatever the router says.
+scaled
+    He et al. 2024, "Upcycling Large Language Models into Mixture of Experts", and section 7.6 of the Megatron Core MoE
+    report: softmax over all E * G experts, then top-k, probs as they are. An untrained router gives each about
+    1 / (E * G), so the T chosen add up to T/G * 1 / (E * G) of the dense output, and the weights make up for
+
+        s = E * G^2 / T
+
+    Each of a SwiGLU's three matrices is scaled by the cube root of s, as up and down are linear and silu nearly so. The
+    first output is close to the dense model's, not equal: probs are not exactly uniform, silu(a z) is not a silu(z).
 
     expert number = shard * copies + copy          router row = that of its copy
 """
@@ -15,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +38,13 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.errors import ConversionError, Problem
 from moefold.model.initialize import normal_part
 
+Scheme = Literal["exact", "scaled"]
+# Softmax over all experts before the top-k in both; the schemes differ in whether the chosen probs are normalised.
+ROUTERS: dict[Scheme, RouterConfig] = {
+    "exact": RouterConfig(score="softmax", score_when="before_topk", normalize=True),
+    "scaled": RouterConfig(score="softmax", score_when="before_topk", normalize=False),
+}
+
 
 @dataclass(frozen=True)
 class Upcycling:
@@ -34,10 +53,25 @@ class Upcycling:
     experts: int
     top_k: int
     shards: int = 1
+    scheme: Scheme = "exact"
 
     @property
     def copies(self) -> int:
         return self.experts // self.shards
+
+    @property
+    def gate_up_scale(self) -> float:
+        return 1.0 if self.scheme == "exact" else self._cube_root
+
+    @property
+    def down_scale(self) -> float:
+        return float(self.shards) if self.scheme == "exact" else self._cube_root
+
+    @property
+    def _cube_root(self) -> float:
+        """Of E * G^2 / T, which makes up for the probs of T experts under a uniform softmax."""
+        scale: float = (self.copies * self.shards**2 / self.top_k) ** (1 / 3)
+        return scale
 
 
 def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
@@ -49,7 +83,7 @@ def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
         num_experts=how.experts,
         top_k=how.top_k,
         expert_width=dense.dense_width // how.shards,
-        router=RouterConfig(score="softmax", normalize=True),
+        router=ROUTERS[how.scheme],
     )
     return replace(dense, moe=moe, num_dense_layers=0)
 
@@ -64,7 +98,7 @@ def _problems(dense: ModelConfig, how: Upcycling) -> list[Problem]:
     if how.experts % how.shards:
         found.append(Problem("experts", f"{how.experts} is not a multiple of {how.shards} shards"))
     if how.top_k % how.shards:
-        fix = "choose all shards of a copy, or the output is not the dense model's"
+        fix = "choose all shards of a copy, or the output is not that of the dense model"
         found.append(Problem("top_k", f"{how.top_k} is not a multiple of {how.shards} shards", fix))
     if dense.dense_width % how.shards:
         found.append(Problem("shards", f"width {dense.dense_width} does not divide by {how.shards}"))
@@ -111,8 +145,8 @@ class Upcycled:
 
     def _gate_up(self, layer: str) -> Tensor:
         shards = self.dense.read(f"{layer}.feed_forward.gate_up").unflatten(1, (self.how.shards, -1)).transpose(0, 1)
-        return shards.repeat_interleave(self.how.copies, dim=0)
+        return shards.repeat_interleave(self.how.copies, dim=0).mul_(self.how.gate_up_scale)
 
     def _down(self, layer: str) -> Tensor:
         shards = self.dense.read(f"{layer}.feed_forward.down").unflatten(1, (self.how.shards, -1)).transpose(0, 1)
-        return shards.repeat_interleave(self.how.copies, dim=0).mul_(self.how.shards)
+        return shards.repeat_interleave(self.how.copies, dim=0).mul_(self.how.down_scale)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def import_upcycled(
     """A run whose step 0 is a mixture made of the dense ``source``."""
     dense = run_for(source.config, name) if isinstance(source, HfDirectory) else replace(source.run, name=name)
     mixture = Upcycled(source, upcycled_model(dense.model, how), how, seed)
-    origin = {"format": "upcycled", "experts": how.experts, "top_k": how.top_k, "shards": how.shards, "seed": seed}
+    origin = {"format": "upcycled", **asdict(how), "seed": seed}
     path, run = _new_run(mixture, replace(dense, model=mixture.model), runs, origin, tick)
     beside = source.path if isinstance(source, HfDirectory) else source.path.parent.parent / TOKENIZER
     carried = carry_tokenizer(beside, runs / name / TOKENIZER)
