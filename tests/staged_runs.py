@@ -88,6 +88,10 @@ def microbatches(run: RunConfig, shapes: Sequence[Lengths], *, seed: int = 0) ->
                 step_labels=num_tokens - sum(map(len, shapes)),
                 step_tokens=num_tokens,
                 num_ahead=run.model.num_mtp,
+                step_labels_ahead=tuple(
+                    sum(max(length - 1 - by, 0) for lengths in shapes for length in lengths)
+                    for by in range(1, 1 + run.model.num_mtp)
+                ),
             )
         )
     return made

@@ -60,6 +60,6 @@ def test_executed_count_equals_the_counter(name: str, experts: str, num_mtp: int
     ahead = [look_ahead(batch.tokens_T, batch.labels_T, batch.lengths, by) for by in range(1, num_mtp + 1)]
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         output = decoder(replace(batch, ahead=tuple(ahead)), None)
-        (output.loss_sum + output.ahead_loss_sum if num_mtp else output.loss_sum).backward()
+        (output.loss_sum + sum(output.ahead_loss_sums)).backward()
     counted = counter.get_total_flops() / (SEQUENCES * SEQ_LEN)
     assert executed_flops_per_token(model, SEQ_LEN).total == pytest.approx(counted, rel=1e-9)

@@ -72,8 +72,7 @@ def outcome(built: Decoder, batch: Batch, earlier: Tensor | None = None) -> dict
     assert output.loss_sum is not None
     losses = {f"{row} {name}": value for row, r in output.reports for name, value in r.losses._asdict().items()}
     objective = output.loss_sum / batch.step_labels + sum(losses.values())
-    if output.ahead_loss_sum is not None:
-        objective = objective + output.ahead_loss_sum
+    objective = objective + sum(output.ahead_loss_sums)
     objective.backward()
     reports = {f"{row} counts": r.counts_E for row, r in output.reports}
     reports |= {f"{row} dropped": r.dropped for row, r in output.reports}

@@ -87,6 +87,10 @@ def carried_out(share: Share, batches: list[Batch]) -> tuple[StepSums, dict[str,
     return sums, gradients
 
 
+def labels_ahead(batches: list[Batch]) -> int:
+    return sum(int((batch.ahead[0].labels_T != IGNORED).sum()) for batch in batches)
+
+
 def one_at_a_time(run: RunConfig) -> list[Batch]:
     """The twin of packing: every document a microbatch of its own."""
     data = replace(run.data, documents="packed", micro_batch=1)
@@ -131,6 +135,7 @@ def test_a_step_knows_its_real_tokens_without_reading(tmp_path: Path) -> None:
         for batch in data.batches:
             assert batch.step_labels == batch.step_tokens == real
         counted = sum(int((batch.labels_T != IGNORED).sum()) for batch in data.batches)
+        assert {batch.step_labels_ahead for batch in data.batches} == {(labels_ahead(data.batches),)}
         held = sum(batch.num_tokens if batch.real_T is None else int(batch.real_T.sum()) for batch in data.batches)
         assert counted == held == real
 
@@ -221,6 +226,7 @@ def test_documents_of_a_window_are_kept_apart(tmp_path: Path) -> None:
     assert inside and all(first.labels_T[end] == IGNORED for end in inside)
     counted = sum(int((batch.labels_T != IGNORED).sum()) for batch in step_of(run).batches)
     assert first.step_labels == counted < tokens == first.step_tokens
+    assert first.step_labels_ahead == (labels_ahead(step_of(run).batches),) < (counted,)
     # Otherwise it is the window that was always read.
     joined = step_of(run_of(tmp_path, "joined")).batches[0]
     assert torch.equal(joined.tokens_T, first.tokens_T) and joined.lengths == (S, S)

@@ -34,6 +34,9 @@ class ModelConfig:
     # Modules that predict one token further ahead each, and what their mean loss counts for.
     num_mtp: int = 0
     mtp_weight: float = 0.3
+    # What a module's summed loss is divided by. tokens: all tokens of the step, DeepSeek-V3's eq. 24 (T). labels: the
+    # labels that count at its depth, as Megatron does.
+    mtp_divisor: Literal["tokens", "labels"] = "tokens"
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.num_dense_layers

@@ -24,6 +24,7 @@ def whole_batch(
     context_size: int = 1,
     tensor_size: int = 1,
     num_ahead: int = 0,
+    step_labels_ahead: tuple[int, ...] = (),
     real_N: Tensor | None = None,
 ) -> Batch:
     """All documents, one after the other; one microbatch unless told otherwise."""
@@ -42,6 +43,7 @@ def whole_batch(
         step_tokens=step_tokens,
         real_T=real_N,
         ahead=tuple(look_ahead(tokens_N, labels_N, lengths, by) for by in range(1, num_ahead + 1)),
+        step_labels_ahead=step_labels_ahead,
     )
 
 

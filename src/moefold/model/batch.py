@@ -61,8 +61,9 @@ class Batch:
     context_index: int | None = None
     # False for tokens that only fill a document's place up; None where there are none.
     real_T: Tensor | None = None
-    # For each module that looks further ahead than the next token.
+    # For each module that looks further ahead than the next token, and how many labels of the whole step count there.
     ahead: tuple[Ahead, ...] = ()
+    step_labels_ahead: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

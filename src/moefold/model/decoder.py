@@ -46,7 +46,8 @@ class DecoderOutput(NamedTuple):
     stream: Stream | None = None
     reports: tuple[tuple[int, RoutingReport], ...] = ()
     loss_sum: Tensor | None = None
-    ahead_loss_sum: Tensor | None = None
+    # One for each module that looks ahead.
+    ahead_loss_sums: tuple[Tensor, ...] = ()
 
 
 class Decoder(nn.Module):
@@ -179,11 +180,11 @@ class Decoder(nn.Module):
         assert self.final_norm is not None and carry.stream is not None
         x_tD, ahead_tD = carry.stream
         loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_T, batch)
-        ahead = [
+        ahead_sums = tuple(
             self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_T, batch)
             for depth, y_tD in enumerate(ahead_tD)
-        ]
-        return DecoderOutput(None, carry.reports, loss_sum, sum(ahead[1:], ahead[0]) if ahead else None)
+        )
+        return DecoderOutput(None, carry.reports, loss_sum, ahead_sums)
 
 
 def _stream_of(carry: DecoderOutput) -> Tensor:

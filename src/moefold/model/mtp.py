@@ -14,6 +14,14 @@ than token i+k+1 has been looked at.
 The stream enters as the head reads it, after its norm: engines that draft with these modules feed them so. The token
 comes first in the joined row, as in the published weights of DeepSeek-V3.
 
+With D modules, the loss of all of them is DeepSeek-V3's eq. 24 and 25,
+
+    L = weight / D * sum over k of (1/T) * sum of the cross entropies of module k
+
+where T is the length of the sequence, not the number of labels k places further on. Over a step, T counts the tokens
+of all its sequences (`model.mtp_divisor: tokens`). Megatron divides by the labels that count at that depth (`labels`):
+a little more for a later depth, much more where few tokens have a label.
+
 Everything before the block acts on each token by itself. So under tensor parallelism a rank joins the tokens it holds,
 and the gradients of `join` and the norms are summed over the ranks like those of any norm.
 """
@@ -26,6 +34,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from moefold.config.model import ModelConfig
 from moefold.model.batch import Batch
 from moefold.model.block import Block, BlockOutput
 from moefold.model.linear import Linear
@@ -59,3 +68,10 @@ class LookAhead(nn.Module):
     def _join(self, token_tD: Callable[[], Tensor], x_tD: Tensor) -> Tensor:
         joined: Tensor = self.join(torch.cat((self.token_norm(token_tD()), self.stream_norm(x_tD)), dim=-1))
         return joined
+
+
+def loss_scales(model: ModelConfig, batch: Batch) -> tuple[float, ...]:
+    """What each module's summed loss counts for in the loss of the whole step."""
+    labels = batch.step_labels_ahead if model.mtp_divisor == "labels" else (batch.step_tokens,) * model.num_mtp
+    # A depth without a label anywhere in the step sums to zero.
+    return tuple(model.mtp_weight / model.num_mtp / max(count, 1) for count in labels)

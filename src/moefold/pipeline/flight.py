@@ -20,6 +20,7 @@ from moefold.comm.pipes import Expected, Pipes
 from moefold.model.batch import Batch
 from moefold.model.decoder import DecoderOutput, Stream
 from moefold.model.moe.balance import BalanceLosses
+from moefold.model.mtp import loss_scales
 from moefold.parallel.apply import Share
 from moefold.precision.formats import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
@@ -98,8 +99,9 @@ def losses_of(
     model = share.run.model
     loss = None if output.loss_sum is None else output.loss_sum / batch.step_labels
     ahead = None
-    if output.ahead_loss_sum is not None:
-        ahead = output.ahead_loss_sum * (model.mtp_weight / model.num_mtp / batch.step_labels)
+    if output.ahead_loss_sums:
+        scaled = [part * scale for part, scale in zip(output.ahead_loss_sums, loss_scales(model, batch), strict=True)]
+        ahead = sum(scaled[1:], scaled[0])
     balance = None
     if output.reports:
         kinds = zip(*(report.losses for _, report in output.reports), strict=True)

@@ -132,7 +132,7 @@ def _with_objective(share: Share, batch: Batch, output: DecoderOutput) -> tuple[
     plain = output._replace(
         reports=map_tensors(output.reports, Tensor.detach),
         loss_sum=map_tensors(output.loss_sum, Tensor.detach),
-        ahead_loss_sum=map_tensors(output.ahead_loss_sum, Tensor.detach),
+        ahead_loss_sums=map_tensors(output.ahead_loss_sums, Tensor.detach),
     )
     return plain, objective
 

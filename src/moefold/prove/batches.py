@@ -18,6 +18,9 @@ from moefold.model.assemble import share_of, whole_batch
 from moefold.model.batch import IGNORED, Batch
 from moefold.prove.cases import Case
 
+# How many labels of a step count: for the next token, then for each module that looks further ahead.
+StepLabels = tuple[int, ...]
+
 
 class ProofSample(NamedTuple):
     """What a sample puts into its microbatch: tokens and labels, its documents' lengths, and which tokens are real."""
@@ -69,32 +72,43 @@ def _in_its_place(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple
     return ProofSample(tokens_N, labels_N, (len(tokens_N),) if missing else lengths, real_N)
 
 
-def wave_batch(case: Case, wave: int, step_labels: int) -> Batch:
+def wave_batch(case: Case, wave: int, labels: StepLabels) -> Batch:
     """All microbatches of one wave, side by side: what one process sees."""
-    return _batch(case, wave, case.plan.waves[wave].documents, step_labels)
+    return _batch(case, wave, case.plan.waves[wave].documents, labels)
 
 
-def rank_batch(case: Case, wave: int, rank: int, step_labels: int) -> Batch:
+def rank_batch(case: Case, wave: int, rank: int, labels: StepLabels) -> Batch:
     """One microbatch, or the share of it that this rank holds."""
     context = case.plan.waves[wave].context
     group, index = divmod(case.layout.context_place(rank), context)
-    return share_of(_batch(case, wave, (case.plan.waves[wave].documents[group],), step_labels), index)
+    return share_of(_batch(case, wave, (case.plan.waves[wave].documents[group],), labels), index)
 
 
-def labels_of_rank(case: Case, rank: int) -> int:
+def labels_of_rank(case: Case, rank: int) -> StepLabels:
     """How many labels count in what this rank will see."""
-    return sum(_count(rank_batch(case, wave, rank, 1)) for wave in range(case.num_waves))
+    uncounted = (1,) * (1 + case.run.model.num_mtp)
+    counts = [_count(rank_batch(case, wave, rank, uncounted)) for wave in range(case.num_waves)]
+    return tuple(map(sum, zip(*counts, strict=True)))
 
 
-def labels_of_batch(case: Case) -> int:
-    return sum(int((sample.labels_N != IGNORED).sum()) for sample in samples(case))
+def labels_of_batch(case: Case) -> StepLabels:
+    """Of the whole step: a label ``by`` places on counts if it is one and lies in the same document."""
+    return tuple(
+        sum(
+            int((document[by:] != IGNORED).sum())
+            for sample in samples(case)
+            for document in sample.labels_N.split(sample.lengths)
+        )
+        for by in range(1 + case.run.model.num_mtp)
+    )
 
 
-def _count(batch: Batch) -> int:
-    return int((batch.labels_T != IGNORED).sum())
+def _count(batch: Batch) -> StepLabels:
+    labels = (batch.labels_T, *(ahead.labels_T for ahead in batch.ahead))
+    return tuple(int((labels_T != IGNORED).sum()) for labels_T in labels)
 
 
-def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], step_labels: int) -> Batch:
+def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], labels: StepLabels) -> Batch:
     made = samples(case)
     held = [[made[number] for number in numbers] for numbers in microbatches]
     flat = [sample for microbatch in held for sample in microbatch]
@@ -107,7 +121,8 @@ def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], ste
         documents_per_microbatch=tuple(sum(len(sample.lengths) for sample in microbatch) for microbatch in held),
         context_size=case.plan.waves[wave].context,
         tensor_size=case.run.parallel.tp,
-        step_labels=step_labels,
+        step_labels=labels[0],
+        step_labels_ahead=labels[1:],
         step_tokens=sum(map(sum, case.documents)),
         num_ahead=case.run.model.num_mtp,
         real_N=real_N if case.run.data.documents == "padded" else None,

@@ -187,6 +187,8 @@ def _model(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format)
         tied_embeddings=random.random() < 0.25,
         init_std=0.2,
         num_mtp=0 if dtype == "bfloat16" else random.choice((0, 0, 1, 2)),
+        # Follows from another draw, so that every seed still draws the cases it always drew.
+        mtp_divisor="labels" if num_layers % 2 else "tokens",
     )
 
 

@@ -32,7 +32,7 @@ def compare_rank(case: Case, reference: Path, rank: int) -> dict[str, Any]:
     share = take_share(case.run, groups, torch.device("cpu"), busy_values)
     kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
     optimizer = adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), case.run.optim)
-    labels = count_step_labels(labels_of_rank(case, rank), groups)
+    labels = tuple(count_step_labels(mine, groups) for mine in labels_of_rank(case, rank))
     batches = [rank_batch(case, wave, rank, labels) for wave in range(case.num_waves)]
     if case.run.precision.compute == "bfloat16":
         replay_choices(share.model, expected, groups["dp"].index, batches)

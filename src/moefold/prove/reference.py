@@ -71,13 +71,16 @@ def _forward_and_backward(case: Case, model: Decoder) -> Answer:
     answer |= {
         name: torch.tensor(0.0) for name in ("loss", "ahead", *(f"balance/{field}" for field in BalanceLosses._fields))
     }
+    labels = labels_of_batch(case)
+    labels_ahead = labels[1:]
     for wave in range(case.num_waves):
-        batch = wave_batch(case, wave, labels_of_batch(case))
+        batch = wave_batch(case, wave, labels)
         output = model(batch, answer["counts"] if wave else None)
         parts = {"loss": output.loss_sum / batch.step_labels}
-        if output.ahead_loss_sum is not None:
-            weight = case.run.model.mtp_weight / case.run.model.num_mtp
-            parts["ahead"] = output.ahead_loss_sum * weight / batch.step_labels
+        if output.ahead_loss_sums:
+            counts = labels_ahead if case.run.model.mtp_divisor == "labels" else [batch.step_tokens] * len(labels_ahead)
+            means = [part / max(count, 1) for part, count in zip(output.ahead_loss_sums, counts, strict=True)]
+            parts["ahead"] = torch.stack(means).mean() * case.run.model.mtp_weight
         for _, report in output.reports:
             for field, loss in report.losses._asdict().items():
                 parts[f"balance/{field}"] = parts.get(f"balance/{field}", 0.0) + loss

@@ -61,7 +61,7 @@ def step_batches(
     mine = [wave.documents[place // wave.context] for wave in plan.waves]
     read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
     slots = [[slot_of(sample, run.data.seq_len) for sample in samples] for samples in read]
-    labels = sum(sizes) if run.data.documents != "apart" else _count_labels(slots, groups)
+    labels = _count_labels(sizes, slots, run, groups)
     batches = [
         share_of(_batch(microbatch, wave.context, run, labels, sum(sizes), device), place % wave.context)
         for microbatch, wave in zip(slots, plan.waves, strict=True)
@@ -100,7 +100,7 @@ SLOTS: dict[str, Callable[[Sample, int], Slot]] = {
 
 
 def _batch(
-    slots: Sequence[Slot], context: int, run: RunConfig, step_labels: int, step_tokens: int, device: torch.device
+    slots: Sequence[Slot], context: int, run: RunConfig, labels: tuple[int, ...], tokens: int, device: torch.device
 ) -> Batch:
     """The whole microbatch; none of its ranks may hold anything if there are more of them than documents."""
     nothing, real = np.zeros(0, np.int64), [slot.real_N for slot in slots if slot.real_N is not None]
@@ -110,14 +110,30 @@ def _batch(
         tuple(length for slot in slots for length in slot.lengths),
         context_size=context,
         tensor_size=run.parallel.tp,
-        step_labels=step_labels,
-        step_tokens=step_tokens,
+        step_labels=labels[0],
+        step_labels_ahead=labels[1:],
+        step_tokens=tokens,
         num_ahead=run.model.num_mtp,
         real_N=torch.from_numpy(np.concatenate(real)).to(device) if real else None,
     )
 
 
-def _count_labels(slots: Sequence[Sequence[Slot]], groups: Groups) -> int:
-    """Windows must be read to know; so ranks tell each other, one of those that share a microbatch."""
-    mine = sum(int((slot.labels_N != IGNORED).sum()) for microbatch in slots for slot in microbatch)
-    return count_step_labels(mine if groups["cp"].index == 0 else 0, groups)
+def _count_labels(
+    sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups
+) -> tuple[int, ...]:
+    """Labels of the whole step: for the next token, then for each module that looks further ahead.
+
+    They follow from the samples' lengths, but for windows whose documents are kept apart: those must be read to know,
+    so ranks tell each other, one of those that share a microbatch.
+    """
+    reach = range(1 + run.model.num_mtp)
+    if run.data.documents != "apart":
+        return tuple(sum(max(size - by, 0) for size in sizes) for by in reach)
+    mine = [sum(_labels_ahead(slot, by) for microbatch in slots for slot in microbatch) for by in reach]
+    return tuple(count_step_labels(count if groups["cp"].index == 0 else 0, groups) for count in mine)
+
+
+def _labels_ahead(slot: Slot, by: int) -> int:
+    """Labels that lie at least ``by`` places after the beginning of their document."""
+    documents = np.split(slot.labels_N, np.cumsum(slot.lengths)[:-1])
+    return sum(int((document[by:] != IGNORED).sum()) for document in documents)

@@ -235,6 +235,7 @@ def same_numbers(model: ModelConfig) -> ModelConfig:
         num_dense_layers=dense_layers,
         dense_width=dense_width,
         mtp_weight=ModelConfig().mtp_weight,
+        mtp_divisor=ModelConfig().mtp_divisor,
         init_output_scale=ModelConfig().init_output_scale,
     )
 
