@@ -30,7 +30,9 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
         yield "model", "tied embeddings" if case.run.parallel.pp == 1 else "tied embeddings over stages"
     if model.num_dense_layers:
         yield "model", "dense layers first"
-    yield "modules that look ahead", f"{model.num_mtp}, divided by {model.mtp_divisor}" if model.num_mtp else "0"
+    yield "modules that look ahead", str(model.num_mtp)
+    if model.num_mtp:
+        yield "their loss divided by", model.mtp_divisor
     for phase in case.run.memory.recompute or ("nothing",):
         yield "recomputed", phase
 
