@@ -3,17 +3,21 @@
 A verb is a module with `add_to(commands)`, which declares its arguments, and `run(args)`, which returns the exit code.
 Only the verb that is asked for is imported, and a verb imports what is heavy inside `run`, so that help and the
 torch-free verbs answer at once. Exit codes: 0 done, 1 the answer is no, 2 the question was wrong.
+
+A signal can come before the verb's file is imported. So this file imports at its top only what hears signals, and the
+rest once that is done: `train` remembers the signal, and every other verb ends without a traceback.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import sys
-from collections.abc import Sequence
 
-from moefold import __version__
-from moefold.errors import MoefoldError, did_you_mean
+from moefold.train.signals import StopRequest, stop_on_signals
+
+TYPE_CHECKING = False  # true for a type checker; `typing` is slow to import
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
 
 VERBS = {
     "plan": "moefold.cli.plan",
@@ -30,10 +34,26 @@ VERBS = {
     "inspect": "moefold.cli.inspect",
     "doctor": "moefold.cli.doctor",
 }
+# Verbs that stop in their own time when asked by a signal; `args.stop` tells them.
+STOPPED_BY_REQUEST = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Without ``argv`` this is the whole process, which ends with the code that is returned."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in STOPPED_BY_REQUEST:
+        with stop_on_signals(until_exit=argv is None) as stop:
+            return _answer(words, stop)
+    try:
+        return _answer(words, None)
+    except KeyboardInterrupt:
+        print("moefold: interrupted", file=sys.stderr)
+        return 130
+
+
+def _answer(words: list[str], stop: StopRequest | None) -> int:
+    from moefold.errors import did_you_mean
+
     verb = words[0] if words else ""
     if verb and not verb.startswith("-") and verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
@@ -45,10 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
+    args.stop = stop
     return _run(args)
 
 
 def _parser(verbs: Sequence[str]) -> argparse.ArgumentParser:
+    import argparse
+    import importlib
+
+    from moefold import __version__
+
     parser = argparse.ArgumentParser(
         prog="moefold",
         description="Plan, prove and train Mixture-of-Experts language models.",
@@ -62,6 +88,8 @@ def _parser(verbs: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from moefold.errors import MoefoldError
+
     try:
         return int(args.run(args))
     except MoefoldError as error:
@@ -71,9 +99,6 @@ def _run(args: argparse.Namespace) -> int:
         # The reader of our output went away (`moefold ... | head`); that is its right.
         sys.stderr.close()
         return 0
-    except KeyboardInterrupt:
-        print("moefold: interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

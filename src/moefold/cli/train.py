@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moefold.checks.run_all import problems_to_train
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
+from moefold.train.signals import INTERRUPTED, StopRequest, nothing_to_save, say
 
 EXAMPLES = """examples:
   moefold train debug_small
@@ -18,8 +20,11 @@ EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m moefold.cli.main train my_run.yaml
 
 The run lives in train.directory/NAME; the same command resumes from its newest checkpoint.
-Ctrl-C and SIGTERM save first, then stop.
-Exits with 0 when the run is finished, 75 when it was interrupted and saved, 2 when the command cannot be understood."""
+Ctrl-C and SIGTERM, to any rank, the launcher or the whole process group, finish the step under way, save, then stop.
+Sending them again changes nothing. Ranks started by --nproc that have not stopped --patience seconds later are ended;
+SIGKILL, or Ctrl-\\ in a terminal, ends everything at once without saving.
+Exits with 0 when the run is finished, 75 when it was interrupted (saved, unless no step had been done yet), 2 when the
+command cannot be understood or the run failed."""
 
 
 def add_to(commands: Any) -> None:
@@ -34,7 +39,11 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--name", dest="called", metavar="NAME", help="call the run NAME, in a directory of its own")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default 1)")
     parser.add_argument(
-        "--patience", type=float, default=600.0, metavar="S", help="seconds a rank waits for its peers (default 600)"
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds a rank waits for its peers, and the launcher for ranks that were asked to stop (default 600)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the last step's record as one JSON object at the end"
@@ -43,6 +52,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    stop: StopRequest = args.stop
     asked = find_run(args.name, args.changes)
     if args.called is not None:
         asked = replace(asked, name=args.called)
@@ -55,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
     if found := problems_to_train(asked, world):
         raise ConfigError(*found)
     _find_services(asked)
-    if launched or world == 1:
-        return train_here(asked, args.patience, args.json)
-    return train_on_ranks(asked, world, args.patience, args.json)
+    if launched:
+        # Its peers may not have heard the signal: ranks agree on stopping once they have met.
+        return train_here(asked, args.patience, args.json, stop)
+    work = partial(train_here, asked) if world == 1 else partial(train_on_ranks, asked, world)
+    return _stopped_early(stop) or work(args.patience, args.json, stop)
 
 
-def train_here(run: RunConfig, patience: float, as_json: bool) -> int:
+def train_here(run: RunConfig, patience: float, as_json: bool, stop: StopRequest) -> int:
     """This process is one rank of a launched world, or all of it."""
     from moefold.comm.launch import join_world, this_device
     from moefold.train.setup import set_up
@@ -68,10 +80,10 @@ def train_here(run: RunConfig, patience: float, as_json: bool) -> int:
 
     rank, world = join_world(patience)
     workshop, state = set_up(run, rank, world, this_device(), patience)
-    return train(workshop, state, _callbacks(as_json))
+    return train(workshop, state, _callbacks(as_json), stop)
 
 
-def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool) -> int:
+def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool, stop: StopRequest) -> int:
     """Start the ranks on this machine and keep them alive."""
     import torch
 
@@ -81,9 +93,17 @@ def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool) -
 
     def work(rank: int) -> int:
         workshop, state = set_up(run, rank, world, torch.device("cpu"), patience)
-        return train(workshop, state, _callbacks(as_json))
+        return train(workshop, state, _callbacks(as_json), stop)
 
-    return supervise(work, world, run_directory(run) / "checkpoints", patience)
+    return _stopped_early(stop) or supervise(work, world, run_directory(run) / "checkpoints", patience, stop=stop)
+
+
+def _stopped_early(stop: StopRequest) -> int:
+    """The exit code if a stop was asked for while nothing had started yet; otherwise 0."""
+    if not stop:
+        return 0
+    say(nothing_to_save())
+    return INTERRUPTED
 
 
 def _find_services(run: RunConfig) -> None:

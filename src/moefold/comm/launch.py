@@ -4,6 +4,9 @@ Importing torch takes seconds; forking a process that has imported it takes mill
 need is imported once, here, and every proof and every test of several ranks forks from that. Ranks find each other
 through a file in a private directory and talk over the loopback interface: nothing listens on the network. They
 die with the process that started them, and answer in JSON, never in pickles.
+
+A forked process inherits the signal handlers of the one that forked it. SIGINT and SIGTERM are therefore blocked while
+ranks are forked, and a rank lets them in only after ``in_rank`` has had the chance to install its own.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +39,21 @@ from moefold.errors import MoefoldError, RankError
 from moefold.ops.heap import keep_heap
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
+_LONGEST_WAIT = 1.0  # seconds; a deadline can move while nothing else happens
+
+
+@dataclass
+class _Life:
+    """What every rank of one start is to do; ``mask`` are the signals that were blocked before forking."""
+
+    work: Callable[[int], Any]
+    world: int
+    meeting: Path
+    patience: float
+    interface: Callable[[int], str]
+    in_rank: Callable[[], None] | None
+    mask: set[int]
 
 
 @dataclass
@@ -55,24 +75,33 @@ def fork_ranks(
     seconds: float = 120.0,
     patience: float | None = None,
     grace: float = 2.0,
+    deadline: Callable[[], float] | None = None,
+    in_rank: Callable[[], None] | None = None,
     started: Callable[[list[int]], None] = lambda pids: None,
     interface: Callable[[int], str] = lambda rank: "lo",
 ) -> list[Any]:
     """Run ``work(rank)`` on ``world`` gloo processes; its JSON-serialisable results come back in rank order.
 
     A rank that raises or dies ends all of them after ``grace`` seconds, and its error is raised here; so does the end
-    of ``seconds``. A collective waits ``patience`` seconds for its peers. ``started`` is told the process numbers.
+    of ``seconds``, and of ``deadline()`` in the clock of ``time.monotonic``, which may change while ranks run. A
+    collective waits ``patience`` seconds for its peers. ``in_rank`` is called first thing in a rank, before it can
+    receive SIGINT or SIGTERM. ``started`` is told the process numbers, and an empty list before they become invalid.
     ``interface`` names the network interface that a rank talks over, and is called in the rank before it talks.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as meeting:
         wait = seconds if patience is None else patience
-        ranks = [_fork(work, rank, world, Path(meeting), wait, interface) for rank in range(world)]
-        started([rank.pid for rank in ranks])
+        ranks: list[_Rank] = []
         try:
-            _listen(ranks, time.monotonic() + seconds, grace)
+            with _signals_blocked() as mask:
+                life = _Life(work, world, Path(meeting), wait, interface, in_rank, mask)
+                ranks.extend(_fork(life, rank) for rank in range(world))
+                started([rank.pid for rank in ranks])
+            last = time.monotonic() + seconds
+            _listen(ranks, lambda: last if deadline is None else min(last, deadline()), grace)
         finally:
+            started([])
             _end(ranks)
     # The first to fail is the cause; the others only lost their peer.
     for _, index in sorted((rank.done_at or float("inf"), index) for index, rank in enumerate(ranks) if rank.failed):
@@ -102,36 +131,40 @@ def this_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _fork(
-    work: Callable[[int], Any], rank: int, world: int, meeting: Path, patience: float, interface: Callable[[int], str]
-) -> _Rank:
+@contextmanager
+def _signals_blocked() -> Iterator[set[int]]:
+    """Inside, SIGINT and SIGTERM wait; yields the mask from before."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED_WHILE_FORKING)
+    try:
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _fork(life: _Life, rank: int) -> _Rank:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
         os.close(writing)
         return _Rank(pid, reading)
-    os.close(reading)
-    _live(work, rank, world, meeting, patience, interface, writing)
+    _live(life, rank, reading, writing)
 
 
-def _live(
-    work: Callable[[int], Any],
-    rank: int,
-    world: int,
-    meeting: Path,
-    patience: float,
-    interface: Callable[[int], str],
-    pipe: int,
-) -> NoReturn:
+def _live(life: _Life, rank: int, reading: int, pipe: int) -> NoReturn:
     """A rank's whole life; it never returns into the code that forked it."""
     code = 1
     try:
+        os.close(reading)
+        if life.in_rank is not None:
+            life.in_rank()
+        signal.pthread_sigmask(signal.SIG_SETMASK, life.mask)
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = interface(rank)
-        store = FileStore(str(meeting / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
-        answer = json.dumps({"answer": work(rank)})
+        os.environ["GLOO_SOCKET_IFNAME"] = life.interface(rank)
+        store = FileStore(str(life.meeting / "store"), life.world)
+        wait = timedelta(seconds=life.patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=life.world, timeout=wait)
+        answer = json.dumps({"answer": life.work(rank)})
         # A rank that leaves early takes its connections along; the slowest must be done first.
         dist.barrier()
         dist.destroy_process_group()
@@ -144,13 +177,14 @@ def _live(
     os._exit(code)
 
 
-def _listen(ranks: list[_Rank], deadline: float, grace: float) -> None:
+def _listen(ranks: list[_Rank], deadline: Callable[[], float], grace: float) -> None:
     """Collect answers until all have spoken, the time is up, or one has failed and the others had their grace."""
+    given_up = float("inf")
     with selectors.DefaultSelector() as waiting:
         for rank in ranks:
             waiting.register(rank.pipe, selectors.EVENT_READ, rank)
-        while waiting.get_map() and time.monotonic() < deadline:
-            for key, _ in waiting.select(timeout=min(60.0, max(0.0, deadline - time.monotonic()))):
+        while waiting.get_map() and (left := min(given_up, deadline()) - time.monotonic()) > 0:
+            for key, _ in waiting.select(timeout=min(_LONGEST_WAIT, left)):
                 rank = key.data
                 piece = os.read(rank.pipe, 1 << 16)
                 rank.answer += piece
@@ -158,7 +192,7 @@ def _listen(ranks: list[_Rank], deadline: float, grace: float) -> None:
                     rank.done_at = time.monotonic()
                     waiting.unregister(rank.pipe)
                     if rank.failed:
-                        deadline = min(deadline, time.monotonic() + grace)
+                        given_up = min(given_up, time.monotonic() + grace)
 
 
 def _end(ranks: list[_Rank]) -> None:
@@ -171,7 +205,8 @@ def _end(ranks: list[_Rank]) -> None:
 
 def _failure(rank: _Rank, index: int, seconds: float) -> RankError:
     if rank.done_at is None:
-        return RankError(f"rank {index} gave no answer within {seconds:.0f} s")
+        limit = f"within {seconds:.0f} s" if isfinite(seconds) else "by its deadline"
+        return RankError(f"rank {index} gave no answer {limit}")
     if not rank.answer:
         return RankError(f"rank {index} died without a word (out of memory, or killed from outside)")
     message = json.loads(rank.answer)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.collect import about_run
 from moefold.checkpoint.fence import take_incarnation
-from moefold.checkpoint.load import from_rank_0, load_latest
+from moefold.checkpoint.load import fresh_seed, from_rank_0, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.comm.mesh import Groups
 from moefold.config.load import dump_run
@@ -90,6 +90,8 @@ def make_saver(share: Share, directory: Path, incarnation: int, device: torch.de
 def _resume(workshop: Workshop) -> TrainState:
     found = load_latest(workshop.directory / "checkpoints", workshop.share, workshop.optimizer)
     if found is None:
+        # Checkpoints hold the generator's state, which would otherwise differ from one first start to the next.
+        torch.manual_seed(fresh_seed(workshop.run.seed, 0, workshop.groups.rank))
         return TrainState()
     path, loaded = found
     saved, ours = loaded.get("data"), workshop.samples.fingerprint

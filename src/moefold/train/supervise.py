@@ -3,6 +3,10 @@
 The process that supervises has imported everything and computes nothing, so starting ranks anew is a fork, not an
 import: a fraction of a second. Each start takes up the newest checkpoint. A fault that comes back each time is not
 survivable by trying again, so a few starts in a row without a new checkpoint end it.
+
+Once SIGINT or SIGTERM has asked for a stop, ranks are never started again. The signal is passed on to them, since it
+may have come to this process alone; they stop after the same step, save, and their exit code is returned. Ranks that
+have not stopped ``patience`` seconds later are ended.
 """
 
 from __future__ import annotations
@@ -17,20 +21,35 @@ from types import FrameType
 
 from moefold.comm.launch import fork_ranks
 from moefold.errors import RankError, TrainingError
+from moefold.train.signals import STOP_SIGNALS, StopRequest, say
 
 MOST_FRUITLESS = 3
 
 
 class _Ranks:
-    """Passes a signal on to the ranks that are alive now."""
+    """Passes a signal on to the ranks that are alive now, or that start now."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: StopRequest, patience: float) -> None:
         self.pids: list[int] = []
+        self.stop, self.patience = stop, patience
 
     def started(self, pids: list[int]) -> None:
         self.pids = pids
+        if self.stop.signal is not None:
+            self._send(self.stop.signal)
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        if not self.stop:
+            name = signal.Signals(number).name
+            say(f"{name}: stopping after the step under way; ranks still running in {self.patience:g} s are ended")
+        self.stop.hear(number, frame)
+        self._send(number)
+
+    def deadline(self) -> float:
+        """When ranks must have ended, in the clock of ``time.monotonic``."""
+        return inf if self.stop.asked_at is None else self.stop.asked_at + self.patience
+
+    def _send(self, number: int) -> None:
         for pid in self.pids:
             try:
                 os.kill(pid, number)
@@ -39,36 +58,61 @@ class _Ranks:
 
 
 def supervise(
-    work: Callable[[int], int], world: int, checkpoints: Path, patience: float, most_fruitless: int = MOST_FRUITLESS
+    work: Callable[[int], int],
+    world: int,
+    checkpoints: Path,
+    patience: float,
+    most_fruitless: int = MOST_FRUITLESS,
+    stop: StopRequest | None = None,
 ) -> int:
-    """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code."""
-    ranks, fruitless, seen = _Ranks(), 0, _newest(checkpoints)
-    # A terminal sends Ctrl-C to the ranks itself; SIGTERM comes to this process alone.
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, ranks.pass_on),
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    }
+    """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code.
+
+    ``stop`` is set by signals: in this process, and in every rank in the rank's own copy of it.
+    """
+    stop = StopRequest() if stop is None else stop
+    ranks = _Ranks(stop, patience)
+    before = {number: signal.signal(number, ranks.hear) for number in STOP_SIGNALS}
     try:
-        while True:
-            try:
-                return max(fork_ranks(work, world, seconds=inf, patience=patience, grace=0.3, started=ranks.started))
-            except RankError as error:
-                if error.mendable:
-                    raise
-                newest = _newest(checkpoints)
-                fruitless = 0 if newest != seen else fruitless + 1
-                seen = newest
-                if fruitless >= most_fruitless:
-                    raise TrainingError(
-                        f"given up after {fruitless} starts without a new checkpoint; the last failure: {error}"
-                    ) from None
-                print(
-                    f"moefold: {str(error).splitlines()[0]}; starting again from {seen or 'the beginning'}",
-                    file=sys.stderr,
-                )
+        return _keep_alive(work, world, checkpoints, ranks, most_fruitless)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks: _Ranks, most_fruitless: int) -> int:
+    fruitless, seen = 0, _newest(checkpoints)
+    while True:
+        try:
+            codes = fork_ranks(
+                work,
+                world,
+                seconds=inf,
+                patience=ranks.patience,
+                grace=0.3,
+                deadline=ranks.deadline,
+                in_rank=ranks.stop.install,
+                started=ranks.started,
+            )
+            return max(codes)
+        except RankError as error:
+            if error.mendable:
+                raise
+            newest = _newest(checkpoints)
+            fruitless = 0 if newest != seen else fruitless + 1
+            seen = newest
+            if ranks.stop:
+                raise TrainingError(
+                    f"asked to stop, and the ranks ended without saving: {error}\n"
+                    f"the same command goes on from {seen or 'the beginning'}"
+                ) from None
+            if fruitless >= most_fruitless:
+                raise TrainingError(
+                    f"given up after {fruitless} starts without a new checkpoint; the last failure: {error}"
+                ) from None
+            print(
+                f"moefold: {str(error).splitlines()[0]}; starting again from {seen or 'the beginning'}",
+                file=sys.stderr,
+            )
 
 
 def _newest(checkpoints: Path) -> str:

@@ -24,20 +24,30 @@ from moefold.train.batches import step_batches
 from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord
 from moefold.train.health import after_step, objection
 from moefold.train.setup import Workshop
-from moefold.train.signals import StopRequest, stop_on_signals
+from moefold.train.signals import INTERRUPTED, StopRequest, nothing_to_save, say, stop_on_signals
 from moefold.train.state import TrainState
 
-FINISHED, INTERRUPTED = 0, 75  # 75: try again later, by the convention of sysexits
+FINISHED = 0
 
 
-def train(workshop: Workshop, state: TrainState, callbacks: Sequence[Callback]) -> int:
-    """Run to the last step, or until asked to stop; returns the process's exit code."""
+def train(workshop: Workshop, state: TrainState, callbacks: Sequence[Callback], stop: StopRequest | None = None) -> int:
+    """Run to the last step, or until asked to stop; returns the process's exit code.
+
+    ``stop`` is set by whoever hears signals in this process; without one, they are heard while this lasts. A stop that
+    was asked for before the first step leaves the run as it was.
+    """
+    if stop is None:
+        with stop_on_signals() as heard:
+            return train(workshop, state, callbacks, heard)
+    if state.step < workshop.run.train.steps and asked_to_stop(workshop, stop):
+        if workshop.leads:
+            say(nothing_to_save(state.step))
+        return INTERRUPTED
     told = Callbacks(callbacks if workshop.leads else ())
     told.on_start(_info(workshop, state))
     reason = "failed"
     try:
-        with stop_on_signals() as request:
-            state, interrupted = _loop(workshop, state, told, request)
+        state, interrupted = _loop(workshop, state, told, stop)
         _save_last(workshop, state, told)
         reason = "interrupted" if interrupted else "finished"
         return INTERRUPTED if interrupted else FINISHED

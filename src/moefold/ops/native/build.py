@@ -52,7 +52,7 @@ def _cache() -> Path:
 
 
 def _fingerprint(source: bytes, command: str) -> str:
-    said = subprocess.run([command, "--version"], capture_output=True, check=False).stdout
+    said = subprocess.run([command, "--version"], capture_output=True, check=False, process_group=0).stdout
     return hashlib.sha256(b"\0".join((source, said, " ".join(FLAGS).encode(), _cpu()))).hexdigest()[:24]
 
 
@@ -68,8 +68,10 @@ def _compile(command: str, source: bytes, made: Path) -> None:
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:
         text, out = Path(folder) / "source.c", Path(folder) / "out.so"
         text.write_bytes(source)
-        done = subprocess.run([command, *FLAGS, "-o", str(out), str(text), "-lm"], capture_output=True, check=False)
+        words = [command, *FLAGS, "-o", str(out), str(text), "-lm"]
+        # In a group of its own: a signal that asks the run to stop is not for the compiler.
+        done = subprocess.run(words, capture_output=True, check=False, process_group=0)
         if done.returncode:
-            words = done.stderr.decode(errors="replace").strip()
-            raise BackendError(f"precision.kernels: {command} cannot compile {made.stem}: {words[:400]}; use torch")
+            said = done.stderr.decode(errors="replace").strip()
+            raise BackendError(f"precision.kernels: {command} cannot compile {made.stem}: {said[:400]}; use torch")
         out.replace(made)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from moefold.config.train import TrainConfig
-from moefold.train.callbacks.console import ConsoleLines
+from moefold.train.callbacks.console import ConsoleLines, print_unless_closed
 from moefold.train.callbacks.jsonl import JsonLines
 from moefold.train.callbacks.progress import ProgressBar
 from moefold.train.callbacks.tensorboard import TensorBoard
@@ -57,4 +57,4 @@ class LastRecord(Callback):
 
     def on_stop(self, reason: str) -> None:
         record = None if self._last is None else finite(asdict(self._last))
-        print(json.dumps({"reason": reason, "record": record}, allow_nan=False), flush=True)
+        print_unless_closed(json.dumps({"reason": reason, "record": record}, allow_nan=False), sys.stdout)

@@ -10,9 +10,11 @@ own with the reason, whatever the interval.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 
@@ -64,7 +66,21 @@ class ConsoleLines(Callback):
 
     def _say(self, line: str) -> None:
         # Looked up now: a progress bar may have put itself in front.
-        print(line, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)
+        print_unless_closed(line, sys.stderr if self._to_stderr else sys.stdout)
+
+
+def print_unless_closed(line: str, out: TextIO) -> None:
+    """Print a line; if nobody reads any more, go on in silence.
+
+    Ctrl-C in `moefold train ... | tee log` ends `tee` too, and the run still has a checkpoint to write.
+    """
+    try:
+        print(line, file=out, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer goes nowhere, now and when the interpreter flushes it at the end.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, out.fileno())
+        os.close(nowhere)
 
 
 def interval_line(records: Sequence[StepRecord], meter: Meter, eta: float) -> str:

@@ -1,0 +1,244 @@
+"""However often and wherever SIGINT and SIGTERM come, a run is saved, ends with 75, and is not started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tests.signal_draws import (
+    GROUP,
+    LAUNCHER,
+    RANK_0,
+    RANK_1,
+    STEPS,
+    Draw,
+    Outcome,
+    Run,
+    Sent,
+    command,
+    draws,
+    environment,
+    hears_sigterm,
+)
+
+from moefold.comm.launch import fork_ranks
+from moefold.errors import TrainingError
+from moefold.train.signals import INTERRUPTED, StopRequest
+from moefold.train.supervise import supervise
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+FIXED = [
+    Draw("imports", 0, 0.0, (Sent(INT, GROUP, 0.0), Sent(INT, GROUP, 0.1))),
+    Draw("set-up", 0, 0.0, (Sent(TERM, GROUP, 0.0), Sent(TERM, GROUP, 0.02))),
+    Draw("set-up", 0, 0.3, (Sent(TERM, RANK_1, 0.0),)),
+    Draw("first step", 0, 0.0, (Sent(TERM, LAUNCHER, 0.0), Sent(INT, RANK_0, 0.0), Sent(INT, RANK_0, 0.05))),
+    Draw("step", 9, 0.0, (Sent(TERM, GROUP, 0.0), Sent(TERM, GROUP, 0.2))),
+    Draw("save", 6, 0.0, (Sent(INT, GROUP, 0.0), Sent(INT, GROUP, 0.02), Sent(TERM, GROUP, 0.05))),
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last checkpoint of a run that nobody signalled."""
+    run = Run(tmp_path_factory.mktemp("uninterrupted"))
+    found = run.outcome()
+    assert found.code == 0 and found.saved[-1] == STEPS, found.said
+    return run.directory
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("draw", FIXED, ids=str)
+def test_a_signalled_run_is_saved_and_goes_on_exactly(draw: Draw, uninterrupted: Path, tmp_path: Path) -> None:
+    assert follow(draw, tmp_path, uninterrupted) != "finished"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_thirty_draws(uninterrupted: Path, tmp_path: Path) -> None:
+    """The seed is new each time; MOEFOLD_SIGNAL_SEED repeats one."""
+    seed = int(os.environ.get("MOEFOLD_SIGNAL_SEED", time.time_ns() % 10**6))
+    print(f"MOEFOLD_SIGNAL_SEED={seed}", flush=True)
+    kinds: Counter[str] = Counter()
+    for number, draw in enumerate(draws(30, seed)):
+        kind = follow(draw, tmp_path / str(number), uninterrupted)
+        kinds[kind] += 1
+        print(f"{number + 1:2} {kind:9} {draw}", flush=True)
+    print(dict(kinds), flush=True)
+    # A run that ends before its signal comes says nothing about signals.
+    assert kinds["finished"] <= 5 and kinds["saved"] >= 10
+
+
+def follow(draw: Draw, folder: Path, uninterrupted: Path) -> str:
+    """Signal a run as drawn, look at what it left, and let it go on to its end."""
+    run = Run(folder)
+    try:
+        run.signal_as(draw)
+    finally:
+        found = run.outcome()
+    kind = check_stopped(found)
+    if kind != "finished":
+        rest = Run(folder)
+        after = rest.outcome()
+        assert after.code == 0 and after.saved[-1] == STEPS, after.said
+        assert ("resumed_from=" in after.said) == (kind == "saved")
+        assert kind != "saved" or f"resumed_from={found.last_step}\n" in after.said
+    assert tensors_of(run.directory) == tensors_of(uninterrupted)
+    return kind
+
+
+def check_stopped(found: Outcome) -> str:
+    assert "Traceback" not in found.said, found.said
+    assert "starting again" not in found.said and found.starts <= 1, found.said
+    if found.code == 0:
+        assert found.saved[-1] == STEPS
+        return "finished"
+    assert found.code == INTERRUPTED, found.said
+    if found.last_step == 0:
+        assert not found.saved and found.said.count("nothing to save") == 1, found.said
+        return "no step"
+    assert found.saved[-1] == found.last_step < STEPS, found.said
+    assert f"saved step={found.last_step} " in found.said and "reason=interrupted" in found.said
+    return "saved"
+
+
+def tensors_of(directory: Path) -> dict[str, bytes]:
+    """Every number of the last checkpoint, optimizer and random state included."""
+    last = directory / "checkpoints" / f"step_{STEPS:08}"
+    return {path.name: path.read_bytes() for path in sorted(last.glob("rank_*.safetensors"))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [TERM, INT])
+def test_one_process_remembers_a_signal_of_the_first_moment(number: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, "--parallel.ep", "1")
+    try:
+        run.wait_for("imports", 0)
+        for _ in range(3):
+            os.kill(run.process.pid, number)
+            time.sleep(0.05)
+    finally:
+        found = run.outcome()
+    assert check_stopped(found) == "no step"
+
+
+@pytest.mark.slow
+def test_a_reader_that_the_same_signal_ends_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    """`moefold train ... | tee log`: Ctrl-C ends `tee` at once, and the next line meets a closed pipe."""
+    with (tmp_path / "err").open("wb") as err:
+        run = subprocess.Popen(
+            command(tmp_path, "--parallel.ep", "1"),
+            stdout=subprocess.PIPE,
+            stderr=err,
+            start_new_session=True,
+            env=environment(),
+        )
+    assert run.stdout is not None
+    try:
+        while not run.stdout.readline().startswith(b"step=3/"):
+            assert run.poll() is None
+        run.stdout.close()
+        time.sleep(0.3)
+        os.killpg(run.pid, INT)
+        assert run.wait(60) == INTERRUPTED
+    finally:
+        if run.poll() is None:
+            run.kill()
+            run.wait()
+    assert (tmp_path / "err").read_text() == ""
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_agree_on_a_signal_that_one_of_them_got_early(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            command(tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment() | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        while not hears_sigterm(ranks[1].pid):
+            time.sleep(0.001)
+        os.kill(ranks[1].pid, TERM)
+        said = [rank.communicate(timeout=100)[0].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    assert [rank.returncode for rank in ranks] == [INTERRUPTED, INTERRUPTED], said
+    assert "Traceback" not in said[0] + said[1] and "nothing to save" in said[0] and "step=" not in said[0]
+
+
+def test_ranks_that_do_not_stop_are_ended_after_the_patience_and_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work(rank: int) -> int:
+        with (tmp_path / "starts").open("a") as file:
+            file.write(f"{rank}\n")
+        while True:
+            time.sleep(0.01)
+
+    before = signal.getsignal(TERM), signal.getsignal(INT)
+    threading.Timer(0.7, os.kill, (os.getpid(), TERM)).start()
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match=r"asked to stop.*\n.*goes on from the beginning"):
+        supervise(work, 2, tmp_path, 1.0)
+    assert time.monotonic() - began < 10
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+    assert "SIGTERM: stopping" in capfd.readouterr().err
+    assert (signal.getsignal(TERM), signal.getsignal(INT)) == before
+
+
+def test_a_rank_that_dies_after_a_stop_was_asked_for_is_not_started_again(tmp_path: Path) -> None:
+    def work(rank: int) -> int:
+        with (tmp_path / "starts").open("a") as file:
+            file.write(f"{rank}\n")
+        if rank == 0:
+            os.kill(os.getppid(), INT)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        return 0
+
+    with pytest.raises(TrainingError, match="rank 0 died"):
+        supervise(work, 2, tmp_path, 30.0)
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
+def test_no_rank_runs_the_handler_of_its_launcher() -> None:
+    """Signals that come while ranks are forked wait until every process has its own handler."""
+    launcher, heard, stop = os.getpid(), list[int](), StopRequest()
+
+    def in_launcher(number: int, frame: object) -> None:
+        assert os.getpid() == launcher
+        heard.append(number)
+
+    def in_rank() -> None:
+        # Blocked still: it must neither end this rank nor reach the handler that was inherited.
+        os.kill(os.getpid(), TERM)
+        os.kill(launcher, TERM)
+        stop.install()
+
+    before = signal.signal(TERM, in_launcher)
+    try:
+        answers = fork_ranks(lambda rank: [bool(stop), stop.signal], 2, in_rank=in_rank)
+    finally:
+        signal.signal(TERM, before)
+    assert answers == [[True, TERM], [True, TERM]]
+    assert heard and not stop
