@@ -9,9 +9,13 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from tests.kill import SAVE_EVERY, small_run
 from tests.signal_draws import (
     GROUP,
     LAUNCHER,
@@ -28,18 +32,24 @@ from tests.signal_draws import (
     hears_sigterm,
 )
 
+from moefold.checkpoint.fence import read_incarnation
 from moefold.comm.launch import fork_ranks
+from moefold.config.parallel import ParallelConfig
 from moefold.errors import TrainingError
+from moefold.recipes.catalog import RECIPES
+from moefold.train import trainer
+from moefold.train.setup import run_directory, set_up
 from moefold.train.signals import INTERRUPTED, StopRequest
 from moefold.train.supervise import supervise
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
+BURST = tuple(Sent(TERM, GROUP, pause) for pause in (0.0, 0.02, 0.05, 0.1, 0.1, 0.1, 0.2))
 FIXED = [
     Draw("imports", 0, 0.0, (Sent(INT, GROUP, 0.0), Sent(INT, GROUP, 0.1))),
     Draw("set-up", 0, 0.0, (Sent(TERM, GROUP, 0.0), Sent(TERM, GROUP, 0.02))),
     Draw("set-up", 0, 0.3, (Sent(TERM, RANK_1, 0.0),)),
-    Draw("first step", 0, 0.0, (Sent(TERM, LAUNCHER, 0.0), Sent(INT, RANK_0, 0.0), Sent(INT, RANK_0, 0.05))),
-    Draw("step", 9, 0.0, (Sent(TERM, GROUP, 0.0), Sent(TERM, GROUP, 0.2))),
+    Draw("first step", 0, 0.0, (Sent(TERM, LAUNCHER, 0.0), Sent(INT, RANK_0, 0.1), Sent(INT, GROUP, 0.2))),
+    Draw("step", 9, 0.0, BURST),
     Draw("save", 6, 0.0, (Sent(INT, GROUP, 0.0), Sent(INT, GROUP, 0.02), Sent(TERM, GROUP, 0.05))),
 ]
 
@@ -219,6 +229,36 @@ def test_a_rank_that_dies_after_a_stop_was_asked_for_is_not_started_again(tmp_pa
     with pytest.raises(TrainingError, match="rank 0 died"):
         supervise(work, 2, tmp_path, 30.0)
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
+def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: Path) -> None:
+    run = small_run(RECIPES["debug_mla"](), tmp_path, ParallelConfig(ep=2), True, steps=9)
+    stop, checkpoints = StopRequest(), run_directory(run) / "checkpoints"
+
+    def signalled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def around(*args: Any) -> Any:
+            for number in (TERM, INT, TERM):
+                signal.raise_signal(number)
+            return function(*args)
+
+        return around
+
+    def work(rank: int) -> int:
+        workshop, state = set_up(run, rank, 2, torch.device("cpu"), 30.0)
+        step, done = trainer._step, [0]
+
+        def counted(*args: Any) -> Any:
+            done[0] += 1
+            return signalled(step)(*args) if rank == 1 and done[0] == SAVE_EVERY + 1 else step(*args)
+
+        trainer._step, trainer._save_last = counted, signalled(trainer._save_last)
+        return signalled(lambda code: code)(trainer.train(workshop, state, [], stop))
+
+    assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED
+    assert not stop, "the launcher itself was not asked"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step_00000003", "step_00000004"]
+    started = read_incarnation(run_directory(run))
+    assert started is not None and started.number == 1
 
 
 def test_no_rank_runs_the_handler_of_its_launcher() -> None:

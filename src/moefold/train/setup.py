@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import parameters
-from moefold.checkpoint.collect import about_run
+from moefold.checkpoint.collect import about_run, fresh_seed
 from moefold.checkpoint.fence import take_incarnation
-from moefold.checkpoint.load import fresh_seed, from_rank_0, load_latest
+from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.comm.mesh import Groups
 from moefold.config.load import dump_run
