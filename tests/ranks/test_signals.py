@@ -261,6 +261,23 @@ def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: 
     assert started is not None and started.number == 1
 
 
+def test_a_signal_to_one_rank_during_set_up_is_remembered_by_all(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = small_run(RECIPES["debug_mla"](), tmp_path, ParallelConfig(ep=2), True, steps=9)
+    stop, checkpoints = StopRequest(), run_directory(run) / "checkpoints"
+
+    def work(rank: int) -> int:
+        if rank == 1:
+            signal.raise_signal(TERM)
+        workshop, state = set_up(run, rank, 2, torch.device("cpu"), 30.0)
+        return trainer.train(workshop, state, [], stop)
+
+    assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED
+    assert not list(checkpoints.iterdir())
+    assert capfd.readouterr().err.count("nothing to save") == 1
+
+
 def test_no_rank_runs_the_handler_of_its_launcher() -> None:
     """Signals that come while ranks are forked wait until every process has its own handler."""
     launcher, heard, stop = os.getpid(), list[int](), StopRequest()
