@@ -29,7 +29,7 @@ from moefold.model.batch import Batch
 from moefold.parallel.context_heads import HeadTrade
 from moefold.parallel.tensor import TokenShards
 from moefold.pipeline.flight import StepSums
-from moefold.prove.batches import rank_batch
+from moefold.prove.batches import StepLabels, rank_batch
 from moefold.prove.cases import Case
 from moefold.prove.sabotage import put, wrap
 
@@ -132,8 +132,10 @@ def looks_ahead_into_the_next_document() -> None:
 
 
 def loss_divided_by_padded_tokens() -> None:
-    def tokens_of_rank(case: Case, rank: int) -> int:
-        return sum(rank_batch(case, wave, rank, 1).num_tokens for wave in range(case.num_waves))
+    def tokens_of_rank(case: Case, rank: int) -> StepLabels:
+        uncounted = (1,) * (1 + case.run.model.num_mtp)
+        tokens = sum(rank_batch(case, wave, rank, uncounted).num_tokens for wave in range(case.num_waves))
+        return (tokens,) * len(uncounted)
 
     put(moefold.prove.rank, "labels_of_rank", tokens_of_rank)
 
