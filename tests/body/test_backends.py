@@ -14,7 +14,8 @@ import torch
 from moefold.cli.main import main
 from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError
-from moefold.ops.backends import BACKENDS, IN_TORCH, JOBS, kernels_for, kernels_named, resolve, why_not
+from moefold.model.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named
+from moefold.ops.backends import BACKENDS, JOBS, resolve, why_not
 from moefold.ops.here import Card, Here, look_around
 
 SRC = Path(__file__).parents[2] / "src"
@@ -31,7 +32,7 @@ class NoTriton:
 sys.meta_path.insert(0, NoTriton())
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from moefold.ops.backends import kernels_named
+from moefold.model.moe.moe_kernels import kernels_named
 kernels_named("torch", "cpu")
 """
 
@@ -79,7 +80,7 @@ def test_kernels_are_given_with_one(here: Here) -> None:
 
 def test_native_changes_activations_only(here: Here) -> None:
     found = kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler="cc"))
-    changed = {job for job in (*JOBS, "gate") if getattr(found, job) is not getattr(IN_TORCH, job)}
+    changed = {job for job in (*JOBS, "gate") if getattr(found, job) is not getattr(MOE_IN_TORCH, job)}
     assert changed == {"gate", "weighted_activation"}
     with pytest.raises(BackendError, match=r"native cannot do gate: there is no C compiler.*works here on cpu: torch"):
         kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler=None))
@@ -128,7 +129,7 @@ def test_doctor_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_gets_what_it_asks_for_or_nothing() -> None:
-    assert kernels_for(PrecisionConfig(experts="fused"), "cpu") == IN_TORCH
+    assert kernels_for(PrecisionConfig(experts="fused"), "cpu") == MOE_IN_TORCH
     with pytest.raises(BackendError, match=r"precision.kernels: triton cannot do map_rows"):
         kernels_for(PrecisionConfig(kernels="triton"), "cpu")
     with pytest.raises(BackendError, match=r"precision.experts: fused cannot do experts: runs on cpu, not on cuda"):

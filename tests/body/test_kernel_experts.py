@@ -14,9 +14,9 @@ from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Arrived, Routing
 from moefold.model.moe.experts import ExpertEngine, Experts
 from moefold.model.moe.kernel_experts import KernelExperts
+from moefold.model.moe.moe_kernels import torch_kernels, triton_kernels
 from moefold.model.moe.sorted_experts import SortedExperts
 from moefold.model.products import NativeProducts
-from moefold.ops.backends import torch_kernels, triton_kernels
 from moefold.ops.grouped_matmul import sequential
 
 WIDTH, SOURCES, E, K = 16, 7, 4, 3

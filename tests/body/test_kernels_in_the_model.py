@@ -16,8 +16,9 @@ from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, triton_kernels
 from moefold.model.moe.select import BalancedSelect
-from moefold.ops.backends import IN_TORCH, JOBS, Kernels, triton_kernels
+from moefold.ops.backends import JOBS
 from moefold.ops.kernels.interpret import interpreting
 
 MODEL = ModelConfig(
@@ -42,7 +43,7 @@ LATENT = replace(
 MODELS = {"grouped queries": MODEL, "latent attention": LATENT}
 
 
-def loss_and_gradients(model: ModelConfig, kernels: Kernels) -> dict[str, Tensor]:
+def loss_and_gradients(model: ModelConfig, kernels: MoEKernels) -> dict[str, Tensor]:
     decoder = build_decoder(model, torch.float32, one_process_seams("sequential", kernels))
     fill(decoder)
     output = decoder(batch_of(2, 7, 50), None)
@@ -55,7 +56,7 @@ def loss_and_gradients(model: ModelConfig, kernels: Kernels) -> dict[str, Tensor
 def test_kernels_compute_what_torch_computes(model: ModelConfig) -> None:
     with interpreting():
         found = loss_and_gradients(model, triton_kernels())
-    wanted = loss_and_gradients(model, IN_TORCH)
+    wanted = loss_and_gradients(model, MOE_IN_TORCH)
     for name, value in wanted.items():
         torch.testing.assert_close(
             found[name], value, rtol=1e-4, atol=1e-5, msg=lambda words, name=name: f"{name}: {words}"
@@ -67,7 +68,7 @@ def test_every_kernel_is_called() -> None:
     called: set[str] = set()
 
     def noted(job: str) -> object:
-        kernel = getattr(IN_TORCH, job)
+        kernel = getattr(MOE_IN_TORCH, job)
 
         def note(*args: object, **kwargs: object) -> object:
             called.add(job)
@@ -75,7 +76,7 @@ def test_every_kernel_is_called() -> None:
 
         return note
 
-    kernels = Kernels(**{job: noted(job) for job in JOBS})  # type: ignore[arg-type]
+    kernels = MoEKernels(**{job: noted(job) for job in JOBS})  # type: ignore[arg-type]
     for model in MODELS.values():
         loss_and_gradients(model, kernels)
     assert called == {*JOBS} - {"balance_stats"}

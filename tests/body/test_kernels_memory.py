@@ -17,7 +17,8 @@ from triton.runtime import interpreter
 
 from moefold.config.moe import RouterConfig
 from moefold.dispatch.contract import Routing
-from moefold.ops.backends import JOBS, Kernels, triton_kernels
+from moefold.model.moe.moe_kernels import MoEKernels, triton_kernels
+from moefold.ops.backends import JOBS
 from moefold.ops.kernels.row_map import RowMap, map_rows
 
 
@@ -43,7 +44,7 @@ def tables(tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
 SETS = torch.tensor([0, 0, -1, 1, 1])
 CHOSEN = torch.tensor([[0, 2], [1, 3], [6, 2], [4, 5], [0, 6]])
 # Each job at sizes that fill no block; what comes back is differentiated.
-CALLS: dict[str, tuple[Callable[[Kernels], object], ...]] = {
+CALLS: dict[str, tuple[Callable[[MoEKernels], object], ...]] = {
     "map_rows": (lambda k: k.map_rows(choices(), 6, 4),),
     "permute": (
         lambda k: k.permute(rand(5, 40), rows(4)),

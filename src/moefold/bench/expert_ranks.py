@@ -38,7 +38,7 @@ from moefold.config.run import RunConfig
 from moefold.dispatch.contract import Routing
 from moefold.dispatch.counts import READ_BACK
 from moefold.model.assemble import whole_batch
-from moefold.ops.backends import kernels_for
+from moefold.model.moe.moe_kernels import kernels_for
 from moefold.parallel.apply import groups_of, seams_of
 from moefold.parallel.expert import dispatcher_for
 

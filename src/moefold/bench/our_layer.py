@@ -18,7 +18,7 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.assemble import whole_batch
 from moefold.model.build import Seams, build_decoder, one_process_seams
 from moefold.model.moe.layer import MoELayer
-from moefold.ops.backends import kernels_named
+from moefold.model.moe.moe_kernels import kernels_named
 
 # A model's first layer and nothing else of it.
 _FIRST_LAYER = Parts(embedding=False, layers=(0,), mtp=(), final_norm=False, mtp_norms=(), loss=False)

@@ -30,13 +30,13 @@ from moefold.model.loss import LanguageLoss
 from moefold.model.moe.engines import engine_named
 from moefold.model.moe.experts import EngineMaker, Experts
 from moefold.model.moe.layer import MoELayer
+from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.model.moe.router import Router
 from moefold.model.moe.select import Selector, build_selector
 from moefold.model.mtp import LookAhead
 from moefold.model.norm import RMSNorm
 from moefold.model.products import NativeProducts, Products
 from moefold.model.seams import TokenSeam, VocabSeam, WholeTokens, WholeVocab
-from moefold.ops.backends import IN_TORCH, Kernels
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Seams:
     # Asked once per mixture, in layer order, so that recorded choices can be played back.
     selector: Callable[[MoEConfig], Selector] = build_selector
     # How the steps between products are carried out.
-    kernels: Kernels = IN_TORCH
+    kernels: MoEKernels = MOE_IN_TORCH
     # Phases that keep their input only and are computed again in the backward pass.
     recompute: frozenset[str] = frozenset()
 
 
-def one_process_seams(experts_backend: str = "sequential", kernels: Kernels = IN_TORCH) -> Seams:
+def one_process_seams(experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH) -> Seams:
     products = NativeProducts()
     return Seams(
         WholeTokens(),
@@ -127,7 +127,7 @@ def _mixture(moe: MoEConfig, width: int, seams: Seams) -> MoELayer:
     latent = moe.latent_width
     shared = _dense(width, moe.shared_width, moe.activation, seams) if moe.shared_width else None
     # In torch, one call for all of it is no faster, and the model's own steps are the twin.
-    route = None if seams.kernels.route is IN_TORCH.route else seams.kernels.route
+    route = None if seams.kernels.route is MOE_IN_TORCH.route else seams.kernels.route
     return MoELayer(
         router=Router(moe, width, seams.tokens, seams.selector(moe), route),
         dispatcher=seams.dispatcher(moe),

@@ -9,18 +9,16 @@ A backend that needs a package beyond the core dependencies imports it in its ow
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
-from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import cross_entropy, rmsnorm, swiglu
 from moefold.ops.gates import Gate, gate_named
-from moefold.ops.here import Here, look_around
-from moefold.ops.kernels import balance_torch, permute_torch, rope_torch, router_torch, row_map
-from moefold.ops.native.gate import native_activation, native_gate
+from moefold.ops.here import Here
+from moefold.ops.kernels import rope_torch
 
 NARROW = ("float32", "bfloat16")
 ALL = ("float64", *NARROW)
@@ -47,13 +45,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The jobs that have a kernel, each as a function; twins have the same signatures."""
+    """The jobs of any model that have a kernel, each as a function; references have the same signatures.
 
-    map_rows: Callable[..., row_map.RowMap]
-    permute: Callable[..., tuple[Tensor, Tensor | None]]
-    unpermute: Callable[..., Tensor]
-    route: Callable[..., tuple[Tensor, Tensor]]
-    balance_stats: Callable[..., balance_torch.BalanceStats]
+    ``MoEKernels`` adds those of an MoE layer.
+    """
+
     weighted_activation: Callable[..., Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     turn: Callable[..., tuple[Tensor, Tensor | None]]
@@ -64,7 +60,8 @@ class Kernels:
 
 
 # What a GPU has kernels for.
-JOBS = tuple(field.name for field in fields(Kernels) if field.name != "gate")
+MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
+JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "gate"))
 _KERNELS, _EXPERTS = "precision.kernels", "precision.experts"
 _BOTH = ("cpu", "cuda")
 
@@ -121,28 +118,8 @@ def resolve(job: str, name: str, device: str, here: Here, number_format: str | N
     return known[name]
 
 
-def kernels_named(name: str, device: str, number_format: str | None = None, here: Here | None = None) -> Kernels:
-    """All jobs by one backend, ready to be handed to the model."""
-    here = look_around() if here is None else here
-    for job in ("gate",) if name == "native" else JOBS:
-        resolve(job, name, device, here, number_format)
-    return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
-
-
-def kernels_for(precision: PrecisionConfig, device: str) -> Kernels:
-    """What a run asks for, once everything that it asks for is known to work here."""
-    here = look_around()
-    resolve("experts", precision.experts, device, here, precision.compute)
-    return kernels_named(precision.kernels, device, precision.compute, here)
-
-
 def torch_kernels() -> Kernels:
     return Kernels(
-        map_rows=row_map.map_rows,
-        permute=permute_torch.permute,
-        unpermute=permute_torch.unpermute,
-        route=router_torch.route,
-        balance_stats=balance_torch.balance_stats,
         weighted_activation=swiglu.weighted_activation,
         rms_norm=rmsnorm.rms_norm,
         turn=rope_torch.turn,
@@ -157,33 +134,20 @@ IN_TORCH = torch_kernels()
 def triton_kernels() -> Kernels:
     # Only here: triton is an extra.
     from moefold.ops.kernels import (
-        balance_triton,
         cross_entropy_triton,
-        permute_triton,
         rmsnorm_triton,
         rope_latent_triton,
         rope_triton,
-        router_triton,
-        row_map_triton,
         swiglu_triton,
     )
 
     return Kernels(
-        map_rows=row_map_triton.map_rows,
-        permute=permute_triton.permute,
-        unpermute=permute_triton.unpermute,
-        route=router_triton.route,
-        balance_stats=balance_triton.balance_stats,
         weighted_activation=swiglu_triton.weighted_activation,
         rms_norm=rmsnorm_triton.rms_norm,
         turn=rope_triton.turn,
         keys_and_values=rope_latent_triton.keys_and_values,
         vocab_stats=cross_entropy_triton.vocab_stats,
     )
-
-
-def native_kernels() -> Kernels:
-    return replace(IN_TORCH, gate=native_gate, weighted_activation=native_activation)
 
 
 def as_rows(device: str, here: Here) -> list[dict[str, Any]]:

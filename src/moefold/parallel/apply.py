@@ -30,8 +30,8 @@ from moefold.model.build import Seams, build_decoder
 from moefold.model.decoder import Decoder
 from moefold.model.initialize import Box, first_values
 from moefold.model.moe.engines import engine_named
+from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.model.products import Deferral, DeferredProducts, NativeProducts
-from moefold.ops.backends import IN_TORCH, Kernels, kernels_for
 from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.data import shard_over_data
 from moefold.parallel.expert import dispatcher_for
@@ -112,7 +112,7 @@ def lay_out_share(run: RunConfig, groups: Groups, device: torch.device, host: Ho
 
 
 def seams_of(
-    run: RunConfig, groups: Groups, deferral: Deferral | None, host: HostCounts, kernels: Kernels = IN_TORCH
+    run: RunConfig, groups: Groups, deferral: Deferral | None, host: HostCounts, kernels: MoEKernels = MOE_IN_TORCH
 ) -> Seams:
     products = NativeProducts() if deferral is None else DeferredProducts(deferral)
     return Seams(

@@ -21,9 +21,9 @@ from moefold.config.run import RunConfig
 from moefold.dispatch.contract import Arrived, Routing
 from moefold.model.moe.engines import engine_named
 from moefold.model.moe.experts import ExpertWeights
+from moefold.model.moe.moe_kernels import kernels_for
 from moefold.model.products import NativeProducts
 from moefold.ops.attention import attend
-from moefold.ops.backends import kernels_for
 from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate

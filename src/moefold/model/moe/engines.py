@@ -6,20 +6,20 @@ from moefold.config.moe import MoEConfig
 from moefold.model.moe.experts import EngineMaker, ExpertEngine
 from moefold.model.moe.fused_experts import FusedExperts
 from moefold.model.moe.kernel_experts import KernelExperts
+from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.model.moe.sorted_experts import SortedExperts
 from moefold.model.products import Deferral, Products
-from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.grouped_matmul import GroupedMatmul, grouped, sequential
 
 
 def engine_named(
-    name: str, products: Products, deferral: Deferral | None = None, kernels: Kernels = IN_TORCH
+    name: str, products: Products, deferral: Deferral | None = None, kernels: MoEKernels = MOE_IN_TORCH
 ) -> EngineMaker:
     """``deferral``: where weight gradients wait, if the schedule puts them off."""
 
     def around(matmul: GroupedMatmul, moe: MoEConfig) -> ExpertEngine:
         """In torch, single steps are faster than twins of kernels."""
-        if kernels.permute is IN_TORCH.permute:
+        if kernels.permute is MOE_IN_TORCH.permute:
             return SortedExperts(moe, products, matmul)
         return KernelExperts(moe, products, matmul, kernels)
 

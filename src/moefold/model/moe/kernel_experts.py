@@ -13,15 +13,15 @@ from torch import Tensor
 from moefold.config.moe import MoEConfig
 from moefold.dispatch.contract import Arrived
 from moefold.model.moe.experts import ExpertWeights
+from moefold.model.moe.moe_kernels import MoEKernels
 from moefold.model.moe.sorted_experts import per_row, weigh
 from moefold.model.products import Products
-from moefold.ops.backends import Kernels
 from moefold.ops.grouped_matmul import GroupedMatmul
 from moefold.ops.kernels.row_map import RowMap, map_slots
 
 
 class KernelExperts:
-    def __init__(self, config: MoEConfig, products: Products, matmul: GroupedMatmul, kernels: Kernels) -> None:
+    def __init__(self, config: MoEConfig, products: Products, matmul: GroupedMatmul, kernels: MoEKernels) -> None:
         self.activation = config.activation
         self.weigh_activation = config.weight_at == "activation"
         self.products, self.matmul, self.kernels = products, matmul, kernels
