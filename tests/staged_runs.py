@@ -87,6 +87,7 @@ def microbatches(run: RunConfig, shapes: Sequence[Lengths], *, seed: int = 0) ->
                 tensor_size=run.parallel.tp,
                 step_labels=num_tokens - sum(map(len, shapes)),
                 step_tokens=num_tokens,
+                step_sequences=sum(map(len, shapes)),
                 num_ahead=run.model.num_mtp,
                 step_labels_ahead=tuple(
                     sum(max(length - 1 - by, 0) for lengths in shapes for length in lengths)

@@ -145,6 +145,7 @@ def random_batches(run: RunConfig, groups: Groups, step: int) -> list[Batch]:
             tensor_size=run.parallel.tp,
             step_labels=total,
             step_tokens=total,
+            step_sequences=data.global_batch,
         )
         made.append(share_of(whole, cp.index))
     return made

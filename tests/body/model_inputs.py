@@ -21,6 +21,7 @@ def batch_of(num_sequences: int, seq_len: int, vocab_size: int, *, seed: int = 0
         tensor_size=shards,
         step_labels=num_sequences * (seq_len - 1),
         step_tokens=num_sequences * seq_len,
+        step_sequences=num_sequences,
     )
 
 

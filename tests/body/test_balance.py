@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from moefold.model.moe.balance import BalanceLosses, balance_losses, update_expe
 from moefold.model.moe.select import Choice
 from moefold.model.seams import WholeTokens
 
-EXPERTS, TOP_K, STEP_TOKENS = 6, 2, 60
+EXPERTS, TOP_K, STEP_TOKENS, STEP_SEQUENCES = 6, 2, 60, 13
 ALL_ON = BalanceConfig(microbatch=0.5, sequence=0.25, global_batch=2.0, device=3.0, device_groups=3, z=0.125)
 CONFIG = MoEConfig(num_experts=EXPERTS, top_k=TOP_K, balance=ALL_ON)
 
@@ -27,47 +28,44 @@ def batch_of(num_tokens: int = 20, sequences: int = 4, microbatches: int = 2) ->
     return whole_batch(
         token,
         token,
-        (num_tokens // sequences,) * sequences,
+        (3, 7, 6, 4) if sequences == 4 else (num_tokens // sequences,) * sequences,
         documents_per_microbatch=(sequences // microbatches,) * microbatches,
         step_labels=STEP_TOKENS,
         step_tokens=STEP_TOKENS,
+        step_sequences=STEP_SEQUENCES,
     )
 
 
-def draw(num_tokens: int = 20, by_experts: bool = False) -> tuple[Tensor, Choice]:
+def draw(num_tokens: int = 20) -> tuple[Tensor, Choice]:
     torch.manual_seed(3)
     logits = torch.randn(num_tokens, EXPERTS, dtype=torch.float64, requires_grad=True)
-    if by_experts:
-        kept = torch.rand(num_tokens, EXPERTS) < 0.3
-        kept[:5] = False  # a sequence that no expert wants
-        return logits, Choice(torch.arange(EXPERTS).expand(num_tokens, EXPERTS), kept)
     return logits, Choice(torch.rand(num_tokens, EXPERTS).argsort(1)[:, :TOP_K])
 
 
-def chosen_by(token: int, choice: Choice) -> list[int]:
-    experts = choice.expert_tK[token].tolist()
-    kept = [True] * len(experts) if choice.kept_tK is None else choice.kept_tK[token].tolist()
-    return [expert for expert, yes in zip(experts, kept, strict=True) if yes]
+def by_definition(
+    p: Tensor, choice: Choice, sets: TokenSets, groups: list[list[int]], earlier: list[int], mean: str = "tokens"
+) -> Tensor:
+    """sum_s w_s sum_g (mean of f over g) * (sum of P over g), f_e = E c_e / (K n_s), P_e = mean of p_e.
 
-
-def by_definition(p: Tensor, choice: Choice, sets: TokenSets, groups: list[list[int]], earlier: list[int]) -> Tensor:
-    """sum_s (n_s / n) sum_g (mean of f over g) * (sum of P over g), f_e = E c_e / (K n_s), P_e = mean of p_e."""
+    The weight w_s of a set is n_s / n in a mean over tokens, and 1 / (sequences of the step) in one over sequences.
+    """
     total = p.new_zeros(())
     for token_set, size in enumerate(sets.sizes):
         members = [token for token in range(p.shape[0]) if sets.set_of_token_N[token] == token_set]
-        counts = [earlier[e] + sum(e in chosen_by(token, choice) for token in members) for e in range(EXPERTS)]
-        if sum(counts) == 0:
-            continue
+        counts = [earlier[e] + sum(e in choice.expert_tK[token] for token in members) for e in range(EXPERTS)]
         # K n_s is the number of all choices; with earlier microbatches n_s grows but only these tokens have gradients.
         f = [EXPERTS * count / sum(counts) for count in counts]
         mean_p = [sum(p[token, e] for token in members) / size for e in range(EXPERTS)]
         for group in groups:
             mean_f = sum(f[e] for e in group) / len(group)
-            total = total + size / STEP_TOKENS * mean_f * sum(mean_p[e] for e in group)
+            weight = size / STEP_TOKENS if mean == "tokens" else 1 / STEP_SEQUENCES
+            total = total + weight * mean_f * sum(mean_p[e] for e in group)
     return total
 
 
-def expected(logits: Tensor, choice: Choice, batch: Batch, kind: str, earlier: Tensor | None) -> BalanceLosses:
+def expected(
+    logits: Tensor, choice: Choice, batch: Batch, kind: str, mean: str, earlier: Tensor | None
+) -> BalanceLosses:
     scores = logits.exp() if kind == "softmax" else logits.sigmoid()
     p = scores / scores.sum(1, keepdim=True)
     alone, none = [[e] for e in range(EXPERTS)], [0] * EXPERTS
@@ -77,7 +75,7 @@ def expected(logits: Tensor, choice: Choice, batch: Batch, kind: str, earlier: T
     assert isinstance(z, Tensor)
     return BalanceLosses(
         ALL_ON.microbatch * by_definition(p, choice, batch.microbatches, alone, none),
-        ALL_ON.sequence * by_definition(p, choice, batch.documents, alone, none),
+        ALL_ON.sequence * by_definition(p, choice, batch.documents, alone, none, mean),
         ALL_ON.global_batch
         * by_definition(p, choice, everything, alone, none if earlier is None else earlier.tolist()),
         ALL_ON.device * by_definition(p, choice, batch.microbatches, devices, none),
@@ -86,14 +84,15 @@ def expected(logits: Tensor, choice: Choice, batch: Batch, kind: str, earlier: T
 
 
 @pytest.mark.parametrize(
-    ("kind", "by_experts", "earlier"),
-    list(product(("softmax", "sigmoid"), (False, True), (None, torch.tensor([7, 0, 3, 1, 0, 9])))),
+    ("kind", "mean", "earlier"),
+    list(product(("softmax", "sigmoid"), ("sequences", "tokens"), (None, torch.tensor([7, 0, 3, 1, 0, 9])))),
 )
-def test_losses_and_gradients_equal_the_definition(kind: str, by_experts: bool, earlier: Tensor | None) -> None:
-    config, batch = replace(CONFIG, router=RouterConfig(score=kind)), batch_of()  # type: ignore[arg-type]
-    logits, choice = draw(by_experts=by_experts)
+def test_losses_and_gradients_equal_the_definition(kind: Any, mean: Any, earlier: Tensor | None) -> None:
+    balance = replace(ALL_ON, sequence_mean=mean)
+    config, batch = replace(CONFIG, router=RouterConfig(score=kind), balance=balance), batch_of()
+    logits, choice = draw()
     ours = balance_losses(config, logits, choice, batch, WholeTokens(), earlier)
-    theirs = expected(logits, choice, batch, kind, earlier)
+    theirs = expected(logits, choice, batch, kind, mean, earlier)
     for name, a, b in zip(BalanceLosses._fields, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
         (grad_a,), (grad_b,) = (torch.autograd.grad(loss, logits, retain_graph=True) for loss in (a, b))
@@ -128,6 +127,12 @@ def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
     assert [loss.item() for loss in losses] == [0.0] * 5
 
 
+def test_a_loss_per_sequence_needs_their_number() -> None:
+    logits, choice = draw()
+    with pytest.raises(ValueError, match="step_sequences"):
+        balance_losses(CONFIG, logits, choice, replace(batch_of(), step_sequences=None), WholeTokens(), None)
+
+
 def test_counts_meet_where_their_tokens_are() -> None:
     """Only the global batch asks everyone; other data-parallel ranks hold other microbatches."""
     asked = []
@@ -147,7 +152,7 @@ def test_counts_meet_where_their_tokens_are() -> None:
 def test_an_even_load_costs_exactly_the_coefficient() -> None:
     logits = torch.zeros(12, EXPERTS, dtype=torch.float64)
     choice = Choice(torch.arange(24).view(12, 2) % EXPERTS)
-    batch = replace(batch_of(12, 1, 1), step_tokens=12)
+    batch = replace(batch_of(12, 1, 1), step_tokens=12, step_sequences=1)
     losses = balance_losses(CONFIG, logits, choice, batch, WholeTokens(), None)
     assert [round(loss.item(), 12) for loss in losses[:4]] == [0.5, 0.25, 2.0, 3.0]
 

@@ -62,7 +62,7 @@ VARIANTS = (
     ("permute backward, DeepSeek-V3", {"WEIGHTS_IN": False}),
     ("permute backward, Mixtral-8x7B", {"K": 1, "D": 1}),
     ("unpermute backward, Mixtral-8x7B", {"K": 1, "KP": 1, "num_tokens": 1, "num_experts": 1, "D": 1}),
-    ("router, DeepSeek-V3", {"TWO": False, "SOFTMAX": True, "BIAS": False}),
+    ("router, DeepSeek-V3", {"TERMS": 1, "SOFTMAX": True, "BIAS": False}),
     ("router, DeepSeek-V3", {"AFTER": True, "NORMALIZE": False, "E": 160, "GP": 8, "SP": 32}),
     ("router, Mixtral-8x7B", {"num_tokens": 1, "E": 1, "SP": 1, "K": 1, "KP": 1}),
     ("router backward, DeepSeek-V3", {"AFTER": True, "NORMALIZE": False}),

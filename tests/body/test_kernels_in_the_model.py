@@ -31,7 +31,7 @@ MODEL = ModelConfig(
     moe=MoEConfig(num_experts=6, top_k=2, expert_width=16, router=RouterConfig(normalize=True)),
 )
 GROUPS = RouterConfig(
-    score="sigmoid", normalize=True, scale=2.5, num_groups=3, top_groups=2, group_score="top2_sum", expert_bias=True
+    score="sigmoid", normalize=True, scale=2.5, num_groups=3, top_groups=2, group_score="topk_sum", expert_bias=True
 )
 LATENT = replace(
     MODEL,

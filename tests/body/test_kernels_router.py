@@ -33,7 +33,7 @@ def draw(seed: int) -> tuple[RouterConfig, int, Tensor, Tensor | None, Tensor]:
         scale=dice.choice((1.0, 2.5)),
         num_groups=groups,
         top_groups=top_groups,
-        group_score=dice.choice(("max", "top2_sum")),
+        group_score=dice.choice(("max", "topk_sum")),
     )
     tokens = dice.choice((1, 3, 17, 70))
     logits_tE = 2 * torch.randn(tokens, groups * members, generator=generator)

@@ -44,7 +44,8 @@ def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token, earlier_E = torch.arange(TOKENS), torch.ones(config.num_experts, dtype=torch.int64)
-    batch = whole_batch(token, token, (TOKENS // 2,) * 2, tensor_size=SHARDS, step_labels=TOKENS, step_tokens=TOKENS)
+    lengths, divisors = (TOKENS // 2,) * 2, {"step_labels": TOKENS, "step_tokens": TOKENS, "step_sequences": 2}
+    batch = whole_batch(token, token, lengths, tensor_size=SHARDS, **divisors)
     # Which tokens belong together comes from lengths that the host knows. It is written to the device once per batch,
     # when the batch is first asked, and read by all layers: here, before anyone watches this one.
     assert batch.shards and batch.microbatches and batch.documents
@@ -77,7 +78,7 @@ def test_padded_mode_never_waits(dtype: torch.dtype, kind: Any, scope: Any, drop
 
 def test_deepseek_routing_never_waits() -> None:
     router = RouterConfig(
-        score="sigmoid", normalize=True, num_groups=4, top_groups=2, group_score="top2_sum", expert_bias=True
+        score="sigmoid", normalize=True, num_groups=4, top_groups=2, group_score="topk_sum", expert_bias=True
     )
     with sync_free():
         layer(replace(PADDED, router=router), torch.float32)(tokens(torch.float32))

@@ -45,7 +45,9 @@ def documents() -> list[tuple[Tensor, Tensor]]:
 def packed(num_ahead: int = 0) -> Batch:
     tokens, labels = (torch.cat(parts) for parts in zip(*documents()))
     total = sum(LENGTHS)
-    return whole_batch(tokens, labels, LENGTHS, step_labels=total, step_tokens=total, num_ahead=num_ahead)
+    return whole_batch(
+        tokens, labels, LENGTHS, step_labels=total, step_tokens=total, step_sequences=len(LENGTHS), num_ahead=num_ahead
+    )
 
 
 def padded(pad: int = 0, num_ahead: int = 0) -> Batch:
@@ -56,7 +58,16 @@ def padded(pad: int = 0, num_ahead: int = 0) -> Batch:
     for (tokens, labels, real), (given_tokens, given_labels), length in zip(filled, documents(), LENGTHS):
         tokens[:length], labels[:length], real[:length] = given_tokens, given_labels, True
     tokens, labels, real = (torch.cat(parts) for parts in zip(*filled))
-    return whole_batch(tokens, labels, slots, step_labels=total, step_tokens=total, real_N=real, num_ahead=num_ahead)
+    return whole_batch(
+        tokens,
+        labels,
+        slots,
+        step_labels=total,
+        step_tokens=total,
+        step_sequences=len(LENGTHS),
+        real_N=real,
+        num_ahead=num_ahead,
+    )
 
 
 def decoder(model: ModelConfig) -> Decoder:

@@ -28,7 +28,7 @@ KINDS: dict[str, RouterConfig] = {
     "olmoe": RouterConfig(),
     "deepseek_v2": RouterConfig(num_groups=4, top_groups=2, scale=16.0),
     "deepseek_v3": RouterConfig(
-        score="sigmoid", normalize=True, scale=2.5, num_groups=4, top_groups=2, group_score="top2_sum", expert_bias=True
+        score="sigmoid", normalize=True, scale=2.5, num_groups=4, top_groups=2, group_score="topk_sum", expert_bias=True
     ),
     "gpt_oss": RouterConfig(score_when="after_topk", logit_bias=True),
 }
@@ -36,7 +36,15 @@ KINDS: dict[str, RouterConfig] = {
 
 def batch_of(num_tokens: int, shards: int = 1) -> Batch:
     token = torch.arange(num_tokens)
-    return whole_batch(token, token, (num_tokens,), tensor_size=shards, step_labels=num_tokens, step_tokens=num_tokens)
+    return whole_batch(
+        token,
+        token,
+        (num_tokens,),
+        tensor_size=shards,
+        step_labels=num_tokens,
+        step_tokens=num_tokens,
+        step_sequences=1,
+    )
 
 
 def build(config: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
@@ -65,7 +73,7 @@ def one_token(x_D: Tensor, router: Router, config: MoEConfig) -> tuple[list[int]
         rank = [v + b for v, b in zip(rank, router.expert_bias.tolist(), strict=True)]
     size = len(rank) // rule.num_groups
     groups = [list(range(g * size, g * size + size)) for g in range(rule.num_groups)]
-    best = 1 if rule.group_score == "max" else 2
+    best = 1 if rule.group_score == "max" else config.top_k // rule.top_groups
     groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:best]))
     allowed = [e for group in groups[: rule.top_groups] for e in group]
     chosen = sorted(allowed, key=lambda e: -rank[e])[: config.top_k]

@@ -50,7 +50,7 @@ def test_the_bias_shifts_choices() -> None:
 
 
 def test_groups_limit_the_choice() -> None:
-    router = RouterConfig(num_groups=4, top_groups=1, group_score="top2_sum")
+    router = RouterConfig(num_groups=4, top_groups=1, group_score="topk_sum")
     scores, chosen = choose(replace(CONFIG, router=router))
     for row, experts in zip(scores, chosen, strict=True):
         best = row.view(4, 2).sum(1).argmax().item()
@@ -123,24 +123,25 @@ def test_microbatches_side_by_side_choose_as_they_would_alone(kind: Any) -> None
 
 @pytest.mark.parametrize("scope", ["full", "local"])
 @pytest.mark.parametrize("drop", ["probability", "position"])
+@pytest.mark.parametrize("per", ["expert", "device"])
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_no_cut_changes_who_is_dropped(scope: Any, drop: Any, world: int) -> None:
+def test_no_cut_changes_who_is_dropped(scope: Any, drop: Any, per: Any, world: int) -> None:
     """A shard's own capacity depends on the shards; the one-process reference is told them and drops alike."""
-    capacity = CapacityConfig(factor=0.5, scope=scope, drop=drop)
+    capacity = CapacityConfig(0.5, per, 4 if per == "device" else 1, scope=scope, drop=drop)
     dropper, (_, scores) = CapacityDrop(CONFIG, capacity), draw(27)
-    expert = scores.topk(2).indices
+    prob, expert = scores.topk(2)
     batch = batch_of(27, shards=world)
-    whole = dropper.kept(expert, scores, batch, WholeTokens())
-    parts = on_threads(27, world, lambda t: dropper.kept(t.mine(expert), t.mine(scores), batch, t))
+    whole = dropper.kept(expert, prob, batch, WholeTokens())
+    parts = on_threads(27, world, lambda t: dropper.kept(t.mine(expert), t.mine(prob), batch, t))
     assert torch.equal(torch.cat(list(parts)), whole)
     assert not whole.all()
 
 
 def test_microbatches_side_by_side_drop_as_they_would_alone() -> None:
     dropper, (_, scores) = CapacityDrop(CONFIG, CapacityConfig(factor=0.75)), draw(26)
-    expert = scores.topk(2).indices
-    together = dropper.kept(expert, scores, batch_of(26, 2), WholeTokens())
+    prob, expert = scores.topk(2)
+    together = dropper.kept(expert, prob, batch_of(26, 2), WholeTokens())
     alone = [
-        dropper.kept(e, s, batch_of(13), WholeTokens()) for e, s in zip(expert.split(13), scores.split(13), strict=True)
+        dropper.kept(e, p, batch_of(13), WholeTokens()) for e, p in zip(expert.split(13), prob.split(13), strict=True)
     ]
     assert torch.equal(together, torch.cat(alone))

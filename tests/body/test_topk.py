@@ -15,10 +15,10 @@ def test_topk_agrees_with_torch_where_nothing_ties() -> None:
     torch.testing.assert_close(topk.choose_topk(scores, 5), scores.topk(5).indices)
 
 
-@pytest.mark.parametrize(("how", "open_groups"), [("max", {1, 2}), ("top2_sum", {0, 1})])
-def test_groups_are_judged_by_their_best_or_their_best_two(how: str, open_groups: set[int]) -> None:
+@pytest.mark.parametrize(("terms", "open_groups"), [(1, {1, 2}), (2, {0, 1}), (3, {0, 1})])
+def test_groups_are_judged_by_the_sum_of_their_best(terms: int, open_groups: set[int]) -> None:
     scores = torch.tensor([[0.5, 0.5, 0.1, 0.6, 0.2, 0.7, 0.7, 0.0, 0.1]])
-    limited = topk.limit_groups(scores, 3, 2, how)  # type: ignore[arg-type]
+    limited = topk.limit_groups(scores, 3, 2, terms)
     open_ = {group for group in range(3) if limited[0, 3 * group : 3 * group + 3].isfinite().any()}
     assert open_ == open_groups
     assert limited[limited.isfinite()].tolist() == scores[limited.isfinite()].tolist()
@@ -26,7 +26,7 @@ def test_groups_are_judged_by_their_best_or_their_best_two(how: str, open_groups
 
 def test_a_group_of_one_expert_can_be_judged_by_its_best_two() -> None:
     scores = torch.tensor([[0.1, 0.9, 0.5]])
-    assert topk.choose_topk(topk.limit_groups(scores, 3, 2, "top2_sum"), 2).tolist() == [[1, 2]]
+    assert topk.choose_topk(topk.limit_groups(scores, 3, 2, 2), 2).tolist() == [[1, 2]]
 
 
 def test_sinkhorn_is_the_rescaled_plan() -> None:

@@ -78,9 +78,9 @@ CASES = [
         f"{ROUTER}.top_groups",
     ),
     (
-        model.a_group_has_two_to_add,
-        with_router(num_groups=4, group_score="top2_sum"),
-        with_router(num_groups=8, top_groups=2, group_score="top2_sum"),
+        model.group_score_has_whole_terms,
+        with_moe(top_k=4, router=RouterConfig(num_groups=4, top_groups=2, group_score="topk_sum")),
+        with_moe(top_k=3, router=RouterConfig(num_groups=4, top_groups=2, group_score="topk_sum")),
         f"{ROUTER}.group_score",
     ),
     (
@@ -106,6 +106,24 @@ CASES = [
         with_moe(balance=BalanceConfig(device_groups=4)),
         with_moe(balance=BalanceConfig(device_groups=3)),
         f"{MOE}.balance.device_groups",
+    ),
+    (
+        model.capacity_devices_divide_experts,
+        with_moe(capacity=CapacityConfig(per="device", device_groups=4)),
+        with_moe(capacity=CapacityConfig(per="device", device_groups=3)),
+        f"{MOE}.capacity.device_groups",
+    ),
+    (
+        model.capacity_devices_are_used,
+        with_moe(capacity=CapacityConfig(per="device", device_groups=2)),
+        with_moe(capacity=CapacityConfig(device_groups=2)),
+        f"{MOE}.capacity.device_groups",
+    ),
+    (
+        model.padded_capacity_is_per_expert,
+        with_moe(capacity=CapacityConfig(pad=True)),
+        with_moe(capacity=CapacityConfig(pad=True, per="device", device_groups=2)),
+        f"{MOE}.capacity.pad",
     ),
     (
         model.a_gate_has_something_to_weigh,

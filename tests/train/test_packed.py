@@ -100,7 +100,7 @@ def one_at_a_time(run: RunConfig) -> list[Batch]:
         (batch,) = step_batches(samples, i, one, alone(one), CPU).batches
         found.append(batch)
     tokens = sum(batch.num_tokens for batch in found)
-    return [replace(batch, step_labels=tokens, step_tokens=tokens) for batch in found]
+    return [replace(batch, step_labels=tokens, step_tokens=tokens, step_sequences=len(found)) for batch in found]
 
 
 def test_packed_padded_and_single_documents_make_the_same_step(tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ def test_a_step_knows_its_real_tokens_without_reading(tmp_path: Path) -> None:
         assert data.tokens == real < BATCH * S
         for batch in data.batches:
             assert batch.step_labels == batch.step_tokens == real
+            assert batch.step_sequences == BATCH
         counted = sum(int((batch.labels_T != IGNORED).sum()) for batch in data.batches)
         assert {batch.step_labels_ahead for batch in data.batches} == {(labels_ahead(data.batches),)}
         held = sum(batch.num_tokens if batch.real_T is None else int(batch.real_T.sum()) for batch in data.batches)
@@ -227,6 +228,7 @@ def test_documents_of_a_window_are_kept_apart(tmp_path: Path) -> None:
     counted = sum(int((batch.labels_T != IGNORED).sum()) for batch in step_of(run).batches)
     assert first.step_labels == counted < tokens == first.step_tokens
     assert first.step_labels_ahead == (labels_ahead(step_of(run).batches),) < (counted,)
+    assert first.step_sequences == sum(len(batch.lengths) for batch in step_of(run).batches) > BATCH
     # Otherwise it is the window that was always read.
     joined = step_of(run_of(tmp_path, "joined")).batches[0]
     assert torch.equal(joined.tokens_T, first.tokens_T) and joined.lengths == (S, S)

@@ -130,7 +130,9 @@ def random_batch(run: RunConfig) -> Batch:
     """One microbatch of random tokens."""
     lengths = (run.data.seq_len,) * run.data.micro_batch
     tokens, labels = torch.randint(run.model.vocab_size, (2, sum(lengths)))
-    return whole_batch(tokens, labels, lengths, step_labels=sum(lengths), step_tokens=sum(lengths))
+    return whole_batch(
+        tokens, labels, lengths, step_labels=sum(lengths), step_tokens=sum(lengths), step_sequences=len(lengths)
+    )
 
 
 def _update(share: Share, optimizer: Optimizer) -> Trial:

@@ -146,7 +146,9 @@ class ExpertParallelLayer:
         self.layer = filled_layer(place.shape, self.weights, seams)
         self._keep_own_experts()
         tokens = torch.zeros(place.tokens, dtype=torch.int64)
-        self.batch = whole_batch(tokens, tokens, (place.tokens,), step_labels=place.tokens, step_tokens=place.tokens)
+        self.batch = whole_batch(
+            tokens, tokens, (place.tokens,), step_labels=place.tokens, step_tokens=place.tokens, step_sequences=1
+        )
         self.dy_tD = place.own(draw_gradient(place.shape, self.dtype)).clone()
 
     def _keep_own_experts(self) -> None:

@@ -36,7 +36,9 @@ def _build(backend: str, kernels: str, options: Options) -> Layer:
 def _make(backend: str, kernels: str, shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor]]:
     layer = filled_layer(shape, weights, one_process_seams(backend, kernels_named(kernels, "cpu")))
     tokens = torch.zeros(shape.tokens, dtype=torch.int64)
-    batch = whole_batch(tokens, tokens, (shape.tokens,), step_labels=shape.tokens, step_tokens=shape.tokens)
+    batch = whole_batch(
+        tokens, tokens, (shape.tokens,), step_labels=shape.tokens, step_tokens=shape.tokens, step_sequences=1
+    )
     return (lambda x: layer(x, batch, None)[0]), list(layer.parameters())
 
 

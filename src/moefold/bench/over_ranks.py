@@ -34,7 +34,9 @@ def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, T
     """Attention over ``number`` documents per rank that ``size`` ranks share, and over as many of its own."""
     heads, kv_heads, dim, length = CONTEXT.heads, CONTEXT.kv_heads, CONTEXT.dim, CONTEXT.length
     tokens = torch.zeros(length * number * size, dtype=torch.int64)
-    whole = whole_batch(tokens, tokens, (length,) * number * size, context_size=size, step_labels=1, step_tokens=1)
+    whole = whole_batch(
+        tokens, tokens, (length,) * number * size, context_size=size, step_labels=1, step_tokens=1, step_sequences=1
+    )
     batch, core = share_of(whole, groups[size].index), ContextCore(by_ring(groups))
     q = torch.randn(length * number, heads, dim, requires_grad=True)
     k, v = (torch.randn(length * number, kv_heads, dim, requires_grad=True) for _ in range(2))

@@ -94,16 +94,16 @@ def open_groups_hold_top_k(run: RunConfig) -> Problem | None:
     )
 
 
-def a_group_has_two_to_add(run: RunConfig) -> Problem | None:
+def group_score_has_whole_terms(run: RunConfig) -> Problem | None:
     moe = run.model.moe
-    if moe is None or moe.router.num_groups <= 1 or moe.router.group_score != "top2_sum":
+    if moe is None or moe.router.group_score != "topk_sum" or not 0 < moe.router.top_groups < moe.router.num_groups:
         return None
-    if moe.num_experts >= 2 * moe.router.num_groups:
+    if divides(moe.router.top_groups, moe.top_k):
         return None
     return Problem(
         "model.moe.router.group_score",
-        f"top2_sum adds two experts' scores, but {moe.router.num_groups} groups of {moe.num_experts} experts hold one",
-        "use max, or fewer groups",
+        f"topk_sum adds top_k / top_groups scores of a group, and {moe.top_k} / {moe.router.top_groups} is no integer",
+        f"use top_groups {divisors(moe.top_k)}, or group_score max",
     )
 
 
@@ -151,6 +151,39 @@ def device_groups_divide_experts(run: RunConfig) -> Problem | None:
     )
 
 
+def capacity_devices_divide_experts(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.capacity is None or divides(moe.capacity.device_groups, moe.num_experts):
+        return None
+    return Problem(
+        "model.moe.capacity.device_groups",
+        f"{moe.num_experts} experts do not divide over {moe.capacity.device_groups} devices",
+        f"use {divisors(moe.num_experts)}",
+    )
+
+
+def capacity_devices_are_used(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.capacity is None or moe.capacity.per == "device" or moe.capacity.device_groups == 1:
+        return None
+    return Problem(
+        "model.moe.capacity.device_groups",
+        f"is {moe.capacity.device_groups}, but each expert has its own capacity (capacity.per is expert)",
+        "set model.moe.capacity.per to device, or device_groups to 1",
+    )
+
+
+def padded_capacity_is_per_expert(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or moe.capacity is None or not moe.capacity.pad or moe.capacity.per == "expert":
+        return None
+    return Problem(
+        "model.moe.capacity.pad",
+        "fills every expert up to its capacity, but capacity.per is device: the experts of a device share one",
+        "set model.moe.capacity.pad to false, or capacity.per to expert",
+    )
+
+
 def a_gate_has_something_to_weigh(run: RunConfig) -> Problem | None:
     moe = run.model.moe
     if moe is None or not moe.shared_gate or moe.shared_width > 0:
@@ -171,10 +204,13 @@ RULES = (
     groups_divide_experts,
     open_groups_exist,
     open_groups_hold_top_k,
-    a_group_has_two_to_add,
+    group_score_has_whole_terms,
     only_topk_limits_groups,
     only_topk_has_an_expert_bias,
     expert_choice_has_its_own_capacity,
     device_groups_divide_experts,
+    capacity_devices_divide_experts,
+    capacity_devices_are_used,
+    padded_capacity_is_per_expert,
     a_gate_has_something_to_weigh,
 )

@@ -44,6 +44,10 @@ _WANTED = {
     "dataclass_type": "a section of keys",
     "dict_type": "a section of keys",
 }
+# What a value was called before: its dotted key, its old name, and what to write now.
+_RENAMED_VALUES = {
+    ("model.moe.router.group_score", "top2_sum"): "it is called topk_sum now and adds top_k / top_groups scores; ",
+}
 
 
 def load_run(path: str | Path) -> RunConfig:
@@ -202,7 +206,8 @@ def _explained(found: Any) -> Problem:
         missing = "is missing" if kind == "union_tag_not_found" else f"cannot be {_quoted(given)}"
         return Problem(f"{path}.kind", missing, f"{did_you_mean(str(given), kinds)}choose from {', '.join(kinds)}")
     if kind == "literal_error":
-        return Problem(path, f"cannot be {_quoted(given)}", f"choose {found['ctx']['expected']}")
+        renamed = _RENAMED_VALUES.get((path, str(given)), "")
+        return Problem(path, f"cannot be {_quoted(given)}", f"{renamed}choose {found['ctx']['expected']}")
     if kind in _WANTED:
         quotes = isinstance(given, str) and not isinstance(_safely_read(given), str)
         return Problem(path, f"must be {_WANTED[kind]}, not {_quoted(given)}", "remove the quotes" if quotes else "")

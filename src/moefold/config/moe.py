@@ -28,8 +28,9 @@ class RouterConfig:
     # Choose the best `top_groups` of `num_groups` expert groups first, then experts inside them.
     num_groups: int = 1
     top_groups: int = 1
-    # A group's score is the sum of its best experts' scores: DeepSeek-V3 adds two, V2 looks at the best one.
-    group_score: Literal["max", "top2_sum"] = "max"
+    # max: a group's score is its best expert's (DeepSeek-V2). topk_sum: the sum of its best top_k / top_groups, as many
+    # as a token takes from each of its groups on average (DeepSeek-V3, where that is 8 / 4 = 2).
+    group_score: Literal["max", "topk_sum"] = "max"
     # A learned bias on the logits (gpt-oss), part of the gradient.
     logit_bias: bool = False
     # The loss-free bias: shifts choices only, is not trained, and moves by `bias_rate` against the load each step.
@@ -37,17 +38,24 @@ class RouterConfig:
     bias_rate: float = 1e-3
     # float64 runs stay in float64; anything narrower is scored in float32 when this is set.
     fp32: bool = True
+    # Sinkhorn routing balances in training only; evaluation takes the plain top-k.
     sinkhorn_iterations: int = 8
+
+    def group_terms(self, top_k: int) -> int:
+        """How many of a group's best scores are added up to the group's own."""
+        return 1 if self.group_score == "max" else max(1, top_k // self.top_groups)
 
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Coefficients of the balance losses; 0 switches one off."""
+    """Coefficients of the balance losses; 0 switches one off. All of them count the plain top-k of the scores."""
 
     __pydantic_config__: ClassVar = STRICT
 
     microbatch: float = 0.0
     sequence: float = 0.0
+    # sequences: every sequence of the step counts the same, as DeepSeek-V3 publishes it. tokens: by its tokens.
+    sequence_mean: Literal["sequences", "tokens"] = "sequences"
     global_batch: float = 0.0
     # Balance between groups of experts (the experts of one device), not between single experts.
     device: float = 0.0
@@ -57,12 +65,16 @@ class BalanceConfig:
 
 @dataclass(frozen=True)
 class CapacityConfig:
-    """A bound on how many tokens an expert accepts: ceil(factor * tokens * top_k / experts)."""
+    """A bound on how many tokens an expert, or a device, accepts: ceil(factor * tokens * top_k / number of them)."""
 
     __pydantic_config__: ClassVar = STRICT
 
     factor: float = 1.0
-    # Who is dropped when an expert is full: the least probable, or the last in order.
+    # expert: each expert has a capacity. device: the experts of a device share one (DeepSeek-V2), whichever of them the
+    # tokens chose. A device is one of `device_groups` equal runs of experts, whatever the layout.
+    per: Literal["expert", "device"] = "expert"
+    device_groups: int = 1
+    # Who is dropped where there is no room: the assignments with the lowest routing probability, or the last in order.
     drop: Literal["probability", "position"] = "probability"
     # full: counted over all tokens of the microbatch, whatever the layout. local: over each rank's own shard.
     scope: Literal["full", "local"] = "full"

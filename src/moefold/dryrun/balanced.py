@@ -147,13 +147,16 @@ class BalancedCounts:
         assert moe is not None and moe.capacity is not None
         local = moe.capacity.scope == "local"
         over = num_tokens if local else sum(self.lengths)
-        room = capacity_of(over, moe.capacity.factor, moe.top_k, moe.num_experts)
-        if not local:
-            return choices // moe.num_experts < room
+        owners = moe.num_experts if moe.capacity.per == "expert" else moe.capacity.device_groups
+        experts_each = moe.num_experts // owners
+        room = capacity_of(over, moe.capacity.factor, moe.top_k, owners)
         experts = choices % moe.num_experts
-        order = np.argsort(experts, kind="stable")
+        if not local:
+            return choices // moe.num_experts * experts_each + experts % experts_each < room
+        owner = experts // experts_each
+        order = np.argsort(owner, kind="stable")
         before = np.empty_like(order)
-        before[order] = np.arange(len(order)) - np.searchsorted(experts[order], experts[order])
+        before[order] = np.arange(len(order)) - np.searchsorted(owner[order], owner[order])
         return before < room
 
     def _tokens_of(self, rank: int) -> np.ndarray:

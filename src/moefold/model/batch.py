@@ -57,6 +57,8 @@ class Batch:
     # Of the whole step, over all ranks and microbatches: the divisors of the loss and of the balance losses.
     step_labels: int
     step_tokens: int
+    # Sequences with at least one real token, the divisor of the balance loss per sequence; None where nobody asks.
+    step_sequences: int | None = None
     # Which share of the microbatch this is; None where all of it is here.
     context_index: int | None = None
     # False for tokens that only fill a document's place up; None where there are none.

@@ -32,7 +32,7 @@ from moefold.model.moe.experts import EngineMaker, Experts
 from moefold.model.moe.layer import MoELayer
 from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.model.moe.router import Router
-from moefold.model.moe.select import Selector, build_selector
+from moefold.model.moe.select import Selector
 from moefold.model.mtp import LookAhead
 from moefold.model.norm import RMSNorm
 from moefold.model.products import NativeProducts, Products
@@ -52,7 +52,8 @@ class Seams:
     bias_share: float = 1.0
     core: AttentionCore = field(default_factory=LocalCore)
     # Asked once per mixture, in layer order, so that recorded choices can be played back.
-    selector: Callable[[MoEConfig], Selector] = build_selector
+    # None is the one that the config names.
+    selector: Callable[[MoEConfig], Selector] | None = None
     # How the steps between products are carried out.
     kernels: MoEKernels = MOE_IN_TORCH
     # Phases that keep their input only and are computed again in the backward pass.
@@ -129,7 +130,7 @@ def _mixture(moe: MoEConfig, width: int, seams: Seams) -> MoELayer:
     # In torch, one call for all of it is no faster, and the model's own steps are the twin.
     route = None if seams.kernels.route is MOE_IN_TORCH.route else seams.kernels.route
     return MoELayer(
-        router=Router(moe, width, seams.tokens, seams.selector(moe), route),
+        router=Router(moe, width, seams.tokens, None if seams.selector is None else seams.selector(moe), route),
         dispatcher=seams.dispatcher(moe),
         experts=Experts(moe, width, seams.experts(moe), seams.bias_share),
         shared=shared,

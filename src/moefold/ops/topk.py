@@ -48,11 +48,13 @@ def _keys_without_ties(scores_tE: Tensor) -> Tensor:
     return ordered_tE.long() * num_experts - torch.arange(num_experts, device=scores_tE.device)
 
 
-def limit_groups(scores_tE: Tensor, num_groups: int, top_groups: int, how: Literal["max", "top2_sum"]) -> Tensor:
-    """Rule out experts outside a token's best groups, so that its rows travel to few places."""
+def limit_groups(scores_tE: Tensor, num_groups: int, top_groups: int, terms: int) -> Tensor:
+    """Rule out experts outside a token's best groups, so that its rows travel to few places.
+
+    A group's score is the sum of its ``terms`` best experts' scores.
+    """
     grouped_tGe = scores_tE.unflatten(-1, (num_groups, -1))
-    best = 1 if how == "max" else min(2, grouped_tGe.shape[-1])
-    group_score_tG = grouped_tGe.topk(best, dim=-1).values.sum(-1)
+    group_score_tG = grouped_tGe.topk(min(terms, grouped_tGe.shape[-1]), dim=-1).values.sum(-1)
     open_tG = torch.zeros_like(group_score_tG, dtype=torch.bool).scatter(
         1, choose_topk(group_score_tG, top_groups), True
     )

@@ -37,8 +37,14 @@ class StepSums(NamedTuple):
     # Of the modules that look further ahead, their weight included.
     ahead: Tensor
     balance: BalanceLosses
+    # Assignments before dropping, after it, and of the plain top-k, as in ``RoutingReport``.
     counts_ME: Tensor
-    dropped: Tensor
+    kept_ME: Tensor
+    plain_ME: Tensor
+
+    @property
+    def dropped(self) -> Tensor:
+        return self.counts_ME.sum() - self.kept_ME.sum()
 
 
 @dataclass
@@ -89,7 +95,7 @@ def no_sums(share: Share) -> StepSums:
     none = torch.zeros((), dtype=wide, device=share.device)
     experts = 0 if share.run.model.moe is None else share.run.model.moe.num_experts
     counts_ME = torch.zeros(len(share.model.mixtures), experts, dtype=torch.int64, device=share.device)
-    return StepSums(none, none, BalanceLosses(*[none] * 5), counts_ME, none.long())
+    return StepSums(none, none, BalanceLosses(*[none] * 5), counts_ME, counts_ME, counts_ME)
 
 
 def losses_of(
@@ -119,12 +125,13 @@ def objective_of(share: Share, output: DecoderOutput, batch: Batch) -> Tensor | 
 @torch.no_grad()
 def add_sums(sums: StepSums, share: Share, output: DecoderOutput, batch: Batch) -> StepSums:
     loss, ahead, balance = losses_of(share, output, batch)
-    counts_ME, dropped = sums.counts_ME, sums.dropped
+    counts_ME, kept_ME, plain_ME = sums.counts_ME, sums.kept_ME, sums.plain_ME
     if output.reports:
-        counts_ME = counts_ME.clone()
+        counts_ME, kept_ME, plain_ME = counts_ME.clone(), kept_ME.clone(), plain_ME.clone()
         for row, report in output.reports:
             counts_ME[row] += report.counts_E
-            dropped = dropped + report.dropped
+            kept_ME[row] += report.kept_E
+            plain_ME[row] += report.plain_E
     return StepSums(
         sums.loss if loss is None else sums.loss + loss,
         sums.ahead if ahead is None else sums.ahead + ahead,
@@ -132,7 +139,8 @@ def add_sums(sums: StepSums, share: Share, output: DecoderOutput, batch: Batch) 
         if balance is None
         else BalanceLosses(*(a + b for a, b in zip(sums.balance, balance, strict=True))),
         counts_ME,
-        dropped,
+        kept_ME,
+        plain_ME,
     )
 
 

@@ -34,10 +34,10 @@ class Tape(NamedTuple):
 
 
 def run_taped(
-    share: Share, batch: Batch, counts_ME: Tensor, stage: StageSpec, stream: Stream | None
+    share: Share, batch: Batch, earlier_ME: Tensor, stage: StageSpec, stream: Stream | None
 ) -> tuple[DecoderOutput, Tape]:
     """A forward by itself, recorded for a backward that may be overlapped."""
-    walk = _Forward(share, batch, counts_ME, stage, stream)
+    walk = _Forward(share, batch, earlier_ME, stage, stream)
     for _, work in walk:
         walk.take(work())
     return walk.result()
@@ -54,7 +54,7 @@ def tape_back(tape: Tape, gradients: tuple[Tensor, ...]) -> None:
 def run_overlapped(
     share: Share,
     batch: Batch,
-    counts_ME: Tensor,
+    earlier_ME: Tensor,
     stage: StageSpec,
     stream: Stream | None,
     tape: Tape,
@@ -74,7 +74,7 @@ def run_overlapped(
         with deferral.putting_off(key):
             return work()
 
-    ahead = _Forward(share, batch, counts_ME, stage, stream)
+    ahead = _Forward(share, batch, earlier_ME, stage, stream)
     back = _Backward(tape, gradients, putting_off)
     sides: list[_Side] = [_Side(back, iter(back)), _Side(ahead, iter(ahead))]
     while sides:
@@ -106,12 +106,12 @@ class _Side:
 class _Forward:
     """The phases of a stage's forward, one at a time; each step's result must be taken before the next."""
 
-    def __init__(self, share: Share, batch: Batch, counts_ME: Tensor, stage: StageSpec, stream: Stream | None) -> None:
+    def __init__(self, share: Share, batch: Batch, earlier_ME: Tensor, stage: StageSpec, stream: Stream | None) -> None:
         self.carry: Any = DecoderOutput(stream)
         self.entry = () if stream is None else (stream.x_tD, *stream.ahead_tD)
         self.recorded: list[Recorded] = []
         judge = Phase("objective", Lane.COMPUTE, partial(_with_objective, share, batch))
-        self.phases = (*share.model.phases(batch, counts_ME, stage), judge)
+        self.phases = (*share.model.phases(batch, earlier_ME, stage), judge)
 
     def __iter__(self) -> Iterator[tuple[Lane, Callable[[], Any]]]:
         for phase in self.phases:

@@ -76,11 +76,11 @@ def forward(flight: Flight, action: Action) -> None:
     share, batch, stage = flight.share, flight.batches[action.microbatch], flight.share.stages[action.stage]
     stream = flight.inputs.get(key)
     if schedule_named(share.run.parallel.schedule).overlaps and torch.is_grad_enabled():
-        after_forward(flight, key, *run_taped(share, batch, flight.sums.counts_ME, stage, stream))
+        after_forward(flight, key, *run_taped(share, batch, flight.sums.plain_ME, stage, stream))
     else:
         # Where everything is gathered already, what surrounds the module's call has nothing to do.
         run = share.model.forward if share.gathers_once else share.model
-        output: DecoderOutput = run(batch, flight.sums.counts_ME, stage, stream)
+        output: DecoderOutput = run(batch, flight.sums.plain_ME, stage, stream)
         after_forward(flight, key, output, (output.stream, objective_of(share, output, batch)))
 
 
@@ -172,7 +172,7 @@ def overlapped(flight: Flight, action: Action) -> None:
     output, kept = run_overlapped(
         flight.share,
         flight.batches[ahead.microbatch],
-        flight.sums.counts_ME,
+        flight.sums.plain_ME,
         flight.share.stages[ahead.stage],
         flight.inputs.get(key),
         flight.forwards.pop(back_key),

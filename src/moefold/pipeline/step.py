@@ -71,16 +71,21 @@ def run_step(
         return StepResult(sums, norm, reason)
     clip_gradients(gradients.values(), norm, share.run.optim.clip_norm)
     optimizer.step()
-    move_expert_biases(share.model, sums.counts_ME)
+    move_expert_biases(share.model, sums.kept_ME)
     return StepResult(sums, norm)
 
 
 def evaluate(share: Share, batches: Sequence[Batch]) -> Tensor:
     """The loss per label of these batches, on every rank; nothing is kept and nothing changes."""
-    if share.gathers_once:
-        gather_once(share.model)
-    sums = over_ranks(carry_forward(share, batches), share.groups)
-    put_to_rest(share.model)
+    training = share.model.training
+    share.model.eval()
+    try:
+        if share.gathers_once:
+            gather_once(share.model)
+        sums = over_ranks(carry_forward(share, batches), share.groups)
+        put_to_rest(share.model)
+    finally:
+        share.model.train(training)
     return sums.loss
 
 
@@ -100,18 +105,24 @@ def over_ranks(sums: StepSums, groups: Groups) -> StepSums:
         losses = sum_plain(losses, groups[axis])
     loss, ahead = losses
     balance = BalanceLosses(*sum_plain(torch.stack(sums.balance), world))
-    counts_ME = sum_plain(sums.counts_ME, world)
-    return StepSums(loss, ahead, balance, counts_ME, sum_plain(sums.dropped, world))
+    counts_3ME = sum_plain(torch.stack((sums.counts_ME, sums.kept_ME, sums.plain_ME)), world)
+    return StepSums(loss, ahead, balance, *counts_3ME)
 
 
 @torch.no_grad()
-def move_expert_biases(model: Decoder, counts_ME: Tensor) -> None:
+def move_expert_biases(model: Decoder, kept_ME: Tensor) -> None:
     """The loss-free bias moves against the load of the whole step, the same on every rank."""
     for row, router in model.routers().items():
         if router.expert_bias is not None:
-            router.expert_bias.copy_(update_expert_bias(router.expert_bias, counts_ME[row], router.bias_rate))
+            router.expert_bias.copy_(update_expert_bias(router.expert_bias, kept_ME[row], router.bias_rate))
 
 
 def count_step_labels(mine: int, groups: Groups) -> int:
     """The labels of the whole step: the one divisor of the loss, counted once, before the first forward."""
-    return int(sum_plain(sum_plain(torch.tensor(mine), groups["dp"]), groups["cp"]))
+    (labels,) = count_over_step((mine,), groups)
+    return labels
+
+
+def count_over_step(mine: Sequence[int], groups: Groups) -> tuple[int, ...]:
+    """Several counts of the whole step at once."""
+    return tuple(sum_plain(sum_plain(torch.tensor(mine), groups["dp"]), groups["cp"]).tolist())

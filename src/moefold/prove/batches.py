@@ -124,6 +124,7 @@ def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], lab
         step_labels=labels[0],
         step_labels_ahead=labels[1:],
         step_tokens=sum(map(sum, case.documents)),
+        step_sequences=sum(map(len, case.documents)),
         num_ahead=case.run.model.num_mtp,
         real_N=real_N if case.run.data.documents == "padded" else None,
     )

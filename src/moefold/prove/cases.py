@@ -13,6 +13,7 @@ from moefold.batching.step_plan import StepPlan
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import Format, PrecisionConfig
@@ -91,7 +92,8 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
     tp, ep, etp = run.parallel.tp, run.parallel.ep, run.parallel.etp
     moe = model.moe
     if moe is not None:
-        groups = lcm(ep, moe.router.num_groups, moe.balance.device_groups)
+        devices = 1 if moe.capacity is None else moe.capacity.device_groups
+        groups = lcm(ep, moe.router.num_groups, moe.balance.device_groups, devices)
         experts = min(moe.num_experts, max(_MOST_EXPERTS, groups) // groups * groups)
         moe = replace(
             moe,
@@ -101,11 +103,8 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
             shared_width=8 * tp if moe.shared_width else 0,
             latent_width=24 if moe.latent_width is not None else None,
         )
-        per_group = experts // moe.router.num_groups
         if moe.router.num_groups > 1:
-            needed = -(-moe.top_k // per_group)
-            router = replace(moe.router, top_groups=max(needed, min(moe.router.top_groups, moe.router.num_groups)))
-            moe = replace(moe, router=router)
+            moe = replace(moe, router=replace(moe.router, top_groups=_reduce_top_groups(moe)))
     return replace(
         model,
         vocab_size=min(model.vocab_size, _MOST_VOCABULARY) // tp * tp,
@@ -117,6 +116,15 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
         moe=moe,
         init_std=0.2,
     )
+
+
+def _reduce_top_groups(moe: MoEConfig) -> int:
+    """As many as there were, or the nearest number that holds ``top_k`` experts and divides it for a ``topk_sum``."""
+    needed = -(-moe.top_k // (moe.num_experts // moe.router.num_groups))
+    legal = list(range(needed, moe.router.num_groups + 1))
+    if moe.router.group_score == "topk_sum":
+        legal = [size for size in legal if moe.top_k % size == 0 or size == moe.router.num_groups]
+    return min(legal, key=lambda size: abs(size - moe.router.top_groups))
 
 
 def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> AttentionConfig:

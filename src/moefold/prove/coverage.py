@@ -131,10 +131,11 @@ def _moe_features(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield "routing", "loss-free bias"
     for name in ("microbatch", "sequence", "global_batch", "device", "z"):
         if getattr(moe.balance, name):
-            yield "balance", name
+            yield "balance", f"sequence, mean over {moe.balance.sequence_mean}" if name == "sequence" else name
     if moe.capacity is None:
         yield "capacity", "dropless"
     else:
+        yield "capacity", f"per {moe.capacity.per}"
         yield "capacity", f"drop by {moe.capacity.drop}"
         yield "capacity", f"{moe.capacity.scope} scope"
         if moe.capacity.pad:

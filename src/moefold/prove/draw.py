@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from random import Random
-from typing import get_args
+from typing import Literal, get_args
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -224,7 +224,7 @@ def _moe(random: Random, deal: _Deal, dtype: Format) -> MoEConfig:
     num_experts = max(deal.ep, random.choice((8, 16)))
     return MoEConfig(
         num_experts=num_experts,
-        top_k=random.choice((1, 2, 3)),
+        top_k=random.choice((1, 2, 3, 4)),
         expert_width=deal.etp * (8 if dtype == "bfloat16" else random.choice((3, 8))),
         router=_router(random, num_experts),
         balance=_balance(random, num_experts),
@@ -249,8 +249,8 @@ def _router(random: Random, num_experts: int) -> RouterConfig:
         normalize=random.random() < 0.5,
         scale=random.choice((1.0, 2.5)),
         num_groups=4 if grouped else 1,
-        top_groups=2 if grouped else 1,
-        group_score=random.choice(("max", "top2_sum")) if grouped else "max",
+        top_groups=random.choice((1, 2, 2)) if grouped else 1,
+        group_score=random.choice(("max", "topk_sum")) if grouped else "max",
         logit_bias=random.random() < 0.3,
         expert_bias=kind == "topk" and random.random() < 0.5,
         bias_rate=1e-2,
@@ -264,6 +264,7 @@ def _balance(random: Random, num_experts: int) -> BalanceConfig:
     return BalanceConfig(
         microbatch=coefficient(),
         sequence=coefficient(),
+        sequence_mean=random.choice(("sequences", "tokens")),
         global_batch=coefficient(),
         device=coefficient(),
         device_groups=random.choice((2, 4)),
@@ -274,9 +275,12 @@ def _balance(random: Random, num_experts: int) -> BalanceConfig:
 def _capacity(random: Random) -> CapacityConfig | None:
     if random.random() < 0.5:
         return None
+    per: Literal["expert", "device"] = random.choice(("expert", "expert", "device"))
     return CapacityConfig(
         factor=random.choice((0.7, 1.0, 1.5)),
+        per=per,
+        device_groups=random.choice((2, 4)) if per == "device" else 1,
         drop=random.choice(("probability", "position")),
         scope=random.choice(("full", "local")),
-        pad=random.random() < 0.5,
+        pad=per == "expert" and random.random() < 0.5,
     )

@@ -6,10 +6,15 @@ from fnmatch import fnmatchcase
 
 MEANINGS = (
     ("counts", "routing differs: scores, selection, or counts not summed over all ranks of the stage"),
+    ("plain", "the top-k that balance losses count has a bias, groups or pads in it, or was not summed over all ranks"),
+    ("kept", "capacities were counted over other sets, or other choices went first where there was no room"),
     ("dropped", "capacities were counted over other sets of tokens than the reference's"),
     ("loss", "the forward differs, labels were counted on some ranks only, or losses not summed over dp and cp"),
     ("ahead", "losses further ahead: tokens or labels shifted, past a document's end, or modules added, not averaged"),
-    ("balance/sequence", "counts of a document not summed over the ranks that share it, or wrong ends of documents"),
+    (
+        "balance/sequence",
+        "counts of a document not summed over the ranks that share it, or wrong ends or number of documents",
+    ),
     (
         "balance/global_batch",
         "counts not summed over every rank, or earlier microbatches forgotten or of another layer",

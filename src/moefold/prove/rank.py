@@ -74,6 +74,8 @@ def _whole(share: Share, result: StepResult, expected: dict[str, Tensor], speaks
         "ahead": sums.ahead,
         "norm": result.norm,
         "counts": sums.counts_ME,
+        "kept": sums.kept_ME,
+        "plain": sums.plain_ME,
         "dropped": sums.dropped,
     }
     mine |= {f"balance/{name}": value for name, value in sums.balance._asdict().items()}

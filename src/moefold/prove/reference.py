@@ -46,7 +46,7 @@ def reference(case: Case) -> Answer:
     factor = min(1.0, case.run.optim.clip_norm / answer["norm"].item())
     for gradient in gradients.values():
         gradient.mul_(factor)
-    return answer | _update(case, model, answer["counts"])
+    return answer | _update(case, model, answer["kept"])
 
 
 def reference_model(case: Case) -> Decoder:
@@ -67,7 +67,8 @@ def _forward_and_backward(case: Case, model: Decoder) -> Answer:
     """Gradients add up in the model; sums add up here."""
     mixtures = len(mixture_names(case.run.model))
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
-    answer = {"counts": torch.zeros(mixtures, experts, dtype=torch.int64), "dropped": torch.tensor(0)}
+    none_ME = torch.zeros(mixtures, experts, dtype=torch.int64)
+    answer = {"counts": none_ME, "kept": none_ME, "plain": none_ME, "dropped": torch.tensor(0)}
     answer |= {
         name: torch.tensor(0.0) for name in ("loss", "ahead", *(f"balance/{field}" for field in BalanceLosses._fields))
     }
@@ -75,7 +76,7 @@ def _forward_and_backward(case: Case, model: Decoder) -> Answer:
     labels_ahead = labels[1:]
     for wave in range(case.num_waves):
         batch = wave_batch(case, wave, labels)
-        output = model(batch, answer["counts"] if wave else None)
+        output = model(batch, answer["plain"] if wave else None)
         parts = {"loss": output.loss_sum / batch.step_labels}
         if output.ahead_loss_sums:
             counts = labels_ahead if case.run.model.mtp_divisor == "labels" else [batch.step_tokens] * len(labels_ahead)
@@ -88,11 +89,14 @@ def _forward_and_backward(case: Case, model: Decoder) -> Answer:
         torch.stack(list(parts.values())).sum().backward()
         answer |= {name: answer[name] + part.detach() for name, part in parts.items()}
         if output.reports:
-            answer["counts"] = answer["counts"] + torch.stack([report.counts_E for _, report in output.reports])
+            reports = [report for _, report in output.reports]
+            answer["counts"] = answer["counts"] + torch.stack([report.counts_E for report in reports])
+            answer["kept"] = answer["kept"] + torch.stack([report.kept_E for report in reports])
+            answer["plain"] = answer["plain"] + torch.stack([report.plain_E for report in reports])
     return answer
 
 
-def _update(case: Case, model: Decoder, counts_ME: Tensor) -> Answer:
+def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Answer:
     optim, kinds = case.run.optim, {spec.name: spec.kind for spec in parameters(case.run.model)}
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -113,5 +117,5 @@ def _update(case: Case, model: Decoder, counts_ME: Tensor) -> Answer:
         answer[f"exp_avg/{name}"], answer[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
     state = dict(model.named_buffers())
     for (row, router), spec in zip(model.routers().items(), buffers(case.run.model), strict=False):
-        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], counts_ME[row], router.bias_rate)
+        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], kept_ME[row], router.bias_rate)
     return answer

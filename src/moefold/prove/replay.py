@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.model.batch import Batch
 from moefold.model.decoder import Decoder
 from moefold.model.moe.router import Router
-from moefold.model.moe.select import Choice, Dropper, ReplaySelect, Selector
+from moefold.model.moe.select import Choice, Dropper, ReplaySelect
 from moefold.model.seams import TokenSeam
 
 
@@ -26,17 +26,19 @@ def named_routers(model: Decoder) -> dict[str, Router]:
 class _Recorder:
     """Selects as ``inner`` does, and writes down what it chose."""
 
-    def __init__(self, inner: Selector, name: str, into: dict[str, Tensor]) -> None:
-        self.inner, self.name, self.into = inner, name, into
+    def __init__(self, router: Router, name: str, into: dict[str, Tensor]) -> None:
+        self.router, self.inner, self.name, self.into = router, router.selector, name, into
 
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
     ) -> Choice:
         choice = self.inner.select(logits_tE, scores_tE, bias_E, batch, tokens)
+        plain_tK = self.router.plain_topk(logits_tE, choice)
         self.into[f"{self.name}/expert"] = choice.expert_tK.contiguous()
+        self.into[f"{self.name}/plain"] = plain_tK.clone()
         if choice.kept_tK is not None:
             self.into[f"{self.name}/kept"] = choice.kept_tK.contiguous()
-        return choice
+        return choice._replace(plain_tK=plain_tK)
 
 
 class _DropRecorder:
@@ -45,8 +47,8 @@ class _DropRecorder:
     def __init__(self, inner: Dropper, name: str, into: dict[str, Tensor]) -> None:
         self.inner, self.name, self.into = inner, name, into
 
-    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
-        kept_tK = self.inner.kept(expert_tK, scores_tE, batch, tokens)
+    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+        kept_tK = self.inner.kept(expert_tK, prob_tK, batch, tokens)
         self.into[f"{self.name}/within_capacity"] = kept_tK.contiguous()
         return kept_tK
 
@@ -57,7 +59,7 @@ class _ReplayDrop:
     def __init__(self, kept_tK: Tensor) -> None:
         self.kept_tK = kept_tK
 
-    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
         return self.kept_tK
 
 
@@ -68,7 +70,7 @@ def record_choices(model: Decoder) -> Iterator[dict[str, Tensor]]:
     routers = named_routers(model)
     before = {name: (router.selector, router.drop) for name, router in routers.items()}
     for name, router in routers.items():
-        router.selector = _Recorder(router.selector, name, choices)
+        router.selector = _Recorder(router, name, choices)
         router.drop = None if router.drop is None else _DropRecorder(router.drop, name, choices)
     yield choices
     for name, router in routers.items():
@@ -82,8 +84,8 @@ def replay_choices(model: Decoder, recorded: dict[str, Tensor], dp_index: int, b
     for name, router in named_routers(model).items():
         mine = {
             what: router.tokens.mine(recorded[f"choice/{name}/{what}"][rows], batch)
-            for what in ("expert", "kept", "within_capacity")
+            for what in ("expert", "kept", "plain", "within_capacity")
             if f"choice/{name}/{what}" in recorded
         }
-        router.selector = ReplaySelect(Choice(mine["expert"], mine.get("kept")))
+        router.selector = ReplaySelect(Choice(mine["expert"], mine.get("kept"), mine["plain"]))
         router.drop = _ReplayDrop(mine["within_capacity"]) if "within_capacity" in mine else None

@@ -201,7 +201,7 @@ def norm_of_this_rank_only() -> None:
 
 def bias_from_local_load() -> None:
     def make(over_ranks: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda sums, groups: over_ranks(sums, groups)._replace(counts_ME=sums.counts_ME)
+        return lambda sums, groups: over_ranks(sums, groups)._replace(kept_ME=sums.kept_ME)
 
     wrap(moefold.pipeline.step, "over_ranks", make)
 

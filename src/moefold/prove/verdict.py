@@ -117,6 +117,8 @@ def _judge(case: Case, seen: dict[str, list[Difference]], sizes: dict[str, Yards
 # What goes wrong early drags everything later along, so the first kind that fails is where to look.
 _ORDER = (
     "counts",
+    "plain",
+    "kept",
     "dropped",
     "loss",
     "ahead",
@@ -147,7 +149,7 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
     gradient has twice the relative error. Counts are integers and must be equal.
     """
     kind = quantity.partition("/")[0]
-    if kind in ("counts", "dropped"):
+    if kind in ("counts", "plain", "kept", "dropped"):
         return 0.0
     tokens = case.run.data.global_batch * case.run.data.seq_len
     roundings = 36 * case.run.model.num_layers + 12

@@ -124,9 +124,9 @@ def debug_mla() -> RunConfig:
                 router=RouterConfig(
                     score="sigmoid",
                     normalize=True,
-                    num_groups=4,
-                    top_groups=2,
-                    group_score="top2_sum",
+                    num_groups=2,
+                    top_groups=1,
+                    group_score="topk_sum",
                     expert_bias=True,
                 ),
                 balance=BalanceConfig(sequence=1e-4),

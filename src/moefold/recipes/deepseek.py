@@ -139,7 +139,7 @@ def v3_shape(
                 scale=scale,
                 num_groups=num_groups,
                 top_groups=top_groups,
-                group_score="top2_sum",
+                group_score="topk_sum",
                 expert_bias=True,
             ),
             balance=BalanceConfig(sequence=1e-4),

@@ -25,7 +25,7 @@ from moefold.data.packing import crossing, lengths
 from moefold.data.samples import Sample
 from moefold.model.assemble import share_of, whole_batch
 from moefold.model.batch import IGNORED, Batch
-from moefold.pipeline.step import count_step_labels
+from moefold.pipeline.step import count_over_step
 
 
 class SampleOrder(Protocol):
@@ -61,9 +61,9 @@ def step_batches(
     mine = [wave.documents[place // wave.context] for wave in plan.waves]
     read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
     slots = [[slot_of(sample, run.data.seq_len) for sample in samples] for samples in read]
-    labels = _count_labels(sizes, slots, run, groups)
+    divisors = _count_divisors(sizes, slots, run, groups)
     batches = [
-        share_of(_batch(microbatch, wave.context, run, labels, sum(sizes), device), place % wave.context)
+        share_of(_batch(microbatch, wave.context, run, divisors, device), place % wave.context)
         for microbatch, wave in zip(slots, plan.waves, strict=True)
     ]
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
@@ -99,9 +99,15 @@ SLOTS: dict[str, Callable[[Sample, int], Slot]] = {
 }
 
 
-def _batch(
-    slots: Sequence[Slot], context: int, run: RunConfig, labels: tuple[int, ...], tokens: int, device: torch.device
-) -> Batch:
+class Divisors(NamedTuple):
+    """Of the whole step, over all ranks: labels for the next token, then for each MTP module."""
+
+    labels: tuple[int, ...]
+    tokens: int
+    sequences: int
+
+
+def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Divisors, device: torch.device) -> Batch:
     """The whole microbatch; none of its ranks may hold anything if there are more of them than documents."""
     nothing, real = np.zeros(0, np.int64), [slot.real_N for slot in slots if slot.real_N is not None]
     return whole_batch(
@@ -110,27 +116,31 @@ def _batch(
         tuple(length for slot in slots for length in slot.lengths),
         context_size=context,
         tensor_size=run.parallel.tp,
-        step_labels=labels[0],
-        step_labels_ahead=labels[1:],
-        step_tokens=tokens,
+        step_labels=divisors.labels[0],
+        step_labels_ahead=divisors.labels[1:],
+        step_tokens=divisors.tokens,
+        step_sequences=divisors.sequences,
         num_ahead=run.model.num_mtp,
         real_N=torch.from_numpy(np.concatenate(real)).to(device) if real else None,
     )
 
 
-def _count_labels(
-    sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups
-) -> tuple[int, ...]:
-    """Labels of the whole step: for the next token, then for each module that looks further ahead.
+def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups) -> Divisors:
+    """Divisors of the losses follow from the samples' lengths, each sample being one sequence whose tokens have labels.
 
-    They follow from the samples' lengths, but for windows whose documents are kept apart: those must be read to know,
-    so ranks tell each other, one of those that share a microbatch.
+    Windows whose documents are kept apart must be read to know them; so ranks tell each other, one of those that share
+    a microbatch.
     """
-    reach = range(1 + run.model.num_mtp)
+    reach, tokens = range(1 + run.model.num_mtp), sum(sizes)
     if run.data.documents != "apart":
-        return tuple(sum(max(size - by, 0) for size in sizes) for by in reach)
-    mine = [sum(_labels_ahead(slot, by) for microbatch in slots for slot in microbatch) for by in reach]
-    return tuple(count_step_labels(count if groups["cp"].index == 0 else 0, groups) for count in mine)
+        labels = tuple(sum(max(size - by, 0) for size in sizes) for by in reach)
+        return Divisors(labels, tokens, sum(size > 0 for size in sizes))
+    mine = [slot for microbatch in slots for slot in microbatch] if groups["cp"].index == 0 else []
+    sequences = sum(length > 0 for slot in mine for length in slot.lengths)
+    *counts, sequences = count_over_step(
+        (*(sum(_labels_ahead(slot, by) for slot in mine) for by in reach), sequences), groups
+    )
+    return Divisors(tuple(counts), tokens, sequences)
 
 
 def _labels_ahead(slot: Slot, by: int) -> int:

@@ -31,6 +31,7 @@ class OurStep:
                 (self.run_config.data.seq_len,) * microbatch.shape[0],
                 step_labels=total,
                 step_tokens=total,
+                step_sequences=tokens.shape[0] * tokens.shape[1],
             )
             for microbatch in tokens
         ]

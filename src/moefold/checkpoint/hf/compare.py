@@ -62,7 +62,12 @@ def _our_logits(
     _round(decoder, rounded)
     count = tokens.numel()
     batch = whole_batch(
-        tokens.flatten(), tokens.flatten(), (_LENGTH,) * _SEQUENCES, step_labels=count, step_tokens=count
+        tokens.flatten(),
+        tokens.flatten(),
+        (_LENGTH,) * _SEQUENCES,
+        step_labels=count,
+        step_tokens=count,
+        step_sequences=_SEQUENCES,
     )
     return decoder.logits(batch)
 

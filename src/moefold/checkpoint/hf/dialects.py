@@ -19,6 +19,7 @@ from moefold.checkpoint.hf.sections import (
     LATENT,
     ROPE,
     V2_GROUPS,
+    V3_GROUPS,
     WINDOWS,
     Section,
 )
@@ -191,7 +192,7 @@ _DEEPSEEK_V3 = Dialect(
     ModelConfig(
         attention=MLAConfig(),
         rope=RopeConfig(interleaved=True),
-        moe=_mixture(score="sigmoid", group_score="top2_sum", expert_bias=True),
+        moe=_mixture(score="sigmoid", group_score="topk_sum", expert_bias=True),
     ),
     (
         *_latent_keys(),
@@ -201,7 +202,7 @@ _DEEPSEEK_V3 = Dialect(
         Key("rope_interleave", "rope.interleaved", True),
         Key("num_nextn_predict_layers", "num_mtp", 0, names=("num_mtp_layers",)),
     ),
-    (ROPE, LATENT),
+    (ROPE, LATENT, V3_GROUPS),
     {
         **_SILU,
         **_NO_BIAS,

@@ -104,6 +104,23 @@ HEADS = Section(
 )
 
 
+def _read_v3_groups(config: Mapping[str, Any]) -> Values:
+    """No values, as each number has a key: transformers adds two scores of a group whatever the numbers say."""
+    top_k, groups, chosen = (config.get(key) for key in ("num_experts_per_tok", "n_group", "topk_group"))
+    if not (isinstance(top_k, int) and isinstance(groups, int) and isinstance(chosen, int)):
+        return {}
+    if chosen < groups and top_k != 2 * chosen:
+        raise Unreadable(
+            "topk_group",
+            f"transformers scores a group by its best two experts, but num_experts_per_tok / topk_group, which "
+            f"is their number here, is {top_k} / {chosen}; use {top_k / 2:g} of {groups} groups, or n_group 1",
+        )
+    return {}
+
+
+V3_GROUPS = Section((), _read_v3_groups, lambda model: {})
+
+
 def _read_latent(config: Mapping[str, Any]) -> Values:
     heads, nope, rope = (config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     if config.get("num_key_value_heads", heads) not in (heads, None):

@@ -23,10 +23,14 @@ from moefold.ops.topk import choose_balanced, choose_by_experts, choose_topk, li
 
 
 class Choice(NamedTuple):
-    """Who was chosen, before capacities. With ``kept_tK`` only the true entries were chosen at all."""
+    """Who was chosen, before capacities. With ``kept_tK`` only the true entries were chosen at all.
+
+    ``plain_tK`` is the plain top-k of the scores, which balance losses count, where the selector knows it already.
+    """
 
     expert_tK: Tensor
     kept_tK: Tensor | None = None
+    plain_tK: Tensor | None = None
 
 
 class Selector(Protocol):
@@ -51,12 +55,16 @@ class TopK:
         if bias_E is not None:
             value_tE = value_tE + bias_E
         if router.num_groups > 1:
-            value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, router.group_score)
+            terms = router.group_terms(self.config.top_k)
+            value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, terms)
         return Choice(choose_topk(value_tE, self.config.top_k))
 
 
 class SinkhornSelect:
-    """Every token takes its best experts of a plan in which each expert gets its share of the microbatch."""
+    """Every token takes its best experts of a plan in which each expert gets its share of the microbatch.
+
+    For training: in evaluation a token's experts must not depend on the other tokens, and the router takes ``TopK``.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
@@ -133,34 +141,41 @@ class ReplaySelect:
 
 
 class Dropper(Protocol):
-    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
-        """True for the choices that stay."""
+    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+        """True for the choices that stay; ``prob_tK`` is what each one's answer counts for, without a gradient."""
         ...
 
 
 class CapacityDrop:
-    """Drops the choices that an expert has no room for, counted over the microbatch or over each rank's shard."""
+    """Drops the choices that an expert, or the device that holds it, has no room for.
+
+    Counted over the microbatch or over each rank's shard. A device is a run of experts that the config names and not
+    the layout's expert rank, so that a layout changes nothing.
+    """
 
     def __init__(self, config: MoEConfig, capacity: CapacityConfig) -> None:
         self.config, self.capacity = config, capacity
 
-    def kept(self, expert_tK: Tensor, scores_tE: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
-        score_tK = scores_tE.gather(1, expert_tK) if self.capacity.drop == "probability" else None
+    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+        priority_tK = prob_tK if self.capacity.drop == "probability" else None
         real_t = real_tokens(batch, tokens)
         if self.capacity.scope == "local":
             # Shards of other ranks are sets without a token here.
             shard_t = tokens.mine(batch.shards.set_of_token_N, batch)
-            return self._keep(expert_tK, score_tK, TokenSets(shard_t, batch.shards.sizes), real_t)
-        score_NK = None if score_tK is None else tokens.whole(score_tK, batch)
+            return self._keep(expert_tK, priority_tK, TokenSets(shard_t, batch.shards.sizes), real_t)
+        priority_NK = None if priority_tK is None else tokens.whole(priority_tK, batch)
         real_N = None if real_t is None else tokens.whole(real_t, batch)
-        return tokens.mine(self._keep(tokens.whole(expert_tK, batch), score_NK, batch.microbatches, real_N), batch)
+        return tokens.mine(self._keep(tokens.whole(expert_tK, batch), priority_NK, batch.microbatches, real_N), batch)
 
-    def _keep(self, expert: Tensor, score: Tensor | None, sets: TokenSets, real: Tensor | None) -> Tensor:
-        top_k, num_experts = self.config.top_k, self.config.num_experts
+    def _keep(self, expert: Tensor, priority: Tensor | None, sets: TokenSets, real: Tensor | None) -> Tensor:
+        owner, owners = expert, self.config.num_experts
+        if self.capacity.per == "device":
+            owners = self.capacity.device_groups
+            owner = expert // (self.config.num_experts // owners)
         if real is not None:
             sets = only_real(sets, real)
-        capacities = tuple(capacity_of(size, self.capacity.factor, top_k, num_experts) for size in sets.sizes)
-        return keep_within_capacity(expert, score, sets.set_of_token_N, capacities, num_experts)
+        capacities = tuple(capacity_of(size, self.capacity.factor, self.config.top_k, owners) for size in sets.sizes)
+        return keep_within_capacity(owner, priority, sets.set_of_token_N, capacities, owners)
 
 
 SELECTORS: dict[str, Callable[[MoEConfig], Selector]] = {
@@ -171,5 +186,6 @@ SELECTORS: dict[str, Callable[[MoEConfig], Selector]] = {
 }
 
 
-def build_selector(config: MoEConfig) -> Selector:
-    return SELECTORS[config.router.kind](config)
+def build_selector(config: MoEConfig, training: bool = True) -> Selector:
+    kind = "topk" if config.router.kind == "sinkhorn" and not training else config.router.kind
+    return SELECTORS[kind](config)

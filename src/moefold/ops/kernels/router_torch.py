@@ -24,7 +24,7 @@ def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k:
     if bias_E is not None:
         value_tE = value_tE + bias_E
     if router.num_groups > 1:
-        value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, router.group_score)
+        value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, router.group_terms(top_k))
     expert_tK = choose_topk(value_tE, top_k)
     weight_tK = score(wide_tE.gather(1, expert_tK), router.score) if after else scores_tE.gather(1, expert_tK)
     if router.normalize:

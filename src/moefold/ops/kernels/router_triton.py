@@ -47,15 +47,18 @@ def _first_best(value_TF, taken_TF, column_F, LAST: tl.constexpr):
 @triton.jit
 def _open_groups(
     value_TF, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr,
-    TWO: tl.constexpr, T: tl.constexpr,
+    TERMS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """True in the columns of each token's best groups. A group's score is its best value, or its best two added."""
+    """True in the columns of each token's best groups. A group's score is the sum of its TERMS best values."""
     value_RS = tl.reshape(value_TF, [T * GP, SP])
-    score_R = tl.max(value_RS, 1)
-    if TWO and S > 1:
-        member_S = tl.arange(0, SP)
-        best_R = tl.min(tl.where(value_RS == score_R[:, None], member_S[None, :], SP), 1)
-        score_R += tl.max(tl.where(member_S[None, :] == best_R[:, None], -float("inf"), value_RS), 1)
+    best_R = tl.max(value_RS, 1)
+    score_R = best_R
+    member_S = tl.arange(0, SP)
+    for _ in tl.static_range(TERMS - 1):
+        first_R = tl.min(tl.where(value_RS == best_R[:, None], member_S[None, :], SP), 1)
+        value_RS = tl.where(member_S[None, :] == first_R[:, None], -float("inf"), value_RS)
+        best_R = tl.max(value_RS, 1)
+        score_R += best_R
     score_TG = tl.reshape(score_R, [T, GP])
     group_G = tl.arange(0, GP)
     taken_TG = (group_G >= G)[None, :] & (score_TG == score_TG)
@@ -70,7 +73,7 @@ def _open_groups(
 def _choose(
     logits_tE, bias_E, expert_tK, weight_tK, num_tokens, scale,
     E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, SOFTMAX: tl.constexpr, AFTER: tl.constexpr, BIAS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TERMS: tl.constexpr, SOFTMAX: tl.constexpr, AFTER: tl.constexpr, BIAS: tl.constexpr,
     NORMALIZE: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     S: tl.constexpr = E // G
@@ -88,7 +91,7 @@ def _choose(
         value_TF += tl.load(bias_E + expert_F, mask=valid_F, other=0.0)[None, :]
     value_TF = tl.where(valid_F[None, :], value_TF, -float("inf"))
     if G > 1:
-        open_TF = _open_groups(value_TF, G, GP, SP, S, TOP_GROUPS, TWO, T)
+        open_TF = _open_groups(value_TF, G, GP, SP, S, TOP_GROUPS, TERMS, T)
         value_TF = tl.where(open_TF, value_TF, -float("inf"))
 
     taken_TF = (valid_F == 0)[None, :] & (row_T >= 0)[:, None]
@@ -202,7 +205,8 @@ def _constants(num_experts: int, top_k: int, router: RouterConfig, bias: bool) -
     SP = triton.next_power_of_2(num_experts // router.num_groups)
     return {
         "E": num_experts, "G": router.num_groups, "GP": GP, "SP": SP, "K": top_k, "KP": triton.next_power_of_2(top_k),
-        "TOP_GROUPS": router.top_groups, "TWO": router.group_score == "top2_sum", "BIAS": bias,
+        "TOP_GROUPS": router.top_groups, "TERMS": min(router.group_terms(top_k), num_experts // router.num_groups),
+        "BIAS": bias,
         "SOFTMAX": router.score == "softmax", "AFTER": router.score_when == "after_topk",
         "NORMALIZE": router.normalize, "T": max(1, BLOCK // (GP * SP)),
     }  # fmt: skip
