@@ -17,7 +17,7 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline
+from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline, sabotage_routing
 from moefold.prove.cases import PROVING_OPTIM, Case
 from moefold.prove.verdict import Verdict, prove
 
@@ -80,6 +80,27 @@ _ONE_STAGE = (
         "gathered",
         ParallelConfig(tp=2, ep=2, dispatcher="all_gather"),
         _model(moe=replace(_MOE, capacity=CapacityConfig(factor=0.8))),
+    ),
+    # Bias, groups and a capacity per device: what is asked, what is chosen and what is kept all differ.
+    _case(
+        "limited",
+        ParallelConfig(tp=2, ep=4),
+        _model(
+            moe=replace(
+                _MOE,
+                num_experts=16,
+                top_k=4,
+                router=RouterConfig(
+                    score="sigmoid",
+                    normalize=True,
+                    num_groups=4,
+                    top_groups=2,
+                    group_score="topk_sum",
+                    expert_bias=True,
+                ),
+                capacity=CapacityConfig(factor=0.8, per="device", device_groups=4),
+            )
+        ),
     ),
     _case("once", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
     _case("copied", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
@@ -164,6 +185,25 @@ MUTANTS = (
     Mutant(sabotage.shards_in_the_wrong_order, "folded", "a rank reads its neighbour's labels of the tokens' sets"),
     Mutant(sabotage.capacity_of_the_shard, "gathered", "a capacity for the microbatch is applied to each shard"),
     Mutant(sabotage.dropped_choices_forgotten_by_others, "gathered", "who was dropped is not told to the other ranks"),
+    Mutant(
+        sabotage_routing.balance_counts_where_tokens_went,
+        "limited",
+        "the balance losses see the bias's and groups' choice",
+    ),
+    Mutant(
+        sabotage_routing.drops_by_the_raw_score, "limited", "who is dropped is decided before scores are normalised"
+    ),
+    Mutant(
+        sabotage_routing.bias_counts_what_was_dropped,
+        "limited",
+        "the loss-free bias follows what was asked, not computed",
+    ),
+    Mutant(
+        sabotage_routing.capacity_of_a_device_for_each_expert,
+        "limited",
+        "the experts of a device do not share its room",
+    ),
+    Mutant(sabotage_routing.a_group_scored_by_its_best_expert, "limited", "V2's rule for groups where V3's is meant"),
     Mutant(sabotage.start_depends_on_the_layout, "folded", "each rank seeds its own part by its own shape"),
     Mutant(sabotage.decay_on_everything, "folded", "norms and biases are pulled to zero"),
     Mutant(sabotage_dispatch.one_choice_per_row, "once", "a row that came once is answered by one expert only"),
@@ -258,6 +298,9 @@ MUTANTS = (
         "interleaved",
         "packed documents are one sequence to the balance loss",
     ),
+    Mutant(sabotage_documents.sequences_of_this_microbatch_only, "interleaved", "the mean is over a rank's sequences"),
+    Mutant(sabotage_documents.shared_sequences_counted_once_per_rank, "ring", "a document on several ranks is several"),
+    Mutant(sabotage_documents.sequences_weighed_by_their_tokens, "interleaved", "a mean over tokens, not sequences"),
     Mutant(
         sabotage_documents.loss_of_one_context_rank_only, "ring", "the loss is summed over dp and forgotten over cp"
     ),

@@ -25,6 +25,7 @@ import moefold.prove.batches
 import moefold.prove.rank
 from moefold.comm.gather import gather_plain, sum_plain
 from moefold.comm.mesh import Groups
+from moefold.config.moe import MoEConfig
 from moefold.model.batch import Batch
 from moefold.parallel.context_heads import HeadTrade
 from moefold.parallel.tensor import TokenShards
@@ -181,6 +182,37 @@ def shared_tokens_counted_once_per_rank() -> None:
         return counted
 
     wrap(moefold.prove.batches, "whole_batch", make)
+
+
+def _number_of_sequences(change: Callable[[Batch], int]) -> None:
+    def make(whole_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+        def counted(*given: Any, **named: Any) -> Batch:
+            batch = whole_batch(*given, **named)
+            return replace(batch, step_sequences=change(batch))
+
+        return counted
+
+    wrap(moefold.prove.batches, "whole_batch", make)
+
+
+def sequences_of_this_microbatch_only() -> None:
+    _number_of_sequences(lambda batch: max(1, len(batch.lengths)))
+
+
+def shared_sequences_counted_once_per_rank() -> None:
+    _number_of_sequences(lambda batch: (batch.step_sequences or 0) * batch.context_size)
+
+
+def sequences_weighed_by_their_tokens() -> None:
+    """Every token counts the same, as in the loss over a microbatch."""
+
+    def make(losses: Callable[..., Any]) -> Callable[..., Any]:
+        def by_tokens(config: MoEConfig, *rest: Any) -> Any:
+            return losses(replace(config, balance=replace(config.balance, sequence_mean="tokens")), *rest)
+
+        return by_tokens
+
+    wrap(moefold.model.moe.router, "balance_losses", make)
 
 
 def balance_over_one_context_share() -> None:
