@@ -99,6 +99,10 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         ("seed: " + "9" * 6000, "seed: line 1: a number of 6000 characters is longer than any that is meant"),
         ("model: {attention: {num_heads: 4}}", "model.attention.kind: is missing; choose from gqa, mla"),
         ("model: {attention: {kind: mlaa}}", "model.attention.kind: cannot be 'mlaa'; did you mean 'mla'? choose"),
+        (
+            "model: {moe: {router: {group_score: top2_sum}}}",
+            "model.moe.router.group_score: cannot be 'top2_sum'; it is called topk_sum now and adds top_k / top_groups",
+        ),
         ("x: 1\n" * 2 + "#" * 250_000, "<root>: 250,010 characters; a configuration has at most 250,000"),
     ],
 )

@@ -201,6 +201,25 @@ def test_a_model_that_no_family_can_say_is_refused_by_key() -> None:
         family_of(odd)
 
 
+@pytest.mark.parametrize(("top_k", "top_groups", "fits"), [(4, 2, True), (2, 2, False), (6, 2, False), (6, 3, True)])
+def test_groups_that_transformers_scores_otherwise_are_refused(top_k: int, top_groups: int, fits: bool) -> None:
+    """DeepseekV3 there adds a group's best two scores, whatever top_k / top_groups is; both ways."""
+    model = RECIPES["deepseek_v3_proxy"]().model
+    assert model.moe is not None
+    written = write_config(model, "deepseek_v3", 64, "bfloat16")
+    router = replace(model.moe.router, top_groups=top_groups)
+    other = replace(model, moe=replace(model.moe, top_k=top_k, router=router))
+    changed = written | {"num_experts_per_tok": top_k, "topk_group": top_groups}
+    if fits:
+        assert family_of(other) == "deepseek_v3" and read_config(changed).model.moe is not None
+        return
+    for work in (lambda: family_of(other), lambda: read_config(changed)):
+        with pytest.raises(ConversionError, match=f"topk_group: .* best two experts.* is {top_k} / {top_groups}"):
+            work()
+    one_group = replace(other, moe=replace(other.moe or model.moe, router=replace(router, num_groups=1, top_groups=1)))
+    assert family_of(one_group) == "deepseek_v3"
+
+
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
     wider = replace(MODEL, vocab_size=300)
     with pytest.raises(ConversionError, match=r"parameter/embedding.weight: has shape \(256, 64\), not \(300, 64\)"):
