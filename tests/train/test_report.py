@@ -14,7 +14,7 @@ from tests.pages import assert_whole
 from tests.run_records import info_of, record_of, tell
 
 from moefold.cli.main import main
-from moefold.page.scale import Scale, round_ticks, short
+from moefold.html.chart_scale import Scale, round_ticks, short
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
 from moefold.train.report import heat
 from moefold.train.report.history import MOST_BINS, read_history

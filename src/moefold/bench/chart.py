@@ -12,9 +12,8 @@ from html import escape
 from moefold.bench.contest_report import compared_with, ratio_text
 from moefold.bench.goals import Verdict
 from moefold.bench.results import CHANGING, CLOCKS, FIXED, Contest, Spread
-from moefold.page.frame import document, figure
-from moefold.page.scale import Scale, short
-from moefold.page.style import CSS
+from moefold.html.chart_scale import Scale, short
+from moefold.html.document import CSS, document, figure
 from moefold.units import format_bytes, format_seconds
 
 Held = tuple[Contest, tuple[str, ...], list[Verdict]]

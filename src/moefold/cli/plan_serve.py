@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
 from moefold.errors import MoefoldError
-from moefold.page.frame import document
+from moefold.html.document import document
 from moefold.plan.report.data import proposal_data
 from moefold.plan.report.form import SCRIPT, form_html, question_of_form, values_of
 from moefold.plan.report.page import page

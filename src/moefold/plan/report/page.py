@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from html import escape
 
-from moefold.page.frame import card, document
+from moefold.html.document import card, document
 from moefold.plan.from_run import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.bars import memory_section, time_section

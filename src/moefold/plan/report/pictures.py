@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from moefold.page.frame import figure
-from moefold.page.scale import Scale, short
+from moefold.html.chart_scale import Scale, short
+from moefold.html.document import figure
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.explain import seconds
 from moefold.plan.search.goodput import effective_share

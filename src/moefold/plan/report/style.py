@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.page.style import CSS as COMMON
+from moefold.html.document import CSS as COMMON
 
 CSS = (
     COMMON

@@ -14,8 +14,8 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from moefold.page.frame import figure
-from moefold.page.scale import Scale, short
+from moefold.html.chart_scale import Scale, short
+from moefold.html.document import figure
 from moefold.train.report.scale import visible_range
 from moefold.train.report.thin import Thinned
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from moefold.page.frame import card, document
-from moefold.page.scale import short
+from moefold.html.chart_scale import short
+from moefold.html.document import card, document
 from moefold.train.report.curves import learning, speed
 from moefold.train.report.experts import experts
 from moefold.train.report.history import History
