@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from tests.private_copies import PrivateCopies
 
-from moefold.comm.lanes import AtOnce
-from moefold.comm.launch import fork_ranks
+from moefold.comm.comm_stream import AtOnce
+from moefold.comm.spawn import fork_ranks
 from moefold.config.load import override
 from moefold.config.run import RunConfig
 from moefold.dryrun.run import DryRun, FullDocuments, dry_run_of, second_step

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 import moefold.checkpoint.files
-import moefold.comm.exchange
-import moefold.comm.gather
-import moefold.comm.pipes
+import moefold.comm.collectives
+import moefold.comm.p2p
 import moefold.pipeline.step
 import moefold.train.trainer
 from moefold.config.parallel import ParallelConfig
@@ -120,8 +119,8 @@ class Point(NamedTuple):
 
 POINTS = {
     "reading data": Point(lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 3, 0),
-    "inside an exchange": Point(lambda n, die: _before(moefold.comm.exchange, "_move", n, die), 40, 0),
-    "inside a sum": Point(lambda n, die: _before(moefold.comm.gather, "_sum", n, die), 20, 0),
+    "inside an exchange": Point(lambda n, die: _before(moefold.comm.collectives, "_move", n, die), 40, 0),
+    "inside a sum": Point(lambda n, die: _before(moefold.comm.collectives, "_sum", n, die), 20, 0),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
     "mid-optimizer": Point(_mid_optimizer, 3, 0),
     "before the bias moves": Point(lambda n, die: _before(moefold.pipeline.step, "move_expert_biases", n, die), 3, 0),
@@ -134,7 +133,7 @@ POINTS = {
 }
 # Between the stages of a pipeline.
 PIPE_POINTS = {
-    "inside a send": Point(lambda n, die: _before(moefold.comm.pipes.Pipes, "send", n, die), 9, 0),
+    "inside a send": Point(lambda n, die: _before(moefold.comm.p2p.Pipes, "send", n, die), 9, 0),
 }
 ALL_POINTS = POINTS | PIPE_POINTS
 

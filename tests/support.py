@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.comm.launch import fork_ranks
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
+from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.dispatch.contract import Arrived
 from moefold.topology.layout import fold

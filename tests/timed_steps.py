@@ -12,8 +12,8 @@ import torch
 
 from moefold.bench.alone import optimizer_of
 from moefold.bench.clock import Reference, meet
-from moefold.comm.launch import fork_ranks
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
+from moefold.comm.spawn import fork_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.memory import MemoryConfig

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from moefold.comm import launch
+from moefold.comm import spawn as launch
 from moefold.ops.here import look_around
 
 FAULTS = """

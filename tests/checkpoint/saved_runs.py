@@ -15,7 +15,7 @@ from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.collect import about_run, chunks_of
 from moefold.checkpoint.save import Saver
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw

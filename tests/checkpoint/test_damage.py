@@ -27,7 +27,7 @@ from moefold.checkpoint.collect import chunks_of
 from moefold.checkpoint.load import latest, load_into, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.verify import verify
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.apply import Share, take_share
 from moefold.prove.start import busy_values

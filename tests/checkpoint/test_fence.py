@@ -20,8 +20,8 @@ from moefold.checkpoint.fence import check_incarnation, read_incarnation, take_i
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.spec import Chunk, whole
 from moefold.checkpoint.verify import verify
-from moefold.comm.group import Group
 from moefold.comm.ledger import Ledger
+from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, RunBusyError
 
 WORLD = Group("world", (0,), 0, None, Ledger())

@@ -31,7 +31,7 @@ from moefold.checkpoint.load import load_into
 from moefold.checkpoint.one_process import StoredWeights
 from moefold.checkpoint.save import Saver
 from moefold.cli.main import main
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.attention import GQAConfig
 from moefold.config.load import load_run
 from moefold.config.model import ModelConfig

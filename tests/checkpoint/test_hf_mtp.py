@@ -30,7 +30,7 @@ from moefold.checkpoint.hf.stream import hf_weights
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.one_process import StoredWeights
 from moefold.cli.main import main
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConversionError
 from moefold.model.build import build_decoder, one_process_seams

@@ -24,9 +24,8 @@ from moefold.checkpoint.save import Saver
 from moefold.checkpoint.spec import Chunk
 from moefold.checkpoint.steps import committed_steps, final_path
 from moefold.checkpoint.verify import verify
-from moefold.comm.group import Group
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Group, Groups
 from moefold.errors import CheckpointError, RankError
 
 ALONE = Group("world", (0,), 0, None, Ledger())

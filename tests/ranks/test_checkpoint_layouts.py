@@ -16,7 +16,7 @@ from moefold.checkpoint.collect import about_run, chunks_of, tensors_elsewhere
 from moefold.checkpoint.load import Checkpoint, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.verify import verify
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.parallel.apply import take_share
 from moefold.prove.start import busy_values

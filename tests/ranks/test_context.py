@@ -13,8 +13,7 @@ from tests.support import on_ranks
 from torch import Tensor
 
 from moefold.batching.zigzag import places
-from moefold.comm.group import Group
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Group, Groups
 from moefold.ops.attention import attend_naive
 from moefold.ops.attention_parts import PLAIN
 from moefold.parallel import context_ring

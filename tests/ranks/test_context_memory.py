@@ -10,10 +10,9 @@ import torch
 from tests.peak_memory import PeakMemory
 from tests.ranks.test_context import Share
 
-from moefold.comm.group import Group
-from moefold.comm.launch import fork_ranks
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Group, Groups
+from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel import context_ring
 from moefold.parallel.context import ContextCore, by_ring

@@ -7,7 +7,7 @@ import torch
 from tests.support import multiplied, on_ranks
 from torch import Tensor
 
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.dispatch.all_gather import AllGatherDispatcher
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Dispatcher, Routing

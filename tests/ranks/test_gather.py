@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.support import on_ranks
 
-from moefold.comm.gather import gather_rows, gather_same, reduce_rows, sum_partial, sum_same
-from moefold.comm.mesh import Groups
+from moefold.comm.collectives import gather_rows, gather_same, reduce_rows, sum_partial, sum_same
+from moefold.comm.process_groups import Groups
 from moefold.topology.shares import share_sizes
 
 TOKENS, WIDTH = 7, 3

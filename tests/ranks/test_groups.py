@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.support import on_ranks
 
-from moefold.comm.exchange import exchange_rows
-from moefold.comm.launch import fork_ranks
-from moefold.comm.mesh import Groups
+from moefold.comm.collectives import exchange_rows
+from moefold.comm.process_groups import Groups
+from moefold.comm.spawn import fork_ranks
 from moefold.errors import ExchangeError, RankError
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 from tests.two_hosts import move_to, possible, two_hosts
 
-import moefold.comm.lanes
-from moefold.comm import exchange
-from moefold.comm.launch import fork_ranks
+import moefold.comm.comm_stream
+from moefold.comm import collectives as exchange
+from moefold.comm.spawn import fork_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -90,7 +90,7 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
             pass
         return exposed.timed(future.result)()
 
-    moefold.comm.lanes.CommLane.take = take  # type: ignore[method-assign]
+    moefold.comm.comm_stream.CommLane.take = take  # type: ignore[method-assign]
     share = take_share(run, groups_of(run, 4, rank, timedelta(seconds=120)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     batches = []

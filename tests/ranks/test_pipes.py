@@ -9,8 +9,8 @@ import torch
 from tests.support import on_ranks
 from torch import Tensor
 
-from moefold.comm.mesh import Groups
-from moefold.comm.pipes import Expected, Pipes, sum_among
+from moefold.comm.p2p import Expected, Pipes, sum_among
+from moefold.comm.process_groups import Groups
 
 
 def _pipes(groups: Groups, expected: list[Expected], dtype: torch.dtype = torch.float64, ahead: int = 2) -> Pipes:

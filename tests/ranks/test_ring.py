@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.support import on_ranks
 
-from moefold.comm.mesh import Groups
-from moefold.comm.ring import shift
+from moefold.comm.p2p import shift
+from moefold.comm.process_groups import Groups
 
 
 def _rows(rank: int, count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

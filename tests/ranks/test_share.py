@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support import on_ranks
 
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel.apply import take_share
 from moefold.parallel.placements import local_part

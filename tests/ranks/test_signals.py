@@ -33,7 +33,7 @@ from tests.signal_draws import (
 )
 
 from moefold.checkpoint.fence import read_incarnation
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import TrainingError
 from moefold.recipes.catalog import RECIPES

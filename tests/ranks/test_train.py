@@ -22,7 +22,7 @@ from tests.kill import Diary, digest
 import moefold.model.moe.router
 import moefold.pipeline.step
 import moefold.train.trainer
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from tests.two_hosts import move_to, possible, two_hosts
 
-from moefold.comm.launch import fork_ranks
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
+from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.dispatch.contract import Dispatcher, Routing
 from moefold.dispatch.deduplicated import DeduplicatedDispatcher

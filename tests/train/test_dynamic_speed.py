@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tests.data.token_files import megatron
 
 from moefold.blueprint.parameters import parameters
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig

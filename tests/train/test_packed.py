@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.batching.plan_for import plan_for
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.data import DataConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.parallel import ParallelConfig

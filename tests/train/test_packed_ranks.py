@@ -12,7 +12,7 @@ import torch
 from tests.train.test_packed import BATCH, run_of
 
 from moefold.blueprint.parameters import parameters
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import open_samples

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from moefold.bench.clock import Trial
 from moefold.bench.samples import CONTEXT, ROUTED
-from moefold.comm.group import Group
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Group, Groups
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Arrived, Dispatcher, Routing
 from moefold.dispatch.local import LocalDispatcher

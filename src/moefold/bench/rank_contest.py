@@ -16,7 +16,7 @@ from moefold.bench.contest import FIRST_SEED, FIXED_SEED, Say, rounds_of
 from moefold.bench.contestant import Checked, Contestant, in_one_line, timed_run
 from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, Contest, Entrant, Run, Standing
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.ops.heap import keep_heap
 
 # Builds a contestant on a rank, in a world of so many.

@@ -19,10 +19,9 @@ from moefold.bench.alone import lone_share, random_batch
 from moefold.bench.clock import REPEATS, Reference, Say, Trial, meet, ratios, repeat, seconds
 from moefold.bench.over_ranks import contexts, experts, sharded
 from moefold.bench.samples import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, RUNS, TOKENS, TURNS
-from moefold.comm.gather import gather_plain, reduce_plain, sum_plain
-from moefold.comm.group import Group
+from moefold.comm.collectives import gather_plain, reduce_plain, sum_plain
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Group, Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.pipeline.runtime import carry_out
 from moefold.topology.layout import fold

@@ -22,8 +22,8 @@ from moefold.checkpoint.shard import ShardReader
 from moefold.checkpoint.spec import Box, ChunkSpec, inside, meet, sizes_of, volume, whole
 from moefold.checkpoint.steps import committed_steps, final_path
 from moefold.checkpoint.verify import check_files, quick_check
-from moefold.comm.gather import gather_plain, sum_plain
-from moefold.comm.group import Group
+from moefold.comm.collectives import gather_plain, sum_plain
+from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.apply import Share
 

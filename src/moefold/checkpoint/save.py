@@ -42,8 +42,8 @@ from moefold.checkpoint.shard import read_back, shard_order, write_shard
 from moefold.checkpoint.spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.steps import final_path, passing_path, tidy
 from moefold.checkpoint.verify import quick_check
-from moefold.comm.gather import gather_plain, sum_plain
-from moefold.comm.group import Group
+from moefold.comm.collectives import gather_plain, sum_plain
+from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError
 
 JSON = Any

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def train_here(run: RunConfig, patience: float, as_json: bool, stop: StopRequest) -> int:
     """This process is one rank of a launched world, or all of it."""
-    from moefold.comm.launch import join_world, this_device
+    from moefold.comm.spawn import join_world, this_device
     from moefold.train.setup import set_up
     from moefold.train.trainer import train
 

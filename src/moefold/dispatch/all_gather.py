@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.comm.gather import Sizes, gather_plain, gather_rows, reduce_rows
-from moefold.comm.group import Group
+from moefold.comm.collectives import Sizes, gather_plain, gather_rows, reduce_rows
+from moefold.comm.process_groups import Group
 from moefold.dispatch.contract import Arrived, Routing
 from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.dispatch.local import LocalDispatcher

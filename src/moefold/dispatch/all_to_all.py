@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.exchange import Sizes, exchange_counts, exchange_rows
-from moefold.comm.gather import gather_plain, gather_rows, reduce_rows
-from moefold.comm.group import Group
+from moefold.comm.collectives import Sizes, exchange_counts, exchange_rows, gather_plain, gather_rows, reduce_rows
+from moefold.comm.process_groups import Group
 from moefold.dispatch.contract import Arrived, Routing
 from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.ops.permute import (

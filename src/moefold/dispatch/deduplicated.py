@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moefold.comm.group import Group
+from moefold.comm.process_groups import Group
 from moefold.dispatch.contract import Arrived, Routing
 from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.dispatch.hop import Hop, Way

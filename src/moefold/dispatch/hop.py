@@ -19,9 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.exchange import Sizes, exchange_counts, exchange_rows
-from moefold.comm.gather import gather_plain, gather_rows, reduce_plain, reduce_rows
-from moefold.comm.group import Group
+from moefold.comm.collectives import (
+    Sizes,
+    exchange_counts,
+    exchange_rows,
+    gather_plain,
+    gather_rows,
+    reduce_plain,
+    reduce_rows,
+)
+from moefold.comm.process_groups import Group
 from moefold.dispatch.contract import Routing
 from moefold.dispatch.counts import HopName, HostCounts
 from moefold.ops.permute import count_choices

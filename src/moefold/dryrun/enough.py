@@ -18,7 +18,7 @@ from moefold.schedule.actions import RECEIVES, SENDS, TRANSFERS, Action, Kind, O
 from moefold.schedule.names import schedule_named
 from moefold.schedule.passes import executable
 
-# Messages that are awaited at a time, see comm/pipes.py: the one in use, and those after it.
+# Messages that are awaited at a time, see comm/p2p.py: the one in use, and those after it.
 _POSTED_AHEAD = 2
 
 State = tuple[object, ...]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.checks.run_all import problems
-from moefold.comm.lanes import AtOnce
+from moefold.comm.comm_stream import AtOnce
 from moefold.comm.ledger import Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.ledger import Ledger, Traffic
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.parallel.placements import DATA_GROUPS
 
 # torch's operations that sharding uses, by the names that the ledger gives them.

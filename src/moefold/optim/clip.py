@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from moefold.comm.gather import sum_plain
-from moefold.comm.group import Group
+from moefold.comm.collectives import sum_plain
+from moefold.comm.process_groups import Group
 
 # Squares are added up in the gradient's own format over so many entries, and in float64 beyond.
 _SPAN = 4096

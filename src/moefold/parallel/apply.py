@@ -20,9 +20,9 @@ from torch import Tensor
 from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
-from moefold.comm.lanes import CommLane
+from moefold.comm.comm_stream import CommLane
 from moefold.comm.ledger import Ledger
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.dispatch.counts import READ_BACK, HostCounts
 from moefold.model.attention.core import AttentionCore, LocalCore

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from moefold.comm.group import Group
+from moefold.comm.process_groups import Group
 from moefold.model.attention.core import AttentionCore
 from moefold.model.batch import Batch
 from moefold.ops.attention import attend

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from moefold.batching.zigzag import Span, num_held, places
-from moefold.comm.exchange import exchange_rows
-from moefold.comm.group import Group
+from moefold.comm.collectives import exchange_rows
+from moefold.comm.process_groups import Group
 from moefold.topology.shares import share_sizes
 
 Lengths = tuple[int, ...]

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.group import Group
-from moefold.comm.ring import Shift, shift
+from moefold.comm.p2p import Shift, shift
+from moefold.comm.process_groups import Group
 from moefold.ops.attention_blocks import Sight, Stack, band
 from moefold.ops.attention_parts import Parts, merge_, merge_sinks_, parts_for, sink_gradients
 from moefold.parallel.context_plan import Step

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
 from moefold.blueprint.sharding import shard_dim
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.model.decoder import Decoder
 from moefold.parallel.placements import DATA_GROUPS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moefold.batching.zigzag import num_held
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.dispatch.all_gather import AllGatherDispatcher

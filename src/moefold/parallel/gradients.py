@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moefold.comm.gather import sum_plain
-from moefold.comm.group import Group
-from moefold.comm.pipes import sum_among
+from moefold.comm.collectives import sum_plain
+from moefold.comm.p2p import sum_among
+from moefold.comm.process_groups import Group
 from moefold.parallel.placements import Held, local_part
 
 

@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moefold.blueprint.sharding import grid_of, shard_dim
-from moefold.comm.gather import reduce_plain, sum_plain
-from moefold.comm.group import Group
-from moefold.comm.mesh import Groups
+from moefold.comm.collectives import reduce_plain, sum_plain
+from moefold.comm.process_groups import Group, Groups
 from moefold.model.decoder import Decoder
 from moefold.parallel.placements import DATA_GROUPS
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.parts import Parts
 from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
-from moefold.comm.group import Group
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Group, Groups
 from moefold.config.model import ModelConfig
 
 Box = tuple[slice, ...]

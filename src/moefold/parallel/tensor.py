@@ -12,9 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.comm.gather import gather_plain, gather_rows, gather_same, reduce_rows, sum_partial, sum_plain, sum_same
-from moefold.comm.group import Group
-from moefold.comm.mesh import Groups
+from moefold.comm.collectives import (
+    gather_plain,
+    gather_rows,
+    gather_same,
+    reduce_rows,
+    sum_partial,
+    sum_plain,
+    sum_same,
+)
+from moefold.comm.process_groups import Group, Groups
 from moefold.model.batch import Batch
 from moefold.model.seams import Reach
 from moefold.topology.shares import share_sizes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.pipes import Expected, Pipes
+from moefold.comm.p2p import Expected, Pipes
 from moefold.model.batch import Batch
 from moefold.model.decoder import DecoderOutput, Stream
 from moefold.model.moe.balance import BalanceLosses

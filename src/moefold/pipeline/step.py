@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moefold.comm.gather import sum_plain
-from moefold.comm.mesh import Groups
+from moefold.comm.collectives import sum_plain
+from moefold.comm.process_groups import Groups
 from moefold.model.batch import Batch
 from moefold.model.decoder import Decoder
 from moefold.model.moe.balance import BalanceLosses, update_expert_bias

@@ -25,7 +25,7 @@ import moefold.pipeline.step
 import moefold.prove.rank
 import moefold.prove.start
 from moefold.blueprint.parameters import ParameterSpec
-from moefold.comm.gather import gather_rows, gather_same, sum_partial
+from moefold.comm.collectives import gather_rows, gather_same, sum_partial
 from moefold.dispatch.all_to_all import AllToAllDispatcher
 from moefold.dispatch.contract import Arrived
 from moefold.model.decoder import Decoder

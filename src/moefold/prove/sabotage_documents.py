@@ -23,8 +23,8 @@ import moefold.parallel.context_ring
 import moefold.pipeline.step
 import moefold.prove.batches
 import moefold.prove.rank
-from moefold.comm.gather import gather_plain, sum_plain
-from moefold.comm.mesh import Groups
+from moefold.comm.collectives import gather_plain, sum_plain
+from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
 from moefold.model.batch import Batch
 from moefold.parallel.context_heads import HeadTrade

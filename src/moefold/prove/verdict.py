@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.errors import RankError
 from moefold.prove.cases import Case
 from moefold.prove.compare import (

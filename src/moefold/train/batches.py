@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moefold.batching.plan_for import plan_for
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.data.packing import crossing, lengths
 from moefold.data.samples import Sample

@@ -14,7 +14,7 @@ from moefold.checkpoint.collect import about_run, fresh_seed
 from moefold.checkpoint.fence import take_incarnation
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.save import Saver
-from moefold.comm.mesh import Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.load import dump_run
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples

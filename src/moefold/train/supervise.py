@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from types import FrameType
 
-from moefold.comm.launch import fork_ranks
+from moefold.comm.spawn import fork_ranks
 from moefold.errors import RankError, TrainingError
 from moefold.train.signals import STOP_SIGNALS, StopRequest, say
 

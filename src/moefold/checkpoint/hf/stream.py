@@ -21,8 +21,8 @@ from moefold.blueprint.sharding import cuts, grid_of, shard_dim
 from moefold.checkpoint.hf.config import family_of
 from moefold.checkpoint.hf.families import family_copies, family_rules
 from moefold.checkpoint.hf.rules import Piece, copies, pieces
-from moefold.comm.gather import gather_plain
-from moefold.comm.group import Group
+from moefold.comm.collectives import gather_plain
+from moefold.comm.process_groups import Group
 from moefold.errors import ConversionError, Problem
 from moefold.parallel.apply import Share
 from moefold.parallel.placements import DATA_GROUPS, local_part

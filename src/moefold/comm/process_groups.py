@@ -1,4 +1,6 @@
-"""From a layout's rank lists to process groups: only those this rank is in, each distinct list once, none of size 1.
+"""A named set of ranks that talk to each other.
+
+From a layout's rank lists to process groups: only those this rank is in, each distinct list once, none of size 1.
 
 Making a group is a promise between its members, and with local synchronisation torch names it by how many groups a
 member has made before. The names below are therefore walked in one fixed order on every rank. Grids are regular, so
@@ -8,16 +10,43 @@ counts stay equal.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefold.comm.group import Group
 from moefold.comm.ledger import Ledger
 from moefold.topology.axes import GROUPS
 from moefold.topology.layout import FoldedLayout, levels
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks, this rank's place among them, and the handle to reach them; a lone rank has no handle."""
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    handle: ProcessGroup | None
+    ledger: Ledger
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def connected(self) -> ProcessGroup:
+        """The handle, where the caller has made sure that there are peers."""
+        assert self.handle is not None, f"group {self.name} has one rank and no handle"
+        return self.handle
+
+    @property
+    def alone(self) -> bool:
+        return len(self.ranks) == 1
+
 
 # What dispatchers talk over; the last two are an ep group's ranks with one number on every host, and those of one host.
 TOKEN_GROUPS = ("ep", "etp", "expert_block", "ep_across", "ep_inside")
