@@ -15,8 +15,7 @@ from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import IGNORED, Batch
+from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.parallel.apply import Share, groups_of, take_share
 from moefold.prove.start import busy_values
 

@@ -12,7 +12,7 @@ from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
-from moefold.dispatch.contract import Arrived
+from moefold.moe.dispatch.base import Arrived
 from moefold.topology.layout import fold
 
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from moefold.model.batch import Batch
-from moefold.model.seams import Reach
+from moefold.nn.batch import Batch
+from moefold.nn.parallel_interfaces import Reach
 from moefold.topology.shares import share_sizes
 
 T = TypeVar("T")

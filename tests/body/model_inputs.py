@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import IGNORED, Batch
+from moefold.nn.batch import IGNORED, Batch, whole_batch
 
 
 def batch_of(num_sequences: int, seq_len: int, vocab_size: int, *, seed: int = 0, shards: int = 1) -> Batch:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from moefold.ops.attention_blocks import Block, Rows, Run, Sight, band, blocks, document_runs, stacks
+from moefold.attention.mask_blocks import Block, Rows, Run, Sight, band, blocks, document_runs, stacks
 
 
 def _random_runs(draw: Random, documents: int, parts: int) -> list[list[Run]]:

@@ -9,12 +9,12 @@ import torch
 from tests.body.model_inputs import batch_of, fill
 from torch import Tensor, nn
 
+from moefold.attention.core import LocalCore
+from moefold.attention.gqa import GroupedQueryAttention
+from moefold.attention.mla import LatentAttention
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
-from moefold.model.attention.core import LocalCore
-from moefold.model.attention.gqa import GroupedQueryAttention
-from moefold.model.attention.mla import LatentAttention
-from moefold.model.products import NativeProducts
-from moefold.model.seams import WholeTokens
+from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.parallel_interfaces import WholeTokens
 
 WIDTH = 12
 GQAS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.ops.attention import attend, attend_naive
+from moefold.attention.sdpa import attend, attend_naive
 
 
 def _random(*shape: int) -> torch.Tensor:

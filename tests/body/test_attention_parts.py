@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.ops.attention_blocks import band
-from moefold.ops.attention_parts import FUSED, PLAIN, Parts, merge_, merge_sinks_, sink_gradients
+from moefold.attention.mask_blocks import band
+from moefold.attention.partial_attention import FUSED, PLAIN, Parts, merge_, merge_sinks_, sink_gradients
 
 BOTH = pytest.mark.parametrize("parts", [FUSED, PLAIN], ids=["fused", "plain"])
 # blocks, heads, kv heads, queries, keys, qk dim, v dim

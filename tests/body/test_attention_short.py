@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.ops.attention import attend
-from moefold.ops.attention_short import LONGEST, attend_short, suits
+from moefold.attention.sdpa import attend
+from moefold.attention.short_seq_attention_cpu import LONGEST, attend_short, suits
 
 # Documents, tokens, query heads, key/value heads, entries, and how large scores are.
 SHAPES = [

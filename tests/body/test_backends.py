@@ -14,9 +14,9 @@ import torch
 from moefold.cli.main import main
 from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError
-from moefold.model.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named
+from moefold.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named
 from moefold.ops.backends import BACKENDS, JOBS, resolve, why_not
-from moefold.ops.here import Card, Here, look_around
+from moefold.ops.host_probe import Card, Here, look_around
 
 SRC = Path(__file__).parents[2] / "src"
 HOPPER, TURING = Card("H100", (9, 0), 80 << 30), Card("T4", (7, 5), 16 << 30)
@@ -32,7 +32,7 @@ class NoTriton:
 sys.meta_path.insert(0, NoTriton())
 for name in sys.argv[1:]:
     importlib.import_module(name)
-from moefold.model.moe.moe_kernels import kernels_named
+from moefold.moe.moe_kernels import kernels_named
 kernels_named("torch", "cpu")
 """
 
@@ -50,7 +50,7 @@ def test_moefold_imports_without_triton() -> None:
     ]
     names = [".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     names = [name for name in names if not name.endswith("_triton") and ".bench.peers" not in name]
-    assert "moefold.ops.backends" in names and "moefold.ops.kernels.row_map" in names
+    assert "moefold.ops.backends" in names and "moefold.moe.kernels.row_map_reference" in names
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, *names], env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True
     )

@@ -12,11 +12,10 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import Batch, TokenSets
-from moefold.model.moe.balance import BalanceLosses, balance_losses, update_expert_bias
-from moefold.model.moe.select import Choice
-from moefold.model.seams import WholeTokens
+from moefold.moe.load_balancing import BalanceLosses, balance_losses, update_expert_bias
+from moefold.moe.routing_policies import Choice
+from moefold.nn.batch import Batch, TokenSets, whole_batch
+from moefold.nn.parallel_interfaces import WholeTokens
 
 EXPERTS, TOP_K, STEP_TOKENS, STEP_SEQUENCES = 6, 2, 60, 13
 ALL_ON = BalanceConfig(microbatch=0.5, sequence=0.25, global_batch=2.0, device=3.0, device_groups=3, z=0.125)

@@ -14,7 +14,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.block import Block, BlockOutput
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.model.phase import Lane
+from moefold.nn.phase import Lane
 
 MOE = MoEConfig(shared_width=24, shared_gate=True, latent_width=20)
 MODEL = ModelConfig(width=32, num_layers=2, num_dense_layers=1, dense_width=48, moe=MOE)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.ops.capacity import capacity_of, keep_by_loop, keep_within_capacity
+from moefold.moe.capacity import capacity_of, keep_by_loop, keep_within_capacity
 
 
 def test_capacity_is_the_ceiling_and_never_zero() -> None:

@@ -5,8 +5,8 @@ import torch
 from tests.support import multiplied
 from torch import Tensor
 
-from moefold.dispatch.contract import Routing
-from moefold.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.dispatch.local import LocalDispatcher
 
 EXPERTS, WIDTH = 6, 4
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.dry_runs import balanced_run
 
+from moefold.attention.mask_blocks import row_index
 from moefold.cli.main import main
 from moefold.config.load import override
 from moefold.config.moe import CapacityConfig
@@ -17,7 +18,6 @@ from moefold.dryrun.enough import enough_microbatches
 from moefold.dryrun.run import DryRun, dry_run
 from moefold.dryrun.timeline import CATEGORIES
 from moefold.errors import ConfigError
-from moefold.ops.attention_blocks import row_index
 from moefold.recipes.catalog import recipe
 
 STAGES = ("model.num_layers=4", "parallel.pp=2", "parallel.ep=2", "data.global_batch=24")

@@ -12,9 +12,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.balanced import BalancedCounts
-from moefold.model.assemble import whole_batch
-from moefold.model.moe.router import Router
-from moefold.model.seams import WholeTokens
+from moefold.moe.router import Router
+from moefold.nn.batch import whole_batch
+from moefold.nn.parallel_interfaces import WholeTokens
 from moefold.topology.layout import fold
 
 

@@ -12,7 +12,7 @@ from moefold.dryrun.balanced import BalancedCounts
 from moefold.dryrun.fake_world import FakeMemory
 from moefold.dryrun.timeline import Event, Mark, peak_of
 from moefold.dryrun.watch import Watch
-from moefold.ops.topk import choose_balanced
+from moefold.moe.topk import choose_balanced
 from moefold.recipes.catalog import recipe
 from moefold.topology.layout import fold
 from moefold.topology.shares import share_sizes

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from tests.body.model_inputs import batch_of, fill
 from torch import Tensor, nn
 
-from moefold.model.embedding import Embedding
-from moefold.model.loss import LanguageLoss
-from moefold.model.seams import WholeTokens, WholeVocab
+from moefold.nn.parallel_interfaces import WholeTokens, WholeVocab
+from moefold.nn.vocab import Embedding, LanguageLoss
 
 
 class _VocabFrom(WholeVocab):

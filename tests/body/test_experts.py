@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.dispatch.contract import Arrived, Routing
-from moefold.model.moe.engines import engine_named
-from moefold.model.moe.experts import Experts
-from moefold.model.products import NativeProducts
-from moefold.ops.swiglu import ACTIVATIONS
+from moefold.moe.dispatch.base import Arrived, Routing
+from moefold.moe.expert_backends import engine_named
+from moefold.moe.experts import Experts
+from moefold.nn.matmul_policy import NativeProducts
+from moefold.ops.activations import ACTIVATIONS
 
 CONFIG = MoEConfig(num_experts=4, expert_width=8)
 WIDTH = 16

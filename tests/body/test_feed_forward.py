@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tests.body.model_inputs import batch_of, fill
 from torch import Tensor
 
-from moefold.model.feed_forward import FeedForward
-from moefold.model.products import NativeProducts
-from moefold.model.seams import WholeTokens
+from moefold.nn.layers import FeedForward
+from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.parallel_interfaces import WholeTokens
 
 BATCH = batch_of(1, 5, 11)
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.dispatch.contract import Routing
-from moefold.dispatch.local import LocalDispatcher
-from moefold.model.moe.engines import engine_named
-from moefold.model.moe.experts import Experts
-from moefold.model.products import Deferral, NativeProducts
-from moefold.ops.add_up import add_up, add_up_by_loop
-from moefold.ops.expert_rows import STEP, lay_out_rows, rounded_up
-from moefold.ops.gates import AutogradGate, SwigluGate
-from moefold.ops.permute import count_choices
-from moefold.ops.swiglu import plain_swiglu
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.expert_backends import engine_named
+from moefold.moe.experts import Experts
+from moefold.moe.padded_permutation import STEP, lay_out_rows, rounded_up
+from moefold.moe.permute import count_choices
+from moefold.nn.matmul_policy import Deferral, NativeProducts
+from moefold.ops.activations import plain_swiglu
+from moefold.ops.glu import AutogradGate, SwigluGate
+from moefold.ops.segments import add_up, add_up_by_loop
 
 
 class Case(NamedTuple):

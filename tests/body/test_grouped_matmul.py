@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.ops.grouped_matmul import BACKENDS, grouped, sequential
+from moefold.nn.grouped_mm import BACKENDS, grouped, sequential
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0]]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from moefold.comm import spawn as launch
-from moefold.ops.here import look_around
+from moefold.ops.host_probe import look_around
 
 FAULTS = """
 import resource, sys
-from moefold.ops.heap import keep_heap
+from moefold.ops.malloc import keep_heap
 import torch
 if sys.argv[1] == "kept":
     assert keep_heap()

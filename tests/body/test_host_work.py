@@ -13,16 +13,16 @@ from torch import Tensor
 
 from moefold.bench.host_work import HostWork, count_host_work
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.dispatch.local import LocalDispatcher
-from moefold.model.assemble import whole_batch
-from moefold.model.moe import select
-from moefold.model.moe.engines import engine_named
-from moefold.model.moe.experts import Experts
-from moefold.model.moe.router import Router
-from moefold.model.products import NativeProducts
-from moefold.model.seams import WholeTokens
-from moefold.ops.capacity import capacity_of
-from moefold.ops.topk import sort_topk
+from moefold.moe import routing_policies as select
+from moefold.moe.capacity import capacity_of
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.expert_backends import engine_named
+from moefold.moe.experts import Experts
+from moefold.moe.router import Router
+from moefold.moe.topk import sort_topk
+from moefold.nn.batch import whole_batch
+from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.parallel_interfaces import WholeTokens
 
 TOKENS, WIDTH = 64, 32
 MOE = MoEConfig(

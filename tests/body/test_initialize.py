@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.model.initialize import normal_part
+from moefold.nn.init import normal_part
 
 SHAPE = (6, 5, 7)
 

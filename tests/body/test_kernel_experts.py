@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.dispatch.contract import Arrived, Routing
-from moefold.model.moe.experts import ExpertEngine, Experts
-from moefold.model.moe.kernel_experts import KernelExperts
-from moefold.model.moe.moe_kernels import torch_kernels, triton_kernels
-from moefold.model.moe.sorted_experts import SortedExperts
-from moefold.model.products import NativeProducts
-from moefold.ops.grouped_matmul import sequential
+from moefold.moe.dispatch.base import Arrived, Routing
+from moefold.moe.experts import ExpertEngine, Experts
+from moefold.moe.grouped_experts import KernelExperts, SortedExperts
+from moefold.moe.moe_kernels import torch_kernels, triton_kernels
+from moefold.nn.grouped_mm import sequential
+from moefold.nn.matmul_policy import NativeProducts
 
 WIDTH, SOURCES, E, K = 16, 7, 4, 3
 

@@ -16,8 +16,8 @@ from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, triton_kernels
-from moefold.model.moe.select import BalancedSelect
+from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, triton_kernels
+from moefold.moe.routing_policies import BalancedSelect
 from moefold.ops.backends import JOBS
 from moefold.ops.kernels.interpret import interpreting
 

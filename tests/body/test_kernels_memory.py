@@ -16,10 +16,10 @@ from tests.body.kernel_memory import watching
 from triton.runtime import interpreter
 
 from moefold.config.moe import RouterConfig
-from moefold.dispatch.contract import Routing
-from moefold.model.moe.moe_kernels import MoEKernels, triton_kernels
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.kernels.row_map_reference import RowMap, map_rows
+from moefold.moe.moe_kernels import MoEKernels, triton_kernels
 from moefold.ops.backends import JOBS
-from moefold.ops.kernels.row_map import RowMap, map_rows
 
 
 def rand(*shape: int) -> Tensor:

@@ -13,12 +13,13 @@ pytest.importorskip("triton", reason="kernels are an extra")
 
 from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
-from moefold.dispatch.contract import Routing
 from moefold.errors import BackendError
-from moefold.ops.kernels import permute_torch, permute_triton
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.kernels import permute_triton
+from moefold.moe.kernels import row_map_reference as permute_torch
+from moefold.moe.kernels.row_map_reference import RowMap, map_rows, map_slots, most_rows
+from moefold.moe.permute import group_by_loop
 from moefold.ops.kernels.interpret import interpreting
-from moefold.ops.kernels.row_map import RowMap, map_rows, map_slots, most_rows
-from moefold.ops.permute import group_by_loop
 
 
 def draw(seed: int) -> tuple[RowMap, Routing, Tensor, int, int]:

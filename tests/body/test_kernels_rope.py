@@ -12,7 +12,7 @@ from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_
 
 from moefold.config.attention import RopeConfig
 from moefold.ops.kernels import rope_latent_triton as latent
-from moefold.ops.kernels import rope_torch
+from moefold.ops.kernels import rope_reference as rope_torch
 from moefold.ops.kernels import rope_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.rope import rotary_tables, rotate

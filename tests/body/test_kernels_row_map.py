@@ -11,10 +11,10 @@ pytest.importorskip("triton", reason="kernels are an extra")
 
 from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
-from moefold.dispatch.contract import Routing
-from moefold.ops.kernels import row_map_triton
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.kernels import row_map_triton
+from moefold.moe.kernels.row_map_reference import map_rows
 from moefold.ops.kernels.interpret import interpreting
-from moefold.ops.kernels.row_map import map_rows
 
 
 def draw(seed: int) -> tuple[Routing, int, int]:

@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="kernels are an extra")
 
 from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_twin
 
+from moefold.ops.activations import weighted_activation as weighted_activation_twin
 from moefold.ops.kernels import swiglu_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.kernels.swiglu_triton import weighted_activation
-from moefold.ops.swiglu import weighted_activation as weighted_activation_twin
 
 
 def draw(seed: int) -> tuple[Case, str, list[torch.Tensor | None], torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.model.moe.layer import MoELayer
+from moefold.moe.layer import MoELayer
 
 MIXTURES = {
     "plain": MoEConfig(),

@@ -12,15 +12,15 @@ from tests.sync_free import HostSyncError, shapes_of, sync_free
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.dispatch.local import LocalDispatcher
-from moefold.model.assemble import whole_batch
-from moefold.model.moe.experts import Experts
-from moefold.model.moe.router import Router
-from moefold.model.moe.sorted_experts import SortedExperts
-from moefold.model.products import NativeProducts
-from moefold.model.seams import WholeTokens
-from moefold.ops.capacity import capacity_of
-from moefold.ops.grouped_matmul import grouped
+from moefold.moe.capacity import capacity_of
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.experts import Experts
+from moefold.moe.grouped_experts import SortedExperts
+from moefold.moe.router import Router
+from moefold.nn.batch import whole_batch
+from moefold.nn.grouped_mm import grouped
+from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.parallel_interfaces import WholeTokens
 
 WIDTH, TOKENS, SHARDS = 16, 24, 3
 BALANCE = BalanceConfig(microbatch=0.1, sequence=0.1, global_batch=0.1, device=0.1, device_groups=4, z=0.1)

@@ -17,7 +17,7 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.block import BlockOutput
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.mtp import LookAhead
-from moefold.model.phase import Lane
+from moefold.nn.phase import Lane
 
 WIDTH, SEQUENCES, SEQ_LEN = 32, 2, 7
 MODEL = ModelConfig(width=WIDTH, num_layers=1, dense_width=48)

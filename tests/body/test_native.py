@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moefold.errors import BackendError
-from moefold.ops.gates import SwigluGate
-from moefold.ops.native import build
-from moefold.ops.native.gate import NativeSwiglu, native_activation
-from moefold.ops.swiglu import weighted_activation
+from moefold.ops.activations import weighted_activation
+from moefold.ops.glu import SwigluGate
+from moefold.ops.native import compile_c as build
+from moefold.ops.native.glu import NativeSwiglu, native_activation
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C compiler")
 

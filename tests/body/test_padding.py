@@ -13,10 +13,9 @@ from torch import Tensor
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import IGNORED, Batch
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
+from moefold.nn.batch import IGNORED, Batch, whole_batch
 
 LENGTHS, SLOT, VOCAB = (5, 12, 1, 9), 12, 50
 BALANCE = BalanceConfig(microbatch=0.1, sequence=0.2, global_batch=0.3, device=0.4, device_groups=4, z=0.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.ops.permute import (
+from moefold.moe.permute import (
     Grouped,
     count_choices,
     group_by_expert,

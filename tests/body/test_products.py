@@ -14,15 +14,15 @@ from tests.staged_runs import EXACT, MODEL, microbatches, share_on, staged_run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moefold.attention.gqa import GroupedQueryAttention
+from moefold.attention.mla import LatentAttention
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.precision import PrecisionConfig
-from moefold.model.attention.gqa import GroupedQueryAttention
-from moefold.model.attention.mla import LatentAttention
-from moefold.model.feed_forward import FeedForward
-from moefold.model.moe.experts import Experts
-from moefold.model.moe.router import Router
-from moefold.model.products import Deferral, DeferredProducts, NativeProducts, Products
-from moefold.ops.grouped_matmul import BACKENDS
+from moefold.moe.experts import Experts
+from moefold.moe.router import Router
+from moefold.nn.grouped_mm import BACKENDS
+from moefold.nn.layers import FeedForward
+from moefold.nn.matmul_policy import Deferral, DeferredProducts, NativeProducts, Products
 from moefold.parallel.apply import Share
 from moefold.pipeline.flight import objective_of
 from moefold.pipeline.runtime import carry_out

@@ -11,14 +11,13 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.dispatch.contract import Routing
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import Batch
-from moefold.model.moe.balance import RoutingReport
-from moefold.model.moe.router import Router
-from moefold.model.moe.select import Choice, ReplaySelect
-from moefold.model.seams import WholeTokens
-from moefold.ops.wide_linear import plain_wide_linear, wide_linear
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.load_balancing import RoutingReport
+from moefold.moe.router import Router
+from moefold.moe.routing_policies import Choice, ReplaySelect
+from moefold.nn.batch import Batch, whole_batch
+from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.ops.fp32_linear import plain_wide_linear, wide_linear
 
 WIDTH = 5
 CONFIG = MoEConfig(num_experts=8, top_k=3)

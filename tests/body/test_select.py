@@ -9,11 +9,10 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import Batch
-from moefold.model.moe.select import SELECTORS, CapacityDrop, Choice, ReplaySelect, TopK, build_selector
-from moefold.model.seams import WholeTokens
-from moefold.ops.capacity import capacity_of
+from moefold.moe.capacity import capacity_of
+from moefold.moe.routing_policies import SELECTORS, CapacityDrop, Choice, ReplaySelect, TopK, build_selector
+from moefold.nn.batch import Batch, whole_batch
+from moefold.nn.parallel_interfaces import WholeTokens
 
 CONFIG = MoEConfig(num_experts=8, top_k=2)
 

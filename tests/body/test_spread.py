@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.ops.spread import add_up_rows, pairs_of, pairs_of_choices, spread_rows, wanted_by
+from moefold.moe.dedup_permute import add_up_rows, pairs_of, pairs_of_choices, spread_rows, wanted_by
 
 
 @pytest.mark.parametrize(("rows", "places", "choices"), [(0, 3, 2), (1, 1, 1), (7, 4, 3), (50, 3, 8), (20, 8, 1)])

@@ -4,7 +4,7 @@ from math import exp
 
 import torch
 
-from moefold.ops.swiglu import ACTIVATIONS, clamped_swiglu, plain_swiglu, swiglu
+from moefold.ops.activations import ACTIVATIONS, clamped_swiglu, plain_swiglu, swiglu
 
 
 def test_swiglu_by_its_formula() -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from moefold.blueprint.stages import StageSpec
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
-from moefold.model.batch import Batch
 from moefold.model.decoder import DecoderOutput, Stream
-from moefold.model.phase import Lane, Phase
+from moefold.nn.batch import Batch
+from moefold.nn.phase import Lane, Phase
 from moefold.parallel.apply import Share
 from moefold.pipeline.flight import add_sums, no_sums, objective_of
 from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back

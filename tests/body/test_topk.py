@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.ops import topk
+from moefold.moe import topk
 
 
 def test_ties_go_to_the_lower_expert() -> None:

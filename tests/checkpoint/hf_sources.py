@@ -17,7 +17,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
-from moefold.model.initialize import normal_part
+from moefold.nn.init import normal_part
 
 FAMILIES = (
     "mixtral_8x7b_proxy",

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import IGNORED
 from moefold.model.build import build_decoder, one_process_seams
+from moefold.nn.batch import IGNORED, whole_batch
 from moefold.recipes.catalog import RECIPES
 
 FAMILIES = (

@@ -23,7 +23,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.data.permute import mix
-from moefold.model.initialize import Box
+from moefold.nn.init import Box
 from moefold.parallel.apply import groups_of, take_share
 from moefold.parallel.placements import local_part
 from moefold.recipes.catalog import RECIPES

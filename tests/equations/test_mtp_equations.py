@@ -26,9 +26,8 @@ from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import IGNORED, Batch
 from moefold.model.decoder import Decoder
+from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.pipeline.runtime import carry_out
 
 DEPTHS, WEIGHT, D = 2, 0.3, 8

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.dispatch.contract import Routing
-from moefold.model.assemble import whole_batch
-from moefold.model.moe.balance import RoutingReport
-from moefold.model.moe.router import Router
-from moefold.model.seams import WholeTokens
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.load_balancing import RoutingReport
+from moefold.moe.router import Router
+from moefold.nn.batch import whole_batch
+from moefold.nn.parallel_interfaces import WholeTokens
 
 theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
 

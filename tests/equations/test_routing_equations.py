@@ -17,11 +17,10 @@ from torch import Tensor
 
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.dispatch.contract import Routing
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import Batch
-from moefold.model.moe.router import Router
-from moefold.model.seams import WholeTokens
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.router import Router
+from moefold.nn.batch import Batch, whole_batch
+from moefold.nn.parallel_interfaces import WholeTokens
 from moefold.optim.adamw import adamw
 from moefold.pipeline.step import evaluate, run_step
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.model import ModelConfig
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.model.feed_forward import FeedForward
-from moefold.model.moe.layer import MoELayer
+from moefold.moe.layer import MoELayer
+from moefold.nn.layers import FeedForward
 
 D, F, TOKENS = 6, 12, 5
 DENSE = ModelConfig(vocab_size=16, width=D, num_layers=1, moe=None, dense_width=F)

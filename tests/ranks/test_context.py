@@ -12,10 +12,10 @@ import torch.distributed as dist
 from tests.support import on_ranks
 from torch import Tensor
 
+from moefold.attention.partial_attention import PLAIN
+from moefold.attention.sdpa import attend_naive
 from moefold.batching.zigzag import places
 from moefold.comm.process_groups import Group, Groups
-from moefold.ops.attention import attend_naive
-from moefold.ops.attention_parts import PLAIN
 from moefold.parallel import context_ring
 from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.context_plan import around

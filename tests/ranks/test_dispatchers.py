@@ -8,12 +8,12 @@ from tests.support import multiplied, on_ranks
 from torch import Tensor
 
 from moefold.comm.process_groups import Groups
-from moefold.dispatch.all_gather import AllGatherDispatcher
-from moefold.dispatch.all_to_all import AllToAllDispatcher
-from moefold.dispatch.contract import Dispatcher, Routing
-from moefold.dispatch.deduplicated import DeduplicatedDispatcher
-from moefold.dispatch.local import LocalDispatcher
-from moefold.dispatch.two_level import TwoLevelDispatcher
+from moefold.moe.dispatch.all_gather import AllGatherDispatcher
+from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
+from moefold.moe.dispatch.base import Dispatcher, Routing
+from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.two_level import TwoLevelDispatcher
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
 TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same

@@ -28,8 +28,8 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.dispatch import all_to_all
-from moefold.model.assemble import whole_batch
+from moefold.moe.dispatch import all_to_all
+from moefold.nn.batch import whole_batch
 from moefold.parallel.apply import groups_of, take_share
 from moefold.parallel.once import gather_once
 from moefold.pipeline.runtime import carry_out

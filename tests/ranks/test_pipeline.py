@@ -18,7 +18,7 @@ import moefold.pipeline.runtime
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.model.batch import Batch
+from moefold.nn.batch import Batch
 from moefold.parallel.apply import Share
 from moefold.parallel.placements import local_part
 from moefold.pipeline.flight import Flight

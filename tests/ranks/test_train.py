@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.kill import Diary, digest
 
-import moefold.model.moe.router
+import moefold.moe.router
 import moefold.pipeline.step
 import moefold.train.trainer
 from moefold.comm.spawn import fork_ranks
@@ -29,7 +29,7 @@ from moefold.config.run import RunConfig
 from moefold.config.train import HealthConfig, SavingConfig
 from moefold.data.samples import Samples
 from moefold.errors import RankError, TrainingError
-from moefold.model.moe.experts import Experts
+from moefold.moe.experts import Experts
 from moefold.parallel.apply import Share
 from moefold.parallel.placements import local_part
 from moefold.recipes.catalog import RECIPES
@@ -166,7 +166,7 @@ class Laboratory:
 
     def __init__(self, rank: int, model: torch.nn.Module) -> None:
         self.rank, self.model, self.due, self.state = rank, model, None, TrainState()
-        losses_of, after_step = moefold.model.moe.router.balance_losses, moefold.train.trainer.after_step
+        losses_of, after_step = moefold.moe.router.balance_losses, moefold.train.trainer.after_step
 
         def balance_losses(*args: Any) -> Any:
             losses = losses_of(*args)
@@ -180,7 +180,7 @@ class Laboratory:
             self.state = after_step(*args)
             return self.state
 
-        moefold.model.moe.router.balance_losses = balance_losses
+        moefold.moe.router.balance_losses = balance_losses
         moefold.train.trainer.after_step = remember
         for module in model.modules():
             if isinstance(module, Experts):

@@ -19,9 +19,9 @@ from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
-from moefold.dispatch.contract import Dispatcher, Routing
-from moefold.dispatch.deduplicated import DeduplicatedDispatcher
-from moefold.dispatch.two_level import TwoLevelDispatcher
+from moefold.moe.dispatch.base import Dispatcher, Routing
+from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from moefold.moe.dispatch.two_level import TwoLevelDispatcher
 from moefold.topology.layout import fold
 
 TOKENS, WIDTH, EXPERTS, CHOICES, TURNS = 512, 512, 32, 4, 4

@@ -25,7 +25,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.data.packing import lengths as piece_lengths
-from moefold.model.batch import IGNORED, Batch
+from moefold.nn.batch import IGNORED, Batch
 from moefold.parallel.apply import Share, take_share
 from moefold.parallel.placements import local_part
 from moefold.pipeline.flight import StepSums

@@ -25,8 +25,8 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import LinkConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.dispatch.contract import Routing
-from moefold.ops.heap import keep_heap
+from moefold.moe.dispatch.base import Routing
+from moefold.ops.malloc import keep_heap
 from moefold.parallel.apply import groups_of
 from moefold.parallel.expert import dispatcher_for
 from moefold.plan.dispatch_choice import Exchange, Volume, volumes

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moefold.attention.sdpa import attend
 from moefold.bench.clock import Reference, Say, Trial, ratios
 from moefold.bench.samples import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
 from moefold.blueprint.parameters import parameters
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import Batch
-from moefold.model.products import NativeProducts
-from moefold.ops.attention import attend
-from moefold.ops.grouped_matmul import BACKENDS
+from moefold.nn.batch import Batch, whole_batch
+from moefold.nn.grouped_mm import BACKENDS
+from moefold.nn.matmul_policy import NativeProducts
 from moefold.optim.adamw import adamw
 from moefold.optim.clip import clip_gradients, gradient_norm
 from moefold.parallel.apply import Share, groups_of, take_share

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moefold.attention.sdpa import attend, attend_naive
 from moefold.bench.attention_shapes import AttentionShape
 from moefold.bench.contestant import Builder, Options
 from moefold.bench.mixture import DTYPES, relative_error
 from moefold.bench.saved import saved_for_backward
-from moefold.ops.attention import attend, attend_naive
 
 _FIRST_INPUT = 5000
 

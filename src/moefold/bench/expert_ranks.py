@@ -35,10 +35,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.dispatch.contract import Routing
-from moefold.dispatch.counts import READ_BACK
-from moefold.model.assemble import whole_batch
-from moefold.model.moe.moe_kernels import kernels_for
+from moefold.moe.dispatch.base import READ_BACK, Routing
+from moefold.moe.moe_kernels import kernels_for
+from moefold.nn.batch import whole_batch
 from moefold.parallel.apply import groups_of, seams_of
 from moefold.parallel.expert import dispatcher_for
 

@@ -15,10 +15,10 @@ from moefold.bench.mixture import Weights
 from moefold.blueprint.parts import Parts
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
-from moefold.model.assemble import whole_batch
 from moefold.model.build import Seams, build_decoder, one_process_seams
-from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.moe_kernels import kernels_named
+from moefold.moe.layer import MoELayer
+from moefold.moe.moe_kernels import kernels_named
+from moefold.nn.batch import whole_batch
 
 # A model's first layer and nothing else of it.
 _FIRST_LAYER = Parts(embedding=False, layers=(0,), mtp=(), final_norm=False, mtp_norms=(), loss=False)

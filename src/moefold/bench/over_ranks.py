@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from moefold.attention.sdpa import attend
 from moefold.bench.clock import Trial
 from moefold.bench.samples import CONTEXT, ROUTED
 from moefold.comm.process_groups import Group, Groups
-from moefold.dispatch.all_to_all import AllToAllDispatcher
-from moefold.dispatch.contract import Arrived, Dispatcher, Routing
-from moefold.dispatch.local import LocalDispatcher
-from moefold.model.assemble import share_of, whole_batch
-from moefold.ops.attention import attend
-from moefold.ops.permute import group_by_expert, put_back, take_rows, take_weights
+from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
+from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.permute import group_by_expert, put_back, take_rows, take_weights
+from moefold.nn.batch import share_of, whole_batch
 from moefold.parallel.context import ContextCore, by_ring
 from moefold.parallel.placements import DATA_GROUPS
 

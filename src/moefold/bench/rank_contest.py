@@ -17,7 +17,7 @@ from moefold.bench.contestant import Checked, Contestant, in_one_line, timed_run
 from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, Contest, Entrant, Run, Standing
 from moefold.comm.spawn import fork_ranks
-from moefold.ops.heap import keep_heap
+from moefold.ops.malloc import keep_heap
 
 # Builds a contestant on a rank, in a world of so many.
 RankBuilder = Callable[[int, int], Contestant]

@@ -23,7 +23,7 @@ from moefold.config.load import dump_run
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.apply import Share, held_buffers
 from moefold.parallel.placements import local_part
-from moefold.precision.formats import TORCH_FORMATS
+from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
 _MOST_LISTED = 200

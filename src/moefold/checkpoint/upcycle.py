@@ -36,7 +36,7 @@ from moefold.checkpoint.spec import Box, TensorSource, whole
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.errors import ConversionError, Problem
-from moefold.model.initialize import normal_part
+from moefold.nn.init import normal_part
 
 Scheme = Literal["exact", "scaled"]
 # Softmax over all experts before the top-k in both; the schemes differ in whether the chosen probs are normalised.

@@ -12,7 +12,7 @@ from moefold.tables import text_table
 from moefold.units import format_bytes
 
 if TYPE_CHECKING:
-    from moefold.ops.here import Here
+    from moefold.ops.host_probe import Here
 
 EXAMPLES = """examples:
   moefold doctor
@@ -38,7 +38,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from moefold.ops.backends import as_rows
-    from moefold.ops.here import CPU_FEATURES, PACKAGES, look_around
+    from moefold.ops.host_probe import CPU_FEATURES, PACKAGES, look_around
 
     here = look_around()
     device = args.device or here.device

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.process_groups import Group
-from moefold.ops.cast import widened
+from moefold.ops.fp32_linear import widened
 
 
 @dataclass(frozen=True)

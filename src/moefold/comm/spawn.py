@@ -36,7 +36,7 @@ import torch.distributed.tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moefold.errors import MoefoldError, RankError
-from moefold.ops.heap import keep_heap
+from moefold.ops.malloc import keep_heap
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
@@ -113,7 +113,7 @@ def join_world(seconds: float) -> tuple[int, int]:
     """Meet the ranks that torchrun or a cluster's launcher has started; returns (rank, world).
 
     The only place that reads a launcher's environment. Without one this process is the whole world, and no process
-    group is made. A process that trains on a CPU keeps the memory it has once had: see ``ops/heap.py``.
+    group is made. A process that trains on a CPU keeps the memory it has once had: see ``ops/malloc.py``.
     """
     if not torch.cuda.is_available():
         keep_heap()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moefold.batching.zigzag import places
 from moefold.config.run import RunConfig
-from moefold.dispatch.counts import HopName
-from moefold.ops.capacity import capacity_of
+from moefold.moe.capacity import capacity_of
+from moefold.moe.dispatch.base import HopName
 from moefold.topology.layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moefold.attention.mask_blocks import row_index
 from moefold.dryrun.remembered import Memory
 from moefold.errors import MoefoldError
-from moefold.ops.attention_blocks import row_index
 from moefold.parallel.context_heads import document_order
 
 # Asked more often than everything else together.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from moefold.dryrun.timeline import Peak, peak_of
 from moefold.dryrun.watch import Watch
 from moefold.dryrun.wires import Book, Wires, gained
-from moefold.model.batch import Ahead, Batch, TokenSets
+from moefold.nn.batch import Ahead, Batch, TokenSets
 from moefold.parallel.apply import Share
 from moefold.pipeline.flight import Flight, Key, flat
 from moefold.pipeline.runtime import Told, untold

@@ -29,7 +29,7 @@ from moefold.dryrun.fake_world import FakeMemory, fake_world, give_fake_memory
 from moefold.dryrun.rehearse import Seen, rehearse
 from moefold.dryrun.wires import Book, Collective, collectives, more
 from moefold.errors import ConfigError, Problem
-from moefold.model.batch import Ahead, Batch
+from moefold.nn.batch import Ahead, Batch
 from moefold.parallel.apply import Share, groups_of, lay_out_share
 from moefold.pipeline.flight import Flight
 from moefold.pipeline.step import run_step

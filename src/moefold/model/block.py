@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from moefold.model.attention.gqa import GroupedQueryAttention
-from moefold.model.attention.mla import LatentAttention
-from moefold.model.batch import Batch
-from moefold.model.feed_forward import FeedForward
-from moefold.model.moe.balance import RoutingReport
-from moefold.model.moe.layer import MoELayer
-from moefold.model.norm import RMSNorm
-from moefold.model.phase import Lane, Phase, nest, recomputed, run_in_order
+from moefold.attention.gqa import GroupedQueryAttention
+from moefold.attention.mla import LatentAttention
+from moefold.moe.layer import MoELayer
+from moefold.moe.load_balancing import RoutingReport
+from moefold.nn.batch import Batch
+from moefold.nn.layers import FeedForward, RMSNorm
+from moefold.nn.phase import Lane, Phase, nest, recomputed, run_in_order
 
 
 class BlockOutput(NamedTuple):

@@ -11,32 +11,29 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moefold.attention.core import AttentionCore, LocalCore
+from moefold.attention.gqa import GroupedQueryAttention
+from moefold.attention.mla import LatentAttention
 from moefold.blueprint.parameters import mixture_names
 from moefold.blueprint.parts import Parts, parts_of, whole_model
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.dispatch.contract import Dispatcher
-from moefold.dispatch.local import LocalDispatcher
-from moefold.model.attention.core import AttentionCore, LocalCore
-from moefold.model.attention.gqa import GroupedQueryAttention
-from moefold.model.attention.mla import LatentAttention
 from moefold.model.block import Block
 from moefold.model.decoder import Decoder
-from moefold.model.embedding import Embedding
-from moefold.model.feed_forward import FeedForward
-from moefold.model.linear import Linear
-from moefold.model.loss import LanguageLoss
-from moefold.model.moe.engines import engine_named
-from moefold.model.moe.experts import EngineMaker, Experts
-from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
-from moefold.model.moe.router import Router
-from moefold.model.moe.select import Selector
 from moefold.model.mtp import LookAhead
-from moefold.model.norm import RMSNorm
-from moefold.model.products import NativeProducts, Products
-from moefold.model.seams import TokenSeam, VocabSeam, WholeTokens, WholeVocab
+from moefold.moe.dispatch.base import Dispatcher
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.expert_backends import engine_named
+from moefold.moe.experts import EngineMaker, Experts
+from moefold.moe.layer import MoELayer
+from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
+from moefold.moe.router import Router
+from moefold.moe.routing_policies import Selector
+from moefold.nn.layers import FeedForward, Linear, RMSNorm
+from moefold.nn.matmul_policy import NativeProducts, Products
+from moefold.nn.parallel_interfaces import TokenSeam, VocabSeam, WholeTokens, WholeVocab
+from moefold.nn.vocab import Embedding, LanguageLoss
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,15 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from moefold.blueprint.stages import StageSpec
-from moefold.model.batch import Batch
 from moefold.model.block import Block, BlockOutput
-from moefold.model.embedding import Embedding
-from moefold.model.linear import Linear
-from moefold.model.loss import LanguageLoss
-from moefold.model.moe.balance import RoutingReport
-from moefold.model.moe.layer import MoELayer
-from moefold.model.moe.router import Router
 from moefold.model.mtp import LookAhead
-from moefold.model.norm import RMSNorm
-from moefold.model.phase import Lane, Phase, nest, run_in_order
+from moefold.moe.layer import MoELayer
+from moefold.moe.load_balancing import RoutingReport
+from moefold.moe.router import Router
+from moefold.nn.batch import Batch
+from moefold.nn.layers import Linear, RMSNorm
+from moefold.nn.phase import Lane, Phase, nest, run_in_order
+from moefold.nn.vocab import Embedding, LanguageLoss
 
 
 class Stream(NamedTuple):

@@ -35,11 +35,10 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.model import ModelConfig
-from moefold.model.batch import Batch
 from moefold.model.block import Block, BlockOutput
-from moefold.model.linear import Linear
-from moefold.model.norm import RMSNorm
-from moefold.model.phase import Lane, Phase, run_in_order
+from moefold.nn.batch import Batch
+from moefold.nn.layers import Linear, RMSNorm
+from moefold.nn.phase import Lane, Phase, run_in_order
 
 
 class LookAhead(nn.Module):

@@ -15,10 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from moefold.errors import BackendError, did_you_mean
-from moefold.ops import cross_entropy, rmsnorm, swiglu
-from moefold.ops.gates import Gate, gate_named
-from moefold.ops.here import Here
-from moefold.ops.kernels import rope_torch
+from moefold.ops import activations as swiglu
+from moefold.ops import cross_entropy, rmsnorm
+from moefold.ops.glu import Gate, gate_named
+from moefold.ops.host_probe import Here
+from moefold.ops.kernels import rope_reference as rope_torch
 
 NARROW = ("float32", "bfloat16")
 ALL = ("float64", *NARROW)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.cast import widened
+from moefold.ops.fp32_linear import widened
 
 
 def vocab_stats(x_TD: Tensor, weight_vD: Tensor, target_T: Tensor, chunk: int = 8192) -> tuple[Tensor, Tensor]:

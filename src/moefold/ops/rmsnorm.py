@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.cast import widened
+from moefold.ops.fp32_linear import widened
 
 # Adds up what each rank has of a number per row; backward adds up too.
 SumHeads = Callable[[Tensor], Tensor]

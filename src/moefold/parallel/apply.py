@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from moefold.attention.core import AttentionCore, LocalCore
 from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
@@ -24,22 +25,20 @@ from moefold.comm.comm_stream import CommLane
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
-from moefold.dispatch.counts import READ_BACK, HostCounts
-from moefold.model.attention.core import AttentionCore, LocalCore
 from moefold.model.build import Seams, build_decoder
 from moefold.model.decoder import Decoder
-from moefold.model.initialize import Box, first_values
-from moefold.model.moe.engines import engine_named
-from moefold.model.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
-from moefold.model.products import Deferral, DeferredProducts, NativeProducts
+from moefold.moe.dispatch.base import READ_BACK, HostCounts
+from moefold.moe.expert_backends import engine_named
+from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
+from moefold.nn.init import Box, first_values
+from moefold.nn.matmul_policy import Deferral, DeferredProducts, NativeProducts
 from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
 from moefold.parallel.data import shard_over_data
 from moefold.parallel.expert import dispatcher_for
 from moefold.parallel.placements import Held, cut_parameters, held_parameters, local_part
 from moefold.parallel.tensor import TokenShards, VocabShards
 from moefold.plan.placement import parts_by_rank
-from moefold.precision.formats import TORCH_FORMATS
-from moefold.precision.weights import hold_in
+from moefold.precision.dtypes import TORCH_FORMATS, hold_in
 from moefold.schedule.names import schedule_named
 from moefold.topology.layout import fold
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from moefold.attention.core import AttentionCore
+from moefold.attention.sdpa import attend
 from moefold.comm.process_groups import Group
-from moefold.model.attention.core import AttentionCore
-from moefold.model.batch import Batch
-from moefold.ops.attention import attend
+from moefold.nn.batch import Batch
 from moefold.parallel.context_heads import HeadTrade
 from moefold.parallel.context_plan import around
 from moefold.parallel.context_ring import ring_attend

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moefold.attention.mask_blocks import Block, Run, Stack, blocks, stacks
 from moefold.batching.zigzag import Span, chunks, chunks_of
-from moefold.ops.attention_blocks import Block, Run, Stack, blocks, stacks
 
 Lengths = tuple[int, ...]
 

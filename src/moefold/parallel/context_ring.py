@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.attention.mask_blocks import Sight, Stack, band
+from moefold.attention.partial_attention import Parts, merge_, merge_sinks_, parts_for, sink_gradients
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
-from moefold.ops.attention_blocks import Sight, Stack, band
-from moefold.ops.attention_parts import Parts, merge_, merge_sinks_, parts_for, sink_gradients
 from moefold.parallel.context_plan import Step
 from moefold.topology.shares import share_sizes, share_starts
 

@@ -8,14 +8,13 @@ from moefold.batching.zigzag import num_held
 from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
-from moefold.dispatch.all_gather import AllGatherDispatcher
-from moefold.dispatch.all_to_all import AllToAllDispatcher
-from moefold.dispatch.contract import Dispatcher
-from moefold.dispatch.counts import READ_BACK, HostCounts
-from moefold.dispatch.deduplicated import DeduplicatedDispatcher
-from moefold.dispatch.local import LocalDispatcher
-from moefold.dispatch.two_level import TwoLevelDispatcher
-from moefold.ops.capacity import capacity_of
+from moefold.moe.capacity import capacity_of
+from moefold.moe.dispatch.all_gather import AllGatherDispatcher
+from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
+from moefold.moe.dispatch.base import READ_BACK, Dispatcher, HostCounts
+from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.two_level import TwoLevelDispatcher
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.topology.shares import share_sizes
 

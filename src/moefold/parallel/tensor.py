@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the seams of ``model/seams.py`` on real groups.
+"""Tensor and sequence parallelism: the seams of ``nn/parallel_interfaces.py`` on real groups.
 
 N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width.
 
@@ -22,8 +22,8 @@ from moefold.comm.collectives import (
     sum_same,
 )
 from moefold.comm.process_groups import Group, Groups
-from moefold.model.batch import Batch
-from moefold.model.seams import Reach
+from moefold.nn.batch import Batch
+from moefold.nn.parallel_interfaces import Reach
 from moefold.topology.shares import share_sizes
 
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from moefold.comm.p2p import Expected, Pipes
-from moefold.model.batch import Batch
 from moefold.model.decoder import DecoderOutput, Stream
-from moefold.model.moe.balance import BalanceLosses
 from moefold.model.mtp import loss_scales
+from moefold.moe.load_balancing import BalanceLosses
+from moefold.nn.batch import Batch
 from moefold.parallel.apply import Share
-from moefold.precision.formats import TORCH_FORMATS
+from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
 from moefold.topology.shares import share_sizes
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.stages import StageSpec
-from moefold.model.batch import Batch
 from moefold.model.decoder import DecoderOutput, Stream
-from moefold.model.phase import Lane, Phase
+from moefold.nn.batch import Batch
+from moefold.nn.phase import Lane, Phase
 from moefold.parallel.apply import Share
 from moefold.pipeline.flight import objective_of
 from moefold.pipeline.tape import Gradients, Recorded, map_tensors, record, step_back

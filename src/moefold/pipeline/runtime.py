@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.model.batch import Batch
 from moefold.model.decoder import DecoderOutput
+from moefold.nn.batch import Batch
 from moefold.parallel.apply import Share
 from moefold.pipeline.flight import Flight, Key, StepSums, add_sums, flat, landed, objective_of, take_off
 from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from moefold.comm.collectives import sum_plain
 from moefold.comm.process_groups import Groups
-from moefold.model.batch import Batch
 from moefold.model.decoder import Decoder
-from moefold.model.moe.balance import BalanceLosses, update_expert_bias
+from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
+from moefold.nn.batch import Batch
 from moefold.optim.clip import clip_gradients, gradient_norm
 from moefold.parallel.apply import Share
 from moefold.parallel.data import put_to_rest

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.model.phase import Lane, Phase
+from moefold.nn.phase import Lane, Phase
 
 
 class Recorded(NamedTuple):

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.model.assemble import share_of, whole_batch
-from moefold.model.batch import IGNORED, Batch
+from moefold.nn.batch import IGNORED, Batch, share_of, whole_batch
 from moefold.prove.cases import Case
 
 # How many labels of a step count: for the next token, then for each module that looks further ahead.

@@ -16,10 +16,9 @@ from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import buffers, mixture_names, parameters
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
-from moefold.model.moe.balance import BalanceLosses, update_expert_bias
+from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.optim.adamw import UNDECAYED
-from moefold.precision.formats import TORCH_FORMATS
-from moefold.precision.weights import hold_in
+from moefold.precision.dtypes import TORCH_FORMATS, hold_in
 from moefold.prove.batches import labels_of_batch, wave_batch
 from moefold.prove.cases import Case, proving_precision
 from moefold.prove.replay import record_choices

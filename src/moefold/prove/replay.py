@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from moefold.model.batch import Batch
 from moefold.model.decoder import Decoder
-from moefold.model.moe.router import Router
-from moefold.model.moe.select import Choice, Dropper, ReplaySelect
-from moefold.model.seams import TokenSeam
+from moefold.moe.router import Router
+from moefold.moe.routing_policies import Choice, Dropper, ReplaySelect
+from moefold.nn.batch import Batch
+from moefold.nn.parallel_interfaces import TokenSeam
 
 
 def named_routers(model: Decoder) -> dict[str, Router]:

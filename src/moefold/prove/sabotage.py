@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-import moefold.dispatch.all_gather
-import moefold.dispatch.all_to_all
-import moefold.model.moe.sorted_experts
+import moefold.moe.dispatch.all_gather
+import moefold.moe.dispatch.all_to_all
+import moefold.moe.grouped_experts
 import moefold.optim.adamw
 import moefold.parallel.apply
 import moefold.parallel.placements
 import moefold.pipeline.step
 import moefold.prove.rank
 import moefold.prove.start
+from moefold.attention.rotary import Rotary
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import gather_rows, gather_same, sum_partial
-from moefold.dispatch.all_to_all import AllToAllDispatcher
-from moefold.dispatch.contract import Arrived
 from moefold.model.decoder import Decoder
-from moefold.model.moe.experts import Experts
-from moefold.model.moe.select import CapacityDrop
-from moefold.model.rotary import Rotary
+from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
+from moefold.moe.dispatch.base import Arrived
+from moefold.moe.experts import Experts
+from moefold.moe.routing_policies import CapacityDrop
 from moefold.parallel.placements import Held
 from moefold.parallel.tensor import TokenShards, VocabShards
 
@@ -122,7 +122,7 @@ def combine_drops_a_row() -> None:
     def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda rows, *rest: put(rows * (torch.arange(len(rows)) != 1)[:, None], *rest)
 
-    wrap(moefold.model.moe.sorted_experts, "put_back", make)
+    wrap(moefold.moe.grouped_experts, "put_back", make)
 
 
 def _weights(change: Callable[[Tensor], Tensor]) -> None:
@@ -159,14 +159,14 @@ def gathered_weights_gradient_not_summed() -> None:
             else gather_rows(rows, sizes, group)
         )
 
-    put(moefold.dispatch.all_gather, "gather_rows", gather)
+    put(moefold.moe.dispatch.all_gather, "gather_rows", gather)
 
 
 def split_experts_not_added() -> None:
     def reduce(partial: Tensor, sizes: Any, group: Any) -> Tensor:
         return partial.split(sizes)[group.index]
 
-    put(moefold.dispatch.all_to_all, "reduce_rows", reduce)
+    put(moefold.moe.dispatch.all_to_all, "reduce_rows", reduce)
 
 
 def split_bias_added_by_all() -> None:
@@ -292,7 +292,7 @@ def dropped_choices_forgotten_by_others() -> None:
     def make(choices: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, routing, sizes: choices(self, routing._replace(kept_tK=None), sizes)
 
-    wrap(moefold.dispatch.all_gather.AllGatherDispatcher, "_choices_of_block", make)
+    wrap(moefold.moe.dispatch.all_gather.AllGatherDispatcher, "_choices_of_block", make)
 
 
 def gradients_not_clipped() -> None:

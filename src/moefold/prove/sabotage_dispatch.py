@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-import moefold.dispatch.hop
-import moefold.ops.spread
-from moefold.dispatch.hop import Hop, Landed
-from moefold.ops.spread import Pairs
+import moefold.moe.dedup_permute
+import moefold.moe.dispatch.dedup_exchange
+from moefold.moe.dedup_permute import Pairs
+from moefold.moe.dispatch.dedup_exchange import Hop, Landed
 from moefold.prove.sabotage import put, wrap
 
 
@@ -39,11 +39,11 @@ def gradient_of_one_copy() -> None:
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
         return _first_pair(grad_ND, ctx.pairs), None
 
-    put(moefold.ops.spread._Spread, "backward", staticmethod(backward))
+    put(moefold.moe.dedup_permute._Spread, "backward", staticmethod(backward))
 
 
 def weights_gradient_of_one_rank() -> None:
-    put(moefold.dispatch.hop, "sum_pairs", _first_pair)
+    put(moefold.moe.dispatch.dedup_exchange, "sum_pairs", _first_pair)
 
 
 def hosts_not_added_up() -> None:
@@ -51,7 +51,9 @@ def hosts_not_added_up() -> None:
         def first_home(self: Hop, answers_SD: Tensor, way: Any, pairs: Pairs) -> Tensor:
             if self.name != "across":
                 return home(self, answers_SD, way, pairs)
-            back_ND = moefold.dispatch.hop.exchange_rows(answers_SD, send=way.recv, recv=way.send, group=self.group)
+            back_ND = moefold.moe.dispatch.dedup_exchange.exchange_rows(
+                answers_SD, send=way.recv, recv=way.send, group=self.group
+            )
             return _first_pair(back_ND, pairs)
 
         return first_home

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moefold.model.assemble
-import moefold.model.attention.core
-import moefold.model.moe.balance
-import moefold.model.moe.router
+import moefold.attention.core
+import moefold.moe.load_balancing
+import moefold.moe.router
+import moefold.nn.batch
 import moefold.parallel.context
 import moefold.parallel.context_ring
 import moefold.pipeline.step
@@ -26,7 +26,7 @@ import moefold.prove.rank
 from moefold.comm.collectives import gather_plain, sum_plain
 from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
-from moefold.model.batch import Batch
+from moefold.nn.batch import Batch
 from moefold.parallel.context_heads import HeadTrade
 from moefold.parallel.tensor import TokenShards
 from moefold.pipeline.flight import StepSums
@@ -88,7 +88,7 @@ def heads_come_back_in_another_order() -> None:
 
 
 def documents_see_each_other() -> None:
-    for owner in (moefold.model.attention.core, moefold.parallel.context):
+    for owner in (moefold.attention.core, moefold.parallel.context):
         wrap(owner, "attend", lambda attend: lambda q, k, v, lengths, *rest: attend(q, k, v, (sum(lengths),), *rest))
 
 
@@ -118,7 +118,7 @@ def _look_ahead(change: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], 
     def make(look: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tokens_N, labels_N, lengths, by: look(tokens_N, labels_N, *change(lengths, by))
 
-    wrap(moefold.model.assemble, "look_ahead", make)
+    wrap(moefold.nn.batch, "look_ahead", make)
 
 
 def looks_one_token_too_far_ahead() -> None:
@@ -142,11 +142,11 @@ def loss_divided_by_padded_tokens() -> None:
 
 
 def pads_in_the_balance_losses() -> None:
-    put(moefold.model.moe.balance, "_without_pads", lambda x_tE, real_t: x_tE)
+    put(moefold.moe.load_balancing, "_without_pads", lambda x_tE, real_t: x_tE)
 
 
 def pads_sent_to_experts() -> None:
-    put(moefold.model.moe.router, "keep_real", lambda expert_tK, kept_tK, real_t: kept_tK)
+    put(moefold.moe.router, "keep_real", lambda expert_tK, kept_tK, real_t: kept_tK)
 
 
 def sequence_balance_over_the_microbatch() -> None:
@@ -212,7 +212,7 @@ def sequences_weighed_by_their_tokens() -> None:
 
         return by_tokens
 
-    wrap(moefold.model.moe.router, "balance_losses", make)
+    wrap(moefold.moe.router, "balance_losses", make)
 
 
 def balance_over_one_context_share() -> None:

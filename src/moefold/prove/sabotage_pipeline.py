@@ -17,7 +17,7 @@ import moefold.pipeline.overlap
 import moefold.pipeline.runtime
 import moefold.pipeline.step
 from moefold.model.decoder import Decoder
-from moefold.model.products import Deferral
+from moefold.nn.matmul_policy import Deferral
 from moefold.parallel.placements import Held
 from moefold.pipeline.flight import Flight
 from moefold.prove.sabotage import put, wrap

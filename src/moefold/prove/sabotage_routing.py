@@ -13,9 +13,9 @@ from torch import Tensor
 
 import moefold.pipeline.step
 from moefold.config.moe import RouterConfig
-from moefold.model.moe.router import Router
-from moefold.model.moe.select import CapacityDrop
-from moefold.ops.topk import score
+from moefold.moe.router import Router
+from moefold.moe.routing_policies import CapacityDrop
+from moefold.moe.topk import score
 from moefold.prove.sabotage import put, wrap
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moefold.model.initialize import Box, normal_part
+from moefold.nn.init import Box, normal_part
 
 
 def busy_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:

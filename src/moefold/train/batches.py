@@ -23,8 +23,7 @@ from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.data.packing import crossing, lengths
 from moefold.data.samples import Sample
-from moefold.model.assemble import share_of, whole_batch
-from moefold.model.batch import IGNORED, Batch
+from moefold.nn.batch import IGNORED, Batch, share_of, whole_batch
 from moefold.pipeline.step import count_over_step
 
 

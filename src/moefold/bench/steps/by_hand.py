@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.attention.sdpa import attend
 from moefold.bench.contestant import Options
 from moefold.bench.saved import saved_for_backward
 from moefold.bench.steps.task import first_parameters, run_of, step_tokens
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
-from moefold.dispatch.contract import Arrived, Routing
-from moefold.model.moe.engines import engine_named
-from moefold.model.moe.experts import ExpertWeights
-from moefold.model.moe.moe_kernels import kernels_for
-from moefold.model.products import NativeProducts
-from moefold.ops.attention import attend
+from moefold.moe.dispatch.base import Arrived, Routing
+from moefold.moe.expert_backends import engine_named
+from moefold.moe.experts import ExpertWeights
+from moefold.moe.moe_kernels import kernels_for
+from moefold.moe.topk import choose_topk
+from moefold.nn.matmul_policy import NativeProducts
 from moefold.ops.cross_entropy import vocab_stats
+from moefold.ops.fp32_linear import wide_linear
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
-from moefold.ops.topk import choose_topk
-from moefold.ops.wide_linear import wide_linear
 from moefold.optim.adamw import UNDECAYED
-from moefold.precision.formats import TORCH_FORMATS
+from moefold.precision.dtypes import TORCH_FORMATS
 
 
 class StepByHand:

@@ -8,8 +8,7 @@ from moefold.bench.alone import lone_share, optimizer_of
 from moefold.bench.contestant import Options
 from moefold.bench.saved import saved_for_backward
 from moefold.bench.steps.task import run_of, step_tokens
-from moefold.model.assemble import whole_batch
-from moefold.model.batch import Batch
+from moefold.nn.batch import Batch, whole_batch
 from moefold.pipeline.flight import StepSums, objective_of
 from moefold.pipeline.step import StepResult, run_step
 

@@ -17,7 +17,7 @@ from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import parameters
 from moefold.config.load import override
 from moefold.config.run import RunConfig
-from moefold.model.initialize import first_values
+from moefold.nn.init import first_values
 from moefold.recipes.catalog import recipe
 
 RECIPE = "debug_50m"

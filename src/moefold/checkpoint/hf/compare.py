@@ -19,8 +19,8 @@ from moefold.checkpoint.hf.directory import weight_keys
 from moefold.checkpoint.spec import TensorSource
 from moefold.config.model import ModelConfig
 from moefold.errors import BackendError
-from moefold.model.assemble import whole_batch
 from moefold.model.build import build_decoder, one_process_seams
+from moefold.nn.batch import whole_batch
 
 _SEQUENCES, _LENGTH = 2, 37
 

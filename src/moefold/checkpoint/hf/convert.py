@@ -29,7 +29,7 @@ from moefold.config.load import dump_run
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConversionError, Problem
-from moefold.precision.formats import TORCH_FORMATS
+from moefold.precision.dtypes import TORCH_FORMATS
 
 DEFAULT_SHARD = 5 * 10**9
 TOKENIZER = "tokenizer"

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.kernels.specialization import Build, Traffic
+from moefold.ops.kernels.aot_specs import Build, Traffic
 
 WIDEST = 16384
 

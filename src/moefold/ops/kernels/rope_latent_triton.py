@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moefold.ops.kernels.aot_specs import Build, Traffic
 from moefold.ops.kernels.rope_triton import HEADS, load_pairs, load_tables, store_pairs
-from moefold.ops.kernels.specialization import Build, Traffic
 
 
 @triton.jit

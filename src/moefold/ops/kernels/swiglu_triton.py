@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.kernels.specialization import Build, Traffic
-from moefold.ops.swiglu import ACTIVATIONS
-from moefold.ops.swiglu import LIMIT as _LIMIT
-from moefold.ops.swiglu import STEEPNESS as _STEEPNESS
+from moefold.ops.activations import ACTIVATIONS
+from moefold.ops.activations import LIMIT as _LIMIT
+from moefold.ops.activations import STEEPNESS as _STEEPNESS
+from moefold.ops.kernels.aot_specs import Build, Traffic
 
 LIMIT = tl.constexpr(_LIMIT)
 STEEPNESS = tl.constexpr(_STEEPNESS)
@@ -187,7 +187,7 @@ class _WeightedActivation(torch.autograd.Function):
 
 
 def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times the row's weight if there is one. The twin is in ``ops/swiglu.py``."""
+    """act(gate, up) of every row, times the row's weight if there is one. The twin is in ``ops/activations.py``."""
     return _WeightedActivation.apply(gate_up_RG, weight_R, activation)
 
 

@@ -18,7 +18,7 @@ from moefold.plan.prediction import MemoryLine
 from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
 from moefold.plan.stage_contents import Contents
 
-# Rows of the vocabulary per chunk of logits, as in `model/loss.py`.
+# Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
 CHUNK = 8192
 
 

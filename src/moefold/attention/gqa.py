@@ -1,0 +1,77 @@
+"""Grouped-query attention, with the variations that published models use.
+
+T tokens of a microbatch, t the tokens of this rank, D width, H query heads, G key/value heads, d entries per head.
+
+Under tensor parallelism a rank holds some of the heads and sees all tokens: gather tokens, project to my heads, attend,
+project back to partial sums, reduce to my tokens. Head counts are read off the weights, so the same code runs on all
+heads and on a share of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moefold.attention.core import AttentionCore
+from moefold.attention.rotary import Rotary
+from moefold.config.attention import GQAConfig, RopeConfig
+from moefold.nn.batch import Batch
+from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm
+from moefold.nn.matmul_policy import Products
+from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.ops.backends import IN_TORCH, Kernels
+
+
+class GroupedQueryAttention(nn.Module):
+    def __init__(
+        self,
+        config: GQAConfig,
+        rope: RopeConfig,
+        width: int,
+        layer: int,
+        norm_eps: float,
+        tokens: TokenSeam,
+        core: AttentionCore,
+        products: Products,
+        kernels: Kernels = IN_TORCH,
+    ) -> None:
+        super().__init__()
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = Linear(width, q_width, products, config.qkv_bias)
+        self.k = Linear(width, kv_width, products, config.qkv_bias)
+        self.v = Linear(width, kv_width, products, config.qkv_bias)
+        self.out = Linear(q_width, width, products, config.out_bias)
+        self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels)
+        self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
+        self.rotary = Rotary(rope, config.head_dim, kernels)
+        self.head_dim = config.head_dim
+        self.norm_whole_projection = config.qk_norm == "full"
+        self.window = config.window if layer % config.window_every == 0 else None
+        self.tokens = tokens
+        self.core = core
+
+    def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        x_TD = self.tokens.gather(x_tD, batch)
+        q_THd = self._heads(self.q(x_TD), self.q_norm)
+        k_TGd = self._heads(self.k(x_TD), self.k_norm)
+        v_TGd = self._heads(self.v(x_TD), None)
+        tables = self.rotary(batch.positions_T, like=x_TD)
+        q_THd, k_TGd = self.rotary.turn(q_THd, k_TGd, tables)
+        scale = self.head_dim**-0.5
+        seen_THd = self.core(q_THd, k_TGd, v_TGd, batch, scale=scale, window=self.window, sinks_H=self.sinks)
+        return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_THd.flatten(1))))
+
+    def _heads(self, x_TF: Tensor, norm: nn.Module | None) -> Tensor:
+        if norm is not None and self.norm_whole_projection:
+            x_TF = norm(x_TF)
+        x_THd = x_TF.unflatten(-1, (-1, self.head_dim))
+        return norm(x_THd) if norm is not None and not self.norm_whole_projection else x_THd
+
+
+def _qk_norm(config: GQAConfig, full_width: int, eps: float, tokens: TokenSeam, kernels: Kernels) -> nn.Module | None:
+    if config.qk_norm == "none":
+        return None
+    if config.qk_norm == "head":
+        return RMSNorm(config.head_dim, eps, kernels.rms_norm)
+    return SpreadRMSNorm(full_width, eps, tokens)

@@ -1,0 +1,77 @@
+"""Multi-head latent attention: keys and values are rebuilt, head by head, from one small vector per token.
+
+T tokens of a microbatch, t the tokens of this rank, D width, H heads, q and c the query and key/value latents, n
+unrotated and r rotated entries of queries and keys, v value entries.
+
+Positions are carried by r extra entries that all heads' keys share. Under tensor parallelism the latents are computed
+on each rank's own tokens and gathered before they are spread to heads: they are the smallest form the tokens ever take.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moefold.attention.core import AttentionCore
+from moefold.attention.rotary import Rotary
+from moefold.config.attention import MLAConfig, RopeConfig
+from moefold.nn.batch import Batch
+from moefold.nn.layers import Linear, RMSNorm
+from moefold.nn.matmul_policy import Products
+from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.rope import latent_softmax_scale
+
+
+class LatentAttention(nn.Module):
+    def __init__(
+        self,
+        config: MLAConfig,
+        rope: RopeConfig,
+        width: int,
+        norm_eps: float,
+        tokens: TokenSeam,
+        core: AttentionCore,
+        products: Products,
+        kernels: Kernels = IN_TORCH,
+    ) -> None:
+        super().__init__()
+        query_dim = config.nope_dim + config.rope_dim
+        if config.q_latent is None:
+            self.q = Linear(width, config.num_heads * query_dim, products)
+        else:
+            self.q_down = Linear(width, config.q_latent, products)
+            self.q_norm = RMSNorm(config.q_latent, norm_eps, kernels.rms_norm)
+            self.q_up = Linear(config.q_latent, config.num_heads * query_dim, products)
+        self.kv_down = Linear(width, config.kv_latent + config.rope_dim, products)
+        self.kv_norm = RMSNorm(config.kv_latent, norm_eps, kernels.rms_norm)
+        self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), products)
+        self.out = Linear(config.num_heads * config.value_dim, width, products)
+        self.rotary = Rotary(rope, config.rope_dim, kernels)
+        self.config = config
+        self.scale = query_dim**-0.5 * latent_softmax_scale(rope.yarn)
+        self.tokens = tokens
+        self.core = core
+
+    def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        tables = self.rotary(batch.positions_T, like=x_tD)
+        q_THd = self._queries(x_tD, batch, tables)
+        k_THd, v_THv = self._keys_and_values(x_tD, batch, tables)
+        seen_THv = self.core(q_THd, k_THd, v_THv, batch, scale=self.scale, window=None, sinks_H=None)
+        return self.tokens.reduce(self.out(seen_THv.flatten(1)))
+
+    def _queries(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
+        nope, rope = self.config.nope_dim, self.config.rope_dim
+        if self.config.q_latent is None:
+            q_TF = self.q(self.tokens.gather(x_tD, batch))
+        else:
+            q_TF = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD)), batch))
+        return self.rotary.turn_queries(q_TF.unflatten(1, (-1, nope + rope)), tables)
+
+    def _keys_and_values(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        config = self.config
+        latent_tc, turned_tr = self.kv_down(x_tD).split((config.kv_latent, config.rope_dim), dim=-1)
+        both_T = self.tokens.gather(torch.cat((self.kv_norm(latent_tc), turned_tr), dim=-1), batch)
+        latent_Tc, turned_Tr = both_T.split((config.kv_latent, config.rope_dim), dim=-1)
+        heads_THnv = self.kv_up(latent_Tc).unflatten(1, (-1, config.nope_dim + config.value_dim))
+        return self.rotary.keys_and_values(heads_THnv, turned_Tr, tables, config.nope_dim)

@@ -1,0 +1,215 @@
+"""Attention in parts: some of the keys now, the others when they arrive, and the same answer in the end.
+
+B blocks of one shape, n queries, m keys, H query heads, G key/value heads, d query and key entries, v value entries.
+
+A part's softmax is over its own keys only. Its log-sum-exp says how much weight those keys would have among more, so
+two parts merge into what one softmax over both would have given:
+
+    lse = log(exp(lse_1) + exp(lse_2))        out = out_1 * exp(lse_1 - lse) + out_2 * exp(lse_2 - lse)
+
+A sink is one more part that has a weight and no value. Backward needs no merging: given the *whole* output and its
+log-sum-exp, the gradients of the parts only add up.
+
+``FUSED`` runs on torch's CPU kernel, which never writes the scores down; ``PLAIN`` is its twin, on any device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.ops.fp32_linear import widened
+
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class AttendPart(Protocol):
+    def __call__(
+        self, q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output [B, H, n, v] and log-sum-exp [B, H, n], -inf where a query sees none of these keys."""
+        ...
+
+
+class PartGradients(Protocol):
+    def __call__(
+        self,
+        grad_BHnv: Tensor,
+        q_BHnd: Tensor,
+        k_BGmd: Tensor,
+        v_BGmv: Tensor,
+        out_BHnv: Tensor,
+        lse_BHn: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+        mask_nm: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What this part adds to the gradients of q, k and v; ``out`` and ``lse`` are those of all parts together."""
+        ...
+
+
+class Parts(NamedTuple):
+    """One way to compute parts: forward and backward."""
+
+    attend: AttendPart
+    gradients: PartGradients
+
+
+def parts_for(device: torch.device) -> Parts:
+    return FUSED if device.type == "cpu" else PLAIN
+
+
+# ---- putting parts together ----
+
+
+def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Make one part (``out``, ``lse``) of two, in place; ``lse`` has the shape of ``out`` without its last dimension.
+
+    A part may be empty, or blind in some rows (-inf).
+    """
+    total = torch.logaddexp(lse, more_lse)
+    finite = _no_infinity(total)
+    out.mul_(lse.sub_(finite).exp_().unsqueeze(-1))
+    out.add_(more * (more_lse - finite).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def merge_sinks_(out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> None:
+    """One more logit per head that takes its share of the weight, in place."""
+    total = torch.logaddexp(lse_nH, sinks_H.to(lse_nH.dtype))
+    out_nHv.mul_(lse_nH.sub_(total).exp_().unsqueeze(-1))
+    lse_nH.copy_(total)
+
+
+def sink_gradients(grad_nHv: Tensor, out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> Tensor:
+    """[H]: a sink draws weight away from all that the queries see, in proportion to its own."""
+    weight_nH = (sinks_H.to(lse_nH.dtype) - lse_nH).exp()
+    gradients_H = torch.empty_like(sinks_H)
+    # One head at a time: the wide product of all heads would be the largest tensor around.
+    for head in range(sinks_H.shape[0]):
+        seen_n = (widened(grad_nHv[:, head]) * widened(out_nHv[:, head])).sum(-1)
+        gradients_H[head] = -(weight_nH[:, head] * seen_n).sum()
+    return gradients_H
+
+
+# ---- the plain way ----
+
+
+def attend_part_plain(
+    q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    heads = q_BHnd.shape[1]
+    scores = _scores(q_BHnd, _per_query_head(k_BGmd, heads), scale, causal, mask_nm)
+    lse = scores.logsumexp(-1)
+    share = (scores - _no_infinity(lse).unsqueeze(-1)).exp()
+    return (share @ widened(_per_query_head(v_BGmv, heads))).to(v_BGmv.dtype), lse
+
+
+def part_gradients_plain(
+    grad_BHnv: Tensor,
+    q_BHnd: Tensor,
+    k_BGmd: Tensor,
+    v_BGmv: Tensor,
+    out_BHnv: Tensor,
+    lse_BHn: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask_nm: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = q_BHnd.shape[1], k_BGmd.shape[1]
+    k, v = _per_query_head(k_BGmd, heads), widened(_per_query_head(v_BGmv, heads))
+    grad, out = widened(grad_BHnv), widened(out_BHnv)
+    scores = _scores(q_BHnd, k, scale, causal, mask_nm)
+    share = (scores - _no_infinity(lse_BHn).unsqueeze(-1)).exp()
+    grad_share = grad @ v.transpose(-1, -2)
+    grad_scores = share * (grad_share - (grad * out).sum(-1, keepdim=True)) * scale
+    dq = grad_scores @ widened(k)
+    dk = grad_scores.transpose(-1, -2) @ widened(q_BHnd)
+    dv = share.transpose(-1, -2) @ grad
+    return dq, _per_kv_head(dk, kv_heads), _per_kv_head(dv, kv_heads)
+
+
+# ---- the CPU's fused way ----
+
+
+def attend_part_fused(
+    q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    value_dim, width = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
+    if _nothing(q_BHnd, k_BGmd):
+        out = q_BHnd.new_zeros(*q_BHnd.shape[:-1], value_dim)
+        return out, widened(out.new_full(q_BHnd.shape[:-1], -torch.inf))
+    q, k, v = (_padded(x, width) for x in (q_BHnd, k_BGmd, v_BGmv))
+    out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=_additive(mask_nm, q), scale=scale)
+    if mask_nm is not None:
+        # The kernel calls the log-sum-exp of a query that sees nothing 0, which would be the weight of a whole key.
+        lse = lse.masked_fill(~mask_nm.any(-1), -torch.inf)
+    return out[..., :value_dim], lse
+
+
+def part_gradients_fused(
+    grad_BHnv: Tensor,
+    q_BHnd: Tensor,
+    k_BGmd: Tensor,
+    v_BGmv: Tensor,
+    out_BHnv: Tensor,
+    lse_BHn: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask_nm: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    value_dim, width = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
+    if _nothing(q_BHnd, k_BGmd):
+        return torch.zeros_like(q_BHnd), torch.zeros_like(k_BGmd), torch.zeros_like(v_BGmv)
+    grad, q, k, v, out = (_padded(x, width) for x in (grad_BHnv, q_BHnd, k_BGmd, v_BGmv, out_BHnv))
+    # A query that sees nothing anywhere: with an infinite log-sum-exp all its shares are exp(-inf) = 0.
+    lse = lse_BHn.masked_fill(lse_BHn == -torch.inf, torch.inf)
+    dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask_nm, q), scale=scale)
+    return dq[..., : q_BHnd.shape[-1]], dk[..., : k_BGmd.shape[-1]], dv[..., :value_dim]
+
+
+PLAIN = Parts(attend_part_plain, part_gradients_plain)
+FUSED = Parts(attend_part_fused, part_gradients_fused)
+
+
+def _scores(q_BHnd: Tensor, k_BHmd: Tensor, scale: float, causal: bool, mask_nm: Tensor | None) -> Tensor:
+    scores = widened(q_BHnd @ k_BHmd.transpose(-1, -2)) * scale
+    if causal:
+        mask_nm = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores if mask_nm is None else scores.masked_fill(~mask_nm, -torch.inf)
+
+
+def _per_query_head(x_BGmd: Tensor, heads: int) -> Tensor:
+    return x_BGmd.repeat_interleave(heads // x_BGmd.shape[1], dim=1)
+
+
+def _per_kv_head(x_BHmd: Tensor, kv_heads: int) -> Tensor:
+    return x_BHmd.unflatten(1, (kv_heads, -1)).sum(2)
+
+
+def _no_infinity(lse: Tensor) -> Tensor:
+    """-inf less -inf would be no number; any finite one in its place makes every share exp(-inf) = 0."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
+
+
+def _nothing(q: Tensor, k: Tensor) -> bool:
+    """The kernel divides by these sizes."""
+    return q.numel() == 0 or k.numel() == 0
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """The kernel wants one width for queries, keys and values; zeros change nothing."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _additive(mask_nm: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask_nm is None:
+        return None
+    return torch.zeros(mask_nm.shape, dtype=q.dtype, device=q.device).masked_fill(~mask_nm, -torch.inf)

@@ -1,0 +1,131 @@
+"""Causal attention within packed documents: the obvious way, and the way that never writes the scores down.
+
+T tokens of documents that lie one after the other, each of its own length; H query heads, G key/value heads, d query
+and key entries, v value entries. In stacks of equal blocks: B blocks, n queries, m keys.
+
+Query head h looks at key/value head h // (H/G). A window lets a token see that many positions back, itself included. A
+sink is a learned logit per head that takes its part of the softmax and carries no value.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moefold.attention.mask_blocks import Sight, Stack, band, blocks, document_runs, stacks
+from moefold.attention.short_seq_attention_cpu import attend_short, suits
+from moefold.ops.fp32_linear import widened
+
+Lengths = tuple[int, ...]
+
+
+def attend(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Through torch's fused attention, in memory that grows with T and not with its square.
+
+    Documents of equal length are one call. A window cuts long documents into pieces, each with the keys in its reach,
+    and pieces of equal shape are again one call.
+    """
+    if q_THd.numel() == 0:
+        return nothing_seen(q_THd, k_TGd, v_TGv, sinks_H)
+    plan = _within_documents(lengths, window)
+    seen = [_one_call(q_THd, k_TGd, v_TGv, stack, scale, window, sinks_H) for stack in plan]
+    return _in_order(seen, plan)
+
+
+def attend_naive(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Document by document: scores, mask, softmax, average. The twin that ``attend`` must equal."""
+    shared_by = q_THd.shape[1] // k_TGd.shape[1]
+    seen = []
+    for q, k, v in zip(*(x.split(lengths) for x in (q_THd, k_TGd, v_TGv)), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = k.repeat_interleave(shared_by, dim=0), v.repeat_interleave(shared_by, dim=0)
+        length = q.shape[1]
+        scores = widened(q @ k.transpose(-1, -2)) * scale
+        scores = scores.masked_fill(~band(length, length, 0, window, q.device), -torch.inf)
+        if sinks_H is not None:
+            sink = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        share = scores.softmax(dim=-1)[..., :length]
+        seen.append((share.to(v.dtype) @ v).transpose(0, 1))
+    return torch.cat(seen) if seen else nothing_seen(q_THd, k_TGd, v_TGv, sinks_H)
+
+
+def nothing_seen(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """[T, H, v] of no entries, on which all inputs hang: their gradients are zeros, and none is missing."""
+    inputs = [x for x in (q_THd, k_TGd, v_TGv, sinks_H) if x is not None]
+    zero = torch.stack([x.sum().to(q_THd.dtype) for x in inputs]).sum()
+    return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
+
+
+@lru_cache(maxsize=256)
+def _within_documents(lengths: Lengths, window: int | None) -> tuple[Stack, ...]:
+    runs = document_runs(lengths)
+    return stacks(blocks(runs, runs, window))
+
+
+def _one_call(
+    q_THd: Tensor,
+    k_TGd: Tensor,
+    v_TGv: Tensor,
+    stack: Stack,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """[B, n, H, v]: what the queries of equal blocks see. Here a query's keys are all in one block."""
+    q, k, v = (rows.take(x).transpose(1, 2) for rows, x in ((stack.q, q_THd), (stack.k, k_TGd), (stack.k, v_TGv)))
+    mask = None
+    if stack.sight is Sight.BAND or sinks_H is not None:
+        mask = band(stack.q.num, stack.k.num, stack.offset, window, q.device)
+    if sinks_H is not None and mask is not None:
+        q, k, v, mask = _with_sink_key(q, k, v, mask, sinks_H / scale)
+    # The fused kernels want one width for keys and values; zeros in the value change nothing.
+    value_dim = v.shape[-1]
+    v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
+    causal = mask is None and stack.sight is Sight.CAUSAL
+    if causal and suits(q, k):
+        return attend_short(q, k, v, scale)[..., :value_dim].transpose(1, 2)
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out[..., :value_dim].transpose(1, 2)
+
+
+def _in_order(seen: list[Tensor], plan: tuple[Stack, ...]) -> Tensor:
+    if len(plan) == 1:
+        return seen[0].flatten(0, 1)
+    pieces = [(start, piece) for stack, out in zip(plan, seen) for start, piece in zip(stack.q.starts, out.unbind(0))]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda placed: placed[0])])
+
+
+def _with_sink_key(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink_logit_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sink as one more key with no value: queries get an entry that only this key answers.
+
+    Its logit is then an ordinary query-key product, so the fused kernel needs to know nothing of sinks and their
+    gradient arrives through the queries.
+    """
+    q_sink = sink_logit_H.to(q.dtype)[None, :, None, None].expand(*q.shape[:-1], 1)
+    sink_key = F.pad(k.new_zeros(*k.shape[:2], 1, k.shape[-1]), (0, 1), value=1.0)
+    q = torch.cat((q, q_sink), dim=-1)
+    k = torch.cat((F.pad(k, (0, 1)), sink_key), dim=-2)
+    return q, k, F.pad(v, (0, 0, 0, 1)), F.pad(mask, (0, 1), value=True)

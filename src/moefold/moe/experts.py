@@ -1,0 +1,60 @@
+"""The experts of this rank: their weights, and the engine that runs rows through them.
+
+S source rows here, e experts of this rank, L width of a row (the model's, or the latent one), F hidden width.
+
+The weights are the same whatever computes them. ``SortedExperts`` is a few products and the operations between them, on
+any device; ``FusedExperts`` does the same work expert by expert, as a CPU likes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moefold.config.moe import MoEConfig
+from moefold.moe.dispatch.base import Arrived
+
+
+class ExpertWeights(NamedTuple):
+    """``bias_share`` is this rank's part of the output bias."""
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    bias_share: float
+
+
+class ExpertEngine(Protocol):
+    def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
+        """[S, L]: for each row, the answers of its experts here, times their weights, added up."""
+        ...
+
+
+# Made once for each mixture, from its sizes.
+EngineMaker = Callable[[MoEConfig], ExpertEngine]
+
+
+class Experts(nn.Module):
+    """Built for all experts; how many are here, and how wide their share is, is read off the weights when it runs.
+
+    Ranks that split an expert add their outputs up, so the bias must be whole on one of them and 0 on the others: that
+    is ``bias_share``.
+    """
+
+    def __init__(self, config: MoEConfig, width: int, engine: ExpertEngine, bias_share: float = 1.0) -> None:
+        super().__init__()
+        num_experts, hidden, row_width = config.num_experts, config.expert_width, config.latent_width or width
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden, row_width))
+        self.down = nn.Parameter(torch.empty(num_experts, row_width, hidden))
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, hidden)) if config.expert_bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, row_width)) if config.expert_bias else None
+        self.engine = engine
+        self.bias_share = bias_share
+
+    def forward(self, arrived: Arrived) -> Tensor:
+        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.bias_share)
+        return self.engine(arrived, weights)

@@ -1,0 +1,71 @@
+"""The twin of the routing kernel, in plain torch; autograd finds the gradient.
+
+t tokens, E experts, K choices per token.
+
+The twin of the balance kernel, in plain torch; autograd finds the gradient.
+
+t tokens, E experts, K choices per token, S sets of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.config.moe import RouterConfig
+from moefold.moe.topk import choose_topk, limit_groups, score
+from moefold.ops.fp32_linear import widened
+from moefold.ops.segments import count_keys
+
+# For tokens whose scores are all zero.
+TINY = 1e-20
+
+
+def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k: int) -> tuple[Tensor, Tensor]:
+    """Each token's experts, best first, and what each one's answer counts for, in the logits' format."""
+    wide_tE = widened(logits_tE)
+    scores_tE = score(wide_tE, router.score)
+    after = router.score_when == "after_topk"
+    value_tE = (wide_tE if after else scores_tE).detach()
+    if bias_E is not None:
+        value_tE = value_tE + bias_E
+    if router.num_groups > 1:
+        value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, router.group_terms(top_k))
+    expert_tK = choose_topk(value_tE, top_k)
+    weight_tK = score(wide_tE.gather(1, expert_tK), router.score) if after else scores_tE.gather(1, expert_tK)
+    if router.normalize:
+        weight_tK = weight_tK / (weight_tK.sum(-1, keepdim=True) + TINY)
+    return expert_tK, (weight_tK * router.scale).to(logits_tE.dtype)
+
+
+class BalanceStats(NamedTuple):
+    """Of each set of tokens: choices per expert, its tokens' probabilities added up, and their squared log-sum-exp.
+
+    Counts are whole numbers without a gradient. A balance loss is the product of shares made of them with the sums.
+    """
+
+    count_SE: Tensor
+    probability_SE: Tensor
+    z_S: Tensor
+
+
+def balance_stats(
+    logits_tE: Tensor, expert_tK: Tensor, set_t: Tensor | None, num_sets: int, kind: Literal["softmax", "sigmoid"]
+) -> BalanceStats:
+    """``set_t`` is each token's set, -1 for a token that must not be noticed; None puts all into set 0."""
+    num_tokens, num_experts = logits_tE.shape
+    set_t = expert_tK.new_zeros(num_tokens) if set_t is None else set_t
+    # Tokens of no set get one of their own, which is cut off.
+    set_t = set_t.where(set_t >= 0, num_sets)
+    wide_tE = widened(logits_tE)
+    p_tE = score(wide_tE, kind)
+    p_tE = p_tE if kind == "softmax" else p_tE / p_tE.sum(-1, keepdim=True)
+    count_N = count_keys((set_t[:, None] * num_experts + expert_tK).flatten(), (num_sets + 1) * num_experts)
+    nothing_SE = torch.zeros(num_sets + 1, num_experts, dtype=p_tE.dtype, device=p_tE.device)
+    return BalanceStats(
+        count_N.view(num_sets + 1, num_experts)[:num_sets],
+        nothing_SE.index_add(0, set_t, p_tE)[:num_sets],
+        nothing_SE[:, 0].index_add(0, set_t, wide_tE.logsumexp(-1).square())[:num_sets],
+    )

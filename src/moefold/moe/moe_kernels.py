@@ -1,0 +1,82 @@
+"""The kernels of an MoE layer beside those that any model has, and a whole set of them by a backend's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from moefold.config.precision import PrecisionConfig
+from moefold.moe.kernels import router_reference as balance_torch
+from moefold.moe.kernels import router_reference as router_torch
+from moefold.moe.kernels import row_map_reference as permute_torch
+from moefold.moe.kernels import row_map_reference as row_map
+from moefold.ops import backends
+from moefold.ops.backends import JOBS, Kernels, resolve
+from moefold.ops.host_probe import Here, look_around
+from moefold.ops.native.glu import native_activation, native_gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEKernels(Kernels):
+    """Row maps, permutation, routing and the statistics of load balancing, each as a function."""
+
+    map_rows: Callable[..., row_map.RowMap]
+    permute: Callable[..., tuple[Tensor, Tensor | None]]
+    unpermute: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    balance_stats: Callable[..., balance_torch.BalanceStats]
+
+
+def _shared(kernels: Kernels) -> dict[str, Any]:
+    return {field.name: getattr(kernels, field.name) for field in fields(Kernels)}
+
+
+def torch_kernels() -> MoEKernels:
+    return MoEKernels(
+        **_shared(backends.torch_kernels()),
+        map_rows=row_map.map_rows,
+        permute=permute_torch.permute,
+        unpermute=permute_torch.unpermute,
+        route=router_torch.route,
+        balance_stats=balance_torch.balance_stats,
+    )
+
+
+MOE_IN_TORCH = torch_kernels()
+
+
+def triton_kernels() -> MoEKernels:
+    # Only here: triton is an extra.
+    from moefold.moe.kernels import load_balancing_triton as balance_triton
+    from moefold.moe.kernels import permute_triton, router_triton, row_map_triton
+
+    return MoEKernels(
+        **_shared(backends.triton_kernels()),
+        map_rows=row_map_triton.map_rows,
+        permute=permute_triton.permute,
+        unpermute=permute_triton.unpermute,
+        route=router_triton.route,
+        balance_stats=balance_triton.balance_stats,
+    )
+
+
+def native_kernels() -> MoEKernels:
+    return replace(MOE_IN_TORCH, gate=native_gate, weighted_activation=native_activation)
+
+
+def kernels_named(name: str, device: str, number_format: str | None = None, here: Here | None = None) -> MoEKernels:
+    """All jobs by one backend, ready to be handed to the model."""
+    here = look_around() if here is None else here
+    for job in ("gate",) if name == "native" else JOBS:
+        resolve(job, name, device, here, number_format)
+    return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
+
+
+def kernels_for(precision: PrecisionConfig, device: str) -> MoEKernels:
+    """What a run asks for, once everything that it asks for is known to work here."""
+    here = look_around()
+    resolve("experts", precision.experts, device, here, precision.compute)
+    return kernels_named(precision.kernels, device, precision.compute, here)

@@ -1,0 +1,93 @@
+"""A matrix, used in the format of what it multiplies.
+
+Normalisation layers: one over whole rows, one over rows whose entries are spread over ranks.
+
+The dense gated feed-forward: a layer's own, or the expert that every token shares.
+
+T tokens of a microbatch, t the tokens of this rank, D width, F this rank's part of the hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from moefold.nn.batch import Batch
+from moefold.nn.matmul_policy import Products
+from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
+
+
+class Linear(nn.Module):
+    """y = x W^T + b. Values are set later, as a function of the parameter's name, so none are drawn here."""
+
+    def __init__(self, in_width: int, out_width: int, products: Products, bias: bool = False) -> None:
+        super().__init__()
+        self.products = products
+        self.weight = nn.Parameter(torch.empty(out_width, in_width))
+        self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add_bias(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Without the bias, for partial sums: a bias must join once, after the ranks' parts are added up."""
+        return self.products.linear(x, self.weight)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float, norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, self.eps)
+
+
+class SpreadRMSNorm(nn.Module):
+    """Over all heads at once: this rank holds some of them, and the mean is over the full width."""
+
+    def __init__(self, width: int, eps: float, tokens: TokenSeam) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self.full_width = width
+        self.tokens = tokens
+
+    def forward(self, x_TF: Tensor) -> Tensor:
+        return rms_norm_spread(x_TF, self.weight, self.eps, self.full_width, self.tokens.sum_heads)
+
+
+class FeedForward(nn.Module):
+    """Gate and up are stacked, [2, F, D], so that a cut over the hidden width leaves every rank with both of its."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        activation: str,
+        tokens: TokenSeam,
+        products: Products,
+        kernels: Kernels = IN_TORCH,
+    ) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2, hidden, width))
+        self.down = nn.Parameter(torch.empty(width, hidden))
+        self.activation = activation
+        self.kernels = kernels
+        self.tokens = tokens
+        self.products = products
+
+    def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        x_TD = self.tokens.gather(x_tD, batch)
+        gate_up_TG = self.products.linear(x_TD, self.gate_up)
+        hidden_TF = self.kernels.weighted_activation(gate_up_TG, None, self.activation)
+        return self.tokens.reduce(self.products.linear(hidden_TF, self.down))

@@ -1,0 +1,202 @@
+"""How a weight meets its input: the seam behind every large matmul of the model.
+
+x activations, W a weight stored in its own format; the product is computed in the format of x.
+
+``NativeProducts`` leaves both gradients to autograd. ``DeferredProducts`` cuts the backward pass in two: the gradient
+of the input is computed at once, because the stage before waits for it, and the gradient of the weight is put off until
+there is nothing more urgent to do. Both halves together execute exactly the matmuls of the whole, and what they need is
+kept by reference, so a recomputed input is recomputed once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefold.nn.grouped_mm import GroupedMatmul, split_products
+
+
+class Products(Protocol):
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T, where all but the last dim of the weight are rows of W."""
+        ...
+
+    def grouped(
+        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+    ) -> Tensor:
+        """The same for rows sorted by expert, each with its own expert's weight, the first dim of ``weight``."""
+        ...
+
+
+class NativeProducts:
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
+
+    def grouped(
+        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+    ) -> Tensor:
+        return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+
+
+# Computes one weight's gradient, in the shape of the weight.
+Gradient = Callable[[], Tensor]
+
+
+class Deferral:
+    """Weight gradients that were put off, in the order in which their inputs' gradients were computed.
+
+    Nothing is put off outside of ``putting_off``; gradients then go to autograd as usual.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[object, nn.Parameter, Gradient]] = deque()
+        self._key: object | None = None
+
+    @contextmanager
+    def putting_off(self, key: object) -> Iterator[None]:
+        """Inside, weight gradients wait under this key."""
+        self._key = key
+        try:
+            yield
+        finally:
+            self._key = None
+
+    @property
+    def active(self) -> bool:
+        return self._key is not None
+
+    def put(self, weight: nn.Parameter, gradient: Gradient) -> None:
+        self._waiting.append((self._key, weight, gradient))
+
+    @torch.no_grad()
+    def run_one(self) -> bool:
+        """Compute the oldest one; False if none waits. Always the oldest, so that sums have one order.
+
+        Outside of autograd, also the computing itself: a gradient must not keep alive what it was computed from.
+        """
+        if not self._waiting:
+            return False
+        _, weight, gradient = self._waiting.popleft()
+        _accumulate(weight, gradient())
+        return True
+
+    def run_until(self, key: object) -> None:
+        """Compute the oldest ones until none of this key waits."""
+        while any(waiting == key for waiting, _, _ in self._waiting):
+            self.run_one()
+
+    def run_before(self, key: object) -> None:
+        """Compute the oldest ones until the oldest is of this key."""
+        while self._waiting and self._waiting[0][0] != key:
+            self.run_one()
+
+    def run_all(self) -> None:
+        while self.run_one():
+            pass
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+
+def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
+    gradient = gradient.to(weight.dtype)
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+class DeferredProducts:
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        kept: Tensor = _Keep.apply(x, weight)
+        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.deferral)
+
+    def grouped(
+        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+    ) -> Tensor:
+        kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
+        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self.deferral)
+        return _Grouped.apply(kept, weight, *more)
+
+
+class _Keep(torch.autograd.Function):
+    """Keeps a product's input for its backward, before the product is computed.
+
+    A function's own forward runs before what it saves is kept. Recomputation stops once it has everything that was
+    kept, so with the input kept first it does not compute the last product of a phase again, which nobody needs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *others)
+        ctx.num_others = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, *[None] * ctx.num_others
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, keeper: Any, passes_on: bool, deferral: Deferral) -> Tensor:
+        """``keeper`` has the input for the backward; ``passes_on`` says whether anyone asks for its gradient."""
+        ctx.weight, ctx.keeper, ctx.passes_on, ctx.deferral = weight, keeper, passes_on, deferral
+        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (x,), weight = ctx.keeper.saved_tensors, ctx.weight
+
+        def weight_gradient() -> Tensor:
+            return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).view(weight.shape)
+
+        dx = grad @ weight.flatten(0, -2).to(grad.dtype) if ctx.passes_on else None
+        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        keeper: Any,
+        passes_on: bool,
+        rows_per_expert_e: Tensor,
+        host: list[int] | None,
+        matmul: GroupedMatmul,
+        deferral: Deferral,
+    ) -> Tensor:
+        ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
+        ctx.host, ctx.matmul, ctx.deferral = host, matmul, deferral
+        return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, rows_per_expert_e = ctx.keeper.saved_tensors
+        weight, host, matmul = ctx.weight, ctx.host, ctx.matmul
+        grad = grad.contiguous()
+
+        def weight_gradient() -> Tensor:
+            return split_products(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+
+        turned = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
+        drows = matmul(grad, turned, rows_per_expert_e, host) if ctx.passes_on else None
+        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
+
+
+def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    if ctx.deferral.active:
+        ctx.deferral.put(weight, gradient)
+        return None
+    return gradient().to(weight.dtype)

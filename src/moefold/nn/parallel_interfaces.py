@@ -1,0 +1,105 @@
+"""Where a layer meets the other ranks, and the one-process version of each meeting.
+
+N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width, E experts.
+
+A layer is written for one device and handed these objects. On one process they do nothing; ``parallel/tensor.py`` has
+the versions that talk to other ranks. Which gradient each crossing has is part of its contract, because that is where
+parallel training goes wrong silently.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from moefold.nn.batch import Batch
+
+# Whose counts belong together: the ranks that share one microbatch's tokens, or all ranks that run at the same time.
+Reach = Literal["microbatch", "everyone"]
+
+
+class TokenSeam(Protocol):
+    """How the tokens of a microbatch are cut over the ranks that share them."""
+
+    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        """[T, D] from the tp ranks. Each does different work with them, so backward adds up the gradients and cuts."""
+        ...
+
+    def reduce(self, x_TD: Tensor) -> Tensor:
+        """Partial sums of all T tokens, added up over tp and cut to mine. Backward gathers."""
+        ...
+
+    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
+        """All N tokens' values in the microbatch's own order, for a decision; no gradient."""
+        ...
+
+    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+        """My cut of what every rank holds in full; no exchange, so only for things without a gradient."""
+        ...
+
+    def share(self, x_T: Tensor) -> Tensor:
+        """The same cut of what this context share holds in full."""
+        ...
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        """Add up over the ranks that hold the other heads; backward adds up too."""
+        ...
+
+    def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
+        """Add up counts over the ranks in reach; no gradient."""
+        ...
+
+
+class VocabSeam(Protocol):
+    """How the vocabulary is cut. Every rank computes the same loss, so backward needs no exchange."""
+
+    def first_row(self, num_rows: int) -> int:
+        """The global number of the first of this rank's ``num_rows`` vocabulary rows."""
+        ...
+
+    def merge_logsumexp(self, lse_T: Tensor) -> Tensor:
+        """log-sum-exp over the whole vocabulary from each rank's part; backward keeps this rank's share."""
+        ...
+
+    def merge_sum(self, x_T: Tensor) -> Tensor:
+        """Sum over the ranks' parts; backward hands the gradient through unchanged."""
+        ...
+
+
+class WholeTokens:
+    """One rank holds all tokens."""
+
+    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        return x_tD
+
+    def reduce(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
+        return x_t.detach()
+
+    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+        return x_N
+
+    def share(self, x_T: Tensor) -> Tensor:
+        return x_T
+
+    def sum_heads(self, x: Tensor) -> Tensor:
+        return x
+
+    def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
+        return counts
+
+
+class WholeVocab:
+    """One rank holds the whole vocabulary."""
+
+    def first_row(self, num_rows: int) -> int:
+        return 0
+
+    def merge_logsumexp(self, lse_T: Tensor) -> Tensor:
+        return lse_T
+
+    def merge_sum(self, x_T: Tensor) -> Tensor:
+        return x_T

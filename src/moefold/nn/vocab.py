@@ -1,0 +1,54 @@
+"""Token numbers to vectors, with the vocabulary's rows cut over ranks.
+
+T tokens of a microbatch, t the tokens of this rank, v this rank's vocabulary rows, D width.
+
+The language-model loss, summed over tokens: whoever calls divides it once, by the labels of the whole step.
+
+T tokens of a microbatch, t the tokens of this rank, v this rank's vocabulary rows, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moefold.nn.batch import IGNORED, Batch
+from moefold.nn.parallel_interfaces import TokenSeam, VocabSeam
+from moefold.ops.backends import IN_TORCH, Kernels
+
+
+class Embedding(nn.Module):
+    """Each rank looks up the tokens whose rows it holds and leaves zeros for the rest; the sum is complete."""
+
+    def __init__(self, vocab_size: int, width: int, compute: torch.dtype, tokens: TokenSeam, vocab: VocabSeam) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self.compute = compute
+        self.tokens = tokens
+        self.vocab = vocab
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        num_rows = self.weight.shape[0]
+        row_T = tokens_T - self.vocab.first_row(num_rows)
+        here_T = (row_T >= 0) & (row_T < num_rows)
+        found_TD = F.embedding(row_T.clamp(0, num_rows - 1), self.weight).to(self.compute)
+        return self.tokens.reduce(torch.where(here_T[:, None], found_TD, 0.0))
+
+
+class LanguageLoss(nn.Module):
+    """Every rank takes all tokens over its own vocabulary rows; merged, every rank holds the same sum."""
+
+    def __init__(self, tokens: TokenSeam, vocab: VocabSeam, chunk: int = 8192, kernels: Kernels = IN_TORCH) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.tokens = tokens
+        self.vocab = vocab
+        self.chunk = chunk
+
+    def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_T: Tensor, batch: Batch) -> Tensor:
+        x_TD = self.tokens.gather(x_tD, batch)
+        target_T = labels_T - self.vocab.first_row(weight_vD.shape[0])
+        lse_T, target_logit_T = self.kernels.vocab_stats(x_TD, weight_vD, target_T, self.chunk)
+        loss_T = self.vocab.merge_logsumexp(lse_T) - self.vocab.merge_sum(target_logit_T)
+        return torch.where(labels_T != IGNORED, loss_T, 0.0).sum()

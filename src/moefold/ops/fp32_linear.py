@@ -1,0 +1,51 @@
+"""A product in a wider format than its input, which keeps the input as it came.
+
+Routers score in float32 what arrives in bfloat16, because a rounded score may flip a choice. Autograd would keep the
+widened input for the backward, twice the bytes of the input itself. Nothing is chosen in the backward: there the input
+is used as it came, and gradients round as those of every other product do. ``plain_wide_linear`` is the twin.
+
+Which number format a delicate step is computed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def wide_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x W^T + b, computed and returned in ``dtype``."""
+    if x_tD.dtype == dtype:
+        return plain_wide_linear(x_tD, weight_ED, bias_E, dtype)
+    made_tE: Tensor = _WideLinear.apply(x_tD, weight_ED, dtype)
+    return made_tE if bias_E is None else made_tE + bias_E.to(dtype)
+
+
+def plain_wide_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(x_tD.to(dtype), weight_ED.to(dtype), None if bias_E is None else bias_E.to(dtype))
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_tD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_tD, weight_ED)
+        return F.linear(x_tD.to(dtype), weight_ED.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad_tE: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_tD, weight_ED = ctx.saved_tensors
+        dx_tD = dweight_ED = None
+        grad_tE = grad_tE.to(x_tD.dtype)
+        if ctx.needs_input_grad[0]:
+            dx_tD = grad_tE @ weight_ED.to(x_tD.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight_ED = (grad_tE.t() @ x_tD).to(weight_ED.dtype)
+        return dx_tD, dweight_ED, None
+
+
+def widened(x: Tensor) -> Tensor:
+    """At least float32: the format of sums, exponentials and square roots. float64 runs stay in float64."""
+    return x if x.dtype == torch.float64 else x.float()
