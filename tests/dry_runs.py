@@ -14,7 +14,7 @@ from moefold.comm.spawn import fork_ranks
 from moefold.config.load import override
 from moefold.config.run import RunConfig
 from moefold.dryrun.run import DryRun, FullDocuments, dry_run_of, second_step
-from moefold.parallel.apply import groups_of, take_share
+from moefold.parallel.parallelize import groups_of, take_share
 from moefold.recipes.catalog import recipe
 from moefold.train.batches import step_batches
 from moefold.train.setup import make_optimizer

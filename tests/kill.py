@@ -30,7 +30,7 @@ import moefold.train.trainer
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
-from moefold.parallel.placements import local_part
+from moefold.parallel.param_shards import local_part
 from moefold.train.events import Callback, RunInfo, StepRecord
 from moefold.train.setup import Workshop, run_directory, set_up
 from moefold.train.supervise import supervise

@@ -22,7 +22,7 @@ from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, share_of, whole_batch
-from moefold.parallel.apply import groups_of, take_share
+from moefold.parallel.parallelize import groups_of, take_share
 from moefold.pipeline.step import run_step
 
 MODEL = ModelConfig(

@@ -24,7 +24,7 @@ from moefold.bench.neighbours import cores_of_others, now
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant, Run, Standing, spread
 from moefold.bench.saved import saved_for_backward
 from moefold.cli.main import main
-from moefold.parallel.expert import DISPATCHERS
+from moefold.parallel.expert_parallel import DISPATCHERS
 
 TINY = LayerShape(tokens=64, width=32, hidden=16, experts=4, top_k=2, shared=16)
 SIZES = ["--tokens", "64", "--width", "32", "--hidden", "16", "--experts", "4", "--top-k", "2", "--shared", "16"]

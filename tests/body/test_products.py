@@ -23,8 +23,8 @@ from moefold.moe.router import Router
 from moefold.nn.grouped_mm import BACKENDS
 from moefold.nn.layers import FeedForward
 from moefold.nn.matmul_policy import Deferral, DeferredProducts, NativeProducts, Products
-from moefold.parallel.apply import Share
-from moefold.pipeline.flight import objective_of
+from moefold.parallel.parallelize import Share
+from moefold.pipeline.pipeline_state import objective_of
 from moefold.pipeline.runtime import carry_out
 
 EVERYTHING = ("attention", "feed_forward", "experts")

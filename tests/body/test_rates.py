@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from moefold.config.optim import OptimConfig, RatesConfig
-from moefold.optim.rates import rate_at
+from moefold.optim.lr_schedule import rate_at
 
 STEPS = 100
 

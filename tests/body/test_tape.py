@@ -17,11 +17,11 @@ from moefold.config.model import ModelConfig
 from moefold.model.decoder import DecoderOutput, Stream
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Lane, Phase
-from moefold.parallel.apply import Share
-from moefold.pipeline.flight import add_sums, no_sums, objective_of
+from moefold.parallel.parallelize import Share
 from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back
+from moefold.pipeline.phase_autograd import map_tensors, record, step_back, tensors_of
+from moefold.pipeline.pipeline_state import add_sums, no_sums, objective_of
 from moefold.pipeline.runtime import carry_out
-from moefold.pipeline.tape import map_tensors, record, step_back, tensors_of
 
 # Without a module that looks ahead, every parameter is used once per microbatch. One that is used twice gets both
 # gradients in one sum from autograd, and one after the other from a tape: the same up to rounding.

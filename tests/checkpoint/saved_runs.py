@@ -19,8 +19,8 @@ from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, held_buffers, take_share
-from moefold.parallel.placements import local_part
+from moefold.parallel.parallelize import Share, held_buffers, take_share
+from moefold.parallel.param_shards import local_part
 from moefold.prove.start import busy_values
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.layout import fold

@@ -29,7 +29,7 @@ from moefold.checkpoint.save import Saver
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.apply import Share, take_share
+from moefold.parallel.parallelize import Share, take_share
 from moefold.prove.start import busy_values
 
 OLDER, NEWER = 4, 8

@@ -39,7 +39,7 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConversionError
-from moefold.parallel.apply import take_share
+from moefold.parallel.parallelize import take_share
 from moefold.recipes.catalog import RECIPES
 
 

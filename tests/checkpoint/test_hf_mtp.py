@@ -35,7 +35,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConversionError
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
-from moefold.parallel.apply import take_share
+from moefold.parallel.parallelize import take_share
 from moefold.recipes.catalog import RECIPES
 
 RUN = RECIPES["deepseek_v3_proxy"]()

@@ -24,8 +24,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.data.permute import mix
 from moefold.nn.init import Box
-from moefold.parallel.apply import groups_of, take_share
-from moefold.parallel.placements import local_part
+from moefold.parallel.parallelize import groups_of, take_share
+from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
 
 MASK = (1 << 64) - 1

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from moefold.config.load import override
 from moefold.dryrun.watch import Watch
-from moefold.parallel.apply import Share
+from moefold.parallel.parallelize import Share
 from moefold.pipeline.runtime import carry_out
 from moefold.recipes.catalog import recipe
 

@@ -23,8 +23,8 @@ from moefold.config.optim import OptimConfig, RatesConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
-from moefold.optim.clip import clip_gradients, sum_of_squares
-from moefold.optim.rates import rate_at
+from moefold.optim.grad_norm import clip_gradients, sum_of_squares
+from moefold.optim.lr_schedule import rate_at
 from moefold.pipeline.runtime import carry_out
 from moefold.pipeline.step import run_step
 

@@ -18,7 +18,7 @@ from moefold.checkpoint.save import Saver
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
-from moefold.parallel.apply import take_share
+from moefold.parallel.parallelize import take_share
 from moefold.prove.start import busy_values
 
 # (world, degrees)

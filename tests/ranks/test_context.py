@@ -16,10 +16,10 @@ from moefold.attention.partial_attention import PLAIN
 from moefold.attention.sdpa import attend_naive
 from moefold.batching.zigzag import places
 from moefold.comm.process_groups import Group, Groups
-from moefold.parallel import context_ring
-from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
-from moefold.parallel.context_plan import around
-from moefold.parallel.context_ring import ring_attend
+from moefold.parallel import ring_attention as context_ring
+from moefold.parallel.context_parallel import ContextCore, PerLayerCore, by_heads, by_ring
+from moefold.parallel.ring_attention import ring_attend
+from moefold.parallel.ring_plan import around
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group, Groups
 from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
-from moefold.parallel import context_ring
-from moefold.parallel.context import ContextCore, by_ring
+from moefold.parallel import ring_attention as context_ring
+from moefold.parallel.context_parallel import ContextCore, by_ring
 from moefold.topology.layout import fold
 
 # heads, kv heads, qk dim, v dim, format, sinks

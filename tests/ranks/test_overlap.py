@@ -30,8 +30,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.nn.batch import whole_batch
-from moefold.parallel.apply import groups_of, take_share
-from moefold.parallel.once import gather_once
+from moefold.parallel.fsdp import gather_once
+from moefold.parallel.parallelize import groups_of, take_share
 from moefold.pipeline.runtime import carry_out
 
 MICROBATCHES, TOKENS, WIDTH = 12, 512, 512

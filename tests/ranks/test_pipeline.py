@@ -19,9 +19,9 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch
-from moefold.parallel.apply import Share
-from moefold.parallel.placements import local_part
-from moefold.pipeline.flight import Flight
+from moefold.parallel.parallelize import Share
+from moefold.parallel.param_shards import local_part
+from moefold.pipeline.pipeline_state import Flight
 from moefold.pipeline.runtime import carry_forward, carry_out
 from moefold.pipeline.step import evaluate, run_step
 

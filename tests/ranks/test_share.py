@@ -10,8 +10,8 @@ from tests.support import on_ranks
 
 from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
-from moefold.parallel.apply import take_share
-from moefold.parallel.placements import local_part
+from moefold.parallel.parallelize import take_share
+from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
 
 LAYOUTS = ({"tp": 2, "ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2, "dp_replicate": 2, "edp_replicate": 2}, {"tp": 4})

@@ -30,8 +30,8 @@ from moefold.config.train import HealthConfig, SavingConfig
 from moefold.data.samples import Samples
 from moefold.errors import RankError, TrainingError
 from moefold.moe.experts import Experts
-from moefold.parallel.apply import Share
-from moefold.parallel.placements import local_part
+from moefold.parallel.parallelize import Share
+from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
 from moefold.train.setup import run_directory, set_up
 from moefold.train.state import TrainState

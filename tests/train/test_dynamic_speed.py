@@ -34,7 +34,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, groups_of, take_share
+from moefold.parallel.parallelize import Share, groups_of, take_share
 from moefold.pipeline.step import run_step
 from moefold.train.batches import step_batches
 

@@ -26,9 +26,9 @@ from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.data.packing import lengths as piece_lengths
 from moefold.nn.batch import IGNORED, Batch
-from moefold.parallel.apply import Share, take_share
-from moefold.parallel.placements import local_part
-from moefold.pipeline.flight import StepSums
+from moefold.parallel.parallelize import Share, take_share
+from moefold.parallel.param_shards import local_part
+from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.runtime import carry_out
 from moefold.prove.start import busy_values
 from moefold.recipes.catalog import RECIPES

@@ -17,7 +17,7 @@ from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import open_samples
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import groups_of, take_share
+from moefold.parallel.parallelize import groups_of, take_share
 from moefold.pipeline.step import evaluate, run_step
 from moefold.prove.start import busy_values
 from moefold.train.batches import step_batches

@@ -32,7 +32,7 @@ from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, take_share
+from moefold.parallel.parallelize import Share, take_share
 from moefold.pipeline.step import run_step
 from moefold.topology.layout import fold
 from moefold.train.batches import step_batches

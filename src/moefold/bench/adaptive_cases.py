@@ -27,8 +27,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import Routing
 from moefold.ops.malloc import keep_heap
-from moefold.parallel.apply import groups_of
-from moefold.parallel.expert import dispatcher_for
+from moefold.parallel.expert_parallel import dispatcher_for
+from moefold.parallel.parallelize import groups_of
 from moefold.plan.dispatch_choice import Exchange, Volume, volumes
 
 CHOICES = ("all_to_all", "deduplicated", "all_gather")

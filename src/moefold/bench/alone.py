@@ -24,9 +24,9 @@ from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.grouped_mm import BACKENDS
 from moefold.nn.matmul_policy import NativeProducts
 from moefold.optim.adamw import adamw
-from moefold.optim.clip import clip_gradients, gradient_norm
-from moefold.parallel.apply import Share, groups_of, take_share
-from moefold.parallel.gradients import finish_gradients
+from moefold.optim.grad_norm import clip_gradients, gradient_norm
+from moefold.parallel.parallelize import Share, groups_of, take_share
+from moefold.parallel.param_shards import finish_gradients
 from moefold.pipeline.runtime import carry_out
 from moefold.pipeline.step import spoken_for
 

@@ -14,7 +14,7 @@ from moefold.bench.layer_shapes import SHAPES, LayerShape
 from moefold.bench.rank_contest import RankBuilder, hold_rank_contest
 from moefold.bench.results import Contest
 from moefold.errors import ConfigError, Problem, UnknownNameError
-from moefold.parallel.expert import DISPATCHERS
+from moefold.parallel.expert_parallel import DISPATCHERS
 
 BARE_EXCHANGE, DENSE = "bare all-to-all", "dense per rank"
 EXCHANGE_BASES: tuple[str, ...] = (BARE_EXCHANGE,)

@@ -38,8 +38,8 @@ from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import READ_BACK, Routing
 from moefold.moe.moe_kernels import kernels_for
 from moefold.nn.batch import whole_batch
-from moefold.parallel.apply import groups_of, seams_of
-from moefold.parallel.expert import dispatcher_for
+from moefold.parallel.expert_parallel import dispatcher_for
+from moefold.parallel.parallelize import groups_of, seams_of
 
 _PATIENCE = timedelta(seconds=300)
 

@@ -22,8 +22,8 @@ from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.permute import group_by_expert, put_back, take_rows, take_weights
 from moefold.nn.batch import share_of, whole_batch
-from moefold.parallel.context import ContextCore, by_ring
-from moefold.parallel.placements import DATA_GROUPS
+from moefold.parallel.context_parallel import ContextCore, by_ring
+from moefold.parallel.param_shards import DATA_GROUPS
 
 # Rows of a parameter.
 _ROWS = 64

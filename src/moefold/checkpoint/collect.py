@@ -21,8 +21,8 @@ from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.spec import Chunk, ChunkSpec, TensorSpec, volume, whole
 from moefold.config.load import dump_run
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.apply import Share, held_buffers
-from moefold.parallel.placements import local_part
+from moefold.parallel.parallelize import Share, held_buffers
+from moefold.parallel.param_shards import local_part
 from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")

@@ -25,7 +25,7 @@ from moefold.checkpoint.verify import check_files, quick_check
 from moefold.comm.collectives import gather_plain, sum_plain
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.apply import Share
+from moefold.parallel.parallelize import Share
 
 Say = Callable[[str], None]
 

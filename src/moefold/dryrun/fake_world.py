@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moefold.attention.mask_blocks import row_index
 from moefold.dryrun.remembered import Memory
 from moefold.errors import MoefoldError
-from moefold.parallel.context_heads import document_order
+from moefold.parallel.ulysses import document_order
 
 # Asked more often than everything else together.
 _DEVICE = torch.ops.prim.device.default

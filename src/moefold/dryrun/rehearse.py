@@ -21,8 +21,8 @@ from moefold.dryrun.timeline import Peak, peak_of
 from moefold.dryrun.watch import Watch
 from moefold.dryrun.wires import Book, Wires, gained
 from moefold.nn.batch import Ahead, Batch, TokenSets
-from moefold.parallel.apply import Share
-from moefold.pipeline.flight import Flight, Key, flat
+from moefold.parallel.parallelize import Share
+from moefold.pipeline.pipeline_state import Flight, Key, flat
 from moefold.pipeline.runtime import Told, untold
 from moefold.pipeline.step import run_step
 from moefold.schedule.actions import TRANSFERS, Action, Kind

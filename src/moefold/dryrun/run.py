@@ -30,8 +30,8 @@ from moefold.dryrun.rehearse import Seen, rehearse
 from moefold.dryrun.wires import Book, Collective, collectives, more
 from moefold.errors import ConfigError, Problem
 from moefold.nn.batch import Ahead, Batch
-from moefold.parallel.apply import Share, groups_of, lay_out_share
-from moefold.pipeline.flight import Flight
+from moefold.parallel.parallelize import Share, groups_of, lay_out_share
+from moefold.pipeline.pipeline_state import Flight
 from moefold.pipeline.step import run_step
 from moefold.schedule.actions import Action
 from moefold.schedule.names import schedule_named

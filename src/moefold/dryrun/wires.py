@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.comm.ledger import Ledger, Traffic
 from moefold.comm.process_groups import Groups
-from moefold.parallel.placements import DATA_GROUPS
+from moefold.parallel.param_shards import DATA_GROUPS
 
 # torch's operations that sharding uses, by the names that the ledger gives them.
 _OPERATIONS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}

@@ -2,7 +2,7 @@
 
 N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width, E experts.
 
-A layer is written for one device and handed these objects. On one process they do nothing; ``parallel/tensor.py`` has
+A layer is written for one device and handed these objects. On one process they do nothing; ``parallel/tensor_parallel.py`` has
 the versions that talk to other ranks. Which gradient each crossing has is part of its contract, because that is where
 parallel training goes wrong silently.
 """

@@ -21,9 +21,9 @@ from moefold.blueprint.stages import StageSpec
 from moefold.model.decoder import DecoderOutput, Stream
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Lane, Phase
-from moefold.parallel.apply import Share
-from moefold.pipeline.flight import objective_of
-from moefold.pipeline.tape import Gradients, Recorded, map_tensors, record, step_back
+from moefold.parallel.parallelize import Share
+from moefold.pipeline.phase_autograd import Gradients, Recorded, map_tensors, record, step_back
+from moefold.pipeline.pipeline_state import objective_of
 
 
 class Tape(NamedTuple):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch
-from moefold.parallel.apply import Share
-from moefold.pipeline.flight import Flight, Key, StepSums, add_sums, flat, landed, objective_of, take_off
+from moefold.parallel.parallelize import Share
 from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back
+from moefold.pipeline.pipeline_state import Flight, Key, StepSums, add_sums, flat, landed, objective_of, take_off
 from moefold.schedule.actions import Action, Kind, Order
 from moefold.schedule.names import schedule_named
 from moefold.schedule.passes import executable

@@ -17,13 +17,11 @@ from moefold.comm.process_groups import Groups
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.nn.batch import Batch
-from moefold.optim.clip import clip_gradients, gradient_norm
-from moefold.parallel.apply import Share
-from moefold.parallel.data import put_to_rest
-from moefold.parallel.gradients import finish_gradients
-from moefold.parallel.once import gather_once, reduce_once
-from moefold.parallel.placements import Held
-from moefold.pipeline.flight import StepSums
+from moefold.optim.grad_norm import clip_gradients, gradient_norm
+from moefold.parallel.fsdp import gather_once, put_to_rest, reduce_once
+from moefold.parallel.parallelize import Share
+from moefold.parallel.param_shards import Held, finish_gradients
+from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.runtime import Told, carry_forward, carry_out, untold
 
 

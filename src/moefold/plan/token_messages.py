@@ -14,7 +14,7 @@ from moefold.plan.expert_messages import expert_messages
 from moefold.plan.tally import Tally, tokens_of
 from moefold.topology.layout import FoldedLayout
 
-# Keys and values of a group of heads are not cut into smaller messages than this; as in `parallel/context_ring.py`.
+# Keys and values of a group of heads are not cut into smaller messages than this; as in `parallel/ring_attention.py`.
 _SMALLEST_MESSAGE = 1 << 16
 
 

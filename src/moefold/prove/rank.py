@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import parameters
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, groups_of, held_buffers, take_share
-from moefold.parallel.placements import local_part
+from moefold.parallel.parallelize import Share, groups_of, held_buffers, take_share
+from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import StepResult, count_step_labels, run_step
 from moefold.prove.batches import labels_of_rank, rank_batch
 from moefold.prove.cases import Case

@@ -19,8 +19,8 @@ import moefold.moe.dispatch.all_gather
 import moefold.moe.dispatch.all_to_all
 import moefold.moe.grouped_experts
 import moefold.optim.adamw
-import moefold.parallel.apply
-import moefold.parallel.placements
+import moefold.parallel.parallelize
+import moefold.parallel.param_shards
 import moefold.pipeline.step
 import moefold.prove.rank
 import moefold.prove.start
@@ -32,8 +32,8 @@ from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import Arrived
 from moefold.moe.experts import Experts
 from moefold.moe.routing_policies import CapacityDrop
-from moefold.parallel.placements import Held
-from moefold.parallel.tensor import TokenShards, VocabShards
+from moefold.parallel.param_shards import Held
+from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -55,7 +55,7 @@ def _after_sharding(change: Callable[[FSDPModule, str], None]) -> None:
 
         return shard_and_change
 
-    wrap(moefold.parallel.apply, "shard_over_data", make)
+    wrap(moefold.parallel.parallelize, "shard_over_data", make)
 
 
 def no_expert_sum_over_edp() -> None:
@@ -64,7 +64,7 @@ def no_expert_sum_over_edp() -> None:
             None if shard == "expert_shard" else mesh(self, device, copies, shard)
         )
 
-    wrap(moefold.parallel.apply.Groups, "device_mesh", make)
+    wrap(moefold.parallel.parallelize.Groups, "device_mesh", make)
 
 
 def mean_over_dp() -> None:
@@ -79,7 +79,7 @@ def _no_partial_sum(part_of_name: str) -> None:
     def make(axes: Callable[[ParameterSpec], tuple[str, ...]]) -> Callable[[ParameterSpec], tuple[str, ...]]:
         return lambda spec: () if part_of_name in spec.name else axes(spec)
 
-    wrap(moefold.parallel.placements, "partial_axes", make)
+    wrap(moefold.parallel.param_shards, "partial_axes", make)
 
 
 def router_not_summed_over_tp() -> None:
@@ -115,7 +115,7 @@ def experts_in_the_wrong_order() -> None:
 
         return opposite
 
-    wrap(moefold.parallel.placements, "local_slices", make)
+    wrap(moefold.parallel.param_shards, "local_slices", make)
 
 
 def combine_drops_a_row() -> None:
@@ -171,7 +171,7 @@ def split_experts_not_added() -> None:
 
 def split_bias_added_by_all() -> None:
     wrap(
-        moefold.parallel.apply,
+        moefold.parallel.parallelize,
         "seams_of",
         lambda seams: lambda *given: replace(seams(*given), bias_share=1.0),
     )

@@ -18,8 +18,8 @@ import moefold.attention.core
 import moefold.moe.load_balancing
 import moefold.moe.router
 import moefold.nn.batch
-import moefold.parallel.context
-import moefold.parallel.context_ring
+import moefold.parallel.context_parallel
+import moefold.parallel.ring_attention
 import moefold.pipeline.step
 import moefold.prove.batches
 import moefold.prove.rank
@@ -27,9 +27,9 @@ from moefold.comm.collectives import gather_plain, sum_plain
 from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
 from moefold.nn.batch import Batch
-from moefold.parallel.context_heads import HeadTrade
-from moefold.parallel.tensor import TokenShards
-from moefold.pipeline.flight import StepSums
+from moefold.parallel.tensor_parallel import TokenShards
+from moefold.parallel.ulysses import HeadTrade
+from moefold.pipeline.pipeline_state import StepSums
 from moefold.prove.batches import StepLabels, rank_batch
 from moefold.prove.cases import Case
 from moefold.prove.sabotage import put, wrap
@@ -52,7 +52,7 @@ def keys_of_the_neighbour_before() -> None:
 
         return late
 
-    wrap(moefold.parallel.context_ring, "_passing", make)
+    wrap(moefold.parallel.ring_attention, "_passing", make)
 
 
 def _overlaid(now: Tensor, before: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def parts_merged_without_rescaling() -> None:
         out.add_(more)
         lse.copy_(torch.logaddexp(lse, more_lse))
 
-    put(moefold.parallel.context_ring, "merge_", merge)
+    put(moefold.parallel.ring_attention, "merge_", merge)
 
 
 def key_gradients_not_brought_home() -> None:
@@ -74,7 +74,7 @@ def key_gradients_not_brought_home() -> None:
         for own in self.home if self.complete else ():
             own.write()
 
-    put(moefold.parallel.context_ring._Returning, "add", add)
+    put(moefold.parallel.ring_attention._Returning, "add", add)
 
 
 def heads_come_back_in_another_order() -> None:
@@ -88,7 +88,7 @@ def heads_come_back_in_another_order() -> None:
 
 
 def documents_see_each_other() -> None:
-    for owner in (moefold.attention.core, moefold.parallel.context):
+    for owner in (moefold.attention.core, moefold.parallel.context_parallel):
         wrap(owner, "attend", lambda attend: lambda q, k, v, lengths, *rest: attend(q, k, v, (sum(lengths),), *rest))
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moefold.parallel.gradients
-import moefold.pipeline.flight
+import moefold.parallel.param_shards
 import moefold.pipeline.overlap
+import moefold.pipeline.pipeline_state
 import moefold.pipeline.runtime
 import moefold.pipeline.step
 from moefold.model.decoder import Decoder
 from moefold.nn.matmul_policy import Deferral
-from moefold.parallel.placements import Held
-from moefold.pipeline.flight import Flight
+from moefold.parallel.param_shards import Held
+from moefold.pipeline.pipeline_state import Flight
 from moefold.prove.sabotage import put, wrap
 from moefold.schedule.actions import Action, Kind
 
@@ -27,7 +27,7 @@ Received = tuple[Tensor, ...]
 
 
 def tied_weight_not_summed_over_stages() -> None:
-    put(moefold.parallel.gradients, "sum_among", lambda x, members, group: x.clone())
+    put(moefold.parallel.param_shards, "sum_among", lambda x, members, group: x.clone())
 
 
 def tied_weight_twice_in_the_norm() -> None:
@@ -137,4 +137,4 @@ def losses_ahead_added_not_averaged() -> None:
 
         return added
 
-    wrap(moefold.pipeline.flight, "losses_of", make)
+    wrap(moefold.pipeline.pipeline_state, "losses_of", make)

@@ -20,7 +20,7 @@ from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.errors import TrainingError
 from moefold.optim.adamw import adamw
-from moefold.parallel.apply import Share, groups_of, take_share
+from moefold.parallel.parallelize import Share, groups_of, take_share
 from moefold.train.state import TrainState
 
 

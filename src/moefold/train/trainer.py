@@ -18,7 +18,7 @@ from moefold.blueprint.counts import count_parameters
 from moefold.checkpoint.collect import chunks_of, tensors_elsewhere
 from moefold.comm.collectives import sum_plain
 from moefold.comm.process_groups import Group
-from moefold.optim.rates import rate_at
+from moefold.optim.lr_schedule import rate_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import step_batches
 from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord

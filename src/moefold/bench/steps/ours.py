@@ -9,7 +9,7 @@ from moefold.bench.contestant import Options
 from moefold.bench.saved import saved_for_backward
 from moefold.bench.steps.task import run_of, step_tokens
 from moefold.nn.batch import Batch, whole_batch
-from moefold.pipeline.flight import StepSums, objective_of
+from moefold.pipeline.pipeline_state import StepSums, objective_of
 from moefold.pipeline.step import StepResult, run_step
 
 

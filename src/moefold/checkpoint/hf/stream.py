@@ -24,8 +24,8 @@ from moefold.checkpoint.hf.rules import Piece, copies, pieces
 from moefold.comm.collectives import gather_plain
 from moefold.comm.process_groups import Group
 from moefold.errors import ConversionError, Problem
-from moefold.parallel.apply import Share
-from moefold.parallel.placements import DATA_GROUPS, local_part
+from moefold.parallel.parallelize import Share
+from moefold.parallel.param_shards import DATA_GROUPS, local_part
 
 
 class _Gather(NamedTuple):

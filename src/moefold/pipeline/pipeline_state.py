@@ -21,7 +21,7 @@ from moefold.model.decoder import DecoderOutput, Stream
 from moefold.model.mtp import loss_scales
 from moefold.moe.load_balancing import BalanceLosses
 from moefold.nn.batch import Batch
-from moefold.parallel.apply import Share
+from moefold.parallel.parallelize import Share
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
 from moefold.topology.shares import share_sizes

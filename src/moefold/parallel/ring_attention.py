@@ -23,7 +23,7 @@ from moefold.attention.mask_blocks import Sight, Stack, band
 from moefold.attention.partial_attention import Parts, merge_, merge_sinks_, parts_for, sink_gradients
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
-from moefold.parallel.context_plan import Step
+from moefold.parallel.ring_plan import Step
 from moefold.topology.shares import share_sizes, share_starts
 
 # Heads are not cut further when a group's keys and values would be smaller than this: a message has a price of its own.

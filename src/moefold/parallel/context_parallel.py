@@ -19,9 +19,9 @@ from moefold.attention.core import AttentionCore
 from moefold.attention.sdpa import attend
 from moefold.comm.process_groups import Group
 from moefold.nn.batch import Batch
-from moefold.parallel.context_heads import HeadTrade
-from moefold.parallel.context_plan import around
-from moefold.parallel.context_ring import ring_attend
+from moefold.parallel.ring_attention import ring_attend
+from moefold.parallel.ring_plan import around
+from moefold.parallel.ulysses import HeadTrade
 
 # By context size: the neighbours to trade heads with, and the ranks to go around; None where there is nobody.
 Ways = Mapping[int, tuple[Group | None, Group | None]]

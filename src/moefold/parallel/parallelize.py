@@ -32,11 +32,11 @@ from moefold.moe.expert_backends import engine_named
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.nn.init import Box, first_values
 from moefold.nn.matmul_policy import Deferral, DeferredProducts, NativeProducts
-from moefold.parallel.context import ContextCore, PerLayerCore, by_heads, by_ring
-from moefold.parallel.data import shard_over_data
-from moefold.parallel.expert import dispatcher_for
-from moefold.parallel.placements import Held, cut_parameters, held_parameters, local_part
-from moefold.parallel.tensor import TokenShards, VocabShards
+from moefold.parallel.context_parallel import ContextCore, PerLayerCore, by_heads, by_ring
+from moefold.parallel.expert_parallel import dispatcher_for
+from moefold.parallel.fsdp import shard_over_data
+from moefold.parallel.param_shards import Held, cut_parameters, held_parameters, local_part
+from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.placement import parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, hold_in
 from moefold.schedule.names import schedule_named

@@ -1,0 +1,115 @@
+"""Sharded data parallelism on two grids: dense parameters over (dp, cp), experts over edp.
+
+Gradients are sums. The loss was divided once, by the global number of labels, so every reduction here is a plain sum:
+divide factor 1, forced sum. Groups of one rank are left out: a parameter with no peers stays a plain tensor.
+
+Parameters gathered once per step, and gradients reduced once, for pipelines.
+
+Sharded data parallelism on its own gathers a layer's parameters for every microbatch, forward and backward, and reduces
+its gradients every time. A pipeline runs many microbatches through few layers, and puts weight gradients off, so here
+everything is gathered before the first microbatch, gradients add up in full, and one reduction per parameter ends the
+step. At rest, parameters and optimizer states are cut as ever.
+
+Only torch's public interface is used: gather, give back, and hand the sharded parameter its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from moefold.blueprint.sharding import grid_of, shard_dim
+from moefold.comm.collectives import reduce_plain, sum_plain
+from moefold.comm.process_groups import Group, Groups
+from moefold.model.decoder import Decoder
+from moefold.parallel.param_shards import DATA_GROUPS
+
+
+def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool) -> None:
+    """Wrap experts, then blocks, then the rest; outer wraps leave alone what inner ones took.
+
+    ``once`` leaves gathering and reducing to whoever runs the step (`once.py`).
+    """
+    dense = groups.device_mesh(device_type, *DATA_GROUPS["attention"])
+    expert = groups.device_mesh(device_type, *DATA_GROUPS["expert"])
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    for module in experts:
+        _shard(module, expert, groups["expert_shard"].size, set(), once)
+    loose = {parameter for module in experts for parameter in module.parameters()} if expert is None else set()
+    for module in (*model.layers.values(), *model.mtp.values(), model):
+        _shard(module, dense, groups["dense_shard"].size, loose, once)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if once:
+                module.set_requires_gradient_sync(False, recurse=False)
+                module.set_reshard_after_backward(False, recurse=False)
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh | None, ways: int, loose: set[nn.Parameter], once: bool) -> None:
+    if mesh is not None:
+        placement = _placement(ways)
+        fully_shard(
+            module,
+            mesh=mesh,
+            shard_placement_fn=placement,
+            ignored_params=loose,
+            reshard_after_forward=False if once else None,
+        )
+
+
+def _placement(ways: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(shard_dim(tuple(parameter.shape), ways))
+
+
+def put_to_rest(model: nn.Module) -> None:
+    """Give back gathered parameters after a forward that no backward follows; backward does it by itself."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gather_once(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+
+@torch.no_grad()
+def reduce_once(model: Decoder, groups: Groups) -> None:
+    """Give the gathered parameters back, and leave on each sharded one its part of the summed gradient."""
+    full: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            raise RuntimeError(f"{name} got no gradient; every parameter takes part in every step, if only with zeros")
+        full[name], parameter.grad = parameter.grad, None
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, parameter in model.named_parameters():
+        part = _reduced(full.pop(name), *(groups[group] for group in DATA_GROUPS[grid_of(name)]))
+        if isinstance(parameter, DTensor):
+            part = DTensor.from_local(
+                part,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        parameter.grad = part
+
+
+def _reduced(gradient: Tensor, replicate: Group, shard: Group) -> Tensor:
+    if not shard.alone:
+        dim = shard_dim(tuple(gradient.shape), shard.size)
+        chunk = -(-gradient.shape[dim] // shard.size)
+        sizes = tuple(max(0, min(chunk, gradient.shape[dim] - chunk * index)) for index in range(shard.size))
+        gradient = reduce_plain(gradient.movedim(dim, 0), sizes, shard).movedim(0, dim).contiguous()
+    return sum_plain(gradient, replicate)
