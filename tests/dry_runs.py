@@ -17,7 +17,7 @@ from moefold.dryrun.run import DryRun, FullDocuments, dry_run_of, second_step
 from moefold.parallel.parallelize import groups_of, take_share
 from moefold.recipes.catalog import recipe
 from moefold.train.batches import step_batches
-from moefold.train.setup import make_optimizer
+from moefold.train.train_context import make_optimizer
 
 CPU = torch.device("cpu")
 

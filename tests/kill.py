@@ -31,9 +31,9 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.parallel.param_shards import local_part
-from moefold.train.events import Callback, RunInfo, StepRecord
-from moefold.train.setup import Workshop, run_directory, set_up
+from moefold.train.callback import Callback, RunInfo, StepRecord
 from moefold.train.supervise import supervise
+from moefold.train.train_context import Workshop, run_directory, set_up
 from moefold.train.trainer import train
 
 SAVE_EVERY = 3

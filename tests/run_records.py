@@ -9,7 +9,7 @@ from typing import Any
 from moefold.blueprint.counts import count_parameters
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
-from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, RunInfo, StepRecord
 
 
 def info_of(directory: Path, *, steps: int = 20, resumed_from: int | None = None, **train: Any) -> RunInfo:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import moefold
-from moefold.checkpoint.fence import read_incarnation
+from moefold.checkpoint.run_lock import read_incarnation
 from moefold.checkpoint.verify import verify
 
 STEPS, SAVE_EVERY, SECONDS = 40, 6, 100.0

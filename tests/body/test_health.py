@@ -6,8 +6,7 @@ import pytest
 
 from moefold.config.train import HealthConfig
 from moefold.errors import CheckpointError, TrainingError
-from moefold.train.health import after_step, objection
-from moefold.train.state import TrainState
+from moefold.train.state import TrainState, after_step, objection
 
 SPIKES = HealthConfig(spike_sigma=6.0, spike_window=32, most_skips=3)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.hf.directory import weight_keys
 from moefold.checkpoint.hf.safetensors_file import TensorFile
-from moefold.checkpoint.spec import Box, TensorSource, sizes_of, whole
+from moefold.checkpoint.tensor_spec import Box, TensorSource, sizes_of, whole
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.model.build import build_decoder, one_process_seams

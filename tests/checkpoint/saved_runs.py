@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from moefold.blueprint.parameters import parameters
-from moefold.checkpoint.collect import about_run, chunks_of
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.state_dict import about_run, chunks_of
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig

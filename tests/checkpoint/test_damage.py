@@ -23,9 +23,9 @@ from tests.support import on_ranks
 from torch import Tensor
 from torch.optim import AdamW
 
-from moefold.checkpoint.collect import chunks_of
 from moefold.checkpoint.load import latest, load_into, load_latest
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.state_dict import chunks_of
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError

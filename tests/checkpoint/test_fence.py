@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import moefold.checkpoint.fence as fence
 import moefold.checkpoint.files as files
+import moefold.checkpoint.run_lock as fence
 import moefold.checkpoint.save as save
-from moefold.checkpoint.fence import check_incarnation, read_incarnation, take_incarnation
+from moefold.checkpoint.run_lock import check_incarnation, read_incarnation, take_incarnation
 from moefold.checkpoint.save import Saver
-from moefold.checkpoint.spec import Chunk, whole
+from moefold.checkpoint.tensor_spec import Chunk, whole
 from moefold.checkpoint.verify import verify
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group

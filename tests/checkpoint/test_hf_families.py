@@ -22,14 +22,14 @@ from tests.checkpoint.hf_sources import (
 )
 from tests.support import on_ranks
 
-from moefold.checkpoint.collect import about_run, chunks_of
-from moefold.checkpoint.hf.config import family_of, read_config, same_numbers, write_config
-from moefold.checkpoint.hf.convert import Export, export, import_directory
+from moefold.checkpoint.hf.conversion import Export, export, import_directory
 from moefold.checkpoint.hf.directory import HfDirectory
+from moefold.checkpoint.hf.hf_config import family_of, read_config, same_numbers, write_config
 from moefold.checkpoint.hf.stream import hf_weights
 from moefold.checkpoint.load import load_into
-from moefold.checkpoint.one_process import StoredWeights
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.single_process import StoredWeights
+from moefold.checkpoint.state_dict import about_run, chunks_of
 from moefold.cli.main import main
 from moefold.comm.process_groups import Groups
 from moefold.config.attention import GQAConfig

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tests.checkpoint.test_hf_refusals import CONFIG, good_tensors, write_directory
 
-from moefold.checkpoint.hf.config import read_config
-from moefold.checkpoint.hf.dialects import HARMLESS
+from moefold.checkpoint.hf.config_maps import HARMLESS
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
+from moefold.checkpoint.hf.hf_config import read_config
 from moefold.checkpoint.hf.safetensors_file import MAX_HEADER, WIDTHS, TensorFile, parse_header
 from moefold.errors import ConversionError
 

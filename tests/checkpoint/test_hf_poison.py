@@ -13,7 +13,7 @@ from tests.checkpoint.hf_sources import Imagined
 from tests.checkpoint.poisons import evil_module, poisons
 from tests.checkpoint.test_hf_refusals import CONFIG, MODEL, good_tensors, write_directory
 
-from moefold.checkpoint.one_process import write_whole
+from moefold.checkpoint.single_process import write_whole
 from moefold.config.load import dump_run
 from moefold.config.run import RunConfig
 

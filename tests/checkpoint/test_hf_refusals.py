@@ -18,13 +18,13 @@ import torch
 from tests.checkpoint.hf_sources import Imagined
 from torch import Tensor
 
-from moefold.checkpoint.hf.config import family_of, read_config, write_config
-from moefold.checkpoint.hf.convert import Export, export, import_directory
+from moefold.checkpoint.hf.conversion import Export, export, import_directory
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
-from moefold.checkpoint.hf.families import RULES
-from moefold.checkpoint.hf.rules import NameRule, parse_dims, pieces
+from moefold.checkpoint.hf.hf_config import family_of, read_config, write_config
+from moefold.checkpoint.hf.name_maps import RULES
+from moefold.checkpoint.hf.name_rules import NameRule, parse_dims, pieces
 from moefold.checkpoint.hf.safetensors_file import as_bytes, header
-from moefold.checkpoint.one_process import StoredWeights
+from moefold.checkpoint.single_process import StoredWeights
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig

@@ -9,7 +9,7 @@ import torch
 from tests.body.model_inputs import batch_of, fill
 from torch import Tensor
 
-from moefold.checkpoint.spec import Box
+from moefold.checkpoint.tensor_spec import Box
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.model import ModelConfig
 from moefold.errors import ConversionError

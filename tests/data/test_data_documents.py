@@ -11,10 +11,10 @@ import pytest
 from tests.data.token_files import documents, megatron, raw
 
 from moefold.config.data import DataConfig, SourceConfig
-from moefold.data import pieces as pieces_module
+from moefold.data import packing as pieces_module
 from moefold.data.document_samples import AnySamples, DocumentSamples, open_samples
 from moefold.data.megatron_index import HEADER, MAGIC
-from moefold.data.pieces import Pieces
+from moefold.data.packing import Pieces
 from moefold.data.samples import Samples
 from moefold.data.sources import Source
 from moefold.errors import DataError

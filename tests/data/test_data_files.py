@@ -118,7 +118,7 @@ def test_windows_are_cut_into_pieces() -> None:
 
 
 def test_data_needs_no_torch() -> None:
-    words = "import sys, moefold.data.samples, moefold.data.tokenize; print('torch' in sys.modules)"
+    words = "import sys, moefold.data.samples, moefold.data.tokenization; print('torch' in sys.modules)"
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     done = subprocess.run([sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moefold.data.mixture import Mixture, places
-from moefold.data.permute import Permutation, mix, mix_array
+from moefold.data.shuffle import Permutation, mix, mix_array
 from moefold.errors import DataError
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from moefold.data import tokenize
+from moefold.data import tokenization as tokenize
 from moefold.data.tokens import ArrayFile, MegatronFile
 from moefold.data.write import MegatronWriter
 from moefold.errors import DataError

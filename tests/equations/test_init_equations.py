@@ -22,7 +22,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.data.permute import mix
+from moefold.data.shuffle import mix
 from moefold.nn.init import Box
 from moefold.parallel.parallelize import groups_of, take_share
 from moefold.parallel.param_shards import local_part

@@ -18,11 +18,11 @@ from tests.support import on_ranks
 import moefold.checkpoint.files as files
 import moefold.checkpoint.manifest as manifest
 import moefold.checkpoint.save as save
-from moefold.checkpoint.fence import take_incarnation
 from moefold.checkpoint.load import Checkpoint, latest
+from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
-from moefold.checkpoint.spec import Chunk
-from moefold.checkpoint.steps import committed_steps, final_path
+from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.checkpoint.tensor_spec import Chunk
 from moefold.checkpoint.verify import verify
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group, Groups

@@ -12,9 +12,9 @@ import torch
 from tests.checkpoint.saved_runs import everything, fill_moments, optimizer_for, same, small_run
 from tests.support import on_ranks
 
-from moefold.checkpoint.collect import about_run, chunks_of, tensors_elsewhere
 from moefold.checkpoint.load import Checkpoint, load_latest
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.state_dict import about_run, chunks_of, tensors_elsewhere
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig

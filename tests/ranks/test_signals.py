@@ -32,15 +32,15 @@ from tests.signal_draws import (
     hears_sigterm,
 )
 
-from moefold.checkpoint.fence import read_incarnation
+from moefold.checkpoint.run_lock import read_incarnation
 from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import TrainingError
 from moefold.recipes.catalog import RECIPES
 from moefold.train import trainer
-from moefold.train.setup import run_directory, set_up
 from moefold.train.signals import INTERRUPTED, StopRequest
 from moefold.train.supervise import supervise
+from moefold.train.train_context import run_directory, set_up
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 BURST = tuple(Sent(TERM, GROUP, pause) for pause in (0.0, 0.02, 0.05, 0.1, 0.1, 0.1, 0.2))

@@ -33,9 +33,9 @@ from moefold.moe.experts import Experts
 from moefold.parallel.parallelize import Share
 from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
-from moefold.train.setup import run_directory, set_up
 from moefold.train.state import TrainState
 from moefold.train.supervise import supervise
+from moefold.train.train_context import run_directory, set_up
 from moefold.train.trainer import FINISHED, INTERRUPTED, train
 
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from tests.run_records import info_of, record_of, tell
 
 from moefold.errors import BackendError
-from moefold.train.callbacks.all import default_callbacks, services
+from moefold.train.callback import Callbacks
 from moefold.train.callbacks.console import ConsoleLines
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines, forget_after
-from moefold.train.callbacks.progress import ProgressBar
-from moefold.train.events import Callbacks
+from moefold.train.callbacks.progress_bar import ProgressBar
+from moefold.train.callbacks.registry import default_callbacks, services
 
 
 def lines_of(directory: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -17,11 +17,11 @@ from moefold.cli.main import main
 from moefold.html.chart_scale import Scale, round_ticks, short
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
 from moefold.train.report import heat
+from moefold.train.report.downsample import thin
 from moefold.train.report.history import MOST_BINS, read_history
-from moefold.train.report.page import page
-from moefold.train.report.scale import visible_range
+from moefold.train.report.line_chart import visible_range
+from moefold.train.report.run_page import page
 from moefold.train.report.summary import summary
-from moefold.train.report.thin import thin
 
 
 def check_page(text: str) -> None:

@@ -13,8 +13,8 @@ from tests.kill import Diary
 
 from moefold.config.data import SourceConfig
 from moefold.recipes.catalog import RECIPES
-from moefold.train.setup import set_up
 from moefold.train.state import TrainState
+from moefold.train.train_context import set_up
 from moefold.train.trainer import begin_save, train
 
 

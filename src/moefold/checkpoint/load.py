@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moefold.checkpoint.collect import fresh_seed, spread, wanted
 from moefold.checkpoint.manifest import Manifest, data_name, read_table
-from moefold.checkpoint.shard import ShardReader
-from moefold.checkpoint.spec import Box, ChunkSpec, inside, meet, sizes_of, volume, whole
-from moefold.checkpoint.steps import committed_steps, final_path
+from moefold.checkpoint.shard_file import ShardReader
+from moefold.checkpoint.state_dict import fresh_seed, spread, wanted
+from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, meet, sizes_of, volume, whole
 from moefold.checkpoint.verify import check_files, quick_check
 from moefold.comm.collectives import gather_plain, sum_plain
 from moefold.comm.process_groups import Group

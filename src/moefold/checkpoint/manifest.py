@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from moefold.checkpoint.files import FileRecord, read_bounded, read_recorded, write_file
-from moefold.checkpoint.spec import DTYPE_NAMES, DTYPES, ChunkSpec, TensorSpec, is_rank_record
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, DTYPES, ChunkSpec, TensorSpec, is_rank_record
 from moefold.config.strict import STRICT
 from moefold.errors import CheckpointError
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moefold.checkpoint import files
-from moefold.checkpoint.fence import may_write
 from moefold.checkpoint.files import fsync_directory
-from moefold.checkpoint.steps import committed_steps, final_path, passing_path
+from moefold.checkpoint.run_lock import may_write
+from moefold.checkpoint.step_dirs import committed_steps, final_path, passing_path
 from moefold.checkpoint.verify import quick_check
 from moefold.errors import CheckpointError
 

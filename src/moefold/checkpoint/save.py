@@ -26,7 +26,6 @@ from torch import Tensor
 from moefold import __version__
 from moefold.checkpoint import files
 from moefold.checkpoint.background import Job
-from moefold.checkpoint.fence import may_write, read_incarnation
 from moefold.checkpoint.files import FileRecord, fsync_directory, make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
@@ -38,9 +37,10 @@ from moefold.checkpoint.manifest import (
     write_table,
 )
 from moefold.checkpoint.retention import retire
-from moefold.checkpoint.shard import read_back, shard_order, write_shard
-from moefold.checkpoint.spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
-from moefold.checkpoint.steps import final_path, passing_path, tidy
+from moefold.checkpoint.run_lock import may_write, read_incarnation
+from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
+from moefold.checkpoint.step_dirs import final_path, passing_path, tidy
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.verify import quick_check
 from moefold.comm.collectives import gather_plain, sum_plain
 from moefold.comm.process_groups import Group

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.parameters import parameters
-from moefold.checkpoint.spec import Box, TensorSource, whole
+from moefold.checkpoint.tensor_spec import Box, TensorSource, whole
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.errors import ConversionError, Problem

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from moefold.checkpoint.files import check_content, check_size, naming
 from moefold.checkpoint.manifest import MANIFEST, Manifest, data_name, read_manifest, read_table, table_name
-from moefold.checkpoint.shard import ShardReader
-from moefold.checkpoint.spec import ChunkSpec, meet
-from moefold.checkpoint.steps import is_passing, step_in
+from moefold.checkpoint.shard_file import ShardReader
+from moefold.checkpoint.step_dirs import is_passing, step_in
+from moefold.checkpoint.tensor_spec import ChunkSpec, meet
 from moefold.errors import CheckpointError
 
 _RANK_FILE = re.compile(r"rank_.*")

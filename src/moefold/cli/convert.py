@@ -16,8 +16,8 @@ from moefold.errors import ConfigError, Problem
 from moefold.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from moefold.checkpoint.hf.convert import Converted
-    from moefold.checkpoint.spec import TensorSource
+    from moefold.checkpoint.hf.conversion import Converted
+    from moefold.checkpoint.tensor_spec import TensorSource
 
 EXAMPLES = """examples:
   moefold convert to-hf runs/debug_small/checkpoints/step_00000200 exported
@@ -101,9 +101,9 @@ def _add_shared(parser: argparse.ArgumentParser, dtype_help: str, check_help: st
 def to_hf(args: argparse.Namespace) -> int:
     import torch
 
-    from moefold.checkpoint.hf.compare import largest_difference
-    from moefold.checkpoint.hf.convert import TOKENIZER, Export, export
-    from moefold.checkpoint.one_process import StoredWeights
+    from moefold.checkpoint.hf.conversion import TOKENIZER, Export, export
+    from moefold.checkpoint.hf.logits_check import largest_difference
+    from moefold.checkpoint.single_process import StoredWeights
 
     stored = StoredWeights(_checkpoint(Path(args.source)))
     max_shard = parse_bytes(args.max_shard)
@@ -121,9 +121,9 @@ def to_hf(args: argparse.Namespace) -> int:
 def from_hf(args: argparse.Namespace) -> int:
     import torch
 
-    from moefold.checkpoint.hf.compare import largest_difference
-    from moefold.checkpoint.hf.convert import import_directory
+    from moefold.checkpoint.hf.conversion import import_directory
     from moefold.checkpoint.hf.directory import HfDirectory
+    from moefold.checkpoint.hf.logits_check import largest_difference
 
     _check_name(args.name)
     directory = HfDirectory(Path(args.source), getattr(torch, args.dtype) if args.dtype else None)
@@ -136,10 +136,10 @@ def from_hf(args: argparse.Namespace) -> int:
 def upcycle(args: argparse.Namespace) -> int:
     import torch
 
-    from moefold.checkpoint.hf.compare import difference_between
-    from moefold.checkpoint.hf.convert import import_upcycled
+    from moefold.checkpoint.hf.conversion import import_upcycled
     from moefold.checkpoint.hf.directory import HfDirectory
-    from moefold.checkpoint.one_process import StoredWeights
+    from moefold.checkpoint.hf.logits_check import difference_between
+    from moefold.checkpoint.single_process import StoredWeights
     from moefold.checkpoint.upcycle import Upcycling
 
     _check_name(args.name)

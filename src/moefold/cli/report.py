@@ -34,7 +34,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from moefold.train.report.history import read_history
-    from moefold.train.report.page import page
+    from moefold.train.report.run_page import page
     from moefold.train.report.summary import summary
 
     history = read_history(args.directory, _opened)

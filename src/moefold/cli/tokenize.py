@@ -51,7 +51,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from moefold.data.tokenize import Recipe, cut, input_files, tokenize
+    from moefold.data.tokenization import Recipe, cut, input_files, tokenize
     from moefold.data.write import open_writer
 
     workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def train_here(run: RunConfig, patience: float, as_json: bool, stop: StopRequest) -> int:
     """This process is one rank of a launched world, or all of it."""
     from moefold.comm.spawn import join_world, this_device
-    from moefold.train.setup import set_up
+    from moefold.train.train_context import set_up
     from moefold.train.trainer import train
 
     rank, world = join_world(patience)
@@ -87,8 +87,8 @@ def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool, s
     """Start the ranks on this machine and keep them alive."""
     import torch
 
-    from moefold.train.setup import run_directory, set_up
     from moefold.train.supervise import supervise
+    from moefold.train.train_context import run_directory, set_up
     from moefold.train.trainer import train
 
     def work(rank: int) -> int:
@@ -108,12 +108,12 @@ def _stopped_early(stop: StopRequest) -> int:
 
 def _find_services(run: RunConfig) -> None:
     """A missing package is found before any rank starts."""
-    from moefold.train.callbacks.all import services
+    from moefold.train.callbacks.registry import services
 
     services(run.train)
 
 
 def _callbacks(as_json: bool) -> list[Any]:
-    from moefold.train.callbacks.all import default_callbacks
+    from moefold.train.callbacks.registry import default_callbacks
 
     return default_callbacks(as_json)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from moefold.config.data import DataConfig
-from moefold.data.draws import Draws
-from moefold.data.pieces import Piece, Pieces
+from moefold.data.mixture import Draws
+from moefold.data.packing import Piece, Pieces
 from moefold.data.samples import Sample, Samples, Split, Stock
 from moefold.data.sources import Source
 from moefold.errors import DataError

@@ -4,6 +4,12 @@ A block has a fixed number of places. Weights give each source a whole number of
 every block the mixture is exact, and nothing drifts over a run of months. Which place belongs to whom is shuffled anew
 for each block; a fixed pattern could give one rank the same source for ever. Sample `i` lies in block `i // size`, and
 a source's draws are numbered in the order of the samples, so both are known without looking at earlier blocks.
+
+Which item of which source a sample is: a function of the seed and the sample's number, computed and not stored.
+
+The mixture says which source sample `i` comes from and the how manyth draw of it this is. The draw's epoch shuffles the
+source's items (windows, or pieces of documents) with a key of its own, and the place within the epoch picks the item.
+Within an epoch of its source, every item comes exactly once.
 """
 
 from __future__ import annotations
@@ -11,11 +17,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import Lock
 
 import numpy as np
 
-from moefold.data.permute import mix_array, round_keys
+from moefold.data.shuffle import Permutation, mix_array, round_keys
 from moefold.errors import DataError
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 10, 1 << 16
@@ -105,3 +112,22 @@ def _largest_remainders(shares: Sequence[float], block: int) -> tuple[int, ...]:
     for _ in range(max(0, -missing)):
         counts[counts.index(max(counts))] -= 1
     return tuple(counts)
+
+
+class Draws:
+    """`draws[i]` is (source, epoch of the source, item) of sample i; `counts` says how many items each source has."""
+
+    def __init__(self, mixture: Mixture, counts: Sequence[int], seed: int, split: str) -> None:
+        self._mixture, self._counts = mixture, counts
+
+        # A few orders are in use at a time: that of each source's epoch, and of the one before.
+        @lru_cache(maxsize=4 * len(counts))
+        def order(source: int, epoch: int) -> Permutation:
+            return Permutation(counts[source], seed, split, source, epoch)
+
+        self._order = order
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        source, draw = self._mixture.draw(index)
+        epoch, place = divmod(draw, self._counts[source])
+        return source, epoch, self._order(source, epoch)[place]

@@ -20,8 +20,7 @@ from typing import Literal
 import numpy as np
 
 from moefold.config.data import DataConfig, SourceConfig
-from moefold.data.draws import Draws
-from moefold.data.mixture import Mixture
+from moefold.data.mixture import Draws, Mixture
 from moefold.data.packing import window_starts
 from moefold.data.sources import Source
 from moefold.errors import ConfigError, DataError, Problem

@@ -36,7 +36,7 @@ from moefold.pipeline.step import run_step
 from moefold.schedule.actions import Action
 from moefold.schedule.names import schedule_named
 from moefold.train.batches import step_batches
-from moefold.train.setup import make_optimizer
+from moefold.train.train_context import make_optimizer
 
 CPU = torch.device("cpu")
 

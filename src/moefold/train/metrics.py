@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from moefold.hardware.peaks import peak_flops
 from moefold.plan.flops import training_flops_per_token
-from moefold.train.events import RunInfo, StepRecord
+from moefold.train.callback import RunInfo, StepRecord
 
 # The time to the end is estimated from so many last steps.
 _RECENT_STEPS = 100

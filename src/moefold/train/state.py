@@ -1,12 +1,21 @@
-"""What the loop must remember to go on exactly where it stopped; a few numbers, in every checkpoint's manifest."""
+"""What the loop must remember to go on exactly where it stopped; a few numbers, in every checkpoint's manifest.
+
+Is a step fit to be taken? Decided from numbers that every rank holds alike, so all ranks decide alike.
+
+A step that is not taken leaves parameters, moments and biases as they were, bit for bit: the update is branched around,
+not multiplied by zero (zero times NaN is NaN). A number that is not finite never enters the statistics either.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from statistics import fmean, pstdev
 from typing import Any
 
-from moefold.errors import CheckpointError
+from moefold.config.train import HealthConfig
+from moefold.errors import CheckpointError, TrainingError
 
 
 @dataclass(frozen=True)
@@ -37,3 +46,43 @@ class TrainState:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the trainer's state is not what this version writes: {error}") from None
+
+
+# Below this many accepted steps a standard deviation says little.
+_FEWEST = 16
+
+
+def objection(
+    state: TrainState, loss: float, balance: Mapping[str, float], norm: float, config: HealthConfig
+) -> str | None:
+    """Why this step must not be taken; None if it may.
+
+    ``balance`` holds the balance losses by name: one may overflow while its gradient, and so the norm, is still finite.
+    """
+    for name, value in balance.items():
+        if not isfinite(value):
+            return f"balance loss {name} is {value}"
+    for name, value, recent in (("loss", loss, state.losses), ("gradient norm", norm, state.norms)):
+        if not isfinite(value):
+            return f"{name} is {value}"
+        if config.spike_sigma and len(recent) >= _FEWEST:
+            mean, spread = fmean(recent), pstdev(recent)
+            if value > mean + config.spike_sigma * spread:
+                return f"{name} {value:.4g} is more than {config.spike_sigma:g} sigma above its mean {mean:.4g}"
+    return None
+
+
+def after_step(state: TrainState, loss: float, norm: float, skipped: str | None, config: HealthConfig) -> TrainState:
+    """The statistics with this step in them; too many skips in a row end the run."""
+    if skipped is None:
+        window = config.spike_window
+        return replace(
+            state, skips_in_a_row=0, losses=(*state.losses, loss)[-window:], norms=(*state.norms, norm)[-window:]
+        )
+    skips = state.skips_in_a_row + 1
+    if skips >= config.most_skips:
+        raise TrainingError(
+            f"step {state.step + 1}: {skips} steps in a row were skipped, the last because {skipped}; "
+            f"lower the rate, look at the data, or raise train.health.most_skips above {config.most_skips}"
+        )
+    return replace(state, skips_in_a_row=skips)

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.counts import count_parameters
-from moefold.checkpoint.collect import chunks_of, tensors_elsewhere
+from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
 from moefold.comm.collectives import sum_plain
 from moefold.comm.process_groups import Group
 from moefold.optim.lr_schedule import rate_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import step_batches
-from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord
-from moefold.train.health import after_step, objection
-from moefold.train.setup import Workshop
+from moefold.train.callback import Callback, Callbacks, RunInfo, StepRecord
 from moefold.train.signals import INTERRUPTED, StopRequest, nothing_to_save, say, stop_on_signals
-from moefold.train.state import TrainState
+from moefold.train.state import TrainState, after_step, objection
+from moefold.train.train_context import Workshop
 
 FINISHED = 0
 

@@ -19,7 +19,7 @@ from typing import TextIO
 import numpy as np
 
 from moefold.plan.dispatch_choice import dispatcher_in_use
-from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, RunInfo, StepRecord
 from moefold.train.metrics import Meter, device_name
 from moefold.train.router_stats import router_stats
 from moefold.units import format_bytes, format_count, format_seconds

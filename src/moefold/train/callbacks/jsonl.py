@@ -24,7 +24,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, RunInfo, StepRecord
 from moefold.train.metrics import Meter, as_data, device_name
 from moefold.train.router_stats import router_stats
 

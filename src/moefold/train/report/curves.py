@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.report.chart import Series, line_chart, stacked_chart
+from moefold.train.report.downsample import Thinned, thin
 from moefold.train.report.history import History
+from moefold.train.report.line_chart import Series, line_chart, stacked_chart
 from moefold.train.report.summary import time_parts
-from moefold.train.report.thin import Thinned, thin
 from moefold.units import format_seconds
 
 _TIME_COLORS = {"compute": 1, "waiting for data": 4, "saving": 3, "other": 5}

@@ -7,12 +7,11 @@ import sys
 from dataclasses import asdict
 
 from moefold.config.train import TrainConfig
+from moefold.train.callback import Callback, Callbacks, RunInfo, StepRecord
 from moefold.train.callbacks.console import ConsoleLines, print_unless_closed
 from moefold.train.callbacks.jsonl import JsonLines
-from moefold.train.callbacks.progress import ProgressBar
-from moefold.train.callbacks.tensorboard import TensorBoard
-from moefold.train.callbacks.wandb import WeightsAndBiases
-from moefold.train.events import Callback, Callbacks, RunInfo, StepRecord
+from moefold.train.callbacks.progress_bar import ProgressBar
+from moefold.train.callbacks.services import TensorBoard, WeightsAndBiases
 from moefold.train.metrics import finite
 
 

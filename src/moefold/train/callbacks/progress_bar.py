@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from moefold.train.events import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, RunInfo, StepRecord
 from moefold.train.metrics import Meter, device_name
 from moefold.units import format_count, format_seconds
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import buffers, parameters
-from moefold.checkpoint.spec import Chunk, ChunkSpec, TensorSpec, volume, whole
+from moefold.checkpoint.tensor_spec import Chunk, ChunkSpec, TensorSpec, volume, whole
 from moefold.config.load import dump_run
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import Share, held_buffers

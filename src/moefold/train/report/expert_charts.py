@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.report.chart import Series, line_chart
+from moefold.train.report.downsample import Thinned, thin
 from moefold.train.report.heat import heat_now, heat_over_time
 from moefold.train.report.history import History
+from moefold.train.report.line_chart import Series, line_chart
 from moefold.train.report.summary import layer_numbers
-from moefold.train.report.thin import Thinned, thin
 from moefold.train.router_stats import RouterStats, router_stats
 
 

@@ -10,10 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import parameters
-from moefold.checkpoint.collect import about_run, fresh_seed
-from moefold.checkpoint.fence import take_incarnation
 from moefold.checkpoint.load import from_rank_0, load_latest
+from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.state_dict import about_run, fresh_seed
 from moefold.comm.process_groups import Groups
 from moefold.config.load import dump_run
 from moefold.config.run import RunConfig

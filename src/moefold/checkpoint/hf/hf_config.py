@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
-from moefold.checkpoint.hf.dialects import (
+from moefold.checkpoint.hf.config_converters import Unreadable
+from moefold.checkpoint.hf.config_maps import (
     DIALECTS,
     HARMLESS,
     NEVER_HONOURED,
@@ -25,7 +26,6 @@ from moefold.checkpoint.hf.dialects import (
     Dialect,
     Key,
 )
-from moefold.checkpoint.hf.sections import Unreadable
 from moefold.checks.model import RULES
 from moefold.checks.sizes import leaves, sizes_can_be_handled, sizes_mean_something
 from moefold.config.load import run_from_mapping

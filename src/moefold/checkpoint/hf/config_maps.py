@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moefold.checkpoint.hf.sections import (
+from moefold.checkpoint.hf.config_converters import (
     DENSE_FIRST,
     FULL_LAYERS,
     HEADS,

@@ -2,6 +2,8 @@
 
 A chart also carries its points as JSON in `data-hover`; the page's small script shows them under the pointer. Without
 the script nothing is missing but that.
+
+Ranges to draw that one outlier cannot ruin.
 """
 
 from __future__ import annotations
@@ -16,8 +18,7 @@ import numpy.typing as npt
 
 from moefold.html.chart_scale import Scale, short
 from moefold.html.document import figure
-from moefold.train.report.scale import visible_range
-from moefold.train.report.thin import Thinned
+from moefold.train.report.downsample import Thinned
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 10, 26
@@ -167,3 +168,19 @@ def _hover(x: Scale, steps: npt.NDArray[np.float64], curves: dict[str, npt.NDArr
         "curves": {name: [short(v) if np.isfinite(v) else None for v in values] for name, values in curves.items()},
     }
     return f' data-hover="{escape(json.dumps(data, separators=(",", ":")))}"' if curves else ""
+
+
+def visible_range(values: npt.NDArray[np.float64], *, from_zero: bool) -> tuple[float, float]:
+    """The range to draw. A value far above nearly all others would flatten the rest: it is cut off instead."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return 0.0, 1.0
+    low, high = float(known.min()), float(known.max())
+    usual_low, usual_high = (float(quantile) for quantile in np.quantile(known, (0.02, 0.98)))
+    spread = max(usual_high - usual_low, abs(usual_high) * 0.05)
+    if len(known) >= 20 and spread > 0:
+        high = min(high, usual_high + 3 * spread)
+    if from_zero:
+        return min(0.0, low), high * 1.05 if high > 0 else 1.0
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return low - room, high + room

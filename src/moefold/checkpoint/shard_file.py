@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.files import FileRecord, check_written, naming, opened, write_file
-from moefold.checkpoint.spec import DTYPE_NAMES, Box, ChunkSpec, inside
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Box, ChunkSpec, inside
 from moefold.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.spec import TensorSource
+from moefold.checkpoint.tensor_spec import TensorSource
 
 
 @dataclass(frozen=True)

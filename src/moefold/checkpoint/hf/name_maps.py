@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moefold.checkpoint.hf.rules import CopyRule, NameRule
+from moefold.checkpoint.hf.name_rules import CopyRule, NameRule
 from moefold.errors import UnknownNameError
 
 

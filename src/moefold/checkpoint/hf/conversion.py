@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
-from moefold.checkpoint.hf.config import FILE, family_of, run_for, write_config
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory, check_tensors, weight_keys
-from moefold.checkpoint.hf.families import family_copies, family_rules
-from moefold.checkpoint.hf.rules import Piece, copies, parse_dims, pieces, tensors_of
+from moefold.checkpoint.hf.hf_config import FILE, family_of, run_for, write_config
+from moefold.checkpoint.hf.name_maps import family_copies, family_rules
+from moefold.checkpoint.hf.name_rules import Piece, copies, parse_dims, pieces, tensors_of
 from moefold.checkpoint.hf.safetensors_file import NAMES, Entry, as_bytes, header, nbytes
 from moefold.checkpoint.hf.tokenizer import carry_tokenizer
-from moefold.checkpoint.one_process import Progress, StoredWeights, quietly, write_whole
-from moefold.checkpoint.spec import TensorSource
+from moefold.checkpoint.single_process import Progress, StoredWeights, quietly, write_whole
+from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.load import dump_run
 from moefold.config.model import ModelConfig

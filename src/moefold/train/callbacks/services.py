@@ -1,0 +1,146 @@
+"""TensorBoard, when `train.tensorboard` is on: event files in the run's directory.
+
+Weights & Biases, when `train.wandb` names a project.
+
+A step as named numbers, for services that draw one chart per name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import secrets
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moefold.errors import BackendError
+from moefold.train.callback import Callback, RunInfo, StepRecord
+from moefold.train.metrics import Meter, Speed, device_name
+from moefold.train.router_stats import router_stats
+
+
+class TensorBoard(Callback):
+    """A resumed run hides what it is about to repeat."""
+
+    def __init__(self, device: str | None = None) -> None:
+        self._make = _writer_class()
+        self._device = device
+        self._writer: Any = None
+        self._meter: Meter | None = None
+        self._every = 1
+
+    def on_start(self, info: RunInfo) -> None:
+        again = None if info.resumed_from is None else info.resumed_from + 1
+        self._writer = self._make(log_dir=str(info.directory / "tensorboard"), purge_step=again)
+        self._meter = Meter(info, self._device or device_name())
+        self._every = max(info.run.train.log_every, 1)
+
+    def on_step(self, record: StepRecord) -> None:
+        assert self._meter is not None, "on_start comes first"
+        if record.step % self._every == 0 or record.step == record.steps or record.skipped is not None:
+            for name, value in scalars(record, self._meter.speed([record])).items():
+                self._writer.add_scalar(name, value, record.step)
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self._writer.add_scalar("validation/loss", loss, step)
+
+    def on_stop(self, reason: str) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _writer_class() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise BackendError(
+            "train.tensorboard: true needs the package tensorboard, which is not installed; "
+            "run `pip install tensorboard`, or set train.tensorboard to false: metrics.jsonl has the same numbers"
+        ) from error
+    return SummaryWriter
+
+
+ID_FILE = "wandb_id"
+
+
+class WeightsAndBiases(Callback):
+    """A resumed run goes on in the same page: its id is kept in the run's directory."""
+
+    def __init__(self, project: str, device: str | None = None) -> None:
+        self._wandb = _package()
+        self._project = project
+        self._device = device
+        self._run: Any = None
+        self._meter: Meter | None = None
+        self._every = 1
+
+    def on_start(self, info: RunInfo) -> None:
+        self._run = self._wandb.init(
+            project=self._project,
+            name=info.run.name,
+            id=_run_id(info.directory, fresh=info.resumed_from is None),
+            resume="allow",
+            dir=str(info.directory),
+            config=asdict(info.run) | {"world": info.world, "parameters": info.parameters.total},
+        )
+        # Our own axis: the service refuses to log a step again, and a resumed run repeats some.
+        self._run.define_metric("*", step_metric="step")
+        self._meter = Meter(info, self._device or device_name())
+        self._every = max(info.run.train.log_every, 1)
+
+    def on_step(self, record: StepRecord) -> None:
+        assert self._meter is not None, "on_start comes first"
+        if record.step % self._every == 0 or record.step == record.steps or record.skipped is not None:
+            self._run.log({"step": record.step, **scalars(record, self._meter.speed([record]))})
+
+    def on_validation(self, step: int, loss: float) -> None:
+        self._run.log({"step": step, "validation/loss": loss})
+
+    def on_stop(self, reason: str) -> None:
+        if self._run is not None:
+            self._run.summary["stopped"] = reason
+            self._run.finish()
+            self._run = None
+
+
+def _run_id(directory: Path, *, fresh: bool) -> str:
+    path = directory / ID_FILE
+    if not fresh and path.exists():
+        return path.read_text().strip()
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(secrets.token_hex(8) + "\n")
+    return path.read_text().strip()
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise BackendError(
+            "train.wandb needs the package wandb, which is not installed; "
+            "run `pip install wandb`, or set train.wandb to null: metrics.jsonl has the same numbers"
+        ) from error
+
+
+def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:
+    """Only finite numbers; names are grouped by what stands before the slash."""
+    found = {
+        "train/loss": record.loss,
+        "train/norm": record.norm,
+        "train/rate": record.rate,
+        "train/skipped": float(record.skipped is not None),
+        **{f"balance/{name}": value for name, value in record.balance.items()},
+        "speed/tokens_per_s": speed.tokens_per_s,
+        "speed/tflops_per_rank": speed.tflops,
+        **({} if speed.mfu is None else {"speed/mfu": speed.mfu}),
+        "speed/step_seconds": speed.step_seconds,
+        "speed/data_wait": speed.data_wait,
+        "speed/memory_bytes": float(record.memory_bytes),
+        "router/dropped": float(record.dropped),
+    }
+    if record.counts:
+        stats = router_stats(record.counts)
+        found |= {"router/max_load": stats.max_load, "router/entropy": stats.entropy, "router/dead": float(stats.dead)}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
