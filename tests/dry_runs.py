@@ -11,7 +11,7 @@ from tests.private_copies import PrivateCopies
 
 from moefold.comm.comm_stream import AtOnce
 from moefold.comm.spawn import fork_ranks
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.dryrun.run import DryRun, FullDocuments, dry_run_of, second_step
 from moefold.parallel.parallelize import groups_of, take_share

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
 from moefold.train.callback import Callback, RunInfo, StepRecord

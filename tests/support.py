@@ -13,7 +13,7 @@ from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import Arrived
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 
 def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[Any]:

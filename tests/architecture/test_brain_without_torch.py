@@ -48,7 +48,7 @@ def brain_modules() -> list[str]:
 
 def test_the_brain_imports_without_torch() -> None:
     modules = brain_modules()
-    assert "moefold.config.run" in modules and "moefold.topology.layout" in modules
+    assert "moefold.config.run" in modules and "moefold.topology.folded_layout" in modules
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
     done = subprocess.run(command, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

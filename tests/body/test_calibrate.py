@@ -12,8 +12,8 @@ from moefold.bench.fit_machine import product_rates, smallest_errors, wires_of
 from moefold.bench.samples import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, TOKENS, TURNS
 from moefold.cli.main import main
 from moefold.hardware.machine import read_machine
+from moefold.plan.op_costs import Sizes, parts_of
 from moefold.plan.shape import Dense, Layer
-from moefold.plan.work import Sizes, parts_of
 
 
 def test_rates_are_found_from_exact_times() -> None:

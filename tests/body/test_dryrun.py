@@ -11,7 +11,7 @@ from tests.dry_runs import balanced_run
 
 from moefold.attention.mask_blocks import row_index
 from moefold.cli.main import main
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.enough import enough_microbatches

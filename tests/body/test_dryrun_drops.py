@@ -15,7 +15,7 @@ from moefold.dryrun.balanced import BalancedCounts
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
 from moefold.nn.parallel_interfaces import WholeTokens
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 
 @pytest.mark.parametrize("scope", ["full", "local"])

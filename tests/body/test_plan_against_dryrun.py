@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from moefold.config.memory import MemoryConfig
+from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of
+from moefold.plan.collective_counts import messages
 from moefold.plan.from_run import job_of_run
 from moefold.plan.memory.peak import memory_at
-from moefold.plan.messages import messages
 from moefold.plan.published.measured_memory import allocated
 from moefold.recipes.catalog import recipe
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from tests.body.model_inputs import batch_of, fill
 
-from moefold.config.memory import MemoryConfig, RecomputedPhase
+from moefold.config.precision import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.plan.from_run import job_of_run
 from moefold.plan.memory.activations import kept_by
-from moefold.plan.memory.saved import setting_of
+from moefold.plan.memory.saved_activations import setting_of
 from moefold.recipes.catalog import recipe
 
 LENGTH = 64

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, precision, train
-from moefold.checks.divide import divisors
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
+from moefold.checks.sizes import divisors
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.model import ModelConfig

@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 
 def run_with(

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from moefold.blueprint.held import largest_share
 from moefold.blueprint.parameters import parameters
+from moefold.blueprint.rank_params import largest_share
 from moefold.cli.main import main
 from moefold.cli.run_argument import split_changes
-from moefold.config.load import dump_run, override
+from moefold.config.loading import dump_run, override
 from moefold.config.parallel import ParallelConfig
-from moefold.plan.placement import parts_by_rank
+from moefold.plan.stage_placement import parts_by_rank
 from moefold.recipes.catalog import RECIPES, recipe
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 Output = pytest.CaptureFixture[str]
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 
 from moefold.config.attention import MLAConfig, YarnConfig
-from moefold.config.load import dump_run, override, parse_run
+from moefold.config.loading import dump_run, override, parse_run
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError

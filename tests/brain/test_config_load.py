@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.config.attention import MLAConfig
-from moefold.config.load import dump_run, load_run, override, parse_run, run_from_mapping
+from moefold.config.loading import dump_run, load_run, override, parse_run, run_from_mapping
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
 from moefold.config.strict_yaml import read_scalar

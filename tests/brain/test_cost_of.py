@@ -25,10 +25,10 @@ from statistics import median
 
 import pytest
 
-from moefold.batching.cost_of import Pace, cost_of, pair_flops, token_flops
+from moefold.batching.doc_cost import Pace, cost_of, pair_flops, token_flops
 from moefold.batching.documents import pack
-from moefold.batching.dynamic import plan_step
-from moefold.batching.plan_for import plan_for
+from moefold.batching.dynamic_cp import plan_step
+from moefold.batching.run_plan import plan_for
 from moefold.batching.step_plan import Cost, StepPlan, estimate
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.data import DataConfig
@@ -38,7 +38,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.plan.flops import forward_flops_per_token
 from moefold.recipes.catalog import RECIPES, recipe
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 MODELS = {name: make().model for name, make in RECIPES.items()}
 MODELS["with a module ahead"] = replace(MODELS["debug_mla"], num_mtp=2)

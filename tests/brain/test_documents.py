@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.batching.bins import first_fit, serpentine
+from moefold.batching.bin_packing import first_fit, serpentine
 from moefold.batching.documents import pack
 from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, group_times, imbalance
 from moefold.errors import DataError

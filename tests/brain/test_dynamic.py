@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.batching.documents import pack
-from moefold.batching.dynamic import context_needed, most_on_a_rank, plan_step, static_plans
+from moefold.batching.dynamic_cp import context_needed, most_on_a_rank, plan_step, static_plans
 from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, imbalance, most_held
 from moefold.batching.zigzag import num_held
 from moefold.errors import DataError

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire, machine_json, read_machine
 from moefold.plan.from_run import job_of_run
-from moefold.plan.job import Job
 from moefold.plan.timing.step_time import predict_time
+from moefold.plan.workload import Job
 from moefold.recipes.debug import debug_10m
 
 OPERATIONS: tuple[Operation, ...] = ("tokens", "exchange", "context", "send", "sum", "parameters", "gradients")

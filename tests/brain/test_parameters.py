@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.parameters import block_names, buffers, mixture_names, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.from_run import job_of_run
-from moefold.plan.job import Job
 from moefold.plan.predict import predict
 from moefold.plan.search.candidates import choice_of_job
 from moefold.plan.search.explain import changed_choices, memory_differences, time_differences, versus, wall_words
 from moefold.plan.search.what_if import answers
+from moefold.plan.workload import Job
 from moefold.recipes.catalog import recipe
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from moefold.blueprint.stages import balanced_stages
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.job import Batch, Cuts, Job, Numbers, Options, Recomputed
 from moefold.plan.memory.activations import kept_by, rows_of
-from moefold.plan.memory.live import moments
+from moefold.plan.memory.in_flight import moments
 from moefold.plan.memory.peak import memory_at, predict_memory
-from moefold.plan.memory.saved import setting_of
+from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.savings import savings
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, from_config
 from moefold.plan.stage_contents import BALANCED, contents_of
+from moefold.plan.workload import Batch, Cuts, Job, Numbers, Options, Recomputed
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES
 from moefold.schedule.simulate import peak_live

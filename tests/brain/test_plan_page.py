@@ -14,15 +14,15 @@ from tests.pages import assert_whole
 
 from moefold.cli.main import main
 from moefold.cli.plan_serve import make_server
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.report.form import form_html, question_of_form, values_of
-from moefold.plan.report.page import page
+from moefold.plan.report.plan_page import page
 from moefold.plan.search.explain import seconds
 from moefold.plan.search.proposal import Proposal, Question, propose
 from moefold.plan.search.space import pinned
-from moefold.plan.timing.timeline import step_timeline, step_trace
+from moefold.plan.timing.step_timeline import step_timeline, step_trace
 from moefold.recipes.catalog import recipe
 from moefold.units import format_bytes
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from moefold.plan.job import Job
 from moefold.plan.predict import predict
 from moefold.plan.published.records import job_of_record
 from moefold.plan.search.candidates import choice_of_job, limits_of, why_illegal
 from moefold.plan.search.search import described, search
 from moefold.plan.search.space import usual_space
+from moefold.plan.workload import Job
 
 FOLDER = os.environ.get("MOEFOLD_PUBLISHED", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER, reason="the published collection is not here")]

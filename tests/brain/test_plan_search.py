@@ -10,12 +10,11 @@ from math import log2
 import pytest
 
 from moefold.checks.run_all import problems
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import Cluster, cluster_of
 from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run
-from moefold.plan.job import Job
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import search as searching
 from moefold.plan.search.candidates import (
@@ -30,6 +29,7 @@ from moefold.plan.search.candidates import (
 )
 from moefold.plan.search.search import NothingFitsError, described, pareto, search
 from moefold.plan.search.space import Space, narrowed, usual_space
+from moefold.plan.workload import Job
 from moefold.recipes.catalog import recipe
 
 

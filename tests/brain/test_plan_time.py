@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.job import Batch, Cuts, Format, Job, Numbers, Options
 from moefold.plan.predict import predict
 from moefold.plan.shape import from_config
 from moefold.plan.timing.step_time import predict_time, step_time
-from moefold.plan.timing.timeline import step_timeline
+from moefold.plan.timing.step_timeline import step_timeline
+from moefold.plan.workload import Batch, Cuts, Format, Job, Numbers, Options
 from moefold.recipes.catalog import RECIPES
 
 GRAPHED = {"graphs": "partial", "graph_parts": frozenset({"attn", "moe_router", "moe_preprocess"})}

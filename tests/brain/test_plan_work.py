@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.flops import forward_flops_per_token, training_flops_per_token
-from moefold.plan.held import model_parameters
-from moefold.plan.job import Batch, Cuts, Job, Options
-from moefold.plan.needed import needed_flops_per_token
+from moefold.plan.model_flops import needed_flops_per_token
+from moefold.plan.op_costs import head_of, parts_of, sizes_of
 from moefold.plan.shape import Mixture, from_config
-from moefold.plan.timing.bubble import bubble_units, simulated_units
+from moefold.plan.shape_params import model_parameters
+from moefold.plan.timing.network_time import bubble_units, simulated_units
 from moefold.plan.traffic import distinct, exchange_bytes, reach
-from moefold.plan.work import head_of, parts_of, sizes_of
+from moefold.plan.workload import Batch, Cuts, Job, Options
 from moefold.recipes.catalog import RECIPES
 
 MODELS = {name: make().model for name, make in RECIPES.items() if make().model.moe is not None}

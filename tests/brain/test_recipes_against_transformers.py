@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from tests.hf_models import hf_config  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from moefold.blueprint.counts import count_parameters  # noqa: E402
+from moefold.blueprint.param_counts import count_parameters  # noqa: E402
 from moefold.blueprint.parameters import buffers, parameters  # noqa: E402
 from moefold.config.run import RunConfig  # noqa: E402
 from moefold.recipes.catalog import RECIPES  # noqa: E402

@@ -26,7 +26,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.recipes.catalog import RECIPES, recipe
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 EVERYTHING = ModelConfig(
     vocab_size=32,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.blueprint.places import check_places, place_stages, stage_table
+from moefold.blueprint.stage_ranks import check_places, place_stages, stage_table
 from moefold.blueprint.stages import parse_stages, stages_of
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import LayoutError
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 
 def test_16384_ranks_hold_deepseek_v3_in_under_five_seconds() -> None:

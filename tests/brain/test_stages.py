@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.blueprint.balance import balance, dearest
+from moefold.blueprint.partition import balance, dearest
 from moefold.blueprint.stages import (
     StageSpec,
     balanced_stages,

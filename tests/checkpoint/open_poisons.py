@@ -16,7 +16,7 @@ from typing import Any
 from moefold.checkpoint.hf.conversion import import_directory
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.single_process import StoredWeights
-from moefold.config.load import load_run
+from moefold.config.loading import load_run
 from moefold.data.tokens import open_token_file
 from moefold.errors import MoefoldError
 

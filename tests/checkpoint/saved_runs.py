@@ -23,7 +23,7 @@ from moefold.parallel.parallelize import Share, held_buffers, take_share
 from moefold.parallel.param_shards import local_part
 from moefold.prove.start import busy_values
 from moefold.recipes.catalog import RECIPES
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 
 def small_run(**layout: Any) -> RunConfig:

@@ -33,7 +33,7 @@ from moefold.checkpoint.state_dict import about_run, chunks_of
 from moefold.cli.main import main
 from moefold.comm.process_groups import Groups
 from moefold.config.attention import GQAConfig
-from moefold.config.load import load_run
+from moefold.config.loading import load_run
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig

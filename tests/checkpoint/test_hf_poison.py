@@ -14,7 +14,7 @@ from tests.checkpoint.poisons import evil_module, poisons
 from tests.checkpoint.test_hf_refusals import CONFIG, MODEL, good_tensors, write_directory
 
 from moefold.checkpoint.single_process import write_whole
-from moefold.config.load import dump_run
+from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]

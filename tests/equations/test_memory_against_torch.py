@@ -15,7 +15,7 @@ import torch
 from tests.staged_runs import microbatches, share_on
 from torch.profiler import ProfilerActivity, profile
 
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.dryrun.watch import Watch
 from moefold.parallel.parallelize import Share
 from moefold.pipeline.runtime import carry_out

@@ -16,7 +16,7 @@ from moefold.comm.spawn import fork_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel import ring_attention as context_ring
 from moefold.parallel.context_parallel import ContextCore, by_ring
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 # heads, kv heads, qk dim, v dim, format, sinks
 SHAPES = {

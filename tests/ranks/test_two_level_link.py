@@ -22,7 +22,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import Dispatcher, Routing
 from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
 from moefold.moe.dispatch.two_level import TwoLevelDispatcher
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 TOKENS, WIDTH, EXPERTS, CHOICES, TURNS = 512, 512, 32, 4, 4
 

@@ -15,7 +15,7 @@ import torch
 from tests.data.token_files import megatron
 from torch import Tensor
 
-from moefold.batching.plan_for import plan_for
+from moefold.batching.run_plan import plan_for
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.config.data import DataConfig
@@ -32,7 +32,7 @@ from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.runtime import carry_out
 from moefold.prove.start import busy_values
 from moefold.recipes.catalog import RECIPES
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 from moefold.train.batches import StepData, step_batches
 
 S, BATCH, VOCAB, CPU = 32, 24, 256, torch.device("cpu")

@@ -34,7 +34,7 @@ from moefold.data.document_samples import AnySamples, open_samples
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import Share, take_share
 from moefold.pipeline.step import run_step
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 from moefold.train.batches import step_batches
 
 S, BATCH, ROUNDS, VOCAB = 512, 16, 7, 512

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moefold.batching.bins import evenly, first_fit, serpentine
+from moefold.batching.bin_packing import evenly, first_fit, serpentine
 from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, ramped
-from moefold.batching.waves import Filler, Room
+from moefold.batching.wave_packing import Filler, Room
 from moefold.errors import DataError
 
 

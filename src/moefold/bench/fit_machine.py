@@ -30,18 +30,18 @@ from moefold.bench.samples import (
     TOKENS,
     TURNS,
 )
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire
 from moefold.plan.from_run import job_of_run
-from moefold.plan.job import Job
+from moefold.plan.op_costs import Part, Sizes, parts_of, sizes_of
 from moefold.plan.shape import Attention, Dense, Layer, Mixture
 from moefold.plan.stage_contents import stages_of_shape
 from moefold.plan.timing.constants import CURRENT
-from moefold.plan.timing.price import Rates, rates_of
 from moefold.plan.timing.step_time import stage_passes
-from moefold.plan.work import Part, Sizes, parts_of, sizes_of
+from moefold.plan.timing.throughput import Rates, rates_of
+from moefold.plan.workload import Job
 
 Times = Mapping[str, float]
 # Less than this cannot be told from nothing.

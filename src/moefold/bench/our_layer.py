@@ -12,7 +12,7 @@ from moefold.bench.contestant import Builder, Options
 from moefold.bench.layer import Forward, Layer, give
 from moefold.bench.layer_shapes import LayerShape
 from moefold.bench.mixture import Weights
-from moefold.blueprint.parts import Parts
+from moefold.blueprint.stage_modules import Parts
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.build import Seams, build_decoder, one_process_seams

@@ -24,7 +24,7 @@ from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.pipeline.runtime import carry_out
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 # Rows of a message.
 _ROWS = 64

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moefold.blueprint.parameters import ParameterSpec, is_expert
-from moefold.topology.axes import GridName
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout, GridName
 
 
 @dataclass(frozen=True)

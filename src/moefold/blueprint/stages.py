@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from moefold.blueprint.balance import balance
-from moefold.blueprint.counts import active_size
+from moefold.blueprint.param_counts import active_size
 from moefold.blueprint.parameters import ParameterSpec, layer_parameters, mtp_parameters
+from moefold.blueprint.partition import balance
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError, Problem

@@ -28,7 +28,7 @@ from moefold.checkpoint.shard_file import shard_order, write_shard
 from moefold.checkpoint.step_dirs import final_path, passing_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, ChunkSpec, TensorSource, whole
 from moefold.checkpoint.verify import verify
-from moefold.config.load import dump_run, parse_run
+from moefold.config.loading import dump_run, parse_run
 from moefold.config.run import RunConfig
 from moefold.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.tensor_spec import Chunk, ChunkSpec, TensorSpec, volume, whole
-from moefold.config.load import dump_run
+from moefold.config.loading import dump_run
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import Share, held_buffers
 from moefold.parallel.param_shards import local_part

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moefold.checks.divide import divides, divisors
+from moefold.checks.sizes import divides, divisors
 from moefold.config.attention import GQAConfig
 from moefold.config.parallel import ContextMode
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 
 def modes_in_use(run: RunConfig) -> dict[str, ContextMode]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import isfinite, isnan
 
-from moefold.checks.divide import divides, divisors
+from moefold.checks.sizes import divides, divisors
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 
 def microbatches_fill_the_batch(run: RunConfig) -> Problem | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
-from moefold.checks.divide import divides, divisors
+from moefold.checks.sizes import divides, divisors
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moefold.checks.divide import divides, divisors
+from moefold.checks.sizes import divides, divisors
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.run import RunConfig
 from moefold.errors import Problem

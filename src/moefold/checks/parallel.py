@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moefold.checks.divide import divides, divisors
+from moefold.checks.sizes import divides, divisors
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
-from moefold.topology.layout import FoldedLayout, fold
+from moefold.topology.folded_layout import FoldedLayout, fold
 
 
 def heads_divide_over_tp(run: RunConfig) -> Problem | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moefold.blueprint.stages import stage_size_problems, stages_of
-from moefold.checks.divide import divides
+from moefold.checks.sizes import divides
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 
 def stages_hold_the_whole_model(run: RunConfig) -> list[Problem]:

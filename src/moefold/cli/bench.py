@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moefold.cli.bench_contests import add_attention, add_dispatch, add_layer, add_step
+from moefold.cli.bench_comparisons import add_attention, add_dispatch, add_layer, add_step
 from moefold.errors import MoefoldError
 
 EXAMPLES = """examples:

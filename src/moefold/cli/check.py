@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from moefold.blueprint.counts import Counts, active_size, count_parameters
-from moefold.blueprint.held import RankShare, largest_share
+from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
-from moefold.blueprint.places import stage_table
+from moefold.blueprint.rank_params import RankShare, largest_share
+from moefold.blueprint.stage_ranks import stage_table
 from moefold.checks.precision import BYTES
 from moefold.checks.run_all import problems, problems_to_train
 from moefold.cli.run_argument import add_run_argument, find_run
@@ -19,10 +19,10 @@ from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.plan.dispatch_choice import dispatcher_in_use, estimates
-from moefold.plan.placement import parts_by_rank, places_of
+from moefold.plan.stage_placement import parts_by_rank, places_of
 from moefold.recipes.catalog import RECIPES
 from moefold.tables import text_table
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 from moefold.units import format_bytes, format_count
 
 EXAMPLES = """examples:

@@ -7,8 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.cli.progress import with_progress
-from moefold.cli.run_argument import add_run_argument, find_run
+from moefold.cli.run_argument import add_run_argument, find_run, with_progress
 
 EXAMPLES = """examples:
   moefold dryrun debug_small --world 4 --rank 0 --parallel.ep 4

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.progress import with_progress
+from moefold.cli.run_argument import with_progress
 from moefold.errors import CheckpointError, ConfigError
 from moefold.tables import text_table
 from moefold.units import format_bytes, format_count
@@ -123,7 +123,7 @@ def _describe(path: Path, manifest: Manifest, with_tensors: bool) -> dict[str, A
 
 def _summary(config: str) -> dict[str, Any]:
     """The run in a few words; a configuration of another version is no reason not to look at its tensors."""
-    from moefold.config.load import parse_run
+    from moefold.config.loading import parse_run
 
     if not config:
         return {}

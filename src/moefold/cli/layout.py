@@ -11,8 +11,7 @@ from typing import Any
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import LayoutError, Problem
 from moefold.tables import text_table
-from moefold.topology.axes import GROUPS
-from moefold.topology.layout import FoldedLayout, Grid, fold
+from moefold.topology.folded_layout import GROUPS, FoldedLayout, Grid, fold
 from moefold.topology.locality import Locality, locality
 
 _SIZES = {

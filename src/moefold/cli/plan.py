@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_records(args.records, args.predictions, args.json)
     if args.score is not None:
-        from moefold.cli.plan_score import run_score
+        from moefold.cli.plan_records import run_score
 
         return run_score(args.score, args.predictions, args.page, args.constants, args.json, _progress())
     if args.name is None:
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     proposal = propose(question, _progress())
     _write_files(proposal, args.html, args.trace)
     if args.json:
-        from moefold.plan.report.data import proposal_data
+        from moefold.plan.report.json_data import proposal_data
 
         print(json.dumps(proposal_data(proposal), indent=2))
     else:
@@ -126,11 +126,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _write_files(proposal: Any, html: Path | None, trace: Path | None) -> None:
     if html is not None:
-        from moefold.plan.report.page import page
+        from moefold.plan.report.plan_page import page
 
         _write(html, page(proposal), "--html")
     if trace is not None:
-        from moefold.plan.timing.timeline import step_timeline, step_trace
+        from moefold.plan.timing.step_timeline import step_timeline, step_trace
 
         _write(trace, json.dumps(step_trace(step_timeline(proposal.chosen.job, most_boxes=4_000))), "--trace")
 

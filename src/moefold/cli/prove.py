@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.progress import with_progress
-from moefold.cli.run_argument import add_run_argument, find_run
+from moefold.cli.run_argument import add_run_argument, find_run, with_progress
 from moefold.config.precision import Format
 from moefold.errors import ConfigError, MoefoldError
 

@@ -1,16 +1,19 @@
 """What every verb about a run shares: RUN is a recipe's name or a YAML file, and dotted options change it.
 
 moefold check deepseek_v3 --parallel.ep 32 --data.micro_batch=2
+
+How far a long command has come.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from moefold.config.load import load_run, override
+from moefold.config.loading import load_run, override
 from moefold.config.run import RunConfig
 from moefold.recipes.catalog import recipe
 
@@ -55,3 +58,20 @@ def find_run(name: str, changes: Sequence[str] = ()) -> RunConfig:
     is_file = Path(name).suffix in (".yaml", ".yml") or "/" in name
     run = load_run(name) if is_file else recipe(name)
     return override(run, changes) if changes else run
+
+
+Item = TypeVar("Item")
+
+
+def with_progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """A bar on a terminal, a line now and then elsewhere; always on stderr, so that output stays clean."""
+    from rich.console import Console
+    from rich.progress import track
+
+    if sys.stderr.isatty():
+        yield from track(items, what, total=total, console=Console(stderr=True))
+        return
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % 20 == 0 or number == total:
+            print(f"{what}: {number} of {total}", file=sys.stderr, flush=True)

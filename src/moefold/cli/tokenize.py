@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from moefold.cli.progress import with_progress
+from moefold.cli.run_argument import with_progress
 from moefold.errors import DataError
 from moefold.units import format_bytes
 

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moefold.comm.ledger import Ledger
-from moefold.topology.axes import GROUPS
-from moefold.topology.layout import FoldedLayout, levels
+from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Number formats of a run."""
+"""Number formats of a run.
+
+What is kept between forward and backward, and what is computed again.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +27,15 @@ class PrecisionConfig:
     # The steps between products. torch: torch's operations, anywhere. triton: one kernel per step, on GPUs.
     # native: for CPUs; torch's, but for the activation, which is C, compiled on first use.
     kernels: Literal["torch", "triton", "native"] = "torch"
+
+
+RecomputedPhase = Literal["attention", "feed_forward", "experts"]
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Activations of a recomputed phase are dropped, all but its input; nothing is sent twice."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    recompute: tuple[RecomputedPhase, ...] = ()

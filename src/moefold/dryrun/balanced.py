@@ -20,7 +20,7 @@ from moefold.batching.zigzag import places
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.base import HopName
-from moefold.topology.layout import FoldedLayout, levels
+from moefold.topology.folded_layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 
 

@@ -5,7 +5,7 @@ writes this table as JSON, and the planner reads it in place of nominal figures 
 beside anything else: a rank computes, then waits for its exchange, then computes on.
 
     gemm       a product takes arithmetic / gemm_gflops + bytes of its operands / gemm_gb_s
-    traffic    what only moves memory, counted as `plan/work.py` counts it, and a fixed time per operation
+    traffic    what only moves memory, counted as `plan/op_costs.py` counts it, and a fixed time per operation
     wires      how long messages of some sizes take, by operation, group and how many ranks are at work
     crowds     so many ranks at once slow each other down by this factor: they share cores
 """

@@ -15,7 +15,7 @@ from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
 from moefold.blueprint.parameters import mixture_names
-from moefold.blueprint.parts import Parts, parts_of, whole_model
+from moefold.blueprint.stage_modules import Parts, parts_of, whole_model
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig

@@ -37,10 +37,10 @@ from moefold.parallel.expert_parallel import dispatcher_for
 from moefold.parallel.fsdp import shard_over_data
 from moefold.parallel.param_shards import Held, cut_parameters, held_parameters, local_part
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
-from moefold.plan.placement import parts_by_rank
+from moefold.plan.stage_placement import parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, hold_in
 from moefold.schedule.names import schedule_named
-from moefold.topology.layout import fold
+from moefold.topology.folded_layout import fold
 
 FirstValues = Callable[[str, int, str, tuple[int, ...], Box, float, Tensor], None]
 

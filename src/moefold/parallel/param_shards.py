@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moefold.blueprint.parameters import ParameterSpec, parameters
-from moefold.blueprint.parts import Parts
 from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
+from moefold.blueprint.stage_modules import Parts
 from moefold.comm.collectives import sum_plain
 from moefold.comm.p2p import sum_among
 from moefold.comm.process_groups import Group, Groups

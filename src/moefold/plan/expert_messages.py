@@ -20,9 +20,9 @@ from itertools import accumulate
 from moefold.batching.zigzag import places
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
+from moefold.plan.collective_tally import Tally, tokens_of
 from moefold.plan.dispatch_choice import dispatcher_in_use
-from moefold.plan.tally import Tally, tokens_of
-from moefold.topology.layout import FoldedLayout, levels
+from moefold.topology.folded_layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 
 # Of a routing weight, of an expert's number as it travels, and of a count.

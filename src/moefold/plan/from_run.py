@@ -14,18 +14,18 @@ from math import gcd
 from typing import get_args
 
 from moefold.checks.precision import BYTES
-from moefold.config.memory import RecomputedPhase
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import Format as RunFormat
+from moefold.config.precision import RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
 from moefold.plan.dispatch_choice import dispatcher_in_use
-from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Job, Numbers, Options, Recomputed
 from moefold.plan.shape import from_config
 from moefold.plan.traffic import expert_reach
+from moefold.plan.workload import Batch, Cuts, Dispatcher, Format, Job, Numbers, Options, Recomputed
 from moefold.schedule.names import SCHEDULES, schedule_named
-from moefold.topology.layout import FoldedLayout, fold
+from moefold.topology.folded_layout import FoldedLayout, fold
 
 _FORMATS: Mapping[RunFormat, Format] = {"float64": "float32", "float32": "float32", "bfloat16": "bf16"}
 _RECOMPUTED: Mapping[RecomputedPhase, Recomputed] = {

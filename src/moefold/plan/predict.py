@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from moefold.plan.job import Job
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.needed import needed_flops_per_token
+from moefold.plan.model_flops import needed_flops_per_token
 from moefold.plan.prediction import Prediction, TimePrediction, Wall
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.step_time import predict_time
+from moefold.plan.workload import Job
 
 # Shares of the step from which what is not computation is called the wall. Computation is there in every step, so it
 # binds where nothing else stands out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moefold.plan.job import Job
+from moefold.plan.workload import Job
 from moefold.schedule.simulate import Timeline
 
 Wall = Literal["memory", "communication", "compute", "host"]

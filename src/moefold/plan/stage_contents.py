@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from moefold.blueprint.balance import balance
+from moefold.blueprint.partition import balance
 from moefold.blueprint.stages import parse_stages
-from moefold.plan.held import layer_parameters
-from moefold.plan.job import Job
 from moefold.plan.shape import Layer, Mixture, ModelShape
+from moefold.plan.shape_params import layer_parameters
+from moefold.plan.workload import Job
 
 # Stands for a stage string: as moefold deals layers where it is given none.
 BALANCED = "balanced"

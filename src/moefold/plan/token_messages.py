@@ -10,9 +10,9 @@ from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
+from moefold.plan.collective_tally import Tally, tokens_of
 from moefold.plan.expert_messages import expert_messages
-from moefold.plan.tally import Tally, tokens_of
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 # Keys and values of a group of heads are not cut into smaller messages than this; as in `parallel/ring_attention.py`.
 _SMALLEST_MESSAGE = 1 << 16

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefold.plan.job import Cuts, Job
 from moefold.plan.shape import Attention, Layer, Mixture
+from moefold.plan.workload import Cuts, Job
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import lcm
 from random import Random
 
-from moefold.batching.plan_for import plan_for
+from moefold.batching.run_plan import plan_for
 from moefold.batching.step_plan import StepPlan
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
@@ -19,7 +19,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.schedule.names import schedule_named
-from moefold.topology.layout import FoldedLayout, fold
+from moefold.topology.folded_layout import FoldedLayout, fold
 
 
 @dataclass(frozen=True)

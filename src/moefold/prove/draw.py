@@ -16,11 +16,10 @@ from typing import Literal, get_args
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, DocumentKind
-from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
-from moefold.config.precision import Format, PrecisionConfig
+from moefold.config.precision import Format, MemoryConfig, PrecisionConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
 from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision

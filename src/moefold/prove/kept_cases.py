@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moefold.config.load import run_from_mapping
+from moefold.config.loading import run_from_mapping
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.prove.cases import Case

@@ -9,7 +9,7 @@ the step. Near both ends weight gradients are put off to fill the bubbles.
 from __future__ import annotations
 
 from moefold.schedule.actions import Action, Order, make_order
-from moefold.schedule.tally import Tally
+from moefold.schedule.rank_actions import Tally
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Order:

@@ -9,9 +9,8 @@ from types import MappingProxyType
 from moefold.errors import ConfigError, Problem, UnknownNameError
 from moefold.schedule.actions import Order, Placement
 from moefold.schedule.dualpipe_v import dualpipe_v
-from moefold.schedule.gpipe import gpipe
 from moefold.schedule.interleaved import interleaved, interleaved_overlapped
-from moefold.schedule.one_f_one_b import one_f_one_b, one_f_one_b_overlapped
+from moefold.schedule.one_f_one_b import gpipe, one_f_one_b, one_f_one_b_overlapped
 from moefold.schedule.zero_bubble import zb_h1, zb_v
 
 

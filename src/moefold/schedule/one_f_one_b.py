@@ -11,6 +11,15 @@ they never are: B3 waits for F3. One more microbatch in the warm-up of every ran
 That alone would be correct and slow: as a pair gives out both its results at its end, rank r and r + 1 would wait for
 each other in turns. With a second microbatch per hop (rank r warms up with 2 (P - 1 - r) + 1 forwards) the pairs of
 all ranks run at the same time. The price is memory: rank 0 holds 2P instead of P microbatches.
+
+GPipe: all forwards, then all backwards.
+
+    rank 0   F0 F1 F2 F3                   B0 .. B1 .. B2 .. B3 ..
+    rank 1      F0 F1 F2 F3          B0 .. B1 .. B2 .. B3 ..
+    rank 2         F0 F1 F2 F3 B0 .. B1 .. B2 .. B3 ..
+
+The simplest order. Every rank holds the activations of all microbatches at once, which is why 1F1B replaced it; its
+bubble is the same.
 """
 
 from __future__ import annotations
@@ -45,3 +54,12 @@ def _rank_actions(stage: int, warm_up: int, microbatches: int) -> list[Action]:
             actions.append(Action(Kind.FORWARD, stage, microbatch + warm_up))
         actions.append(Action(Kind.BACKWARD, stage, microbatch))
     return actions
+
+
+def gpipe(ranks: int, microbatches: int) -> Order:
+    """One stage per rank."""
+    actions = [
+        [Action(kind, rank, microbatch) for kind in (Kind.FORWARD, Kind.BACKWARD) for microbatch in range(microbatches)]
+        for rank in range(ranks)
+    ]
+    return make_order("gpipe", ranks, 1, microbatches, actions, "loop")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from moefold.schedule.actions import Action, Kind, Order
-from moefold.schedule.draw import cells_of
 from moefold.schedule.simulate import Span, Timeline
+from moefold.schedule.text_grid import cells_of
 
 _COLOURS = {
     Kind.FORWARD: ("forward", (47, 108, 184)),

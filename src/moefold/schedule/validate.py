@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from moefold.errors import OrderError
 from moefold.schedule.actions import GIVES_GRADIENT, TRANSFERS, Action, Kind, Order
 from moefold.schedule.fault import Fault, surroundings
-from moefold.schedule.messages import message_faults
 from moefold.schedule.replay import Rules, Stuck, replay
+from moefold.schedule.transfers import message_faults
 
 # An order that is wrong once is often wrong everywhere.
 _MOST_FAULTS = 20

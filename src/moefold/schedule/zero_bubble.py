@@ -20,7 +20,7 @@ W a rank waits for its first input and never again (a sixth of 1F1B's bubble). T
 from __future__ import annotations
 
 from moefold.schedule.actions import Action, Kind, Order, make_order
-from moefold.schedule.tally import Tally
+from moefold.schedule.rank_actions import Tally
 
 
 def zb_h1(ranks: int, microbatches: int) -> Order:

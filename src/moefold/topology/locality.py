@@ -12,8 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import gcd
 
-from moefold.topology.axes import GroupSpec
-from moefold.topology.layout import FoldedLayout, Grid
+from moefold.topology.folded_layout import FoldedLayout, Grid, GroupSpec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from moefold.blueprint.counts import Counts
+from moefold.blueprint.param_counts import Counts
 from moefold.config.run import RunConfig
 
 

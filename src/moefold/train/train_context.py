@@ -15,7 +15,7 @@ from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import about_run, fresh_seed
 from moefold.comm.process_groups import Groups
-from moefold.config.load import dump_run
+from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.errors import TrainingError

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
 from moefold.comm.collectives import sum_plain
 from moefold.comm.process_groups import Group

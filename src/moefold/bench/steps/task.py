@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.bench.contestant import Options
 from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import parameters
-from moefold.config.load import override
+from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.nn.init import first_values
 from moefold.recipes.catalog import recipe

@@ -25,7 +25,7 @@ from moefold.checkpoint.hf.tokenizer import carry_tokenizer
 from moefold.checkpoint.single_process import Progress, StoredWeights, quietly, write_whole
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
-from moefold.config.load import dump_run
+from moefold.config.loading import dump_run
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConversionError, Problem

@@ -28,7 +28,7 @@ from moefold.checkpoint.hf.config_maps import (
 )
 from moefold.checks.model import RULES
 from moefold.checks.sizes import leaves, sizes_can_be_handled, sizes_mean_something
-from moefold.config.load import run_from_mapping
+from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.run import RunConfig

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from moefold.plan.memory.saved import Kept, Saved, Setting, Sizes, element_bytes, parts_of, row_bytes, sizes_of
+from moefold.plan.memory.saved_activations import (
+    Kept,
+    Saved,
+    Setting,
+    Sizes,
+    element_bytes,
+    parts_of,
+    row_bytes,
+    sizes_of,
+)
 from moefold.plan.memory.saved_megatron import FSDP2, MEGATRON
 from moefold.plan.memory.saved_moefold import MOEFOLD
 from moefold.plan.shape import Layer

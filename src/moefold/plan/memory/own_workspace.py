@@ -10,13 +10,13 @@ so each live microbatch has its own. Orders that put weight gradients off keep t
 
 from __future__ import annotations
 
-from moefold.plan.held import layer_parameters
-from moefold.plan.job import Job
-from moefold.plan.memory.saved import Setting
+from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, gathers_once
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
+from moefold.plan.shape_params import layer_parameters
 from moefold.plan.stage_contents import Contents
+from moefold.plan.workload import Job
 
 # Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
 CHUNK = 8192

@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.plan.job import Job
 from moefold.plan.memory.activations import kept_by
-from moefold.plan.memory.live import Moment, moments
+from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.own_workspace import copies_weights, stage_copies
-from moefold.plan.memory.saved import Setting, setting_of
+from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
 from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.shape import Layer, ModelShape
 from moefold.plan.stage_contents import Contents, stages_of_shape, written_stages
+from moefold.plan.workload import Job
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
 

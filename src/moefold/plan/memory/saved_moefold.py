@@ -10,8 +10,8 @@ A phase that is computed again keeps its input alone. Between phases travel the 
 
 from __future__ import annotations
 
-from moefold.plan.job import Recomputed
-from moefold.plan.memory.saved import Saved, Sizes
+from moefold.plan.memory.saved_activations import Saved, Sizes
+from moefold.plan.workload import Recomputed
 
 
 def _drops(*kinds: Recomputed) -> frozenset[Recomputed]:

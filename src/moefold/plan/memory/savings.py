@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moefold.plan.job import Format, Job, Options, Recomputed
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saved import OPERAND_BYTES
+from moefold.plan.memory.saved_activations import OPERAND_BYTES
 from moefold.plan.shape import Attention, Dense, Mixture
+from moefold.plan.workload import Format, Job, Options, Recomputed
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")
 _PARTS: tuple[Recomputed, ...] = ("norms", "activation", "mla_up", "core_attention", "feed_forward", "experts", "full")

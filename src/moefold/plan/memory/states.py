@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefold.plan.held import Parameters, layer_parameters
-from moefold.plan.job import Cuts, Job
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.shape import Layer, Mixture, ModelShape
+from moefold.plan.shape_params import Parameters, layer_parameters
 from moefold.plan.stage_contents import Contents
+from moefold.plan.workload import Cuts, Job
 from moefold.units import format_bytes
 
 # Vocabularies are padded to a multiple of this times the tensor-parallel size.

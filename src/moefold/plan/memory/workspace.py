@@ -8,13 +8,13 @@ unused gradient per shape of matrix, because the real one is already added up.
 
 from __future__ import annotations
 
-from moefold.plan.job import Job
 from moefold.plan.memory.activations import kept_by
 from moefold.plan.memory.own_workspace import own_workspace
-from moefold.plan.memory.saved import Setting
+from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import Contents
+from moefold.plan.workload import Job
 
 # Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both are
 # there. Else Megatron has

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moefold.plan.job import Job
 from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.published.record_details import completed, with_details
 from moefold.plan.published.records import job_of_record
+from moefold.plan.workload import Job
 
 Record = Mapping[str, Any]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from moefold.errors import MoefoldError
-from moefold.plan.job import Job
 from moefold.plan.published.record_details import completed, with_details
 from moefold.plan.published.records import Record, job_of_record
+from moefold.plan.workload import Job
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from moefold.blueprint.stages import unfolded
-from moefold.plan.job import Cuts, Job, Numbers, Options
 from moefold.plan.shape import Attention
+from moefold.plan.workload import Cuts, Job, Numbers, Options
 
 Record = Mapping[str, Any]
 

@@ -15,8 +15,20 @@ from typing import Any, cast
 from moefold.blueprint.stages import parse_stages
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.gpu import gpu_named
-from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Graphs, Job, Numbers, Options, Recomputed, Sharding, Stack
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, Recurrence
+from moefold.plan.workload import (
+    Batch,
+    Cuts,
+    Dispatcher,
+    Format,
+    Graphs,
+    Job,
+    Numbers,
+    Options,
+    Recomputed,
+    Sharding,
+    Stack,
+)
 
 Record = Mapping[str, Any]
 

@@ -8,7 +8,7 @@ from html import escape
 from moefold.plan.memory.peak import memory_at
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, Prediction, TimeLine
 from moefold.plan.search.explain import seconds
-from moefold.schedule.draw import shown
+from moefold.schedule.text_grid import shown
 from moefold.units import format_bytes
 
 # Group or wall -> colour class.

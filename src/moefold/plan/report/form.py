@@ -15,9 +15,9 @@ from math import isfinite
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import cluster_of
 from moefold.hardware.gpu import GPUS
-from moefold.plan.job import Stack
 from moefold.plan.search.proposal import Question
 from moefold.plan.search.space import pinned
+from moefold.plan.workload import Stack
 from moefold.recipes.catalog import RECIPES, recipe
 
 ANY = "any"

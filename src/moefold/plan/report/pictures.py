@@ -12,9 +12,9 @@ from moefold.plan.search.explain import seconds
 from moefold.plan.search.goodput import effective_share
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import Candidate, described
-from moefold.plan.timing.timeline import StepTimeline
+from moefold.plan.timing.step_timeline import StepTimeline
 from moefold.schedule.actions import Action, Kind
-from moefold.schedule.draw import cells_of, shown
+from moefold.schedule.text_grid import cells_of, shown
 from moefold.units import format_bytes, format_seconds
 
 _WIDTH, _ROW, _GAP, _LEFT = 1180.0, 22.0, 4.0, 58.0

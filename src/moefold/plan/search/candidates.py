@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
-from moefold.plan.job import Batch, Cuts, Dispatcher, Format, Graphs, Job, Sharding
 from moefold.plan.search.space import Recompute, Space
 from moefold.plan.shape import Attention, Dense, Mixture
+from moefold.plan.workload import Batch, Cuts, Dispatcher, Format, Graphs, Job, Sharding
 from moefold.schedule.names import SCHEDULES
 
 # Where several orders would do, the first of these is meant.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moefold.plan.job import Job
 from moefold.plan.prediction import Prediction, Wall
 from moefold.plan.search.candidates import Choice, choice_of_job
 from moefold.plan.search.what_if import Answer
+from moefold.plan.workload import Job
 from moefold.units import format_bytes
 
 # Differences below this share of the whole are not worth a word.

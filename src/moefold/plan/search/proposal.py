@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.config.run import RunConfig
 from moefold.errors import ProblemsError
 from moefold.hardware.cluster import Cluster
 from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run, launch_words, question_of_run
-from moefold.plan.job import Job, Numbers, Stack
 from moefold.plan.memory.savings import savings
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
@@ -34,6 +33,7 @@ from moefold.plan.search.space import narrowed, usual_space
 from moefold.plan.search.what_if import Answer, answers
 from moefold.plan.stage_contents import contents_of
 from moefold.plan.timing.step_time import predict_time
+from moefold.plan.workload import Job, Numbers, Stack
 from moefold.units import format_bytes
 
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moefold.errors import MoefoldError
-from moefold.plan.job import Job
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.search.candidates import (
     Choice,
@@ -36,6 +35,7 @@ from moefold.plan.search.candidates import (
 )
 from moefold.plan.search.space import Recompute, Space, usual_space
 from moefold.plan.timing.step_time import predict_time
+from moefold.plan.workload import Job
 from moefold.units import format_bytes
 
 Item = TypeVar("Item")

@@ -16,8 +16,8 @@ from moefold.checks.dispatch import COUNT_ROWS
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
-from moefold.plan.job import Dispatcher, Format, Graphs, Job, Options, Recomputed, Sharding
 from moefold.plan.shape import Attention, Mixture, ModelShape
+from moefold.plan.workload import Dispatcher, Format, Graphs, Job, Options, Recomputed, Sharding
 from moefold.schedule.names import SCHEDULES
 
 Recompute = frozenset[Recomputed]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moefold.plan.job import Job
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import Choice, choice_of_job, job_of_choice, limits_of, why_illegal
 from moefold.plan.search.space import Space, usual_space
+from moefold.plan.workload import Job
 
 _RACK, _NODE = 72, 8
 

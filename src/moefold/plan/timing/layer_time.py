@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from moefold.plan.held import layer_parameters
-from moefold.plan.job import Job, Options
+from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.shape import Layer, Mixture
-from moefold.plan.timing.collectives import exchange, ring
+from moefold.plan.shape_params import layer_parameters
 from moefold.plan.timing.constants import Constants
-from moefold.plan.timing.price import Rates, slower
+from moefold.plan.timing.network_time import exchange, ring
+from moefold.plan.timing.throughput import Rates, slower
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,
@@ -19,7 +19,7 @@ from moefold.plan.traffic import (
     reach,
     tensor_bytes,
 )
-from moefold.plan.work import Part, Sizes, Work, parts_of
+from moefold.plan.workload import Job, Options
 
 # A kernel inside a recorded graph costs the host and the card this share of one outside.
 _GRAPHED = 0.06

@@ -10,27 +10,27 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.hardware.machine import Machine
-from moefold.plan.held import layer_parameters
-from moefold.plan.job import Job
+from moefold.plan.op_costs import Sizes, embedding_of, head_of, join_of, sizes_of
 from moefold.plan.prediction import TimeLine, TimePrediction
 from moefold.plan.shape import Layer, ModelShape
+from moefold.plan.shape_params import layer_parameters
 from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape, written_stages
-from moefold.plan.timing.bubble import PARTS, bubble_units
-from moefold.plan.timing.collectives import ring
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.fitted import INTERVALS
 from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes
-from moefold.plan.timing.machine_layer import ends_on_machine, layer_on_machine
-from moefold.plan.timing.machine_step import (
+from moefold.plan.timing.measured_machine import (
+    ends_on_machine,
     fixed_on_machine,
+    layer_on_machine,
     messages_on_machine,
     reduction_on_machine,
     stretch,
     stretched,
 )
-from moefold.plan.timing.price import Rates, rates_of
+from moefold.plan.timing.network_time import PARTS, bubble_units, ring
+from moefold.plan.timing.throughput import Rates, rates_of
 from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
-from moefold.plan.work import Sizes, embedding_of, head_of, join_of, sizes_of
+from moefold.plan.workload import Job
 from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
 

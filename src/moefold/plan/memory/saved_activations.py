@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from moefold.plan.job import Format, Job, Recomputed
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
+from moefold.plan.workload import Format, Job, Recomputed
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
 Cut = Literal["tokens", "whole", "heads", "rows", "columns"]

@@ -12,9 +12,9 @@ from math import log2
 
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.machine import Machine
-from moefold.plan.job import Job
+from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
-from moefold.plan.work import Work
+from moefold.plan.workload import Job
 
 # Cards are compared with this one, in 1e12 FLOP/s of bf16 per watt.
 _H100 = 989 / 700

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from moefold.plan.job import Job
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
+from moefold.plan.workload import Job
 
 # Grouped products of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from math import prod
 
 from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
-from moefold.blueprint.parts import Parts
 from moefold.blueprint.sharding import local_shape, shard_dim
+from moefold.blueprint.stage_modules import Parts
 from moefold.config.model import ModelConfig
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.batching.step_plan import Cost
-from moefold.blueprint.counts import count_parameters
+from moefold.blueprint.param_counts import count_parameters
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig

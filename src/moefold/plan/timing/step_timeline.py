@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moefold.plan.job import Job
+from moefold.plan.op_costs import sizes_of
 from moefold.plan.stage_contents import stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.layer_time import Passes, Seconds
-from moefold.plan.timing.price import rates_of
 from moefold.plan.timing.step_time import stage_passes
-from moefold.plan.work import sizes_of
+from moefold.plan.timing.throughput import rates_of
+from moefold.plan.workload import Job
 from moefold.schedule.actions import Action, Kind
-from moefold.schedule.draw import cells_of, label
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, Timeline, simulate
+from moefold.schedule.text_grid import cells_of, label
 
 # Of one rank: what can be looked at.
 MOST_BOXES = 140

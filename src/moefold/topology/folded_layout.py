@@ -3,6 +3,15 @@
 The last axis of a grid varies fastest, so a rank's coordinates are the digits of its number in a mixed base and a group
 is a start plus a fixed list of offsets. Nothing here is as long as the world: a question about one rank of a hundred
 thousand costs as much as about one of eight. No process group is made here; `comm` makes those this rank is in.
+
+The names: the axes of the two grids, and the groups of ranks that code asks for by name.
+
+Every rank stands in two grids at once. The attention grid places tokens and dense weights, the expert grid places
+experts. Axes are listed from the outermost to the innermost; the innermost has neighbouring ranks. Both grids have `pp`
+outermost and of the same size, so a pipeline stage is the same set of ranks in both: that is what makes folding legal.
+
+The data-parallel axes come in two parts. Over `*_shard` a parameter is cut, over `*_replicate` the cut is repeated
+(hybrid sharding); with one replica the second part is the whole axis.
 """
 
 from __future__ import annotations
@@ -12,10 +21,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
+from types import MappingProxyType
+from typing import Literal
 
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import LayoutError, Problem
-from moefold.topology.axes import ATTENTION_AXES, EXPERT_AXES, GROUPS, GroupSpec
 
 _DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp_replicate", "edp_replicate")
 # How far and how many sizes that would work are looked for and listed.
@@ -199,3 +209,42 @@ def _divisors(number: int) -> str:
     found = [n for n in range(1, min(number, _SEARCHED) + 1) if number % n == 0]
     more = len(found) > _LISTED or number > _SEARCHED
     return f"[{', '.join(map(str, found[:_LISTED]))}{', ...' if more else ''}]"
+
+
+GridName = Literal["attention", "expert"]
+
+ATTENTION_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """The ranks that differ only along these axes of this grid."""
+
+    grid: GridName
+    axes: tuple[str, ...]
+    purpose: str
+
+
+GROUPS = MappingProxyType(
+    {
+        # One axis of the attention grid.
+        "tp": GroupSpec("attention", ("tp",), "share one token set's heads, widths and vocabulary"),
+        "cp": GroupSpec("attention", ("cp",), "share one sequence"),
+        "dp": GroupSpec("attention", ("dp_replicate", "dp_shard"), "see different sequences"),
+        "pp": GroupSpec("attention", ("pp",), "hold different layers"),
+        # One axis of the expert grid.
+        "etp": GroupSpec("expert", ("etp",), "share one expert's width"),
+        "ep": GroupSpec("expert", ("ep",), "hold different experts"),
+        "edp": GroupSpec("expert", ("edp_replicate", "edp_shard"), "hold the same experts"),
+        # Where parameters are cut and repeated.
+        "dense_shard": GroupSpec("attention", ("dp_shard", "cp"), "cut dense parameters and their optimizer states"),
+        "dense_replicate": GroupSpec("attention", ("dp_replicate",), "repeat that cut"),
+        "expert_shard": GroupSpec("expert", ("edp_shard",), "cut expert parameters and their optimizer states"),
+        "expert_replicate": GroupSpec("expert", ("edp_replicate",), "repeat that cut"),
+        # Where tokens meet.
+        "expert_block": GroupSpec("expert", ("ep", "etp"), "hold one full set of experts"),
+        "stage": GroupSpec("attention", ("dp_replicate", "dp_shard", "cp", "tp"), "hold the same layers"),
+        "world": GroupSpec("attention", ATTENTION_AXES, "everyone"),
+    }
+)

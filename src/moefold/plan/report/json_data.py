@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from moefold.plan.job import Job
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import Candidate, described
 from moefold.plan.search.what_if import Answer
+from moefold.plan.workload import Job
 
 
 def proposal_data(proposal: Proposal) -> dict[str, Any]:

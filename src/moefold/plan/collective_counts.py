@@ -20,16 +20,16 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.blueprint.parameters import ParameterSpec, is_expert, mixture_names, parameters
-from moefold.blueprint.parts import Parts
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
+from moefold.blueprint.stage_modules import Parts
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.config.run import RunConfig
-from moefold.plan.placement import parts_by_rank
-from moefold.plan.tally import Tally, tokens_of
+from moefold.plan.collective_tally import Tally, tokens_of
+from moefold.plan.stage_placement import parts_by_rank
 from moefold.plan.token_messages import block_messages, embedding_messages, loss_messages
 from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
-from moefold.topology.layout import FoldedLayout, fold
+from moefold.topology.folded_layout import FoldedLayout, fold
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _DATA_GROUPS = ("dense_shard", "dense_replicate", "expert_shard", "expert_replicate")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moefold.batching.cost_of import cost_of
+from moefold.batching.doc_cost import cost_of
 from moefold.batching.documents import pack
-from moefold.batching.dynamic import plan_step
+from moefold.batching.dynamic_cp import plan_step
 from moefold.batching.step_plan import StepPlan, Wave
 from moefold.config.run import RunConfig
 from moefold.schedule.names import schedule_named
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 
 def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moefold.config.run import RunConfig
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 

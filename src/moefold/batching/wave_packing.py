@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from moefold.batching.bins import Bin, evenly
+from moefold.batching.bin_packing import Bin, evenly
 from moefold.batching.step_plan import Cost, StepPlan, Wave, most_held
 
 

@@ -14,8 +14,7 @@ from typing import Literal
 from moefold.blueprint.stages import StageSpec
 from moefold.errors import LayoutError, Problem
 from moefold.tables import text_table
-from moefold.topology.axes import GROUPS
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import GROUPS, FoldedLayout
 
 Placement = Literal["loop", "v"]
 

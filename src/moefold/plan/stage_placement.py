@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from moefold.blueprint.parts import Parts, parts_of
-from moefold.blueprint.places import StagePlace, place_stages
+from moefold.blueprint.stage_modules import Parts, parts_of
+from moefold.blueprint.stage_ranks import StagePlace, place_stages
 from moefold.blueprint.stages import stages_of
 from moefold.config.run import RunConfig
 from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
-from moefold.topology.layout import FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 
 def places_of(run: RunConfig, layout: FoldedLayout) -> tuple[StagePlace, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from moefold.batching.documents import pack, refuse_unplaceable
 from moefold.batching.step_plan import Cost, StepPlan, estimate, held_by_a_rank, ramped
-from moefold.batching.waves import Filler, Room
+from moefold.batching.wave_packing import Filler, Room
 
 # Numbers of waves to try, as multiples of the fewest that the tokens need.
 _STRETCH = (1.3, 1.6)
