@@ -13,7 +13,7 @@ from moefold.comm.comm_stream import AtOnce
 from moefold.comm.spawn import fork_ranks
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
-from moefold.dryrun.run import DryRun, FullDocuments, dry_run_of, second_step
+from moefold.dryrun.dry_run import DryRun, FullDocuments, dry_run_of, second_step
 from moefold.parallel.parallelize import groups_of, take_share
 from moefold.recipes.catalog import recipe
 from moefold.train.batches import step_batches

@@ -16,7 +16,7 @@ from moefold.config.precision import MemoryConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.parallel.parallelize import Share, groups_of, take_share
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
 
 # A dense layer and a mixture with a shared expert, a latent width and a balance loss, and a module that looks ahead.
 MODEL = ModelConfig(

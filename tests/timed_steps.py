@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moefold.bench.alone import optimizer_of
 from moefold.bench.clock import Reference, meet
+from moefold.bench.single_rank import optimizer_of
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import fork_ranks
 from moefold.config.attention import GQAConfig

@@ -13,16 +13,16 @@ from tests.pages import assert_whole
 
 from moefold.bench import attentions
 from moefold.bench.attention_shapes import AttentionShape
-from moefold.bench.contest import hold_contest
-from moefold.bench.contest_report import contest_json, contest_text
-from moefold.bench.contestant import Checked, Options
-from moefold.bench.goals import AS_LAUNCHED, BEST_PEER, SAME, Goal, verdicts
+from moefold.bench.comparison import hold_contest
+from moefold.bench.comparison_report import contest_json, contest_text
 from moefold.bench.layer_shapes import SHAPES, LayerShape
 from moefold.bench.layers import BARE, CONTESTANTS, OURS
-from moefold.bench.memory import measured_peak
-from moefold.bench.neighbours import cores_of_others, now
+from moefold.bench.machine_load import cores_of_others, now
+from moefold.bench.process_memory import measured_peak
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant, Run, Standing, spread
-from moefold.bench.saved import saved_for_backward
+from moefold.bench.runner import Checked, Options
+from moefold.bench.saved_bytes import saved_for_backward
+from moefold.bench.targets import AS_LAUNCHED, BEST_PEER, SAME, Goal, verdicts
 from moefold.cli.main import main
 from moefold.parallel.expert_parallel import DISPATCHERS
 
@@ -245,6 +245,6 @@ def test_neighbours_are_those_who_are_not_us() -> None:
 
 def test_a_contestant_that_dies_is_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is asked of anybody when the machine has no memory left."""
-    monkeypatch.setattr("moefold.bench.contest.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("moefold.bench.comparison.available_bytes", lambda: 1 << 20)
     contest = hold_contest("layer", "tiny", [Entrant("dense", "bare", options())], rounds=1, warm=0)
     assert "1.0 MiB of memory were left" in contest.standings[0].failure and contest.best_peer(FIXED) is None

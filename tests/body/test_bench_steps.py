@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from moefold.bench.steps.by_hand import StepByHand
+from moefold.bench.steps.hf_trainer import _their_form, _their_name, trainer
 from moefold.bench.steps.ours import OurStep
 from moefold.bench.steps.task import run_of
-from moefold.bench.steps.trainer import _their_form, _their_name, trainer
 
 SMALL = {
     "model.width": "64",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moefold.bench.calibration_shapes import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, TOKENS, TURNS
 from moefold.bench.clock import ratios, seconds
 from moefold.bench.fit_machine import product_rates, smallest_errors, wires_of
-from moefold.bench.samples import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, TOKENS, TURNS
 from moefold.cli.main import main
 from moefold.hardware.machine import read_machine
 from moefold.plan.op_costs import Sizes, parts_of

@@ -14,9 +14,9 @@ from moefold.cli.main import main
 from moefold.config.loading import override
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
-from moefold.dryrun.enough import enough_microbatches
-from moefold.dryrun.run import DryRun, dry_run
-from moefold.dryrun.timeline import CATEGORIES
+from moefold.dryrun.dry_run import DryRun, dry_run
+from moefold.dryrun.memory_timeline import CATEGORIES
+from moefold.dryrun.min_microbatches import enough_microbatches
 from moefold.errors import ConfigError
 from moefold.recipes.catalog import recipe
 

@@ -11,7 +11,7 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.run import RunConfig
-from moefold.dryrun.balanced import BalancedCounts
+from moefold.dryrun.balanced_splits import BalancedCounts
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
 from moefold.nn.parallel_interfaces import WholeTokens

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from moefold.batching.zigzag import places
 from moefold.config.loading import override
-from moefold.dryrun.balanced import BalancedCounts
+from moefold.dryrun.balanced_splits import BalancedCounts
 from moefold.dryrun.fake_world import FakeMemory
-from moefold.dryrun.timeline import Event, Mark, peak_of
-from moefold.dryrun.watch import Watch
+from moefold.dryrun.memory_timeline import Event, Mark, peak_of
+from moefold.dryrun.storage_tracker import Watch
 from moefold.moe.topk import choose_balanced
 from moefold.recipes.catalog import recipe
 from moefold.topology.folded_layout import fold

@@ -10,7 +10,7 @@ import pytest
 
 from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
-from moefold.dryrun.run import DryRun, dry_run
+from moefold.dryrun.dry_run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.collective_counts import messages
 from moefold.plan.from_run import job_of_run

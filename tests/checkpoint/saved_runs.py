@@ -21,7 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import Share, held_buffers, take_share
 from moefold.parallel.param_shards import local_part
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.folded_layout import fold
 

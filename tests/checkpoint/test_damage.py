@@ -30,7 +30,7 @@ from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import Share, take_share
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
 
 OLDER, NEWER = 4, 8
 

@@ -1,6 +1,6 @@
 """The memory of a step as the dry run counts it, against what torch's own allocator reports to its profiler.
 
-The dry run and the planner count storages as they come and go (`dryrun/watch.py`), and are compared with each other to
+The dry run and the planner count storages as they come and go (`dryrun/storage_tracker.py`), and are compared with each other to
 the byte. Here the same forward and backward is seen from below, by the allocator.
 """
 
@@ -16,7 +16,7 @@ from tests.staged_runs import microbatches, share_on
 from torch.profiler import ProfilerActivity, profile
 
 from moefold.config.loading import override
-from moefold.dryrun.watch import Watch
+from moefold.dryrun.storage_tracker import Watch
 from moefold.parallel.parallelize import Share
 from moefold.pipeline.runtime import carry_out
 from moefold.recipes.catalog import recipe

@@ -19,7 +19,7 @@ from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.parallel.parallelize import take_share
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
 
 # (world, degrees)
 Layout = tuple[int, dict[str, Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.dry_runs import balanced_run, comparable, on_real_ranks
 
-from moefold.dryrun.run import dry_run
+from moefold.dryrun.dry_run import dry_run
 
 RECOMPUTED = "memory.recompute=[attention, experts]"
 BF16 = "precision.compute=bfloat16"

@@ -16,14 +16,17 @@ from moefold.checks.run_all import problems
 from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
-from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline
 from moefold.prove.cases import Case, reduce_run
 from moefold.prove.coverage import features_of
-from moefold.prove.draw import draw_case, draw_cases
+from moefold.prove.diagnosis import meaning_of
+from moefold.prove.faults import dispatch_faults as sabotage_dispatch
+from moefold.prove.faults import document_faults as sabotage_documents
+from moefold.prove.faults import parallel_faults as sabotage
+from moefold.prove.faults import pipeline_faults as sabotage_pipeline
 from moefold.prove.kept_cases import KeptCase, case_line, read_cases
-from moefold.prove.meaning import meaning_of
 from moefold.prove.mutants import CASES, MUTANTS, Mutant, caught
-from moefold.prove.report import case_report, coverage_report, drawn_case_report, mutants_report
+from moefold.prove.proof_report import case_report, coverage_report, drawn_case_report, mutants_report
+from moefold.prove.random_cases import draw_case, draw_cases
 from moefold.prove.verdict import Verdict, prove
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES

@@ -30,7 +30,7 @@ from moefold.parallel.parallelize import Share, take_share
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.runtime import carry_out
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.folded_layout import fold
 from moefold.train.batches import StepData, step_batches

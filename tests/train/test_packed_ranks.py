@@ -19,7 +19,7 @@ from moefold.data.document_samples import open_samples
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import groups_of, take_share
 from moefold.pipeline.step import evaluate, run_step
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
 from moefold.train.batches import step_batches
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moefold.attention.sdpa import attend, attend_naive
 from moefold.bench.attention_shapes import AttentionShape
-from moefold.bench.contestant import Builder, Options
-from moefold.bench.mixture import DTYPES, relative_error
-from moefold.bench.saved import saved_for_backward
+from moefold.bench.layer_inputs import DTYPES, relative_error
+from moefold.bench.runner import Builder, Options
+from moefold.bench.saved_bytes import saved_for_backward
 
 _FIRST_INPUT = 5000
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from moefold.bench.alone import measure_alone
 from moefold.bench.clock import Say, silent
 from moefold.bench.fit_machine import machine_of, sample_errors, wires_of
-from moefold.bench.together import crowd_sizes, group_sizes, measure_crowds, measure_together
+from moefold.bench.multi_rank import crowd_sizes, group_sizes, measure_crowds, measure_together
+from moefold.bench.single_rank import measure_alone
 from moefold.comm.spawn import fork_ranks
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.machine import Machine, Wire

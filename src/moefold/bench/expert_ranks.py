@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moefold.bench.bare import DenseEngine
-from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import (
+from moefold.bench.layer_inputs import (
     DTYPES,
     choices,
     draw_gradient,
@@ -29,7 +27,9 @@ from moefold.bench.mixture import (
     exact_answer,
     relative_error,
 )
+from moefold.bench.layer_shapes import LayerShape
 from moefold.bench.our_layer import filled_layer, moe_config
+from moefold.bench.roofline import DenseEngine
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig

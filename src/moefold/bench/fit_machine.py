@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from moefold.bench.samples import (
+from moefold.bench.calibration_shapes import (
     ATTENTION,
     CONTEXT,
     DENSE,

@@ -6,13 +6,13 @@ run on this machine, takes only itself out.
 
 from __future__ import annotations
 
-from moefold.bench.bare import DenseEngine, GroupedEngine
-from moefold.bench.contestant import Builder
 from moefold.bench.our_layer import ours
 from moefold.bench.peers.automodel import automodel
 from moefold.bench.peers.megatron import megatron
 from moefold.bench.peers.torchtitan import torchtitan
 from moefold.bench.peers.transformers import transformers
+from moefold.bench.roofline import DenseEngine, GroupedEngine
+from moefold.bench.runner import Builder
 
 BARE: dict[str, Builder] = {"dense": DenseEngine, "grouped_mm": GroupedEngine}
 OURS: dict[str, Builder] = {

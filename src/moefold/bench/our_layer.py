@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moefold.bench.contestant import Builder, Options
-from moefold.bench.layer import Forward, Layer, give
+from moefold.bench.layer_inputs import Weights
 from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import Weights
+from moefold.bench.runner import Builder, Options
+from moefold.bench.timed_layer import Forward, Layer, give
 from moefold.blueprint.stage_modules import Parts
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig

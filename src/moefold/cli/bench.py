@@ -61,7 +61,7 @@ def _add_calibrate(kinds: Any) -> None:
 
 def calibrate(args: argparse.Namespace) -> int:
     from moefold.bench.calibrate import calibrate as measure
-    from moefold.bench.report import calibration_report
+    from moefold.bench.calibration_report import calibration_report
     from moefold.hardware.machine import machine_json
 
     if args.out is not None and not args.out.parent.is_dir():

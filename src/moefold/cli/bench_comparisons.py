@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from moefold.errors import ConfigError, MoefoldError, Problem
 
 if TYPE_CHECKING:
-    from moefold.bench.goals import Verdict
     from moefold.bench.layer_shapes import LayerShape
     from moefold.bench.results import Contest
+    from moefold.bench.targets import Verdict
 
     # A contest, what its times are compared with, and what the project promised.
     Held = tuple[Contest, tuple[str, ...], list[Verdict]]
@@ -155,7 +155,7 @@ def add_common(parser: argparse.ArgumentParser, threads: bool = True) -> None:
 
 def layer(args: argparse.Namespace) -> int:
     check_common(args)
-    from moefold.bench.layer_contest import BASES, USUAL, Setting, bench_layer, chosen_names
+    from moefold.bench.layer_comparison import BASES, USUAL, Setting, bench_layer, chosen_names
 
     setting = Setting(args.dtype, args.threads, args.same_allocator, args.rounds, args.warm, _routings(args))
     names = chosen_names(_words(args.contestants) or USUAL)
@@ -170,8 +170,8 @@ def dispatch(args: argparse.Namespace) -> int:
     check_common(args)
     if args.adaptive is not None:
         return _adaptive(args)
-    from moefold.bench import dispatch_contest as contests
-    from moefold.bench.layer_contest import Setting
+    from moefold.bench import dispatch_comparison as contests
+    from moefold.bench.layer_comparison import Setting
 
     setting = Setting(args.dtype, 1, True, args.rounds, args.warm, _routings(args))
     names = _words(args.dispatchers) or list(contests.DISPATCHERS)
@@ -201,9 +201,9 @@ def _adaptive(args: argparse.Namespace) -> int:
 
 def attention(args: argparse.Namespace) -> int:
     check_common(args)
-    from moefold.bench.attention_contest import BASES, bench_attention
+    from moefold.bench.attention_comparison import BASES, bench_attention
     from moefold.bench.attention_shapes import AttentionShape, checked
-    from moefold.bench.layer_contest import Setting
+    from moefold.bench.layer_comparison import Setting
 
     own = {size: getattr(args, size) for size in _ATTENTION_SIZES if getattr(args, size) is not None}
     setting = Setting(args.dtype, args.threads, True, args.rounds, args.warm)
@@ -212,8 +212,8 @@ def attention(args: argparse.Namespace) -> int:
 
 def step(args: argparse.Namespace) -> int:
     check_common(args)
-    from moefold.bench.layer_contest import Setting
-    from moefold.bench.step_contest import BASES, bench_step, chosen_names
+    from moefold.bench.layer_comparison import Setting
+    from moefold.bench.step_comparison import BASES, bench_step, chosen_names
 
     setting = Setting(args.dtype, args.threads, False, args.rounds, args.warm)
     changes = dict(_pair(word) for word in args.set)
@@ -267,7 +267,7 @@ def check_common(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace, held: list[Held]) -> int:
-    from moefold.bench.contest_report import contest_json, contest_text
+    from moefold.bench.comparison_report import contest_json, contest_text
 
     if args.json:
         print(json.dumps({"contests": [contest_json(*each) for each in held]}))
@@ -279,7 +279,7 @@ def show(args: argparse.Namespace, held: list[Held]) -> int:
 
 
 def _write_chart(path: Path, held: list[Held]) -> None:
-    from moefold.bench.chart import chart_page
+    from moefold.bench.comparison_chart import chart_page
 
     try:
         path.write_text(chart_page(held), encoding="utf-8")

@@ -48,8 +48,8 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from moefold.dryrun.report import as_data, report
-    from moefold.dryrun.run import dry_run
+    from moefold.dryrun.dry_run import dry_run
+    from moefold.dryrun.dryrun_report import as_data, report
 
     asked = find_run(args.name, args.changes)
     found = dry_run(

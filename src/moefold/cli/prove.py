@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json: bool) -> int:
     from moefold.checks.run_all import problems
     from moefold.prove.cases import reduce_run
-    from moefold.prove.report import as_data, case_report
+    from moefold.prove.proof_report import as_data, case_report
     from moefold.prove.verdict import prove
 
     full = find_run(name, changes)
@@ -91,8 +91,8 @@ def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json:
 
 def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int:
     """One drawn case again, with its whole table."""
-    from moefold.prove.draw import draw_case
-    from moefold.prove.report import as_data, case_report
+    from moefold.prove.proof_report import as_data, case_report
+    from moefold.prove.random_cases import draw_case
     from moefold.prove.verdict import prove
 
     verdict = prove(draw_case(number, max_world, dtype))
@@ -101,8 +101,8 @@ def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int
 
 
 def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: bool) -> int:
-    from moefold.prove.draw import draw_cases
-    from moefold.prove.report import coverage_report, drawn_case_report
+    from moefold.prove.proof_report import coverage_report, drawn_case_report
+    from moefold.prove.random_cases import draw_cases
 
     began = time.monotonic()
     cases = draw_cases(count, max_world, seed, dtype)
@@ -114,7 +114,7 @@ def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: b
 
 def prove_kept(path: Path, as_json: bool) -> int:
     from moefold.prove.kept_cases import read_cases
-    from moefold.prove.report import case_report
+    from moefold.prove.proof_report import case_report
 
     began = time.monotonic()
     kept = read_cases(path)
@@ -140,7 +140,7 @@ def _prove_each(cases: Iterable[Case], count: int, as_json: bool, report: Callab
 
 
 def _sum_up(verdicts: list[Verdict], origin: str, began: float, as_json: bool, about: dict[str, Any]) -> int:
-    from moefold.prove.report import as_data, cases_summary
+    from moefold.prove.proof_report import as_data, cases_summary
 
     held = all(verdict.holds for verdict in verdicts)
     if as_json:
@@ -153,7 +153,7 @@ def _sum_up(verdicts: list[Verdict], origin: str, began: float, as_json: bool, a
 def prove_mutants(as_json: bool) -> int:
     from moefold.prove.mutants import CASES, MUTANTS, caught
     from moefold.prove.mutants import prove_mutants as results
-    from moefold.prove.report import as_data, case_report, mutants_report
+    from moefold.prove.proof_report import as_data, case_report, mutants_report
 
     everything = list(with_progress(results(), len(CASES) + len(MUTANTS), "seeding faults"))
     clean = [verdict for mutant, verdict in everything if mutant is None]

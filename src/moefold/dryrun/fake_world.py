@@ -22,7 +22,7 @@ from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.attention.mask_blocks import row_index
-from moefold.dryrun.remembered import Memory
+from moefold.dryrun.fake_op_cache import Memory
 from moefold.errors import MoefoldError
 from moefold.parallel.ulysses import document_order
 

@@ -17,8 +17,12 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.prove import sabotage, sabotage_dispatch, sabotage_documents, sabotage_pipeline, sabotage_routing
+from moefold.prove import sabotage_routing
 from moefold.prove.cases import PROVING_OPTIM, Case
+from moefold.prove.faults import dispatch_faults as sabotage_dispatch
+from moefold.prove.faults import document_faults as sabotage_documents
+from moefold.prove.faults import parallel_faults as sabotage
+from moefold.prove.faults import pipeline_faults as sabotage_pipeline
 from moefold.prove.verdict import Verdict, prove
 
 

@@ -16,11 +16,11 @@ from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import Share, groups_of, held_buffers, take_share
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import StepResult, count_step_labels, run_step
-from moefold.prove.batches import labels_of_rank, rank_batch
 from moefold.prove.cases import Case
-from moefold.prove.compare import Difference, difference
-from moefold.prove.replay import replay_choices
-from moefold.prove.start import busy_values
+from moefold.prove.error_norms import Difference, difference
+from moefold.prove.init_values import busy_values
+from moefold.prove.proof_batches import labels_of_rank, rank_batch
+from moefold.prove.routing_replay import replay_choices
 
 _PATIENCE = timedelta(seconds=60)
 

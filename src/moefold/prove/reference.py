@@ -19,10 +19,10 @@ from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.optim.adamw import UNDECAYED
 from moefold.precision.dtypes import TORCH_FORMATS, hold_in
-from moefold.prove.batches import labels_of_batch, wave_batch
 from moefold.prove.cases import Case, proving_precision
-from moefold.prove.replay import record_choices
-from moefold.prove.start import busy_values
+from moefold.prove.init_values import busy_values
+from moefold.prove.proof_batches import labels_of_batch, wave_batch
+from moefold.prove.routing_replay import record_choices
 
 Answer = dict[str, Tensor]
 

@@ -16,7 +16,7 @@ from moefold.config.moe import RouterConfig
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import CapacityDrop
 from moefold.moe.topk import score
-from moefold.prove.sabotage import put, wrap
+from moefold.prove.faults.parallel_faults import put, wrap
 
 
 def balance_counts_where_tokens_went() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from moefold.comm.spawn import fork_ranks
 from moefold.errors import RankError
 from moefold.prove.cases import Case
-from moefold.prove.compare import (
+from moefold.prove.error_norms import (
     Difference,
     Yardstick,
     floors,

@@ -9,10 +9,10 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from moefold.bench.contestant import Builder
-from moefold.bench.layer import Forward, Layer, give
+from moefold.bench.layer_inputs import Weights
 from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import Weights
+from moefold.bench.runner import Builder
+from moefold.bench.timed_layer import Forward, Layer, give
 
 _PARTS = "nemo_automodel.components"
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from moefold.bench.contestant import Options
-from moefold.bench.layer import Forward, Layer, give
+from moefold.bench.layer_inputs import Weights
 from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import Weights
+from moefold.bench.runner import Options
+from moefold.bench.timed_layer import Forward, Layer, give
 
 _CORE = "megatron.core"
 

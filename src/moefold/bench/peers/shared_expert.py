@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefold.bench.layer import give
-from moefold.bench.mixture import SharedWeights
+from moefold.bench.layer_inputs import SharedWeights
+from moefold.bench.timed_layer import give
 
 
 class SharedExpert(nn.Module):

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.bench.contestant import Options
-from moefold.bench.layer import Forward, Layer, give
+from moefold.bench.layer_inputs import Weights
 from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import Weights
+from moefold.bench.runner import Options
+from moefold.bench.timed_layer import Forward, Layer, give
 
 _PARTS = "torchtitan.models.common"
 

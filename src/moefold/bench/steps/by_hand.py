@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moefold.attention.sdpa import attend
-from moefold.bench.contestant import Options
-from moefold.bench.saved import saved_for_backward
+from moefold.bench.runner import Options
+from moefold.bench.saved_bytes import saved_for_backward
 from moefold.bench.steps.task import first_parameters, run_of, step_tokens
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig

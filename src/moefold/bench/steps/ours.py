@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moefold.bench.alone import lone_share, optimizer_of
-from moefold.bench.contestant import Options
-from moefold.bench.saved import saved_for_backward
+from moefold.bench.runner import Options
+from moefold.bench.saved_bytes import saved_for_backward
+from moefold.bench.single_rank import lone_share, optimizer_of
 from moefold.bench.steps.task import run_of, step_tokens
 from moefold.nn.batch import Batch, whole_batch
 from moefold.pipeline.pipeline_state import StepSums, objective_of

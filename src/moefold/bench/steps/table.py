@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moefold.bench.contestant import Builder
+from moefold.bench.runner import Builder
 from moefold.bench.steps.by_hand import StepByHand
+from moefold.bench.steps.hf_trainer import trainer
 from moefold.bench.steps.ours import OurStep
-from moefold.bench.steps.trainer import trainer
 
 BARE: dict[str, Builder] = {"hand-written": StepByHand}
 OURS: dict[str, Builder] = {"moefold": OurStep}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.bench.contestant import Options
+from moefold.bench.runner import Options
 from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import parameters
 from moefold.config.loading import override

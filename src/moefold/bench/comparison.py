@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import IO, Any
 
-from moefold.bench.memory import available_bytes
-from moefold.bench.neighbours import cores_of_others, now
+from moefold.bench.machine_load import cores_of_others, now
+from moefold.bench.process_memory import available_bytes
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant, Run, Standing
 from moefold.units import format_bytes
 
@@ -49,7 +49,7 @@ class Worker:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         threads = str(entrant.options["threads"])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "moefold.bench.contestant", kind, entrant.name, json.dumps(entrant.options)],
+            [sys.executable, "-m", "moefold.bench.runner", kind, entrant.name, json.dumps(entrant.options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

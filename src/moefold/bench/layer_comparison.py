@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from moefold.bench.contest import ROUNDS, WARM, Say, hold_contest
-from moefold.bench.goals import AS_LAUNCHED, GOALS, SAME, Verdict, verdicts
+from moefold.bench.comparison import ROUNDS, WARM, Say, hold_contest
 from moefold.bench.layer_shapes import SHAPES, LayerShape
 from moefold.bench.layers import BARE, CONTESTANTS, OURS, PEERS
 from moefold.bench.results import CHANGING, FIXED, Contest, Entrant
+from moefold.bench.targets import AS_LAUNCHED, GOALS, SAME, Verdict, verdicts
 from moefold.errors import UnknownNameError
 
 BASES = tuple(BARE)

@@ -21,7 +21,7 @@ import moefold.nn.batch
 import moefold.parallel.context_parallel
 import moefold.parallel.ring_attention
 import moefold.pipeline.step
-import moefold.prove.batches
+import moefold.prove.proof_batches
 import moefold.prove.rank
 from moefold.comm.collectives import gather_plain, sum_plain
 from moefold.comm.process_groups import Groups
@@ -30,9 +30,9 @@ from moefold.nn.batch import Batch
 from moefold.parallel.tensor_parallel import TokenShards
 from moefold.parallel.ulysses import HeadTrade
 from moefold.pipeline.pipeline_state import StepSums
-from moefold.prove.batches import StepLabels, rank_batch
 from moefold.prove.cases import Case
-from moefold.prove.sabotage import put, wrap
+from moefold.prove.faults.parallel_faults import put, wrap
+from moefold.prove.proof_batches import StepLabels, rank_batch
 
 # ---- around the ring, and heads for tokens ----
 
@@ -100,7 +100,7 @@ def positions_count_what_a_rank_holds() -> None:
 
         return counted
 
-    wrap(moefold.prove.batches, "share_of", make)
+    wrap(moefold.prove.proof_batches, "share_of", make)
 
 
 def gathered_tokens_in_the_order_of_ranks() -> None:
@@ -181,7 +181,7 @@ def shared_tokens_counted_once_per_rank() -> None:
 
         return counted
 
-    wrap(moefold.prove.batches, "whole_batch", make)
+    wrap(moefold.prove.proof_batches, "whole_batch", make)
 
 
 def _number_of_sequences(change: Callable[[Batch], int]) -> None:
@@ -192,7 +192,7 @@ def _number_of_sequences(change: Callable[[Batch], int]) -> None:
 
         return counted
 
-    wrap(moefold.prove.batches, "whole_batch", make)
+    wrap(moefold.prove.proof_batches, "whole_batch", make)
 
 
 def sequences_of_this_microbatch_only() -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.bench.contestant import Options
+from moefold.bench.layer_inputs import DTYPES, choices, draw_input, draw_weights
 from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import DTYPES, choices, draw_input, draw_weights
+from moefold.bench.runner import Options
 
 
 class DenseEngine:

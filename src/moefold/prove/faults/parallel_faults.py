@@ -22,8 +22,8 @@ import moefold.optim.adamw
 import moefold.parallel.parallelize
 import moefold.parallel.param_shards
 import moefold.pipeline.step
+import moefold.prove.init_values
 import moefold.prove.rank
-import moefold.prove.start
 from moefold.attention.rotary import Rotary
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import gather_rows, gather_same, sum_partial
@@ -279,7 +279,7 @@ def start_depends_on_the_layout() -> None:
 
         return local
 
-    wrap(moefold.prove.start, "normal_part", make)
+    wrap(moefold.prove.init_values, "normal_part", make)
 
 
 def decay_on_everything() -> None:

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moefold.dryrun.timeline import Peak, peak_of
-from moefold.dryrun.watch import Watch
-from moefold.dryrun.wires import Book, Wires, gained
+from moefold.dryrun.collective_trace import Book, Wires, gained
+from moefold.dryrun.memory_timeline import Peak, peak_of
+from moefold.dryrun.storage_tracker import Watch
 from moefold.nn.batch import Ahead, Batch, TokenSets
 from moefold.parallel.parallelize import Share
 from moefold.pipeline.pipeline_state import Flight, Key, flat

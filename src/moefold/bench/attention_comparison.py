@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from moefold.bench.attention_shapes import AttentionShape
 from moefold.bench.attentions import BARE, CONTESTANTS
-from moefold.bench.contest import Say, hold_contest
-from moefold.bench.layer_contest import TOLERANCES, Setting, threads_text
+from moefold.bench.comparison import Say, hold_contest
+from moefold.bench.layer_comparison import TOLERANCES, Setting, threads_text
 from moefold.bench.results import ALIKE, Contest, Entrant
 
 BASES = tuple(BARE)

@@ -7,10 +7,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moefold.bench.contestant import Options
+from moefold.bench.layer_inputs import (
+    DTYPES,
+    Weights,
+    draw_gradient,
+    draw_input,
+    draw_weights,
+    exact_answer,
+    relative_error,
+)
 from moefold.bench.layer_shapes import LayerShape
-from moefold.bench.mixture import DTYPES, Weights, draw_gradient, draw_input, draw_weights, exact_answer, relative_error
-from moefold.bench.saved import saved_for_backward
+from moefold.bench.runner import Options
+from moefold.bench.saved_bytes import saved_for_backward
 
 # From [T, D] to [T, D], differentiable.
 Forward = Callable[[Tensor], Tensor]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from moefold.bench.contestant import Builder, Options
-from moefold.bench.saved import saved_for_backward
+from moefold.bench.runner import Builder, Options
+from moefold.bench.saved_bytes import saved_for_backward
 from moefold.bench.steps.task import first_parameters, run_of, step_tokens
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from moefold.bench.contest_report import compared_with, ratio_text
-from moefold.bench.goals import Verdict
+from moefold.bench.comparison_report import compared_with, ratio_text
 from moefold.bench.results import CHANGING, CLOCKS, FIXED, Contest, Spread
+from moefold.bench.targets import Verdict
 from moefold.html.chart_scale import Scale, short
 from moefold.html.document import CSS, document, figure
 from moefold.units import format_bytes, format_seconds

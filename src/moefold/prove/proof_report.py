@@ -7,8 +7,8 @@ from textwrap import wrap
 from typing import Any
 
 from moefold.prove.coverage import coverage
+from moefold.prove.diagnosis import meaning_of
 from moefold.prove.kept_cases import case_line
-from moefold.prove.meaning import meaning_of
 from moefold.prove.mutants import Mutant, caught
 from moefold.prove.verdict import Verdict
 from moefold.tables import text_table

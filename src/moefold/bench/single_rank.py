@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.attention.sdpa import attend
+from moefold.bench.calibration_shapes import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
 from moefold.bench.clock import Reference, Say, Trial, ratios
-from moefold.bench.samples import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
 from moefold.blueprint.parameters import parameters
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig

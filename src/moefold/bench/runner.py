@@ -1,6 +1,6 @@
 """One contestant in a process of its own: builds what it was named after, then runs it whenever it is told to.
 
-`python -m moefold.bench.contestant KIND NAME OPTIONS` reads one JSON command per line and answers each with one line of
+`python -m moefold.bench.runner KIND NAME OPTIONS` reads one JSON command per line and answers each with one line of
 JSON. A process of its own, because what a process did before is part of its speed: which GEMM plans are cached, how the
 heap is cut up, how the allocator is set. The allocator can be set only once and before anything large is allocated, so
 torch is imported after it, with the kind's own module.
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from moefold.bench.memory import measured_peak, resident_bytes
+from moefold.bench.process_memory import measured_peak, resident_bytes
 
 Options = dict[str, Any]
 

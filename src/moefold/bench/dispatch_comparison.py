@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from moefold.bench.contest import Say
-from moefold.bench.contestant import Contestant
+from moefold.bench.comparison import Say
 from moefold.bench.expert_ranks import BareExchange, Exchange, ExpertParallelLayer, Place, dense_of_a_rank
-from moefold.bench.goals import AS_LAUNCHED, GOALS, Verdict, verdicts
-from moefold.bench.layer_contest import TOLERANCES, Setting
+from moefold.bench.layer_comparison import TOLERANCES, Setting
 from moefold.bench.layer_shapes import SHAPES, LayerShape
-from moefold.bench.rank_contest import RankBuilder, hold_rank_contest
+from moefold.bench.rank_comparison import RankBuilder, hold_rank_contest
 from moefold.bench.results import Contest
+from moefold.bench.runner import Contestant
+from moefold.bench.targets import AS_LAUNCHED, GOALS, Verdict, verdicts
 from moefold.errors import ConfigError, Problem, UnknownNameError
 from moefold.parallel.expert_parallel import DISPATCHERS
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from moefold.attention.sdpa import attend
+from moefold.bench.calibration_shapes import CONTEXT, ROUTED
 from moefold.bench.clock import Trial
-from moefold.bench.samples import CONTEXT, ROUTED
 from moefold.comm.process_groups import Group, Groups
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moefold.bench.alone import lone_share, random_batch
+from moefold.bench.calibration_shapes import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, RUNS, TOKENS, TURNS
 from moefold.bench.clock import REPEATS, Reference, Say, Trial, meet, ratios, repeat, seconds
-from moefold.bench.over_ranks import contexts, experts, sharded
-from moefold.bench.samples import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, RUNS, TOKENS, TURNS
+from moefold.bench.distributed_parts import contexts, experts, sharded
+from moefold.bench.single_rank import lone_share, random_batch
 from moefold.comm.collectives import gather_plain, reduce_plain, sum_plain
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group, Groups

@@ -20,7 +20,7 @@ from moefold.model.decoder import Decoder
 from moefold.nn.matmul_policy import Deferral
 from moefold.parallel.param_shards import Held
 from moefold.pipeline.pipeline_state import Flight
-from moefold.prove.sabotage import put, wrap
+from moefold.prove.faults.parallel_faults import put, wrap
 from moefold.schedule.actions import Action, Kind
 
 Received = tuple[Tensor, ...]

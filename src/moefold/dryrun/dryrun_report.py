@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moefold.dryrun.run import DryRun
+from moefold.dryrun.dry_run import DryRun
 from moefold.tables import text_table
 from moefold.units import format_bytes, format_seconds
 

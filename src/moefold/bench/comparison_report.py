@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moefold.bench.goals import BEST_PEER, Verdict
 from moefold.bench.results import CLOCKS, Contest, Spread, Standing
+from moefold.bench.targets import BEST_PEER, Verdict
 from moefold.tables import text_table
 from moefold.units import format_bytes, format_seconds
 

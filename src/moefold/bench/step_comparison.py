@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moefold.bench.contest import Say, hold_contest
-from moefold.bench.goals import AS_LAUNCHED, GOALS, Verdict, verdicts
-from moefold.bench.layer_contest import Setting, threads_text
+from moefold.bench.comparison import Say, hold_contest
+from moefold.bench.layer_comparison import Setting, threads_text
 from moefold.bench.results import CHANGING, Contest, Entrant
 from moefold.bench.steps.table import BARE, CONTESTANTS, OURS
 from moefold.bench.steps.task import RECIPE
+from moefold.bench.targets import AS_LAUNCHED, GOALS, Verdict, verdicts
 from moefold.errors import UnknownNameError
 
 BASES: tuple[str, ...] = tuple(BARE)

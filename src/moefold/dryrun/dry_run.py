@@ -23,11 +23,11 @@ from moefold.comm.comm_stream import AtOnce
 from moefold.comm.ledger import Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
-from moefold.dryrun.balanced import BalancedCounts
-from moefold.dryrun.enough import enough_microbatches, fewest_microbatches, order_of, what_is_done
+from moefold.dryrun.balanced_splits import BalancedCounts
+from moefold.dryrun.collective_trace import Book, Collective, collectives, more
 from moefold.dryrun.fake_world import FakeMemory, fake_world, give_fake_memory
-from moefold.dryrun.rehearse import Seen, rehearse
-from moefold.dryrun.wires import Book, Collective, collectives, more
+from moefold.dryrun.min_microbatches import enough_microbatches, fewest_microbatches, order_of, what_is_done
+from moefold.dryrun.trace_step import Seen, rehearse
 from moefold.errors import ConfigError, Problem
 from moefold.nn.batch import Ahead, Batch
 from moefold.parallel.parallelize import Share, groups_of, lay_out_share

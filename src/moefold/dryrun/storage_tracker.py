@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefold.dryrun.timeline import Event, Mark
+from moefold.dryrun.memory_timeline import Event, Mark
 
 # Told of each collective: its name among torch's operations, and its arguments.
 Overhear = Callable[[str, tuple[Any, ...]], None]

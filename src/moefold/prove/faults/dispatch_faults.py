@@ -11,7 +11,7 @@ import moefold.moe.dedup_permute
 import moefold.moe.dispatch.dedup_exchange
 from moefold.moe.dedup_permute import Pairs
 from moefold.moe.dispatch.dedup_exchange import Hop, Landed
-from moefold.prove.sabotage import put, wrap
+from moefold.prove.faults.parallel_faults import put, wrap
 
 
 def one_choice_per_row() -> None:

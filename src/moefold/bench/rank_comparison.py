@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moefold.bench.contest import FIRST_SEED, FIXED_SEED, Say, rounds_of
-from moefold.bench.contestant import Checked, Contestant, in_one_line, timed_run
-from moefold.bench.neighbours import cores_of_others, now
+from moefold.bench.comparison import FIRST_SEED, FIXED_SEED, Say, rounds_of
+from moefold.bench.machine_load import cores_of_others, now
 from moefold.bench.results import CHANGING, Contest, Entrant, Run, Standing
+from moefold.bench.runner import Checked, Contestant, in_one_line, timed_run
 from moefold.comm.spawn import fork_ranks
 from moefold.ops.malloc import keep_heap
 
