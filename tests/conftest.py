@@ -15,4 +15,4 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moefold.comm.spawn.keep_heap", lambda: False)
+    monkeypatch.setattr("moefold.comm.spawn.disable_malloc_trim", lambda: False)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from tests.private_copies import PrivateCopies
 
-from moefold.comm.comm_stream import AtOnce
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.comm_stream import SynchronousStream
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, FullDocuments, dry_run_of, second_step
-from moefold.parallel.parallelize import groups_of, take_share
+from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.recipes.catalog import recipe
 from moefold.train.batches import step_batches
 from moefold.train.train_context import make_optimizer
@@ -34,20 +34,20 @@ def balanced_run(name: str, *changes: str) -> RunConfig:
 
 def on_real_ranks(run: RunConfig, world: int) -> list[dict[str, Any]]:
     """What `dry_run` reports, of a real step with real tensors over gloo, on every rank."""
-    return fork_ranks(lambda rank: comparable(_real_step(run, world, rank)), world, seconds=120)
+    return spawn_ranks(lambda rank: comparable(_real_step(run, world, rank)), world, seconds=120)
 
 
 def _real_step(run: RunConfig, world: int, rank: int) -> DryRun:
     groups = groups_of(run, world, rank, timedelta(seconds=60))
     batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
-    share = take_share(run, groups, CPU)
-    if share.comm_lane is not None:
+    local_model = build_local_model(run, groups, CPU)
+    if local_model.comm_stream is not None:
         # A watch sees one thread.
-        share = replace(share, comm_lane=AtOnce())
+        local_model = replace(local_model, comm_stream=SynchronousStream())
     with PrivateCopies() as copies:
-        seen = second_step(share, make_optimizer(share), batches)
+        seen = second_step(local_model, make_optimizer(local_model), batches)
         copies.finish()
-    return dry_run_of(share, len(batches), len(batches), 1.0, seen, 0.0)
+    return dry_run_of(local_model, len(batches), len(batches), 1.0, seen, 0.0)
 
 
 def comparable(found: DryRun) -> dict[str, Any]:

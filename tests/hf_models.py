@@ -36,7 +36,7 @@ def hf_config(run: RunConfig) -> PretrainedConfig:
 def mixtral(run: RunConfig) -> PretrainedConfig:
     moe = _moe(run)
     return MixtralConfig(
-        **_decoder(run), **_heads(run), intermediate_size=moe.expert_width, num_local_experts=moe.num_experts
+        **_decoder(run), **_heads(run), intermediate_size=moe.expert_hidden_dim, num_local_experts=moe.num_experts
     )
 
 
@@ -47,9 +47,9 @@ def qwen2_moe(run: RunConfig) -> PretrainedConfig:
         **_decoder(run),
         **_heads(run),
         qkv_bias=_gqa(run).qkv_bias,
-        intermediate_size=run.model.dense_width,
-        moe_intermediate_size=moe.expert_width,
-        shared_expert_intermediate_size=moe.shared_width,
+        intermediate_size=run.model.dense_hidden_dim,
+        moe_intermediate_size=moe.expert_hidden_dim,
+        shared_expert_intermediate_size=moe.shared_hidden_dim,
         num_experts=moe.num_experts,
         norm_topk_prob=moe.router.normalize,
         mlp_only_layers=list(range(run.model.num_dense_layers)),
@@ -61,8 +61,8 @@ def qwen3_moe(run: RunConfig) -> PretrainedConfig:
     return Qwen3MoeConfig(
         **_decoder(run),
         **_heads(run),
-        intermediate_size=run.model.dense_width,
-        moe_intermediate_size=moe.expert_width,
+        intermediate_size=run.model.dense_hidden_dim,
+        moe_intermediate_size=moe.expert_hidden_dim,
         num_experts=moe.num_experts,
         norm_topk_prob=moe.router.normalize,
         mlp_only_layers=list(range(run.model.num_dense_layers)),
@@ -74,7 +74,7 @@ def olmoe(run: RunConfig) -> PretrainedConfig:
     return OlmoeConfig(
         **_decoder(run),
         **_heads(run),
-        intermediate_size=moe.expert_width,
+        intermediate_size=moe.expert_hidden_dim,
         num_experts=moe.num_experts,
         norm_topk_prob=moe.router.normalize,
     )
@@ -86,7 +86,7 @@ def gpt_oss(run: RunConfig) -> PretrainedConfig:
     return GptOssConfig(
         **_decoder(run),
         **_heads(run),
-        intermediate_size=moe.expert_width,
+        intermediate_size=moe.expert_hidden_dim,
         num_local_experts=moe.num_experts,
         attention_bias=attention.qkv_bias,
         sliding_window=attention.window,
@@ -125,7 +125,7 @@ def _decoder(run: RunConfig) -> dict[str, Any]:
     model = run.model
     return {
         "vocab_size": model.vocab_size,
-        "hidden_size": model.width,
+        "hidden_size": model.dim,
         "num_hidden_layers": model.num_layers,
         "rms_norm_eps": model.norm_eps,
         "initializer_range": model.init_std,
@@ -160,11 +160,11 @@ def _latent(run: RunConfig) -> dict[str, Any]:
         "qk_nope_head_dim": attention.nope_dim,
         "qk_rope_head_dim": attention.rope_dim,
         "v_head_dim": attention.value_dim,
-        "intermediate_size": run.model.dense_width,
+        "intermediate_size": run.model.dense_hidden_dim,
         "first_k_dense_replace": run.model.num_dense_layers,
-        "moe_intermediate_size": moe.expert_width,
+        "moe_intermediate_size": moe.expert_hidden_dim,
         "n_routed_experts": moe.num_experts,
-        "n_shared_experts": moe.shared_width // moe.expert_width,
+        "n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim,
         "n_group": moe.router.num_groups,
         "topk_group": moe.router.top_groups,
         "norm_topk_prob": moe.router.normalize,

@@ -33,7 +33,7 @@ from moefold.config.train import SavingConfig
 from moefold.parallel.param_shards import local_part
 from moefold.train.callback import Callback, RunInfo, StepRecord
 from moefold.train.supervise import supervise
-from moefold.train.train_context import Workshop, run_directory, set_up
+from moefold.train.train_context import TrainContext, build_train_context, run_directory
 from moefold.train.trainer import train
 
 SAVE_EVERY = 3
@@ -133,7 +133,7 @@ POINTS = {
 }
 # Between the stages of a pipeline.
 PIPE_POINTS = {
-    "inside a send": Point(lambda n, die: _before(moefold.comm.p2p.Pipes, "send", n, die), 9, 0),
+    "inside a send": Point(lambda n, die: _before(moefold.comm.p2p.P2PChannels, "send", n, die), 9, 0),
 }
 ALL_POINTS = POINTS | PIPE_POINTS
 
@@ -177,20 +177,20 @@ class Diary(Callback):
         kept = asdict(record)
         for changing in ("seconds", "memory_bytes"):
             del kept[changing]
-        self._write(kind="step", **kept | {"loss": record.loss.hex(), "norm": record.norm.hex()})
+        self._write(kind="step", **kept | {"loss": record.loss.hex(), "grad_norm": record.grad_norm.hex()})
 
     def on_save(self, step: int, path: Path) -> None:
         self._write(kind="save", step=step)
 
 
-def digest(workshop: Workshop) -> str:
+def digest(context: TrainContext) -> str:
     """Of every number this rank holds: parameters, moments, statistics, random state."""
     found = hashlib.sha256()
-    parameters = dict(workshop.share.model.named_parameters())
-    state = workshop.optimizer.state
+    parameters = dict(context.local_model.model.named_parameters())
+    state = context.optimizer.state
     tensors = [local_part(p) for p in parameters.values()]
     tensors += [local_part(state[p][m]) for p in parameters.values() for m in ("exp_avg", "exp_avg_sq", "step")]
-    tensors += [*workshop.share.model.buffers(), torch.get_rng_state()]
+    tensors += [*context.local_model.model.buffers(), torch.get_rng_state()]
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
@@ -220,10 +220,10 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
                 raise AssertionError("unreachable")
 
             ALL_POINTS[kills[number].point].arm(kills[number].occurrence, die)
-        workshop, state = set_up(run, rank, world, torch.device("cpu"), 30.0)
-        code = train(workshop, state, [Diary(directory / "diary.jsonl")])
+        context, state = build_train_context(run, rank, world, torch.device("cpu"), 30.0)
+        code = train(context, state, [Diary(directory / "diary.jsonl")])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        (directory / f"digest_{rank}").write_text(digest(workshop))
+        (directory / f"digest_{rank}").write_text(digest(context))
         return code
 
     code = supervise(work, world, directory / "checkpoints", 30.0, most_fruitless=len(kills) + 3)

@@ -39,7 +39,7 @@ SETTINGS = {
 }
 
 
-class Sent(NamedTuple):
+class Dispatched(NamedTuple):
     number: signal.Signals
     target: str
     pause: float
@@ -52,7 +52,7 @@ class Draw:
     moment: str
     step: int
     delay: float
-    signals: tuple[Sent, ...]
+    signals: tuple[Dispatched, ...]
 
     def __str__(self) -> str:
         at = f"{self.moment} {self.step or ''}".strip()
@@ -82,7 +82,7 @@ def _draw(moment: str, dice: random.Random) -> Draw:
     # Ranks do not exist while the launcher imports.
     targets = [LAUNCHER, GROUP] if moment == "imports" else [LAUNCHER, GROUP, RANK_0, RANK_1]
     signals = tuple(
-        Sent(
+        Dispatched(
             dice.choice([signal.SIGTERM, signal.SIGINT]),
             dice.choice(targets),
             dice.uniform(0.0, 0.3) if number else 0.0,
@@ -136,7 +136,7 @@ class Run:
             time.sleep(one.pause)
             self.send(one)
 
-    def send(self, one: Sent) -> None:
+    def send(self, one: Dispatched) -> None:
         """The launcher has not been waited for, so its number is still its own; so are those of its children."""
         if one.target == GROUP:
             os.killpg(self.process.pid, one.number)

@@ -8,30 +8,30 @@ from typing import Any
 
 import torch
 
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import MemoryConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import IGNORED, Batch, whole_batch
-from moefold.parallel.parallelize import Share, groups_of, take_share
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.prove.init_values import busy_values
 
 # A dense layer and a mixture with a shared expert, a latent width and a balance loss, and a module that looks ahead.
 MODEL = ModelConfig(
     vocab_size=64,
-    width=32,
+    dim=32,
     num_layers=2,
     num_dense_layers=1,
-    dense_width=48,
+    dense_hidden_dim=48,
     moe=MoEConfig(
         num_experts=4,
         top_k=2,
-        expert_width=16,
-        shared_width=24,
+        expert_hidden_dim=16,
+        shared_hidden_dim=24,
         shared_gate=True,
-        latent_width=20,
+        latent_dim=20,
         router=RouterConfig(normalize=True, expert_bias=True),
         balance=BalanceConfig(sequence=1e-2, microbatch=1e-2),
     ),
@@ -59,14 +59,14 @@ def staged_run(
     )
 
 
-def share_on(run: RunConfig, world: int = 1, rank: int = 0) -> Share:
+def share_on(run: RunConfig, world: int = 1, rank: int = 0) -> LocalModel:
     groups = groups_of(run, world, rank, timedelta(seconds=30))
-    return take_share(run, groups, torch.device("cpu"), busy_values)
+    return build_local_model(run, groups, torch.device("cpu"), busy_values)
 
 
-def on_shares(run: RunConfig, world: int, work: Callable[[Share], Any]) -> list[Any]:
+def on_shares(run: RunConfig, world: int, work: Callable[[LocalModel], Any]) -> list[Any]:
     """Run ``work`` on every rank's share of the run."""
-    return fork_ranks(lambda rank: work(share_on(run, world, rank)), world, seconds=60)
+    return spawn_ranks(lambda rank: work(share_on(run, world, rank)), world, seconds=60)
 
 
 def microbatches(run: RunConfig, shapes: Sequence[Lengths], *, seed: int = 0) -> list[Batch]:

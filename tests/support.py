@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import Arrived
 from moefold.topology.folded_layout import fold
@@ -24,7 +24,7 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
     def live(rank: int) -> Any:
         return work(Groups(layout, rank, Ledger(), timedelta(seconds=30), ep_inner=parallel.ep_inner))
 
-    return fork_ranks(live, world, seconds=60)
+    return spawn_ranks(live, world, seconds=60)
 
 
 def multiplied(arrived: Arrived, factor_e: Tensor) -> Tensor:

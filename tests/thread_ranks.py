@@ -33,15 +33,15 @@ class Meeting:
 
 
 class CutTokens:
-    """The TokenSeam of ranks that each hold a share of one batch; what needs a gradient is left out."""
+    """The TokenSharding of ranks that each hold a share of one batch; what needs a gradient is left out."""
 
     def __init__(self, num_tokens: int, world: int, rank: int, meeting: Meeting) -> None:
         self.sizes, self.rank, self.meeting = share_sizes(num_tokens, world), rank, meeting
 
-    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
+    def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x_t))
 
-    def mine(self, x_N: Tensor, batch: Batch | None = None) -> Tensor:
+    def local_shard(self, x_N: Tensor, batch: Batch | None = None) -> Tensor:
         return x_N.split(self.sizes)[self.rank]
 
     def sum_counts(self, counts: Tensor, reach: Reach, batch: Batch) -> Tensor:
@@ -53,7 +53,7 @@ class CutTokens:
     def reduce(self, x_TD: Tensor) -> Tensor:
         raise NotImplementedError
 
-    share = sum_heads = reduce
+    local_model = sum_heads = reduce
 
 
 def on_threads(num_tokens: int, world: int, work: Callable[[CutTokens], T]) -> Sequence[T]:

@@ -13,7 +13,7 @@ import torch
 from moefold.bench.clock import Reference, meet
 from moefold.bench.single_rank import optimizer_of
 from moefold.comm.process_groups import Groups
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -21,22 +21,22 @@ from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
-from moefold.nn.batch import Batch, share_of, whole_batch
-from moefold.parallel.parallelize import groups_of, take_share
+from moefold.nn.batch import Batch, context_shard, whole_batch
+from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.step import run_step
 
 MODEL = ModelConfig(
     vocab_size=512,
-    width=256,
+    dim=256,
     num_layers=4,
     num_dense_layers=1,
-    dense_width=768,
+    dense_hidden_dim=768,
     attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32),
     moe=MoEConfig(
         num_experts=16,
         top_k=2,
-        expert_width=384,
-        shared_width=384,
+        expert_hidden_dim=384,
+        shared_hidden_dim=384,
         router=RouterConfig(normalize=True),
         balance=BalanceConfig(microbatch=0.01),
     ),
@@ -96,7 +96,7 @@ class Taken:
 
 def time_steps(layout: Timed, steps: int = 7, warm: int = 2) -> Taken:
     """Each step stands between two references, which all ranks compute at once."""
-    answers = fork_ranks(lambda rank: _live(layout, rank, warm + steps), layout.world, seconds=600)
+    answers = spawn_ranks(lambda rank: _live(layout, rank, warm + steps), layout.world, seconds=600)
     each = [[answer[number] for answer in answers] for number in range(warm, warm + steps)]
     return Taken(
         seconds=median(mean(rank["step"] for rank in ranks) for ranks in each),
@@ -110,14 +110,14 @@ def time_steps(layout: Timed, steps: int = 7, warm: int = 2) -> Taken:
 def _live(layout: Timed, rank: int, steps: int) -> list[dict[str, float]]:
     run = layout.run
     groups = groups_of(run, layout.world, rank, timedelta(seconds=120))
-    share = take_share(run, groups, torch.device("cpu"))
-    optimizer, reference = optimizer_of(share), Reference()
+    local_model = build_local_model(run, groups, torch.device("cpu"))
+    optimizer, reference = optimizer_of(local_model), Reference()
     found = []
     for number in range(steps):
         batches = random_batches(run, groups, number)
         before = reference.seconds()
         began = time.perf_counter()
-        sums = run_step(share, optimizer, batches).sums
+        sums = run_step(local_model, optimizer, batches).sums
         meet()
         taken = time.perf_counter() - began
         after = reference.seconds()
@@ -146,5 +146,5 @@ def random_batches(run: RunConfig, groups: Groups, step: int) -> list[Batch]:
             step_tokens=total,
             step_sequences=data.global_batch,
         )
-        made.append(share_of(whole, cp.index))
+        made.append(context_shard(whole, cp.index))
     return made

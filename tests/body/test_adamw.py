@@ -11,14 +11,14 @@ def test_decay_is_for_matrices() -> None:
     parameters = {kind: nn.Parameter(torch.ones(2)) for kind in ("matrix", "expert", "router", "norm", "bias", "sink")}
     for parameter in parameters.values():
         parameter.grad = torch.zeros(2)
-    adamw(((p, kind) for kind, p in parameters.items()), OptimConfig(rate=0.1, weight_decay=0.5)).step()
+    adamw(((p, kind) for kind, p in parameters.items()), OptimConfig(lr=0.1, weight_decay=0.5)).step()
     for kind, parameter in parameters.items():
         expected = 1.0 if kind in ("norm", "bias", "sink") else 1.0 - 0.1 * 0.5
         torch.testing.assert_close(parameter.detach(), torch.full((2,), expected), msg=kind)
 
 
 def test_one_step_is_the_textbook_step() -> None:
-    config = OptimConfig(rate=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    config = OptimConfig(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     parameter = nn.Parameter(torch.tensor([2.0, -3.0], dtype=torch.float64))
     parameter.grad = torch.tensor([0.5, 0.25], dtype=torch.float64)
     before, gradient = parameter.detach().clone(), parameter.grad.clone()

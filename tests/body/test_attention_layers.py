@@ -13,8 +13,8 @@ from moefold.attention.core import LocalCore
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
-from moefold.nn.matmul_policy import NativeProducts
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.parallel_interfaces import LocalTokens
 
 WIDTH = 12
 GQAS = {
@@ -41,8 +41,8 @@ def _float64() -> object:
     torch.set_default_dtype(before)
 
 
-def _layer(config: GQAConfig | MLAConfig, tokens: WholeTokens | None = None, layer: int = 0) -> nn.Module:
-    seam, products = tokens or WholeTokens(), NativeProducts()
+def _layer(config: GQAConfig | MLAConfig, tokens: LocalTokens | None = None, layer: int = 0) -> nn.Module:
+    seam, products = tokens or LocalTokens(), NativeMatmul()
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore(), products)
     return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore(), products)
@@ -67,7 +67,7 @@ def test_the_window_applies_to_every_nth_layer() -> None:
     assert [_layer(config, layer=i).window for i in range(4)] == [4, None, 4, None]
 
 
-class _TwoRanks(WholeTokens):
+class _TwoRanks(LocalTokens):
     """Sums over heads between two threads, each of which holds half of the heads and all tokens."""
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ def test_shares_of_heads_add_up_to_the_whole(config: GQAConfig | MLAConfig) -> N
 
 
 def _share(whole: nn.Module, config: GQAConfig | MLAConfig, seam: _TwoRanks, rank: int) -> nn.Module:
-    share = _layer(config, seam)
+    local_model = _layer(config, seam)
     for name, value in whole.named_parameters():
         full_norm = isinstance(config, GQAConfig) and config.qk_norm == "full" and "norm" in name
         dim = 0 if full_norm else _CUT.get(name)
         mine = value if dim is None else value.chunk(2, dim)[rank]
         owner, _, leaf = name.rpartition(".")
-        setattr(share.get_submodule(owner), leaf, nn.Parameter(mine.detach().clone()))
-    return share
+        setattr(local_model.get_submodule(owner), leaf, nn.Parameter(mine.detach().clone()))
+    return local_model

@@ -16,10 +16,10 @@ from moefold.config.precision import PrecisionConfig
 from moefold.errors import BackendError
 from moefold.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named
 from moefold.ops.backends import BACKENDS, JOBS, resolve, why_not
-from moefold.ops.host_probe import Card, Here, look_around
+from moefold.ops.host_probe import GpuInfo, HostInfo, probe_host
 
 SRC = Path(__file__).parents[2] / "src"
-HOPPER, TURING = Card("H100", (9, 0), 80 << 30), Card("T4", (7, 5), 16 << 30)
+HOPPER, TURING = GpuInfo("H100", (9, 0), 80 << 30), GpuInfo("T4", (7, 5), 16 << 30)
 
 IMPORT_ALL = """
 import importlib, sys
@@ -38,13 +38,13 @@ kernels_named("torch", "cpu")
 
 
 @pytest.fixture
-def here() -> Here:
-    return dataclasses.replace(look_around(), cards=(HOPPER,), packages={"triton": "3.9.0"})
+def here() -> HostInfo:
+    return dataclasses.replace(probe_host(), cards=(HOPPER,), packages={"triton": "3.9.0"})
 
 
 def test_moefold_imports_without_triton() -> None:
     """All but the kernels themselves, their build and their interpreter."""
-    own = {"build", "interpret"}
+    own = {"aot_build", "interpret"}
     paths = [
         path for path in sorted((SRC / "moefold").rglob("*.py")) if path.stem not in own or "kernels" not in path.parts
     ]
@@ -63,14 +63,14 @@ def test_the_twins_work_everywhere() -> None:
 
 def test_kernels_are_refused_without_a_gpu() -> None:
     with pytest.raises(BackendError) as refused:
-        kernels_named("triton", "cpu", here=dataclasses.replace(look_around(), cards=()))
+        kernels_named("triton", "cpu", here=dataclasses.replace(probe_host(), cards=()))
     assert str(refused.value) == (
         "precision.kernels: triton cannot do map_rows: runs on cuda, not on cpu; what works here on cpu: torch; "
         "`moefold doctor` shows all"
     )
 
 
-def test_kernels_are_given_with_one(here: Here) -> None:
+def test_kernels_are_given_with_one(here: HostInfo) -> None:
     pytest.importorskip("triton", reason="kernels are an extra")
     found = kernels_named("triton", "cuda", "bfloat16", here)
     twins = kernels_named("torch", "cuda", "bfloat16", here)
@@ -78,7 +78,7 @@ def test_kernels_are_given_with_one(here: Here) -> None:
         assert getattr(found, job) is not getattr(twins, job), job
 
 
-def test_native_changes_activations_only(here: Here) -> None:
+def test_native_changes_activations_only(here: HostInfo) -> None:
     found = kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler="cc"))
     changed = {job for job in (*JOBS, "gate") if getattr(found, job) is not getattr(MOE_IN_TORCH, job)}
     assert changed == {"gate", "weighted_activation"}
@@ -97,12 +97,14 @@ def test_native_changes_activations_only(here: Here) -> None:
         ({}, "bfloat16", ""),
     ),
 )
-def test_every_reason_is_told(here: Here, change: dict[str, object], number_format: str | None, reason: str) -> None:
+def test_every_reason_is_told(
+    here: HostInfo, change: dict[str, object], number_format: str | None, reason: str
+) -> None:
     backend = next(backend for backend in BACKENDS if (backend.job, backend.name) == ("route", "triton"))
     assert why_not(backend, "cuda", dataclasses.replace(here, **change), number_format) == reason  # type: ignore[arg-type]
 
 
-def test_an_unknown_name_is_refused(here: Here) -> None:
+def test_an_unknown_name_is_refused(here: HostInfo) -> None:
     with pytest.raises(BackendError, match=r"did you mean 'grouped'\? what works here on cuda: sequential, grouped"):
         resolve("experts", "group", "cuda", here)
 

@@ -26,8 +26,8 @@ from moefold.bench.targets import AS_LAUNCHED, BEST_PEER, SAME, Goal, verdicts
 from moefold.cli.main import main
 from moefold.parallel.expert_parallel import DISPATCHERS
 
-TINY = LayerShape(tokens=64, width=32, hidden=16, experts=4, top_k=2, shared=16)
-SIZES = ["--tokens", "64", "--width", "32", "--hidden", "16", "--experts", "4", "--top-k", "2", "--shared", "16"]
+TINY = LayerShape(tokens=64, dim=32, hidden=16, experts=4, top_k=2, shared=16)
+SIZES = ["--tokens", "64", "--dim", "32", "--hidden", "16", "--experts", "4", "--top-k", "2", "--shared", "16"]
 
 
 def options(dtype: str = "float32", **more: object) -> Options:
@@ -121,7 +121,7 @@ def test_bare_engines_multiply_as_much_as_the_shape_says(name: str, dtype: str) 
     with FlopCounterMode(display=False) as counted:
         engine.run(prepared)
     # torch's counter knows no grouped product.
-    whole = TINY.flops() if name == "dense" else 3 * 6 * TINY.tokens * TINY.width * TINY.shared
+    whole = TINY.flops() if name == "dense" else 3 * 6 * TINY.tokens * TINY.dim * TINY.shared
     assert counted.get_total_flops() == whole
 
 

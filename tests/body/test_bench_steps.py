@@ -13,14 +13,14 @@ from moefold.bench.steps.ours import OurStep
 from moefold.bench.steps.task import run_of
 
 SMALL = {
-    "model.width": "64",
+    "model.dim": "64",
     "model.num_layers": "2",
     "model.vocab_size": "256",
     "model.attention.num_heads": "4",
     "model.attention.head_dim": "16",
     "model.moe.num_experts": "8",
     "model.moe.top_k": "2",
-    "model.moe.expert_width": "32",
+    "model.moe.expert_hidden_dim": "32",
     "data.seq_len": "32",
     "data.global_batch": "4",
     "data.micro_batch": "2",
@@ -39,9 +39,9 @@ def test_the_step_by_hand_is_moefolds_step() -> None:
             contestant.run(contestant.prepare(seed))  # type: ignore[arg-type]
         assert ours.last is not None
         assert by_hand.loss == pytest.approx(float(ours.last.sums.loss), rel=1e-6)
-        assert by_hand.norm == pytest.approx(float(ours.last.norm), rel=1e-5)
+        assert by_hand.norm == pytest.approx(float(ours.last.grad_norm), rel=1e-5)
         assert by_hand.norm > 0.5, "nothing was clipped"
-    for name, parameter in ours.share.model.named_parameters():
+    for name, parameter in ours.local_model.model.named_parameters():
         torch.testing.assert_close(by_hand.w[name], parameter, rtol=0, atol=2e-5)
 
 
@@ -59,10 +59,10 @@ def test_the_trainer_trains_the_same_model() -> None:
     ours.run(ours.prepare(0))
     theirs.run(theirs.prepare(0))
     found = dict(theirs.model.named_parameters())  # type: ignore[attr-defined]
-    rate = run_of(chosen).optim.rate
+    rate = run_of(chosen).optim.lr
     apart = 0
-    for name, parameter in ours.share.model.named_parameters():
+    for name, parameter in ours.local_model.model.named_parameters():
         expected, there = _their_form(parameter.detach()), found[_their_name(name)].detach()
         apart += int(((there - expected).abs() > 0.01 * rate).sum())
     # The first update is the rate, whatever the gradient: where that is nearly 0, its last digit decides.
-    assert apart < 1e-3 * sum(parameter.numel() for parameter in ours.share.model.parameters())
+    assert apart < 1e-3 * sum(parameter.numel() for parameter in ours.local_model.model.parameters())

@@ -14,10 +14,10 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.block import Block, BlockOutput
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.nn.phase import Lane
+from moefold.nn.phase import Stream
 
-MOE = MoEConfig(shared_width=24, shared_gate=True, latent_width=20)
-MODEL = ModelConfig(width=32, num_layers=2, num_dense_layers=1, dense_width=48, moe=MOE)
+MOE = MoEConfig(shared_hidden_dim=24, shared_gate=True, latent_dim=20)
+MODEL = ModelConfig(dim=32, num_layers=2, num_dense_layers=1, dense_hidden_dim=48, moe=MOE)
 MODELS = {"gqa": MODEL, "mla": replace(MODEL, attention=MLAConfig(), moe=MoEConfig())}
 
 
@@ -35,17 +35,17 @@ def _inputs() -> list[Tensor]:
 def test_names_and_lanes() -> None:
     dense, mixture = _blocks(MODEL)
     batch = batch_of(2, 7, 11)
-    assert [(p.name, p.lane) for p in dense.phases(batch)] == [
-        ("attention", Lane.COMPUTE),
-        ("feed_forward", Lane.COMPUTE),
+    assert [(p.name, p.stream) for p in dense.phases(batch)] == [
+        ("attention", Stream.COMPUTE),
+        ("feed_forward", Stream.COMPUTE),
     ]
-    assert [(p.name, p.lane) for p in mixture.phases(batch)] == [
-        ("attention", Lane.COMPUTE),
-        ("route", Lane.COMPUTE),
-        ("dispatch", Lane.COMM),
-        ("experts", Lane.COMPUTE),
-        ("combine", Lane.COMM),
-        ("answer", Lane.COMPUTE),
+    assert [(p.name, p.stream) for p in mixture.phases(batch)] == [
+        ("attention", Stream.COMPUTE),
+        ("route", Stream.COMPUTE),
+        ("dispatch", Stream.COMM),
+        ("experts", Stream.COMPUTE),
+        ("combine", Stream.COMM),
+        ("answer", Stream.COMPUTE),
     ]
 
 

@@ -14,7 +14,7 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.recipes.catalog import RECIPES
 
-SHARED = MoEConfig(shared_width=24, shared_gate=True, latent_width=20)
+SHARED = MoEConfig(shared_hidden_dim=24, shared_gate=True, latent_dim=20)
 MODELS = {
     "defaults": ModelConfig(),
     "no experts": ModelConfig(moe=None),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.moe.capacity import capacity_of, keep_by_loop, keep_within_capacity
+from moefold.moe.capacity import capacity_of, keep_within_capacity, keep_within_capacity_reference
 
 
 def test_capacity_is_the_ceiling_and_never_zero() -> None:
@@ -22,7 +22,7 @@ def test_kept_choices_equal_the_loop(with_priority: bool, sizes: tuple[int, ...]
     of_token = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
     capacities = tuple(2 + i for i in range(len(sizes)))
     kept = keep_within_capacity(expert, priority, of_token, capacities, 6)
-    assert torch.equal(kept, keep_by_loop(expert, priority, of_token, capacities, 6))
+    assert torch.equal(kept, keep_within_capacity_reference(expert, priority, of_token, capacities, 6))
     assert not kept.all()
 
 

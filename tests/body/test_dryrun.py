@@ -86,10 +86,10 @@ def test_imbalance_is_more_rows_for_this_rank() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        ("data.documents=apart", "parallel.ep=2"),
-        ("data.documents=padded", "parallel.ep=2"),
-        ("data.documents=packed", "parallel.ep=2", "parallel.dispatcher=all_gather"),
-        ("data.documents=packed", "parallel.dynamic_cp=true"),
+        ("data.packing=concat_masked", "parallel.ep=2"),
+        ("data.packing=padded", "parallel.ep=2"),
+        ("data.packing=bin_packed", "parallel.ep=2", "parallel.dispatcher=all_gather"),
+        ("data.packing=bin_packed", "parallel.dynamic_cp=true"),
         ("model.moe.router.kind=sinkhorn", "parallel.ep=2", "parallel.tp=2"),
         ("model.moe.router.kind=expert_choice", "parallel.ep=2", "parallel.cp=2"),
         ("precision.experts=sequential", "precision.params=float64", "precision.compute=float64", "parallel.ep=4"),
@@ -123,7 +123,7 @@ def test_real_tensors_after_a_dry_run_are_real() -> None:
         ({"microbatches": 0}, (), "microbatches: 0 is not a number of things"),
         ({"imbalance": 0.0}, (), "imbalance"),
         ({}, ("parallel.ep=3",), "experts cannot fold"),
-        ({}, ("data.documents=padded", "model.moe.router.kind=sinkhorn"), "nothing to read"),
+        ({}, ("data.packing=padded", "model.moe.router.kind=sinkhorn"), "nothing to read"),
     ],
 )
 def test_what_cannot_be_run_is_said(given: dict[str, int], changes: tuple[str, ...], says: str) -> None:

@@ -11,10 +11,10 @@ import torch
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.run import RunConfig
-from moefold.dryrun.balanced_splits import BalancedCounts
+from moefold.dryrun.balanced_splits import BalancedSplitSizes
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.parallel_interfaces import LocalTokens
 from moefold.topology.folded_layout import fold
 
 
@@ -26,8 +26,8 @@ def test_rows_that_a_capacity_leaves(capacity: dict[str, Any], scope: Any) -> No
     run = RunConfig(model=ModelConfig(moe=moe))
     token = torch.arange(37)
     batch = whole_batch(token, token, (37,), step_labels=37, step_tokens=37)
-    routing, report = Router(moe, 4, WholeTokens())(torch.randn(37, 4), batch, None)
-    counts = BalancedCounts(run, fold(run.parallel, 1), 0, (37,), 1)
+    routing, report = Router(moe, 4, LocalTokens())(torch.randn(37, 4), batch, None)
+    counts = BalancedSplitSizes(run, fold(run.parallel, 1), 0, (37,), 1)
     assert counts._rows_of(0) == report.kept_E.tolist()
     expected = np.flatnonzero(routing.kept_tK.flatten().numpy())
     assert counts._choices_of(0).tolist() == expected.tolist()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from moefold.batching.zigzag import places
 from moefold.config.loading import override
-from moefold.dryrun.balanced_splits import BalancedCounts
+from moefold.dryrun.balanced_splits import BalancedSplitSizes
 from moefold.dryrun.fake_world import FakeMemory
 from moefold.dryrun.memory_timeline import Event, Mark, peak_of
 from moefold.dryrun.storage_tracker import Watch
@@ -64,7 +64,7 @@ def test_rows_are_those_of_the_balanced_router(cut: dict[str, int]) -> None:
 
     nothing = torch.zeros(0)
     for rank in range(world):
-        counts = BalancedCounts(run, layout, rank, lengths, context)
+        counts = BalancedSplitSizes(run, layout, rank, lengths, context)
         assert counts.leaving(nothing) == rows_of(rank).tolist()
         first = layout.index("ep", rank) * (8 // cut["ep"])
         experts = slice(first, first + 8 // cut["ep"])

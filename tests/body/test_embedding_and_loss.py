@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from tests.body.model_inputs import batch_of, fill
 from torch import Tensor, nn
 
-from moefold.nn.parallel_interfaces import WholeTokens, WholeVocab
+from moefold.nn.parallel_interfaces import LocalTokens, LocalVocab
 from moefold.nn.vocab import Embedding, LanguageLoss
 
 
-class _VocabFrom(WholeVocab):
+class _VocabFrom(LocalVocab):
     """Rows from ``start`` on are here."""
 
     def __init__(self, start: int) -> None:
@@ -23,11 +23,11 @@ class _VocabFrom(WholeVocab):
 
 def test_each_share_of_the_vocabulary_finds_its_own_tokens() -> None:
     batch = batch_of(2, 7, 11)
-    whole = Embedding(11, 4, torch.float64, WholeTokens(), WholeVocab())
+    whole = Embedding(11, 4, torch.float64, LocalTokens(), LocalVocab())
     fill(whole)
     parts = []
     for start, end in ((0, 4), (4, 11)):
-        part = Embedding(end - start, 4, torch.float64, WholeTokens(), _VocabFrom(start))
+        part = Embedding(end - start, 4, torch.float64, LocalTokens(), _VocabFrom(start))
         part.weight = nn.Parameter(whole.weight[start:end].detach().clone())
         parts.append(part)
     expected = whole(batch.tokens_T)
@@ -41,7 +41,7 @@ def test_each_share_of_the_vocabulary_finds_its_own_tokens() -> None:
 
 
 def test_activations_start_in_the_compute_format() -> None:
-    embedding = Embedding(11, 4, torch.bfloat16, WholeTokens(), WholeVocab())
+    embedding = Embedding(11, 4, torch.bfloat16, LocalTokens(), LocalVocab())
     fill(embedding)
     assert embedding(batch_of(1, 5, 11).tokens_T).dtype == torch.bfloat16
     assert embedding.weight.dtype == torch.float32
@@ -50,7 +50,7 @@ def test_activations_start_in_the_compute_format() -> None:
 def test_the_loss_is_the_sum_over_labelled_tokens() -> None:
     batch = batch_of(3, 5, 11)
     x, weight = _random(15, 6), _random(11, 6)
-    loss = LanguageLoss(WholeTokens(), WholeVocab(), chunk=4)(x, weight, batch.labels_T, batch)
+    loss = LanguageLoss(LocalTokens(), LocalVocab(), chunk=4)(x, weight, batch.labels_T, batch)
     expected = F.cross_entropy(x @ weight.T, batch.labels_T, ignore_index=-100, reduction="sum")
     torch.testing.assert_close(loss, expected)
     for a, b in zip(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(expected, (x, weight)), strict=True):
@@ -75,13 +75,13 @@ class _OtherHalf(_VocabFrom):
 def test_a_share_of_the_vocabulary_gives_the_same_loss() -> None:
     batch = batch_of(3, 5, 11)
     x, weight = _random(15, 6), _random(11, 6)
-    expected = LanguageLoss(WholeTokens(), WholeVocab())(x, weight, batch.labels_T, batch)
+    expected = LanguageLoss(LocalTokens(), LocalVocab())(x, weight, batch.labels_T, batch)
     logits = x @ weight.T
     for mine, other in ((slice(0, 4), slice(4, 11)), (slice(4, 11), slice(0, 4))):
         there = (batch.labels_T >= other.start) & (batch.labels_T < other.stop)
         other_target = torch.where(there, logits.gather(1, batch.labels_T.clamp(min=0)[:, None])[:, 0], 0.0)
         vocab = _OtherHalf(mine.start, logits[:, other].logsumexp(-1), other_target)
-        loss = LanguageLoss(WholeTokens(), vocab)(x, weight[mine], batch.labels_T, batch)
+        loss = LanguageLoss(LocalTokens(), vocab)(x, weight[mine], batch.labels_T, batch)
         torch.testing.assert_close(loss, expected)
 
 

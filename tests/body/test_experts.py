@@ -9,20 +9,20 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig
 from moefold.moe.dispatch.base import Arrived, Routing
-from moefold.moe.expert_backends import engine_named
+from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
-from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.matmul_policy import NativeMatmul
 from moefold.ops.activations import ACTIVATIONS
 
-CONFIG = MoEConfig(num_experts=4, expert_width=8)
+CONFIG = MoEConfig(num_experts=4, expert_hidden_dim=8)
 WIDTH = 16
 
 
 def build(
-    config: MoEConfig, dtype: torch.dtype = torch.float64, backend: str = "sequential", share: float = 1.0
+    config: MoEConfig, dtype: torch.dtype = torch.float64, backend: str = "sequential", bias_scale: float = 1.0
 ) -> Experts:
     torch.manual_seed(0)
-    experts = Experts(config, WIDTH, engine_named(backend, NativeProducts())(config), share).to(dtype)
+    experts = Experts(config, WIDTH, expert_backend(backend, NativeMatmul())(config), bias_scale).to(dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return experts
@@ -73,7 +73,7 @@ def test_experts_equal_one_row_at_a_time(
 @pytest.mark.parametrize("engine", ["sequential", "fused"])
 @pytest.mark.parametrize("weight_at", ["activation", "output"])
 def test_a_rank_without_rows_takes_part_in_backward(weight_at: str, engine: str) -> None:
-    experts = build(replace(CONFIG, expert_bias=True, weight_at=weight_at), backend=engine, share=0.0)
+    experts = build(replace(CONFIG, expert_bias=True, weight_at=weight_at), backend=engine, bias_scale=0.0)
     experts(arrive([0, 0, 0, 0])).sum().backward()
     assert all(p.grad is not None and (p.grad == 0).all() for p in experts.parameters())
 
@@ -83,8 +83,8 @@ def test_split_experts_add_up_to_whole_ones(weight_at: str) -> None:
     config = replace(CONFIG, expert_bias=True, weight_at=weight_at)
     whole, arrived = build(config), arrive([3, 0, 4, 2])
     parts = []
-    for index, share in enumerate((1.0, 0.0)):
-        part = build(config, share=share)
+    for index, bias_scale in enumerate((1.0, 0.0)):
+        part = build(config, bias_scale=bias_scale)
         cut = slice(4 * index, 4 * index + 4)
         part.gate_up.data, part.down.data = whole.gate_up.data[:, :, cut], whole.down.data[:, :, cut]
         assert part.gate_up_bias is not None and whole.gate_up_bias is not None
@@ -140,4 +140,4 @@ def test_weighing_the_activation_saves_nothing_as_wide_as_the_output() -> None:
     (inside, wide_inside), (outside, wide_outside) = bytes_saved("activation"), bytes_saved("output")
     assert (wide_inside, wide_outside) == (0, 1)
     # The weighed activation is kept instead of the output: R x F for R x L.
-    assert outside - inside == 12 * (WIDTH - CONFIG.expert_width) * 8
+    assert outside - inside == 12 * (WIDTH - CONFIG.expert_hidden_dim) * 8

@@ -16,7 +16,7 @@ from tests.body.model_inputs import batch_of, fill
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.nn.batch import look_ahead
+from moefold.nn.batch import mtp_targets
 from moefold.plan.flops import executed_flops_per_token
 from moefold.recipes.catalog import recipe
 
@@ -57,7 +57,7 @@ def test_executed_count_equals_the_counter(name: str, experts: str, num_mtp: int
     decoder = build_decoder(model, torch.float32, one_process_seams(experts))  # type: ignore[arg-type]
     fill(decoder)
     batch = batch_of(SEQUENCES, SEQ_LEN, model.vocab_size)
-    ahead = [look_ahead(batch.tokens_T, batch.labels_T, batch.lengths, by) for by in range(1, num_mtp + 1)]
+    ahead = [mtp_targets(batch.tokens_T, batch.labels_T, batch.lengths, by) for by in range(1, num_mtp + 1)]
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         output = decoder(replace(batch, ahead=tuple(ahead)), None)
         (output.loss_sum + sum(output.ahead_loss_sums)).backward()

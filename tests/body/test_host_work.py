@@ -16,19 +16,19 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.moe import routing_policies as select
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.local import LocalDispatcher
-from moefold.moe.expert_backends import engine_named
+from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
-from moefold.moe.topk import sort_topk
+from moefold.moe.topk import choose_topk_reference
 from moefold.nn.batch import whole_batch
-from moefold.nn.matmul_policy import NativeProducts
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.parallel_interfaces import LocalTokens
 
 TOKENS, WIDTH = 64, 32
 MOE = MoEConfig(
     num_experts=8,
     top_k=2,
-    expert_width=16,
+    expert_hidden_dim=16,
     router=RouterConfig(normalize=True),
     balance=BalanceConfig(microbatch=0.01),
 )
@@ -46,8 +46,8 @@ def mixture(engine: str, config: MoEConfig) -> Callable[[], Tensor]:
     """One mixture in bfloat16 without a shared expert, as a function that runs its forward."""
     torch.manual_seed(0)
     slots = None if config.capacity is None else capacity_of(TOKENS, config.capacity.factor, config.top_k, 8)
-    router, dispatcher = Router(config, WIDTH, WholeTokens()), LocalDispatcher(config.num_experts, slots)
-    experts = Experts(config, WIDTH, engine_named(engine, NativeProducts())(config)).bfloat16()
+    router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots)
+    experts = Experts(config, WIDTH, expert_backend(engine, NativeMatmul())(config)).bfloat16()
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token = torch.arange(TOKENS)
@@ -77,7 +77,7 @@ def test_launches_and_waits_only_fall(name: str, monkeypatch: pytest.MonkeyPatch
     engine, config, forward, backward, waits = HELD[name]
     if engine != "fused":
         # What a GPU does: the other way to choose is for CPUs.
-        monkeypatch.setattr(select, "choose_topk", sort_topk)
+        monkeypatch.setattr(select, "choose_topk", choose_topk_reference)
     ahead, back = work_of(engine, config)
     found = (ahead.num_launches, back.num_launches, len(ahead.waits) + len(back.waits))
     assert found == (forward, backward, waits), f"{name}: {found}; fewer is good news: write it here and in {PAGE.name}"

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="kernels are an extra")
 
 import triton
 
-from moefold.ops.kernels.aot_build import (
+from moefold.moe.kernels.aot_build import (
     TARGETS,
     Build,
     build_all,
@@ -24,7 +24,7 @@ from moefold.ops.kernels.aot_build import (
 from moefold.tables import markdown_table
 
 BUILDS = specializations()
-REFRESH = "python -m moefold.ops.kernels.aot_build --into docs/kernels.md renews its tables"
+REFRESH = "python -m moefold.moe.kernels.aot_build --into docs/kernels.md renews its tables"
 DOC = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
 # Another version of the compiler gives other figures.
 SAME_COMPILER = f"Triton {triton.__version__}," in DOC

@@ -54,9 +54,9 @@ def test_chunks_of_logits_as_the_twin(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_whole_function_as_the_chunked_twin(seed: int) -> None:
     case = Case(seed)
-    tokens, width, vocabulary = case.among(1, 4, 9), case.among(1, 8, 33), case.among(5, 23, 300)
+    tokens, dim, vocabulary = case.among(1, 4, 9), case.among(1, 8, 33), case.among(5, 23, 300)
     chunk, target = case.among(1 + vocabulary // 4, vocabulary, 8192), targets(case, tokens, vocabulary)
-    inputs = [case.randn(tokens, width), case.randn(vocabulary, width, dtype=torch.float32)]
+    inputs = [case.randn(tokens, dim), case.randn(vocabulary, dim, dtype=torch.float32)]
     grads = [case.randn(tokens, dtype=torch.float32) for _ in range(2)]
     found = run_kernel(lambda x, w: kernel.vocab_stats(x, w, target, chunk), inputs, grads)
     wanted = run(lambda x, w: cross_entropy.vocab_stats(x, w, target, chunk), inputs, grads)

@@ -17,18 +17,18 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, triton_kernels
-from moefold.moe.routing_policies import BalancedSelect
+from moefold.moe.routing_policies import RoundRobinRouting
 from moefold.ops.backends import JOBS
 from moefold.ops.kernels.interpret import interpreting
 
 MODEL = ModelConfig(
     vocab_size=50,
-    width=24,
+    dim=24,
     num_layers=2,
     num_dense_layers=1,
-    dense_width=40,
+    dense_hidden_dim=40,
     attention=GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm="head"),
-    moe=MoEConfig(num_experts=6, top_k=2, expert_width=16, router=RouterConfig(normalize=True)),
+    moe=MoEConfig(num_experts=6, top_k=2, expert_hidden_dim=16, router=RouterConfig(normalize=True)),
 )
 GROUPS = RouterConfig(
     score="sigmoid", normalize=True, scale=2.5, num_groups=3, top_groups=2, group_score="topk_sum", expert_bias=True
@@ -37,7 +37,12 @@ LATENT = replace(
     MODEL,
     attention=MLAConfig(num_heads=3, q_latent=10, kv_latent=7, nope_dim=6, rope_dim=4, value_dim=5),
     moe=MoEConfig(
-        num_experts=6, top_k=3, expert_width=16, router=GROUPS, balance=BalanceConfig(microbatch=0.1), shared_width=8
+        num_experts=6,
+        top_k=3,
+        expert_hidden_dim=16,
+        router=GROUPS,
+        balance=BalanceConfig(microbatch=0.1),
+        shared_hidden_dim=8,
     ),
 )
 MODELS = {"grouped queries": MODEL, "latent attention": LATENT}
@@ -86,5 +91,5 @@ def test_recorded_choices_are_played_back_all_the_same() -> None:
     """A selector that is not the config's own decides, kernel or not."""
     seams = one_process_seams("sequential", triton_kernels())
     assert build_decoder(MODEL, torch.float32, seams).routers()[0].route is not None
-    other = replace(seams, selector=lambda moe: BalancedSelect(moe))
+    other = replace(seams, routing_policy=lambda moe: RoundRobinRouting(moe))
     assert build_decoder(MODEL, torch.float32, other).routers()[0].route is None

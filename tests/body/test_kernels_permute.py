@@ -18,7 +18,7 @@ from moefold.moe.dispatch.base import Routing
 from moefold.moe.kernels import permute_triton
 from moefold.moe.kernels import row_map_reference as permute_torch
 from moefold.moe.kernels.row_map_reference import RowMap, map_rows, map_slots, most_rows
-from moefold.moe.permute import group_by_loop
+from moefold.moe.permute import group_by_expert_reference
 from moefold.ops.kernels.interpret import interpreting
 
 
@@ -80,7 +80,7 @@ def test_the_map_against_a_loop(seed: int) -> None:
     rows, routing, _, E, multiple = draw(seed)
     row_N = rows.row_tK.flatten().tolist()
     start = 0
-    for expert, choices in enumerate(group_by_loop(routing, E)):
+    for expert, choices in enumerate(group_by_expert_reference(routing, E)):
         assert rows.start_E[expert] == start and rows.count_E[expert] == len(choices)
         assert [row_N[choice] for choice in choices] == list(range(start, start + len(choices)))
         start += -(-len(choices) // multiple) * multiple
@@ -92,7 +92,7 @@ def test_slots_against_a_loop(seed: int) -> None:
     _, routing, _, E, slots = draw(seed)
     rows = map_slots(routing, E, slots)
     row_N = rows.row_tK.flatten().tolist()
-    for expert, choices in enumerate(group_by_loop(routing, E)):
+    for expert, choices in enumerate(group_by_expert_reference(routing, E)):
         here = [expert * slots + place if place < slots else -1 for place in range(len(choices))]
         assert [row_N[choice] for choice in choices] == here
         assert rows.start_E[expert] == expert * slots and rows.count_E[expert] == min(len(choices), slots)
@@ -106,25 +106,25 @@ def test_the_bound_is_reached() -> None:
     assert rows.start_E[-1] == rows.num_rows == most_rows(6, 6, 16) == 96
 
 
-@pytest.mark.parametrize("width", (40, 1500))
-def test_moves_the_bytes_it_says(width: int) -> None:
+@pytest.mark.parametrize("dim", (40, 1500))
+def test_moves_the_bytes_it_says(dim: int) -> None:
     """Without pads; where each expert's rows begin and end is read once per launch."""
     t, K, E = 6, 3, 5
     expert_tK = torch.rand(t, E, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :K]
-    weight_tK, x_tD = torch.rand(t, K), torch.randn(t, width).bfloat16()
+    weight_tK, x_tD = torch.rand(t, K), torch.randn(t, dim).bfloat16()
     rows = map_rows(Routing(expert_tK, weight_tK, None), E)
     with counting_bytes() as moved:
         rows_RD, weight_R = permute_triton._launch_spread(x_tD, rows, weights_out=weight_tK)
-    assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.spread_traffic(width, K).moved
+    assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.spread_traffic(dim, K).moved
     with counting_bytes() as moved:
         permute_triton._launch_collect(rows_RD, rows, weights_in=weight_R)
-    assert moved[0] == t * permute_triton.spread_traffic(width, K).moved
+    assert moved[0] == t * permute_triton.spread_traffic(dim, K).moved
     with counting_bytes() as moved:
         permute_triton._launch_collect(rows_RD, rows, weigh=weight_tK)
-    assert moved[0] == t * permute_triton.collect_traffic(width, K).moved
+    assert moved[0] == t * permute_triton.collect_traffic(dim, K).moved
     with counting_bytes() as moved:
         permute_triton._launch_spread_and_multiply(x_tD, rows_RD, weight_tK, rows)
-    assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.multiply_traffic(width, K).moved
+    assert moved[0] - 4 * (2 * E + 1) == t * permute_triton.multiply_traffic(dim, K).moved
 
 
 def test_float64_is_refused() -> None:

@@ -41,10 +41,10 @@ def test_in_float16_bit_for_bit() -> None:
         assert torch.equal(kernel.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6))
 
 
-@pytest.mark.parametrize(("programs", "width"), [(1, 130), (2, 130), (3, 130), (100, 130), (100, 1100)])
-def test_the_weight_gradient_does_not_miss_rows(programs: int, width: int) -> None:
+@pytest.mark.parametrize(("programs", "dim"), [(1, 130), (2, 130), (3, 130), (100, 130), (100, 1100)])
+def test_the_weight_gradient_does_not_miss_rows(programs: int, dim: int) -> None:
     """Also where more programs have a sum than the second stage adds up at a time."""
-    x, weight, dout = torch.randn(37, width), torch.randn(width), torch.randn(37, width)
+    x, weight, dout = torch.randn(37, dim), torch.randn(dim), torch.randn(37, dim)
     with interpreting(), poisoned_memory():
         _, rstd = kernel.launch_forward(x, weight, 1e-6)
         _, dweight = kernel.launch_backward(dout, x, weight, rstd, programs)
@@ -59,16 +59,16 @@ def test_one_number_per_row_is_kept_beside_the_inputs() -> None:
     assert [tuple(tensor.shape) for tensor in kept] == [(5, 64), (64,), (5,)] and kept[2].dtype == torch.float32
 
 
-@pytest.mark.parametrize(("width", "heads"), [(96, 6), (1536, 1)])
-def test_moves_the_bytes_it_says(width: int, heads: int) -> None:
+@pytest.mark.parametrize(("dim", "heads"), [(96, 6), (1536, 1)])
+def test_moves_the_bytes_it_says(dim: int, heads: int) -> None:
     tokens, programs = 5, 2
-    x, weight = torch.randn(tokens * heads, width).bfloat16(), torch.randn(width)
+    x, weight = torch.randn(tokens * heads, dim).bfloat16(), torch.randn(dim)
     with counting_bytes() as moved:
         out, rstd = kernel.launch_forward(x, weight, 1e-6)
-    assert moved[0] == pytest.approx(tokens * kernel.forward_traffic(width, heads, tokens).moved)
+    assert moved[0] == pytest.approx(tokens * kernel.forward_traffic(dim, heads, tokens).moved)
     with counting_bytes() as moved:
         kernel.launch_backward(out, x, weight, rstd, programs)
-    assert moved[0] == pytest.approx(tokens * kernel.backward_traffic(width, heads, tokens, programs).moved)
+    assert moved[0] == pytest.approx(tokens * kernel.backward_traffic(dim, heads, tokens, programs).moved)
 
 
 def test_too_wide_a_row_is_named() -> None:

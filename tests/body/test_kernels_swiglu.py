@@ -18,10 +18,10 @@ from moefold.ops.kernels.swiglu_triton import weighted_activation
 def draw(seed: int) -> tuple[Case, str, list[torch.Tensor | None], torch.Tensor]:
     """Wide entries: a clamp that nothing reaches would not be tested."""
     case = Case(seed)
-    rows, width = case.among(1, 2, 5), case.among(1, 8, 100, 256, 768, 1100)
-    gate_up = case.randn(rows, 2 * width, spread=5.0)
+    rows, dim = case.among(1, 2, 5), case.among(1, 8, 100, 256, 768, 1100)
+    gate_up = case.randn(rows, 2 * dim, spread=5.0)
     weight = case.randn(rows, dtype=torch.float32) if case.among(True, True, False) else None
-    return case, case.among("swiglu", "clamped_swiglu"), [gate_up, weight], case.randn(rows, width)
+    return case, case.among("swiglu", "clamped_swiglu"), [gate_up, weight], case.randn(rows, dim)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -53,16 +53,16 @@ def test_only_the_input_is_kept() -> None:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("width", [96, 512, 1280])
-def test_moves_the_bytes_it_says(width: int, weighted: bool) -> None:
+@pytest.mark.parametrize("dim", [96, 512, 1280])
+def test_moves_the_bytes_it_says(dim: int, weighted: bool) -> None:
     tokens, top_k = 3, 2
-    gate_up, weight = torch.randn(tokens * top_k, 2 * width).bfloat16(), torch.rand(tokens * top_k)
+    gate_up, weight = torch.randn(tokens * top_k, 2 * dim).bfloat16(), torch.rand(tokens * top_k)
     with counting_bytes() as moved:
         out = kernel.launch_forward(gate_up, weight if weighted else None, "swiglu")
-    assert moved[0] == tokens * kernel.forward_traffic(width, top_k, weighted).moved
+    assert moved[0] == tokens * kernel.forward_traffic(dim, top_k, weighted).moved
     with counting_bytes() as moved:
         kernel.launch_backward(out, gate_up, weight if weighted else None, "swiglu", recompute=weighted)
-    assert moved[0] == tokens * kernel.backward_traffic(width, top_k, weighted).moved
+    assert moved[0] == tokens * kernel.backward_traffic(dim, top_k, weighted).moved
 
 
 def test_no_rows_and_no_such_activation() -> None:

@@ -15,15 +15,15 @@ from moefold.moe.layer import MoELayer
 
 MIXTURES = {
     "plain": MoEConfig(),
-    "shared": MoEConfig(shared_width=10),
-    "gated": MoEConfig(shared_width=10, shared_gate=True),
-    "latent": MoEConfig(latent_width=6),
-    "everything": MoEConfig(shared_width=10, shared_gate=True, latent_width=6, weight_at="output"),
+    "shared": MoEConfig(shared_hidden_dim=10),
+    "gated": MoEConfig(shared_hidden_dim=10, shared_gate=True),
+    "latent": MoEConfig(latent_dim=6),
+    "everything": MoEConfig(shared_hidden_dim=10, shared_gate=True, latent_dim=6, weight_at="output"),
 }
 
 
 def _layer(moe: MoEConfig) -> MoELayer:
-    model = ModelConfig(width=12, num_layers=1, moe=moe)
+    model = ModelConfig(dim=12, num_layers=1, moe=moe)
     decoder = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
     layer = decoder.layers["0"].feed_forward
     fill(layer)

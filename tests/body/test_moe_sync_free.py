@@ -15,16 +15,18 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.experts import Experts
-from moefold.moe.grouped_experts import SortedExperts
+from moefold.moe.grouped_experts import GroupedExperts
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
 from moefold.nn.grouped_mm import grouped
-from moefold.nn.matmul_policy import NativeProducts
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.parallel_interfaces import LocalTokens
 
 WIDTH, TOKENS, SHARDS = 16, 24, 3
 BALANCE = BalanceConfig(microbatch=0.1, sequence=0.1, global_batch=0.1, device=0.1, device_groups=4, z=0.1)
-PADDED = MoEConfig(balance=BALANCE, capacity=CapacityConfig(factor=1.25, pad=True), expert_bias=True, expert_width=16)
+PADDED = MoEConfig(
+    balance=BALANCE, capacity=CapacityConfig(factor=1.25, pad=True), expert_bias=True, expert_hidden_dim=16
+)
 
 
 def slots_of(config: MoEConfig) -> int | None:
@@ -39,8 +41,8 @@ def slots_of(config: MoEConfig) -> int | None:
 def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """A mixture on one process, as a function that runs it forward and backward."""
     torch.manual_seed(0)
-    router, dispatcher = Router(config, WIDTH, WholeTokens()), LocalDispatcher(config.num_experts, slots_of(config))
-    experts = Experts(config, WIDTH, SortedExperts(config, NativeProducts(), grouped)).to(dtype)
+    router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots_of(config))
+    experts = Experts(config, WIDTH, GroupedExperts(config, NativeMatmul(), grouped)).to(dtype)
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token, earlier_E = torch.arange(TOKENS), torch.ones(config.num_experts, dtype=torch.int64)
@@ -92,13 +94,13 @@ def test_padded_shapes_do_not_depend_on_data() -> None:
 
 
 def test_dropless_mode_is_caught() -> None:
-    with pytest.raises(HostSyncError, match=r"tolist reads values on the host, at .*counts\.py"), sync_free():
+    with pytest.raises(HostSyncError, match=r"tolist reads values on the host, at .*base\.py"), sync_free():
         layer(replace(PADDED, capacity=None), torch.float32)(tokens(torch.float32))
 
 
 def test_dropping_without_padding_is_caught() -> None:
     config = replace(PADDED, capacity=CapacityConfig(factor=0.5))
-    with pytest.raises(HostSyncError, match=r"counts\.py"), sync_free():
+    with pytest.raises(HostSyncError, match=r"base\.py"), sync_free():
         layer(config, torch.float32)(tokens(torch.float32))
     shapes = [shapes_of(lambda seed=seed: layer(config, torch.float32)(tokens(torch.float32, seed))) for seed in (1, 2)]
     assert shapes[0] != shapes[1]

@@ -16,21 +16,23 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.block import BlockOutput
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.model.mtp import LookAhead
-from moefold.nn.phase import Lane
+from moefold.model.mtp import MTPModule
+from moefold.nn.phase import Stream
 
 WIDTH, SEQUENCES, SEQ_LEN = 32, 2, 7
-MODEL = ModelConfig(width=WIDTH, num_layers=1, dense_width=48)
+MODEL = ModelConfig(dim=WIDTH, num_layers=1, dense_hidden_dim=48)
 MODELS = {
     "gqa": MODEL,
-    "mla": replace(MODEL, attention=MLAConfig(), moe=MoEConfig(shared_width=24, router=RouterConfig(expert_bias=True))),
+    "mla": replace(
+        MODEL, attention=MLAConfig(), moe=MoEConfig(shared_hidden_dim=24, router=RouterConfig(expert_bias=True))
+    ),
     "dense": replace(MODEL, moe=None),
 }
 
 
-def _module(model: ModelConfig) -> LookAhead:
+def _module(model: ModelConfig) -> MTPModule:
     ahead = build_decoder(replace(model, num_mtp=1), torch.float64, one_process_seams()).double().mtp["0"]
-    assert isinstance(ahead, LookAhead)
+    assert isinstance(ahead, MTPModule)
     fill(ahead)
     return ahead
 
@@ -41,15 +43,15 @@ def _inputs(seed: int = 3) -> tuple[Tensor, Tensor]:
     return x.requires_grad_(), token.requires_grad_()
 
 
-def _written_out(module: LookAhead, x_TD: Tensor, token_TD: Tensor) -> Tensor:
+def _written_out(module: MTPModule, x_TD: Tensor, token_TD: Tensor) -> Tensor:
     """What the block is given, with one matrix per half instead of one for both."""
     of_token_DD, of_stream_DD = module.join.weight.split(WIDTH, dim=1)
     token_TD = F.rms_norm(token_TD, (WIDTH,), module.token_norm.weight, module.token_norm.eps)
-    x_TD = F.rms_norm(x_TD, (WIDTH,), module.stream_norm.weight, module.stream_norm.eps)
+    x_TD = F.rms_norm(x_TD, (WIDTH,), module.hidden_norm.weight, module.hidden_norm.eps)
     return token_TD @ of_token_DD.T + x_TD @ of_stream_DD.T
 
 
-def _gradients(module: LookAhead, inputs: tuple[Tensor, Tensor], out_TD: Tensor) -> dict[str, Tensor]:
+def _gradients(module: MTPModule, inputs: tuple[Tensor, Tensor], out_TD: Tensor) -> dict[str, Tensor]:
     leaves = {**dict(module.named_parameters()), "stream": inputs[0], "token": inputs[1]}
     return dict(zip(leaves, torch.autograd.grad(out_TD.square().sum(), list(leaves.values()))))
 
@@ -78,7 +80,7 @@ def test_two_modules_take_turns_phase_by_phase() -> None:
     batches = [batch_of(SEQUENCES, SEQ_LEN, 11, seed=seed) for seed in (1, 2)]
     inputs = [_inputs(seed) for seed in (1, 2)]
     lists = [module.phases(lambda token=token: token, batch) for (_, token), batch in zip(inputs, batches)]
-    assert (lists[0][0].name, lists[0][0].lane) == ("join", Lane.COMPUTE)
+    assert (lists[0][0].name, lists[0][0].stream) == ("join", Stream.COMPUTE)
     assert [p.name for p in lists[0][1:]] == [p.name for p in module.block.phases(batches[0])]
     carries: list[object] = [x for x, _ in inputs]
     for phases in zip(*lists):
@@ -109,7 +111,7 @@ def test_no_place_sees_a_later_one_or_another_document(model: ModelConfig, what:
 def test_tokens_can_be_joined_share_by_share() -> None:
     """Under tensor parallelism each rank joins its own; gradients of what is repeated add up to the whole's."""
     module, batch, (x, token) = _module(MODEL), batch_of(SEQUENCES, SEQ_LEN, 11), _inputs()
-    repeated = [module.token_norm.weight, module.stream_norm.weight, module.join.weight]
+    repeated = [module.token_norm.weight, module.hidden_norm.weight, module.join.weight]
 
     def joined(part: slice) -> Tensor:
         out: Tensor = module.phases(lambda: token[part], batch)[0].run(x[part])

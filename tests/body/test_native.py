@@ -89,12 +89,12 @@ def test_float64_and_strided_rows_are_refused() -> None:
 def test_it_is_compiled_once_into_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.load.cache_clear()
-    build.load("gate")
+    build.load("glu")
     (made,) = (tmp_path / "moefold" / "native").iterdir()
     assert made.parent.stat().st_mode & 0o077 == 0
     written = made.stat().st_mtime_ns
     build.load.cache_clear()
-    build.load("gate")
+    build.load("glu")
     assert made.stat().st_mtime_ns == written
 
 
@@ -102,11 +102,11 @@ def test_without_a_compiler_the_error_says_so(tmp_path: Path, monkeypatch: pytes
     build.load.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(BackendError, match=r"precision\.kernels: native needs a C compiler.*use torch"):
-        build.load("gate")
+        build.load("glu")
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(BackendError, match=r"cannot compile gate.*no such flag"):
-        build.load("gate")
+    with pytest.raises(BackendError, match=r"cannot compile glu.*no such flag"):
+        build.load("glu")

@@ -10,7 +10,7 @@ from moefold.moe.permute import (
     Grouped,
     count_choices,
     group_by_expert,
-    group_by_loop,
+    group_by_expert_reference,
     group_padded,
     put_back,
     take_rows,
@@ -39,7 +39,7 @@ def grouped(routing: Drawn) -> Grouped:
 @pytest.mark.parametrize("dropping", [False, True])
 def test_groups_equal_the_loop(num_tokens: int, dropping: bool) -> None:
     routing = draw(num_tokens, dropping)
-    expected = group_by_loop(routing, EXPERTS)
+    expected = group_by_expert_reference(routing, EXPERTS)
     rows_per_expert = count_choices(routing, EXPERTS).tolist()
     assert rows_per_expert == [len(group) for group in expected]
     groups = group_by_expert(routing, EXPERTS, sum(rows_per_expert))
@@ -54,7 +54,7 @@ def test_padded_groups_are_the_same_rows_with_empty_slots(num_tokens: int, dropp
     routing = draw(num_tokens, dropping)
     groups = group_padded(routing, EXPERTS, capacity)
     found = groups.choice_N.view(EXPERTS, capacity).tolist()
-    for slots, choices in zip(found, group_by_loop(routing, EXPERTS), strict=True):
+    for slots, choices in zip(found, group_by_expert_reference(routing, EXPERTS), strict=True):
         assert slots == (choices + [3 * num_tokens] * capacity)[:capacity]
     assert torch.equal(groups.token_N, groups.choice_N // 3)
 
@@ -94,5 +94,7 @@ def test_empty_slots_read_zeros_and_return_nothing() -> None:
 def test_weights_follow_their_choices() -> None:
     routing, weight = draw(13, True), torch.rand(13, 3)
     groups = grouped(routing)
-    expected = [weight.flatten()[choice].item() for group in group_by_loop(routing, EXPERTS) for choice in group]
+    expected = [
+        weight.flatten()[choice].item() for group in group_by_expert_reference(routing, EXPERTS) for choice in group
+    ]
     assert take_weights(weight, groups.choice_N).tolist() == expected

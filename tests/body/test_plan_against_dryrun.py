@@ -13,7 +13,7 @@ from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.collective_counts import messages
-from moefold.plan.from_run import job_of_run
+from moefold.plan.from_run import workload_of_run
 from moefold.plan.memory.peak import memory_at
 from moefold.plan.published.measured_memory import allocated
 from moefold.recipes.catalog import recipe
@@ -115,8 +115,8 @@ def same_messages(chosen: Case, seen: DryRun) -> None:
 
 
 def near(chosen: Case, seen: DryRun) -> None:
-    job = job_of_run(chosen.run, cluster_of("H100", chosen.world))
-    assert allocated(memory_at(job, chosen.stage)) == pytest.approx(seen.peak_total, rel=0.05)
+    workload = workload_of_run(chosen.run, cluster_of("H100", chosen.world))
+    assert allocated(memory_at(workload, chosen.stage)) == pytest.approx(seen.peak_total, rel=0.05)
 
 
 @pytest.mark.parametrize("name", SMALL)

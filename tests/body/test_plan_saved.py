@@ -15,7 +15,7 @@ from moefold.config.precision import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, one_process_seams
-from moefold.plan.from_run import job_of_run
+from moefold.plan.from_run import workload_of_run
 from moefold.plan.memory.activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.recipes.catalog import recipe
@@ -41,7 +41,7 @@ def kept_bytes(run: RunConfig, layer: int, num_sequences: int) -> int:
             alive.append(storage)
         return tensor
 
-    x = torch.randn(num_sequences * LENGTH, run.model.width, dtype=torch.bfloat16).requires_grad_()
+    x = torch.randn(num_sequences * LENGTH, run.model.dim, dtype=torch.bfloat16).requires_grad_()
     # A phase that is computed again holds its inputs by other means: they are kept outside of the hooks.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, batch_of(num_sequences, LENGTH, run.model.vocab_size))
@@ -54,8 +54,8 @@ def per_token(run: RunConfig, layer: int) -> float:
 
 
 def said(run: RunConfig, layer: int) -> float:
-    job = job_of_run(run, cluster_of("H100", 1))
-    kept = kept_by(job.model.layers[layer], run.model.width, setting_of(job))
+    workload = workload_of_run(run, cluster_of("H100", 1))
+    kept = kept_by(workload.model.layers[layer], run.model.dim, setting_of(workload))
     return sum(size for name, size in kept.kept if not name.endswith(": mask"))
 
 
@@ -82,8 +82,8 @@ def test_a_phase_that_is_computed_again_keeps_none_of_its_own(name: str) -> None
     layer = plain.model.num_layers - 1
     assert said(again, layer) < 0.7 * said(plain, layer)
     besides = ("mixture: phase input", "mixture: rows")
-    job = job_of_run(again, cluster_of("H100", 1))
-    kept = kept_by(job.model.layers[layer], again.model.width, setting_of(job)).kept
+    workload = workload_of_run(again, cluster_of("H100", 1))
+    kept = kept_by(workload.model.layers[layer], again.model.dim, setting_of(workload)).kept
     own = sum(size for name, size in kept if name not in besides)
     # What is left is small, and which balance losses keep scores is not told apart.
     assert per_token(again, layer) == pytest.approx(own, rel=0.15)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moefold.ops.rmsnorm import rms_norm, rms_norm_naive, rms_norm_spread
+from moefold.ops.rmsnorm import rms_norm, rms_norm_reference, rms_norm_spread
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_equals_its_twin_in_values_and_gradients(shape: tuple[int, ...], dtype: 
     x, weight, grad = _input(*shape, dtype=dtype), _input(shape[-1], dtype=torch.float32), _input(*shape).to(dtype)
     if dtype == torch.float64:
         weight = weight.detach().double().requires_grad_()
-    ours, twin = rms_norm(x, weight, 1e-6), rms_norm_naive(x, weight, 1e-6, shape[-1])
+    ours, twin = rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, shape[-1])
     _near(ours, twin, rtol)
     both = (torch.autograd.grad(out, (x, weight), grad.detach()) for out in (ours, twin))
     for mine, reference in zip(*both, strict=True):
@@ -61,9 +61,9 @@ def _near(ours: torch.Tensor, twin: torch.Tensor, rtol: float) -> None:
 def test_gradients_of_a_narrow_input_are_no_further_from_the_exact_ones_than_those_of_the_twin() -> None:
     x, weight, grad = _input(256, 64, dtype=torch.bfloat16), _input(64, dtype=torch.float32), _input(256, 64).detach()
     wide = [t.detach().double().requires_grad_() for t in (x, weight.bfloat16())]
-    exact = torch.autograd.grad(rms_norm_naive(*wide, 1e-6, 64), wide, grad.bfloat16().double())
+    exact = torch.autograd.grad(rms_norm_reference(*wide, 1e-6, 64), wide, grad.bfloat16().double())
     errors = []
-    for norm in (rms_norm(x, weight, 1e-6), rms_norm_naive(x, weight, 1e-6, 64)):
+    for norm in (rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, 64)):
         found = torch.autograd.grad(norm, (x, weight), grad.bfloat16())
         errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)])
     assert all(mine <= 1.01 * twin for mine, twin in zip(*errors, strict=True))

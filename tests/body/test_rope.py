@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.attention import RopeConfig, YarnConfig
-from moefold.ops.rope import latent_softmax_scale, pair_speeds, rotary_tables, rotate, rotate_naive, table_scale
+from moefold.ops.rope import latent_softmax_scale, pair_speeds, rotary_tables, rotate, rotate_reference, table_scale
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_equals_its_twin_in_values_and_gradients(interleaved: bool, dtype: torch
     x, grad = _random(7, 3, 12).to(dtype)[..., 4:].requires_grad_(), _random(7, 3, 8).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     tables = rotary_tables(RopeConfig(), 8, torch.arange(7), wide)
-    ours, twin = (turn(x, *tables, interleaved) for turn in (rotate, rotate_naive))
+    ours, twin = (turn(x, *tables, interleaved) for turn in (rotate, rotate_reference))
     assert ours.dtype == twin.dtype == dtype
     rtol = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(ours, twin, rtol=rtol, atol=rtol)

@@ -14,10 +14,10 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.router import Router
-from moefold.moe.routing_policies import Choice, ReplaySelect
+from moefold.moe.routing_policies import ReplayRouting, TopKAssignment
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.parallel_interfaces import WholeTokens
-from moefold.ops.fp32_linear import plain_wide_linear, wide_linear
+from moefold.nn.parallel_interfaces import LocalTokens
+from moefold.ops.fp32_linear import fp32_linear, fp32_linear_reference
 
 WIDTH = 5
 CONFIG = MoEConfig(num_experts=8, top_k=3)
@@ -48,7 +48,7 @@ def batch_of(num_tokens: int, shards: int = 1) -> Batch:
 
 def build(config: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
     torch.manual_seed(0)
-    router = Router(config, WIDTH, WholeTokens())
+    router = Router(config, WIDTH, LocalTokens())
     for parameter in router.parameters():
         torch.nn.init.normal_(parameter)
     if router.expert_bias is not None:
@@ -111,7 +111,7 @@ def test_ranks_together_route_as_one(kind: Any, capacity: CapacityConfig | None,
     def part(tokens: CutTokens) -> tuple[Routing, RoutingReport]:
         copy = Router(config, WIDTH, tokens).double()
         copy.load_state_dict(router.state_dict())
-        return copy(tokens.mine(x), batch, None)
+        return copy(tokens.local_shard(x), batch, None)
 
     parts = on_threads(7, world, part)
     assert torch.equal(torch.cat([r.expert_tK for r, _ in parts]), whole.expert_tK)
@@ -163,7 +163,7 @@ def test_recorded_choices_are_repeated_with_fresh_weights() -> None:
     x, batch = draw(9), batch_of(9)
     router = build(CONFIG)
     first, _ = router(x, batch, None)
-    router.selector = ReplaySelect(Choice(first.expert_tK))
+    router.routing_policy = ReplayRouting(TopKAssignment(first.expert_tK))
     with torch.no_grad():
         router.weight.neg_()
     again, report = router(x, batch, None)
@@ -178,8 +178,8 @@ def test_a_rank_without_tokens_takes_part_in_backward(kind: str) -> None:
     config = replace(CONFIG, router=KINDS[kind], balance=balance, capacity=CapacityConfig(scope="local"))
     router = build(config)
 
-    class LastOfThree(WholeTokens):
-        def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+    class LastOfThree(LocalTokens):
+        def local_shard(self, x_N: Tensor, batch: Batch) -> Tensor:
             return x_N[:0]
 
     router.tokens = LastOfThree()
@@ -194,11 +194,11 @@ def test_wide_products_equal_their_twin_and_keep_the_narrow_input(biased: bool) 
     x, weight = torch.randn(7, 5).bfloat16().requires_grad_(), torch.randn(3, 5).requires_grad_()
     bias = torch.randn(3).requires_grad_() if biased else None
     inputs, found = [x, weight] + ([] if bias is None else [bias]), []
-    for product in (wide_linear, plain_wide_linear):
+    for product in (fp32_linear, fp32_linear_reference):
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             made = product(x, weight, bias, torch.float32)
-        assert product is plain_wide_linear or [t.dtype for t in kept if t.shape == x.shape] == [torch.bfloat16]
+        assert product is fp32_linear_reference or [t.dtype for t in kept if t.shape == x.shape] == [torch.bfloat16]
         found.append((made, *torch.autograd.grad(made, inputs, torch.ones_like(made))))
     assert torch.equal(found[0][0], found[1][0])
     for got, want in zip(*found, strict=True):

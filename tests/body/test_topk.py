@@ -32,7 +32,7 @@ def test_a_group_of_one_expert_can_be_judged_by_its_best_two() -> None:
 def test_sinkhorn_is_the_rescaled_plan() -> None:
     logits = torch.randn(21, 5, dtype=torch.float64)
     plan = topk.sinkhorn(logits, 6).exp()
-    torch.testing.assert_close(plan, topk.sinkhorn_by_definition(logits, 6))
+    torch.testing.assert_close(plan, topk.sinkhorn_reference(logits, 6))
     per_expert = plan.sum(0)
     torch.testing.assert_close(per_expert, torch.full_like(per_expert, 21 / 5))
 
@@ -46,7 +46,7 @@ def test_sinkhorn_survives_logits_whose_exponential_does_not() -> None:
 def test_expert_choice_equals_the_loop(capacity: int) -> None:
     scores = torch.randint(0, 4, (18, 7)).double()
     kept = topk.choose_by_experts(scores, capacity)
-    assert torch.equal(kept, topk.choose_by_experts_by_loop(scores, capacity))
+    assert torch.equal(kept, topk.choose_by_experts_reference(scores, capacity))
     assert (kept.sum(0) == capacity).all()
 
 
@@ -70,4 +70,4 @@ def test_keys_without_ties_choose_what_a_stable_sort_chooses(dtype: torch.dtype)
     drawn = few[torch.randint(len(few), (500, 24))].to(dtype)
     for scores in (drawn, torch.randn(300, 130).to(dtype), torch.zeros(3, 7, dtype=dtype)):
         for k in (1, 4, 7):
-            assert torch.equal(topk.choose_topk(scores, k), topk.sort_topk(scores, k))
+            assert torch.equal(topk.choose_topk(scores, k), topk.choose_topk_reference(scores, k))

@@ -15,7 +15,7 @@ from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfi
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.config.optim import OptimConfig, RatesConfig
+from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
@@ -42,8 +42,8 @@ def with_moe_over(moe: MoEConfig | None, **degrees: int) -> RunConfig:
     return RunConfig(model=ModelConfig(moe=moe), parallel=ParallelConfig(**degrees))
 
 
-def in_formats(moe: MoEConfig | None = None, width: int = 64, **formats: Any) -> RunConfig:
-    return RunConfig(model=ModelConfig(moe=moe or MoEConfig(), width=width), precision=PrecisionConfig(**formats))
+def in_formats(moe: MoEConfig | None = None, dim: int = 64, **formats: Any) -> RunConfig:
+    return RunConfig(model=ModelConfig(moe=moe or MoEConfig(), dim=dim), precision=PrecisionConfig(**formats))
 
 
 HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.router"
@@ -127,7 +127,7 @@ CASES = [
     ),
     (
         model.a_gate_has_something_to_weigh,
-        with_moe(shared_gate=True, shared_width=32),
+        with_moe(shared_gate=True, shared_hidden_dim=32),
         with_moe(shared_gate=True),
         f"{MOE}.shared_gate",
     ),
@@ -136,14 +136,14 @@ CASES = [
     (parallel.vocabulary_divides_over_tp, with_tp(2), with_tp(2, vocab_size=255), "parallel.tp"),
     (
         parallel.dense_width_divides_over_tp,
-        with_tp(2, dense_width=127),
-        with_tp(2, dense_width=127, num_dense_layers=1),
+        with_tp(2, dense_hidden_dim=127),
+        with_tp(2, dense_hidden_dim=127, num_dense_layers=1),
         "parallel.tp",
     ),
     (
         parallel.shared_width_divides_over_tp,
         with_tp(2),
-        with_tp(2, moe=MoEConfig(shared_width=31)),
+        with_tp(2, moe=MoEConfig(shared_hidden_dim=31)),
         "parallel.tp",
     ),
     (
@@ -180,15 +180,15 @@ CASES = [
     (train.name_is_one_word, RunConfig(name="a-1"), RunConfig(name="../a"), "name"),
     (
         train.rates_fit_into_the_run,
-        RunConfig(optim=OptimConfig(rates=RatesConfig(kind="wsd", warmup=100, decay=100))),
-        RunConfig(optim=OptimConfig(rates=RatesConfig(kind="wsd", warmup=100, decay=101))),
-        "optim.rates",
+        RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="wsd", warmup=100, decay=100))),
+        RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="wsd", warmup=100, decay=101))),
+        "optim.lr_schedule",
     ),
     (
         train.rates_end_at_or_below_the_peak,
-        RunConfig(optim=OptimConfig(rates=RatesConfig(floor=1.0))),
-        RunConfig(optim=OptimConfig(rates=RatesConfig(floor=1.1))),
-        "optim.rates.floor",
+        RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(floor=1.0))),
+        RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(floor=1.1))),
+        "optim.lr_schedule.floor",
     ),
     (
         precision.compute_is_not_wider_than_params,
@@ -204,9 +204,9 @@ CASES = [
     ),
     (
         precision.grouped_rows_are_aligned,
-        in_formats(MoEConfig(expert_width=12)),
-        in_formats(MoEConfig(expert_width=12), compute="bfloat16"),
-        "model.moe.expert_width",
+        in_formats(MoEConfig(expert_hidden_dim=12)),
+        in_formats(MoEConfig(expert_hidden_dim=12), compute="bfloat16"),
+        "model.moe.expert_hidden_dim",
     ),
     (
         precision.fused_experts_compute_the_rows_there_are,
@@ -299,12 +299,12 @@ def test_every_rank_gets_as_many_microbatches() -> None:
 
 def test_all_problems_come_at_once() -> None:
     run = RunConfig(
-        model=ModelConfig(width=0, norm_eps=-1.0, attention=GQAConfig(num_heads=4, num_kv_heads=3, head_dim=5)),
+        model=ModelConfig(dim=0, norm_eps=-1.0, attention=GQAConfig(num_heads=4, num_kv_heads=3, head_dim=5)),
         parallel=ParallelConfig(ep=3, etp=0),
         precision=PrecisionConfig(params="bfloat16"),
     )
     assert {problem.path for problem in problems(run, world=8)} == {
-        "model.width",
+        "model.dim",
         "model.norm_eps",
         "model.attention.num_kv_heads",
         "model.attention.head_dim",
@@ -320,7 +320,7 @@ def test_all_problems_come_at_once() -> None:
         (with_moe(capacity=CapacityConfig(factor=0.0)), "model.moe.capacity.factor"),
         (with_moe(capacity=CapacityConfig(factor=float("nan"))), "model.moe.capacity.factor"),
         (with_moe(balance=BalanceConfig(z=float("inf"))), "model.moe.balance.z"),
-        (with_moe(latent_width=0), "model.moe.latent_width"),
+        (with_moe(latent_dim=0), "model.moe.latent_dim"),
         (with_model(attention=GQAConfig(window=0)), "model.attention.window"),
         (RunConfig(seed=-1), "seed"),
     ],

@@ -32,7 +32,7 @@ def in_mode(mode: Any, cp: int, inner: int = 1, **more: Any) -> RunConfig:
     return run_with(cp=cp, context=ContextConfig(full=mode, inner=inner), **more)
 
 
-PACKED = DataConfig(documents="packed")
+PACKED = DataConfig(packing="bin_packed")
 WINDOW = GQAConfig(num_heads=4, window=8, window_every=2)
 STAGES, SCHEDULE, VPP, DYNAMIC = "parallel.stages", "parallel.schedule", "parallel.vpp", "parallel.dynamic_cp"
 FULL, INNER = "parallel.context.full", "parallel.context.inner"
@@ -110,7 +110,7 @@ CASES_WITH_LAYOUT = [
     (
         pipeline.microbatches_fit_the_schedule,
         8,
-        run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=1, documents="packed")),
+        run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=1, packing="bin_packed")),
         run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=8)),
         "data.global_batch",
     ),

@@ -96,9 +96,9 @@ def test_a_yaml_file(tmp_path: Path, capsys: Output) -> None:
     path.write_text("data: {mixture: [{weight: 1.0}]}")
     assert main(["check", str(path)]) == 1
     assert "data.mixture.0.path: " in capsys.readouterr().out
-    path.write_text("model: {widht: 3}")
+    path.write_text("model: {dmi: 3}")
     assert main(["check", str(path)]) == 1
-    assert "did you mean 'width'?" in capsys.readouterr().out
+    assert "did you mean 'dim'?" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [[], ["deepsek_v3"], ["--world", "8"]])

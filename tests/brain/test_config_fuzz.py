@@ -141,7 +141,7 @@ def valid_texts() -> list[str]:
     assert isinstance(mla.model.attention, MLAConfig) and mla.model.rope.yarn == YarnConfig(factor=2.5)
     assert mla.model.moe is not None and mla.model.moe.capacity == CapacityConfig(pad=True)
     dense = override(plain, {"model.moe": "null"})
-    return [dump_run(run) for run in (plain, mla, dense)] + ["parallel: {ep: 8, tp: 2}\nmodel:\n  width: 64\n"]
+    return [dump_run(run) for run in (plain, mla, dense)] + ["parallel: {ep: 8, tp: 2}\nmodel:\n  dim: 64\n"]
 
 
 def damaged(case: int, texts: list[str]) -> str:

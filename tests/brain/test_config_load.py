@@ -52,9 +52,9 @@ def test_what_a_plain_word_means(text: str, value: object) -> None:
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("name: small\nmodel:\n  attention: {kind: mla, q_latent: null}\noptim:\n  rate: 1e-3\n  beta1: 1\n")
+    path.write_text("name: small\nmodel:\n  attention: {kind: mla, q_latent: null}\noptim:\n  lr: 1e-3\n  beta1: 1\n")
     run = load_run(path)
-    assert (run.name, run.optim.rate, run.optim.beta1) == ("small", 1e-3, 1.0)
+    assert (run.name, run.optim.lr, run.optim.beta1) == ("small", 1e-3, 1.0)
     assert run.model.attention == MLAConfig(q_latent=None)
     assert parse_run("") == parse_run("---\n") == run_from_mapping({}) == RunConfig()
 
@@ -133,7 +133,7 @@ def test_overrides() -> None:
     assert padded.model.moe is not None and padded.model.moe.capacity == CapacityConfig(pad=True)
     assert override(padded, ["--model.moe.capacity", "null"]) == run
     assert override(run, ["--name", "'8'"]).name == "8"
-    assert override(run, ["--optim.rate", "1e-3"]).optim.rate == 1e-3
+    assert override(run, ["--optim.lr", "1e-3"]).optim.lr == 1e-3
     assert override(run, ["--memory.recompute", "[attention, experts]"]).memory.recompute == ("attention", "experts")
     assert override(run, ["--memory.recompute=[]"]) == run
 
@@ -162,11 +162,9 @@ def test_overrides_that_cannot_be(changes: list[str], expected: str) -> None:
 
 
 @given(st.text(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False))
-def test_a_written_run_reads_back_as_itself(name: str, seed: int, rate: float) -> None:
+def test_a_written_run_reads_back_as_itself(name: str, seed: int, lr: float) -> None:
     run = RunConfig(name=name, seed=seed)
-    run = replace(
-        run, optim=replace(run.optim, rate=rate), model=replace(run.model, attention=MLAConfig(q_latent=None))
-    )
+    run = replace(run, optim=replace(run.optim, lr=lr), model=replace(run.model, attention=MLAConfig(q_latent=None)))
     assert parse_run(dump_run(run)) == run
 
 

@@ -27,7 +27,7 @@ def test_ranks_met_are_the_mean_over_all_choices(experts: int, ep: int, top_k: i
 def test_rows_of_the_shape_in_the_benchmark() -> None:
     """8 of 64 experts over 4 ranks: 3.66 rows instead of 8."""
     assert ranks_met(64, 4, 8) == pytest.approx(3.66, abs=0.01)
-    found = volumes(Exchange(tokens=1024, width=1024, word=2, num_experts=64, top_k=8, ep=4))
+    found = volumes(Exchange(tokens=1024, dim=1024, word=2, num_experts=64, top_k=8, ep=4))
     away = 1024 * 0.75
     assert found["all_to_all"].exchanged == pytest.approx(away * 8 * (2 * 2048 + 4))
     assert found["deduplicated"].exchanged == pytest.approx(away * ranks_met(64, 4, 8) * (2 * 2048 + 48))
@@ -46,7 +46,7 @@ def test_the_page_has_the_formula_s_numbers() -> None:
 def adaptive(top_k: int, ep: int, pad: bool = False, **link: float) -> RunConfig:
     moe = MoEConfig(num_experts=64, top_k=top_k, capacity=CapacityConfig(pad=True) if pad else None)
     return RunConfig(
-        model=ModelConfig(width=1024, moe=moe),
+        model=ModelConfig(dim=1024, moe=moe),
         parallel=ParallelConfig(ep=ep, dispatcher="adaptive", link=LinkConfig(**link)),
         data=DataConfig(seq_len=1024),
     )

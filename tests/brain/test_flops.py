@@ -25,9 +25,9 @@ def test_equals_the_published_count(name: str) -> None:
 
 
 def test_parts_by_hand() -> None:
-    moe = MoEConfig(num_experts=8, top_k=2, expert_width=5, shared_width=3, shared_gate=True)
+    moe = MoEConfig(num_experts=8, top_k=2, expert_hidden_dim=5, shared_hidden_dim=3, shared_gate=True)
     attention = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6)
-    model = ModelConfig(100, 10, 3, attention, moe=moe, num_dense_layers=1, dense_width=7)
+    model = ModelConfig(100, 10, 3, attention, moe=moe, num_dense_layers=1, dense_hidden_dim=7)
     parts = forward_flops_per_token(model, 16)
     assert parts.attention_projections == 3 * 2 * 10 * (24 + 12 + 12 + 24)
     assert parts.attention_core == 3 * 2 * 4 * 12 * 8
@@ -54,8 +54,8 @@ def test_a_window_is_a_band() -> None:
 
 
 def test_a_latent_costs_its_two_projections() -> None:
-    plain = ModelConfig(moe=MoEConfig(expert_width=32))
-    latent = ModelConfig(moe=MoEConfig(expert_width=32, latent_width=16))
+    plain = ModelConfig(moe=MoEConfig(expert_hidden_dim=32))
+    latent = ModelConfig(moe=MoEConfig(expert_hidden_dim=32, latent_dim=16))
     assert forward_flops_per_token(plain, 8).routed == 2 * (2 * 2 * 64 * 32 * 3)
     assert forward_flops_per_token(latent, 8).routed == 2 * (2 * 2 * 16 * 32 * 3 + 2 * 2 * 64 * 16)
 

@@ -13,9 +13,9 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire, machine_json, read_machine
-from moefold.plan.from_run import job_of_run
+from moefold.plan.from_run import workload_of_run
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.recipes.debug import debug_10m
 
 OPERATIONS: tuple[Operation, ...] = ("tokens", "exchange", "context", "send", "sum", "parameters", "gradients")
@@ -45,13 +45,13 @@ def made_up(us: float = 100.0) -> Machine:
     )
 
 
-def job(world: int, machine: Machine, **parallel: object) -> Job:
+def workload(world: int, machine: Machine, **parallel: object) -> Workload:
     run = override(debug_10m(), {f"parallel.{name}": str(value) for name, value in parallel.items()})
-    return job_of_run(run, cluster_of_machine(machine, world))
+    return workload_of_run(run, cluster_of_machine(machine, world))
 
 
 def seconds(world: int, machine: Machine, **parallel: object) -> float:
-    return predict_time(job(world, machine, **parallel)).step_seconds
+    return predict_time(workload(world, machine, **parallel)).step_seconds
 
 
 def test_a_table_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_crowds_are_interpolated_and_continued() -> None:
 def test_ranks_that_share_cores_are_slower() -> None:
     """Twice the ranks on the same cores: half the work each, at half the speed."""
     quick = made_up(us=1e-3)
-    two, four = predict_time(job(2, quick)), predict_time(job(4, quick))
+    two, four = predict_time(workload(2, quick)), predict_time(workload(4, quick))
     assert four.of("compute") == pytest.approx(two.of("compute"), rel=0.15)
 
 
@@ -117,7 +117,7 @@ def test_imbalance_counts_where_experts_are_spread() -> None:
     machine = made_up()
 
     def uneven(world: int, **parallel: object) -> float:
-        asked = job(world, machine, **parallel)
+        asked = workload(world, machine, **parallel)
         return predict_time(replace(asked, options=replace(asked.options, imbalance=1.5))).step_seconds
 
     assert uneven(2) == seconds(2, machine)
@@ -127,4 +127,4 @@ def test_imbalance_counts_where_experts_are_spread() -> None:
 def test_formats_that_were_not_measured_are_refused() -> None:
     run: RunConfig = override(debug_10m(), {"precision.compute": "bfloat16"})
     with pytest.raises(ConfigError, match="measured in float32"):
-        predict_time(job_of_run(run, cluster_of_machine(made_up(), 1)))
+        predict_time(workload_of_run(run, cluster_of_machine(made_up(), 1)))

@@ -68,7 +68,7 @@ def test_modules_that_look_ahead_come_after_the_layers() -> None:
     ]
     specs = {spec.name: spec for spec in parameters(model)}
     ahead = [name.removeprefix("mtp.1.") for name in specs if name.startswith("mtp.1.")]
-    assert ahead[:4] == ["token_norm.weight", "stream_norm.weight", "join.weight", "block.attention_norm.weight"]
+    assert ahead[:4] == ["token_norm.weight", "hidden_norm.weight", "join.weight", "block.attention_norm.weight"]
     assert specs["mtp.0.join.weight"].shape == (64, 128)
     assert [name for name in specs if name.count(".") == 1] == ["embedding.weight", "final_norm.weight"]
     assert list(specs)[-3:] == ["final_norm.weight", "mtp_norms.0.weight", "mtp_norms.1.weight"]
@@ -108,15 +108,15 @@ def test_gqa_with_every_option() -> None:
     expert = MoEConfig(
         num_experts=3,
         top_k=1,
-        expert_width=5,
+        expert_hidden_dim=5,
         router=RouterConfig(logit_bias=True, expert_bias=True),
-        shared_width=7,
+        shared_hidden_dim=7,
         shared_gate=True,
-        latent_width=11,
+        latent_dim=11,
     )
     model = ModelConfig(
         vocab_size=32,
-        width=16,
+        dim=16,
         num_layers=1,
         attention=attention,
         moe=replace(expert, expert_bias=True),
@@ -155,7 +155,9 @@ def test_gqa_with_every_option() -> None:
 
 def test_mla_and_a_dense_layer() -> None:
     attention = MLAConfig(num_heads=2, q_latent=10, kv_latent=9, nope_dim=6, rope_dim=4, value_dim=5)
-    model = ModelConfig(vocab_size=32, width=16, num_layers=1, attention=attention, num_dense_layers=1, dense_width=24)
+    model = ModelConfig(
+        vocab_size=32, dim=16, num_layers=1, attention=attention, num_dense_layers=1, dense_hidden_dim=24
+    )
     shapes = {spec.name.removeprefix("layers.0."): spec.shape for spec in parameters(model)}
     assert shapes["attention.q_down.weight"] == (10, 16)
     assert shapes["attention.q_norm.weight"] == (10,)

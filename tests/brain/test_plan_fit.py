@@ -14,7 +14,7 @@ from moefold.plan.published.assess import assess, prediction_lines
 from moefold.plan.published.error_page import error_page
 from moefold.plan.published.fit import constants_of, fit, fitted_source, left_out
 from moefold.plan.published.known_misses import REASONS, reason_for
-from moefold.plan.published.points import Point, points_of, published_job
+from moefold.plan.published.points import Point, points_of, published_workload
 from moefold.plan.published.score import rank_score, set_score, spearman
 from moefold.plan.timing.constants import CURRENT, MEANINGS
 from moefold.plan.timing.step_time import step_time
@@ -51,7 +51,7 @@ def _records() -> list[dict]:
     made = [_record(i, *size, MIXTRAL if i % 3 else DENSE) for i, size in enumerate(sizes)]
     slower = constants_of(np.log(CURRENT.values) - 0.2 * np.array([m.name == "gemm_bf16" for m in MEANINGS]))
     for record in made:
-        seconds = step_time(published_job(record), slower).total
+        seconds = step_time(published_workload(record), slower).total
         tokens = record["gbs"] * record["seq_len"] / seconds / record["hardware"]["num_gpus"]
         record["target"] = {"step_time_s": seconds, "tokens_per_s_per_gpu": tokens}
     return made

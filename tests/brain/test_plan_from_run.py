@@ -14,7 +14,7 @@ from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.from_run import beyond_moefold, changes_to_run, folded, job_of_run, launch_words, order_of
+from moefold.plan.from_run import beyond_moefold, changes_to_run, folded, launch_words, order_of, workload_of_run
 from moefold.recipes.catalog import RECIPES, recipe
 
 LAYOUTS = (
@@ -36,26 +36,35 @@ def of(parallel: ParallelConfig, **memory: object) -> RunConfig:
 
 
 def test_a_run_is_the_job_it_describes() -> None:
-    job = job_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048))
-    assert (job.cuts.dp, job.cuts.edp, job.cuts.world, job.batch.microbatches) == (128, 2, 2048, 120)
-    assert job.global_tokens == 15_360 * 4096
-    assert (job.options.stack, job.options.dispatcher, job.numbers.format) == ("moefold", "all_to_all", "bf16")
+    workload = workload_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048))
+    assert (workload.degrees.dp, workload.degrees.edp, workload.degrees.world, workload.batch.microbatches) == (
+        128,
+        2,
+        2048,
+        120,
+    )
+    assert workload.global_tokens == 15_360 * 4096
+    assert (workload.options.framework, workload.options.dispatcher, workload.dtypes.format) == (
+        "moefold",
+        "all_to_all",
+        "bf16",
+    )
     # Sharded float32 parameters are their own masters.
-    assert (job.numbers.weight_bytes, job.numbers.master_bytes, job.numbers.moments_bytes) == (4, 0, 8)
+    assert (workload.dtypes.weight_bytes, workload.dtypes.master_bytes, workload.dtypes.moments_bytes) == (4, 0, 8)
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_the_command_line_starts_the_same_job(parallel: ParallelConfig) -> None:
     """From any run to this one and back: what `train` would read is the job that was planned."""
     asked, cluster = of(parallel, recompute=("experts",)), cluster_of("H100", 64)
-    job = job_of_run(asked, cluster)
-    assert beyond_moefold(job) == [] and order_of(job) == parallel.schedule
-    changes = changes_to_run(job, recipe("debug_small"))
-    words = shlex.split(folded(launch_words(job, "debug_small", changes), 80).replace("\\\n", ""))
+    workload = workload_of_run(asked, cluster)
+    assert beyond_moefold(workload) == [] and order_of(workload) == parallel.schedule
+    changes = changes_to_run(workload, recipe("debug_small"))
+    words = shlex.split(folded(launch_words(workload, "debug_small", changes), 80).replace("\\\n", ""))
     assert words[:3] == ["torchrun", "--nnodes", "8"]
     _, dotted = split_changes(words[words.index("train") + 2 :])
     again = override(recipe("debug_small"), dotted)
-    assert job_of_run(again, cluster) == job and again == asked
+    assert workload_of_run(again, cluster) == workload and again == asked
 
 
 def test_every_recipe_is_a_job_of_its_own_layout() -> None:
@@ -63,20 +72,24 @@ def test_every_recipe_is_a_job_of_its_own_layout() -> None:
         run = recipe(name)
         world = run.parallel.pp * run.parallel.tp * run.parallel.cp * run.parallel.ep * run.parallel.etp
         if run.data.global_batch % (world // run.parallel.pp) == 0:
-            assert changes_to_run(job_of_run(run, cluster_of("H100", world)), run) == {}, name
+            assert changes_to_run(workload_of_run(run, cluster_of("H100", world)), run) == {}, name
 
 
 def test_what_moefold_cannot_do_is_said() -> None:
-    job = job_of_run(recipe("deepseek_v3"), cluster_of("GB200", 2048))
+    workload = workload_of_run(recipe("deepseek_v3"), cluster_of("GB200", 2048))
     options = replace(
-        job.options, dispatcher="hybridep", graphs="full", recompute=frozenset({"mla_up", "experts"}), ep_overlap=True
+        workload.options,
+        dispatcher="hybridep",
+        graphs="full",
+        recompute=frozenset({"mla_up", "experts"}),
+        ep_overlap=True,
     )
     beyond = beyond_moefold(
         replace(
-            job,
+            workload,
             options=replace(options, delay_wgrad=True),
-            numbers=replace(job.numbers, format="mxfp8"),
-            cuts=replace(job.cuts, sharding="zero1"),
+            dtypes=replace(workload.dtypes, format="mxfp8"),
+            degrees=replace(workload.degrees, sharding="zero1"),
         )
     )
     text = "; ".join(beyond)
@@ -86,4 +99,4 @@ def test_what_moefold_cannot_do_is_said() -> None:
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(LayoutError, match="multiple of 2048"):
-        job_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048 * 16))
+        workload_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048 * 16))

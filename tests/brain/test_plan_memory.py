@@ -17,7 +17,7 @@ from moefold.plan.memory.savings import savings
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, from_config
 from moefold.plan.stage_contents import BALANCED, contents_of
-from moefold.plan.workload import Batch, Cuts, Job, Numbers, Options, Recomputed
+from moefold.plan.workload import Batch, Dtypes, Options, ParallelDegrees, Recomputed, Workload
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES
 from moefold.schedule.simulate import peak_live
@@ -28,28 +28,28 @@ DEEPSEEK_V3 = ModelShape(
     7168, 129280, (Layer(MLA, Dense(18432)),) * 3 + (Layer(MLA, Mixture(256, 8, 2048, 2048)),) * 58, mtp=1
 )
 # Table 3: PP4 x VPP4 x EP64 on 256 GPUs. The routing weight is applied after the experts there; section 4.1.2 moves it.
-TABLE_3 = Job(
+TABLE_3 = Workload(
     DEEPSEEK_V3,
     cluster_of("H100", 256),
-    Cuts(pp=4, vpp=4, ep=64, dp=64, schedule="interleaved", stages="Et*4|(t*4|)*14tmL"),
+    ParallelDegrees(pp=4, vpp=4, ep=64, dp=64, schedule="interleaved", stages="Et*4|(t*4|)*14tmL"),
     Batch(4096, 1, 64),
-    Numbers(),
+    Dtypes(),
     Options(weighted_inside=False),
 )
 # The table's "GB" are 2**30 bytes, and its rank is the third: 16 mixture layers, of which 60 in live microbatches.
 RANK = 2
 
 
-def with_options(job: Job, **changes: object) -> Job:
-    return replace(job, options=replace(job.options, **changes))  # type: ignore[arg-type]
+def with_options(workload: Workload, **changes: object) -> Workload:
+    return replace(workload, options=replace(workload.options, **changes))  # type: ignore[arg-type]
 
 
-def at_rank(job: Job) -> MemoryPrediction:
-    return memory_at(job, RANK)
+def at_rank(workload: Workload) -> MemoryPrediction:
+    return memory_at(workload, RANK)
 
 
-def saved_by(job: Job, **changes: object) -> float:
-    before, after = at_rank(job), at_rank(with_options(job, **changes))
+def saved_by(workload: Workload, **changes: object) -> float:
+    before, after = at_rank(workload), at_rank(with_options(workload, **changes))
     return (before.of("activations") - after.of("activations")) / GIB
 
 
@@ -68,20 +68,20 @@ def test_memory_efficient_permutation_saves_what_the_report_says() -> None:
 # three figures come out. So that is what the report's Table 4 was measured in.
 @pytest.mark.parametrize(("kind", "reported"), [("mla_up", 30.4), ("activation", 3.8), ("norms", 8.2)])
 def test_table_4_of_the_report(kind: Recomputed, reported: float) -> None:
-    fp8 = replace(with_options(TABLE_3, weighted_inside=True), numbers=Numbers("fp8_tensor"))
+    fp8 = replace(with_options(TABLE_3, weighted_inside=True), dtypes=Dtypes("fp8_tensor"))
     assert saved_by(fp8, recompute=frozenset((kind,))) == pytest.approx(reported, rel=0.02)
 
 
 def test_fp8_halves_operands_but_not_what_is_needed_as_words() -> None:
     """The report: "approximately 16 GB" of 131; it leaves the copies out that FP8 adds."""
-    bf16, fp8 = TABLE_3, replace(TABLE_3, numbers=Numbers("fp8_tensor"))
+    bf16, fp8 = TABLE_3, replace(TABLE_3, dtypes=Dtypes("fp8_tensor"))
     saved = at_rank(bf16).of("activations") - at_rank(fp8).of("activations")
     assert 10 < saved / GIB < 20
 
 
 def test_bf16_moments_save_a_third_of_the_optimizer_states() -> None:
     """The report: 10 to 12 of 32.1 GB."""
-    words = replace(TABLE_3, numbers=replace(TABLE_3.numbers, moments_bytes=4.0))
+    words = replace(TABLE_3, dtypes=replace(TABLE_3.dtypes, moments_bytes=4.0))
     saved = at_rank(TABLE_3).of("optimizer") - at_rank(words).of("optimizer")
     assert 10 < saved / GIB < 12
 
@@ -122,15 +122,15 @@ def test_early_stages_pile_up_higher() -> None:
 # ---- sharding ----
 
 
-def lasting(job: Job) -> tuple[float, float, float]:
-    memory = memory_at(job, 0)
+def lasting(workload: Workload) -> tuple[float, float, float]:
+    memory = memory_at(workload, 0)
     return memory.of("weights"), memory.of("gradients"), memory.of("optimizer")
 
 
-def sharded(mode: str, **cuts: int) -> Job:
+def sharded(mode: str, **degrees: int) -> Workload:
     model = ModelShape(1024, 32768, (Layer(Attention(16, 16, 64, 64), Mixture(16, 2, 512)),) * 4)
-    made = Cuts(sharding=mode, **{"ep": 4, "dp": 16, **cuts})  # type: ignore[arg-type]
-    return Job(model, cluster_of("H100", made.world), made, Batch(2048, 1, 4))
+    made = ParallelDegrees(sharding=mode, **{"ep": 4, "dp": 16, **degrees})  # type: ignore[arg-type]
+    return Workload(model, cluster_of("H100", made.world), made, Batch(2048, 1, 4))
 
 
 def test_each_mode_cuts_one_thing_more() -> None:
@@ -142,11 +142,11 @@ def test_each_mode_cuts_one_thing_more() -> None:
 
 def test_experts_are_cut_over_fewer_ranks_than_dense_parameters() -> None:
     """16 ranks share dense parameters; with ep = 4 only four hold the same experts."""
-    job = sharded("zero1")
+    workload = sharded("zero1")
     dense = 4 * (4 * 1024 * 1024 + 16 * 1024) + 2 * 32768 * 1024
     experts = 4 * 16 * 3 * 1024 * 512 / 4
-    assert lasting(job)[0] == pytest.approx(2 * (dense + experts))
-    assert lasting(job)[2] == pytest.approx(12 * (dense / 16 + experts / 4))
+    assert lasting(workload)[0] == pytest.approx(2 * (dense + experts))
+    assert lasting(workload)[2] == pytest.approx(12 * (dense / 16 + experts / 4))
 
 
 def test_copies_of_shards_cost_what_they_repeat() -> None:
@@ -168,21 +168,21 @@ def test_recomputing_all_keeps_the_input_alone() -> None:
 def test_offloading_leaves_what_is_named() -> None:
     away = with_options(TABLE_3, offloaded=frozenset(("expert_fc1", "moe_act")))
     layer = DEEPSEEK_V3.layers[-1]
-    before, after = (kept_by(layer, 7168, setting_of(job)) for job in (TABLE_3, away))
+    before, after = (kept_by(layer, 7168, setting_of(workload)) for workload in (TABLE_3, away))
     assert before.total - after.total == after.away == 8 * (7168 + 4096) * 2
 
 
 def test_imbalance_makes_routed_rows_more_and_nothing_else() -> None:
     even, uneven = TABLE_3, with_options(TABLE_3, imbalance=1.5)
     layer = DEEPSEEK_V3.layers[-1]
-    before, after = (kept_by(layer, 7168, setting_of(job)).total for job in (even, uneven))
+    before, after = (kept_by(layer, 7168, setting_of(workload)).total for workload in (even, uneven))
     assert after - before == pytest.approx(0.5 * 8 * (7168 + 4096 + 2048 + 7168) * 2)
 
 
 def test_every_row_is_named_once_per_part() -> None:
-    for stack in ("megatron", "fsdp2", "moefold"):
+    for framework in ("megatron", "fsdp2", "moefold"):
         for layer in (DEEPSEEK_V3.layers[0], DEEPSEEK_V3.layers[-1]):
-            names = [(row.part, row.name) for row in rows_of(layer, stack)]
+            names = [(row.part, row.name) for row in rows_of(layer, framework)]
             assert len(names) == len(set(names))
 
 
@@ -192,15 +192,15 @@ def test_every_line_says_why() -> None:
 
 def test_a_search_can_afford_it() -> None:
     jobs = [
-        replace(TABLE_3, cuts=replace(TABLE_3.cuts, ep=ep, pp=pp, vpp=4, dp=256 // pp, stages=None))
+        replace(TABLE_3, degrees=replace(TABLE_3.degrees, ep=ep, pp=pp, vpp=4, dp=256 // pp, stages=None))
         for ep in (8, 16, 32, 64)
         for pp in (2, 4, 8, 16)
     ]
-    for job in jobs:
-        predict_memory(job)
+    for workload in jobs:
+        predict_memory(workload)
     started = time.perf_counter()
-    for job in jobs:
-        predict_memory(job)
+    for workload in jobs:
+        predict_memory(workload)
     # A millisecond each on one idle core; machines that run tests are rarely idle.
     assert (time.perf_counter() - started) / len(jobs) < 0.005
 
@@ -229,13 +229,15 @@ def test_savings_are_differences_of_whole_predictions() -> None:
     now = predict_memory(TABLE_3).total
     assert list(found.values()) == sorted(found.values(), key=lambda one: -one.bytes)
     for one in found.values():
-        assert predict_memory(one.job).total == pytest.approx(now - one.bytes)
+        assert predict_memory(one.workload).total == pytest.approx(now - one.bytes)
     assert {"compute whole layers again", "weigh inside the experts' activation", "compute in fp8_tensor"} < set(found)
     # Rank 0, which is the fullest, has 55 mixture layers alive, and holes are counted with them.
     assert found["weigh inside the experts' activation"].bytes / GIB > 24
 
 
 def test_nothing_is_offered_that_the_program_does_not_have() -> None:
-    names = {one.name for one in savings(with_options(TABLE_3, stack="moefold", recompute=frozenset(("attention",))))}
+    names = {
+        one.name for one in savings(with_options(TABLE_3, framework="moefold", recompute=frozenset(("attention",))))
+    }
     assert "compute attention again" not in names and "compute experts again" in names
     assert not any("offload" in name or "fp8" in name for name in names)

@@ -14,7 +14,7 @@ import pytest
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.published.measured_memory import measured_bytes
 from moefold.plan.published.record_details import completed, with_details
-from moefold.plan.published.records import job_of_record
+from moefold.plan.published.records import workload_of_record
 
 FOLDER = Path(os.environ.get("MOEFOLD_PUBLISHED", "none"))
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="MOEFOLD_PUBLISHED names no folder")
@@ -32,8 +32,8 @@ def measured(record: dict[str, Any]) -> float:
 
 
 def error(record: dict[str, Any]) -> float:
-    job = with_details(record, job_of_record(completed(record)))
-    return measured_bytes(record, job) / measured(record) - 1
+    workload = with_details(record, workload_of_record(completed(record)))
+    return measured_bytes(record, workload) / measured(record) - 1
 
 
 @pytest.mark.parametrize(("name", "most"), [("memory_peak", 0.08), ("memory_peak_moe", 0.10)])
@@ -58,4 +58,4 @@ def test_what_ran_fits_and_what_did_not_does_not() -> None:
 
 
 def fits(record: dict[str, Any]) -> bool:
-    return predict_memory(with_details(record, job_of_record(completed(record)))).fits
+    return predict_memory(with_details(record, workload_of_record(completed(record)))).fits

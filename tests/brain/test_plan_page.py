@@ -64,7 +64,7 @@ def test_the_page_is_whole_and_says_what_was_found(proposal: Proposal) -> None:
         "torchrun",
     ):
         assert words in html, words
-    assert html.count('class="track"') == chosen.job.cuts.pp
+    assert html.count('class="track"') == chosen.workload.degrees.pp
     assert max(map(len, html.split("\n"))) < 500_000 and len(html) < 1_000_000
 
 
@@ -81,7 +81,7 @@ def test_every_order_can_be_drawn(question: Question, schedule: str) -> None:
     changes = {"parallel.pp": 2, "parallel.vpp": virtual, "parallel.schedule": schedule, "parallel.ep": 8}
     found = propose(Question(override(question.run, changes), "mine", question.cluster, searching=False))
     assert 'class="f"' in whole(page(found))
-    step = step_timeline(found.chosen.job)
+    step = step_timeline(found.chosen.workload)
     assert step.timeline.order.name == schedule and 0 < step.shown <= step.microbatches
     shares = [step.exposed(action) for row in step.timeline.order.actions for action in row]
     assert all(0 <= share < 1 for share in shares) and max(shares) > 0
@@ -89,14 +89,14 @@ def test_every_order_can_be_drawn(question: Question, schedule: str) -> None:
 
 def test_the_drawn_order_takes_about_the_predicted_time(proposal: Proposal) -> None:
     """With all microbatches, the simulated order and the closed form differ by what happens once per step."""
-    job = proposal.chosen.job
-    step = step_timeline(job, most_boxes=10**6)
-    assert step.shown == job.batch.microbatches
+    workload = proposal.chosen.workload
+    step = step_timeline(workload, most_boxes=10**6)
+    assert step.shown == workload.batch.microbatches
     assert step.timeline.finish == pytest.approx(proposal.chosen.time.step_seconds, rel=0.15)
 
 
 def test_the_trace_is_what_was_simulated(proposal: Proposal) -> None:
-    step = step_timeline(proposal.chosen.job)
+    step = step_timeline(proposal.chosen.workload)
     events = json.loads(json.dumps(step_trace(step)))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X" and event["tid"] % 2 == 0]
     assert len(slices) == sum(map(len, step.timeline.order.actions))

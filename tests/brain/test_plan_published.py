@@ -14,34 +14,40 @@ from typing import Any
 import pytest
 
 from moefold.plan.predict import predict
-from moefold.plan.published.records import job_of_record
-from moefold.plan.search.candidates import choice_of_job, limits_of, why_illegal
+from moefold.plan.published.records import workload_of_record
+from moefold.plan.search.candidates import choice_of_workload, limits_of, why_illegal
 from moefold.plan.search.search import described, search
 from moefold.plan.search.space import usual_space
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 FOLDER = os.environ.get("MOEFOLD_PUBLISHED", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER, reason="the published collection is not here")]
 
 
-def questions() -> dict[str, list[Job]]:
+def questions() -> dict[str, list[Workload]]:
     """Layouts by what they have in common: cluster, batch, format, program and its date."""
-    found: dict[str, list[Job]] = {}
+    found: dict[str, list[Workload]] = {}
     for line in (Path(FOLDER) / "published.jsonl").open() if FOLDER else ():
         record: dict[str, Any] = json.loads(line)
         if record["model"]["key"] == "deepseek_v3" and record["use"]["time"]:
-            job = job_of_record(record)
-            key = (job.cluster.gpu.name, job.cluster.num_gpus, round(job.global_tokens), job.numbers, job.options.stack)
-            found.setdefault(f"{key} {job.options.date:.2f}", []).append(job)
+            workload = workload_of_record(record)
+            key = (
+                workload.cluster.gpu.name,
+                workload.cluster.num_gpus,
+                round(workload.global_tokens),
+                workload.dtypes,
+                workload.options.framework,
+            )
+            found.setdefault(f"{key} {workload.options.date:.2f}", []).append(workload)
     return found
 
 
 @pytest.mark.parametrize("jobs", questions().values(), ids=list(questions()))
-def test_no_published_layout_is_faster(jobs: list[Job]) -> None:
-    space = replace(usual_space(jobs[0]), format=(jobs[0].numbers.format,))
+def test_no_published_layout_is_faster(jobs: list[Workload]) -> None:
+    space = replace(usual_space(jobs[0]), format=(jobs[0].dtypes.format,))
     best = search(jobs[0], space, from_own=False).best
-    for job in jobs:
-        found = predict(job)
+    for workload in jobs:
+        found = predict(workload)
         # A layout that is predicted not to fit cannot be proposed.
-        if found.memory.fits and why_illegal(choice_of_job(job), limits_of(job), space) is None:
-            assert best.seconds <= found.time.step_seconds * 1.0001, described(choice_of_job(job))
+        if found.memory.fits and why_illegal(choice_of_workload(workload), limits_of(workload), space) is None:
+            assert best.seconds <= found.time.step_seconds * 1.0001, described(choice_of_workload(workload))

@@ -14,31 +14,31 @@ from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import Cluster, cluster_of
-from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run
+from moefold.plan.from_run import beyond_moefold, changes_to_run, workload_of_run
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import search as searching
 from moefold.plan.search.candidates import (
     Choice,
-    choice_of_job,
-    job_of_choice,
+    choice_of_workload,
     layouts,
     limits_of,
     neighbours,
     why_illegal,
+    workload_of_choice,
     worthwhile_stages,
 )
 from moefold.plan.search.search import NothingFitsError, described, pareto, search
 from moefold.plan.search.space import Space, narrowed, usual_space
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.recipes.catalog import recipe
 
 
-def job_for(name: str, world: int, batch: int = 1024, stack: str = "moefold") -> tuple[RunConfig, Job]:
+def job_for(name: str, world: int, batch: int = 1024, framework: str = "moefold") -> tuple[RunConfig, Workload]:
     run = recipe(name)
     run = override(run, {"data.global_batch": batch, "parallel.ep": 1, "parallel.pp": 1, "parallel.etp": 1})
     run = override(run, {"parallel.tp": 1, "precision.compute": "bfloat16"})
-    job = job_of_run(run, cluster_of("H100", world))
-    return run, replace(job, options=replace(job.options, stack=stack))  # type: ignore[arg-type]
+    workload = workload_of_run(run, cluster_of("H100", world))
+    return run, replace(workload, options=replace(workload.options, framework=framework))  # type: ignore[arg-type]
 
 
 def drawn(grids: list[Choice], space: Space, draw: random.Random) -> Choice:
@@ -50,13 +50,13 @@ def drawn(grids: list[Choice], space: Space, draw: random.Random) -> Choice:
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b"])
 def test_a_candidate_is_legal_exactly_when_its_run_has_no_problem(name: str) -> None:
     """The twin of `why_illegal`: the trainer's own checks. Rules about what is sensible go beyond what can start."""
-    run, job = job_for(name, 64)
-    space, limits, draw = usual_space(job), limits_of(job), random.Random(name)
+    run, workload = job_for(name, 64)
+    space, limits, draw = usual_space(workload), limits_of(workload), random.Random(name)
     # Three does not divide much; it makes the rules speak.
     space = replace(space, tp=(*space.tp, 3), ep=(*space.ep, 3), etp=(*space.etp, 3), sequences=(*space.sequences, 3))
     sensible = ("stages for", "only experts", "no exchange", "domain", "virtual stages", "tokens do not", "no order")
     legal = illegal = 0
-    grids = list(layouts(limits, usual_space(job)))
+    grids = list(layouts(limits, usual_space(workload)))
     while legal < 100 or illegal < 100:
         choice = drawn(grids, space, draw)
         why = why_illegal(choice, limits, space)
@@ -66,14 +66,14 @@ def test_a_candidate_is_legal_exactly_when_its_run_has_no_problem(name: str) -> 
         if 64 % model or limits.sequences % (choice.sequences * max(dp, 1)):
             assert why is not None
             continue
-        candidate = job_of_choice(choice, job, limits, space)
+        candidate = workload_of_choice(choice, workload, limits, space)
         asked = override(run, changes_to_run(candidate, run))
         found = problems(asked, 64)
         assert bool(found) == (why is not None), (choice, why, found)
         legal, illegal = legal + (why is None), illegal + (why is not None)
         if why is None:
-            assert beyond_moefold(candidate) == [] and choice_of_job(candidate) == choice
-            assert job_of_run(asked, job.cluster) == candidate
+            assert beyond_moefold(candidate) == [] and choice_of_workload(candidate) == choice
+            assert workload_of_run(asked, workload.cluster) == candidate
 
 
 def test_virtual_stages_that_deepen_nothing_are_left_out() -> None:
@@ -84,13 +84,13 @@ def test_virtual_stages_that_deepen_nothing_are_left_out() -> None:
 
 
 def test_pinned_choices_are_kept() -> None:
-    _, job = job_for("deepseek_v3", 1024, stack="megatron")
-    space = narrowed(usual_space(job), "tp=1, ep=32,64,recompute=none,mla_up+norms,ep_overlap=false")
+    _, workload = job_for("deepseek_v3", 1024, framework="megatron")
+    space = narrowed(usual_space(workload), "tp=1, ep=32,64,recompute=none,mla_up+norms,ep_overlap=false")
     assert (space.tp, space.ep, space.ep_overlap) == ((1,), (32, 64), (False,))
     assert space.recompute == (frozenset(), frozenset({"mla_up", "norms"}))
-    found = list(layouts(limits_of(job), space))
+    found = list(layouts(limits_of(workload), space))
     assert found and {choice.ep for choice in found} == {32, 64} and {choice.tp for choice in found} == {1}
-    neighbouring = list(neighbours(found[0], limits_of(job), space))
+    neighbouring = list(neighbours(found[0], limits_of(workload), space))
     assert neighbouring and {choice.tp for choice in neighbouring} == {1}
 
 
@@ -106,9 +106,9 @@ def test_pinned_choices_are_kept() -> None:
     ],
 )
 def test_what_cannot_be_pinned_is_explained(text: str, expected: str) -> None:
-    _, job = job_for("deepseek_v3", 1024)
+    _, workload = job_for("deepseek_v3", 1024)
     with pytest.raises(ConfigError, match=expected):
-        narrowed(usual_space(job), text)
+        narrowed(usual_space(workload), text)
 
 
 # ---- against trying everything, under a made-up model with the right tensions ----
@@ -116,22 +116,22 @@ def test_what_cannot_be_pinned_is_explained(text: str, expected: str) -> None:
 NARROW = "tp=1,2,4,cp=1,pp=1,2,4,8,sequences=1,2,4,replicate=1,format=bf16,recompute=none,experts,attention+experts"
 
 
-def pretend_memory(job: Job) -> MemoryPrediction:
-    cuts, batch = job.cuts, job.batch
-    weights = 100e9 / (cuts.pp * cuts.tp) / (cuts.ep if cuts.ep > 1 else 1) ** 0.7
-    kept = 1.0 - 0.3 * len(job.options.recompute)
-    activations = 6e9 * batch.sequences * kept * (1 + 0.2 * job.options.ep_overlap) / cuts.tp
+def pretend_memory(workload: Workload) -> MemoryPrediction:
+    degrees, batch = workload.degrees, workload.batch
+    weights = 100e9 / (degrees.pp * degrees.tp) / (degrees.ep if degrees.ep > 1 else 1) ** 0.7
+    kept = 1.0 - 0.3 * len(workload.options.recompute)
+    activations = 6e9 * batch.sequences * kept * (1 + 0.2 * workload.options.ep_overlap) / degrees.tp
     lines = (MemoryLine("weights", "", weights), MemoryLine("activations", "", activations))
-    return MemoryPrediction(lines, job.cluster.gpu.memory_bytes / 4)
+    return MemoryPrediction(lines, workload.cluster.gpu.memory_bytes / 4)
 
 
-def pretend_time(job: Job) -> TimePrediction:
-    cuts, batch, options = job.cuts, job.batch, job.options
+def pretend_time(workload: Workload) -> TimePrediction:
+    degrees, batch, options = workload.degrees, workload.batch, workload.options
     work = 1 + 0.15 * len(options.recompute) + 0.1 / batch.sequences
-    exchange = 0.1 * log2(cuts.ep + 1) * (0.3 if options.ep_overlap else 1) * (0.8 if cuts.ep <= 8 else 1.5)
+    exchange = 0.1 * log2(degrees.ep + 1) * (0.3 if options.ep_overlap else 1) * (0.8 if degrees.ep <= 8 else 1.5)
     exchange *= 1.3 if options.dispatcher == "all_gather" else 1
-    bubble = (cuts.pp - 1) / (batch.microbatches * cuts.vpp) * (0.5 if options.delay_wgrad else 1)
-    seconds = (work + exchange + 0.2 * log2(cuts.tp) + 0.05 * log2(cuts.etp) + 0.01 * cuts.vpp) * (1 + bubble)
+    bubble = (degrees.pp - 1) / (batch.microbatches * degrees.vpp) * (0.5 if options.delay_wgrad else 1)
+    seconds = (work + exchange + 0.2 * log2(degrees.tp) + 0.05 * log2(degrees.etp) + 0.01 * degrees.vpp) * (1 + bubble)
     return TimePrediction(seconds, seconds, seconds, ())
 
 
@@ -141,12 +141,12 @@ def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "predict_time", pretend_time)
 
 
-def everything(job: Job, space: Space) -> list[tuple[float, float, Choice]]:
-    limits, found = limits_of(job), []
+def everything(workload: Workload, space: Space) -> list[tuple[float, float, Choice]]:
+    limits, found = limits_of(workload), []
     for values in product(*(getattr(space, name) for name in Choice._fields)):
         choice = Choice(*values)
         if why_illegal(choice, limits, space) is None:
-            candidate = job_of_choice(choice, job, limits, space)
+            candidate = workload_of_choice(choice, workload, limits, space)
             memory = pretend_memory(candidate)
             if memory.fits:
                 found.append((pretend_time(candidate).step_seconds, memory.total, choice))
@@ -156,10 +156,10 @@ def everything(job: Job, space: Space) -> list[tuple[float, float, Choice]]:
 @pytest.mark.usefixtures("pretending")
 @pytest.mark.parametrize(("name", "world", "batch"), [("mixtral_8x7b", 32, 128), ("qwen3_30b_a3b", 64, 256)])
 def test_coarse_to_fine_finds_what_trying_everything_finds(name: str, world: int, batch: int) -> None:
-    _, job = job_for(name, world, batch)
-    space = narrowed(usual_space(job), NARROW + ",vpp=1,2,3,4")
-    truth = everything(job, space)
-    result = search(job, space)
+    _, workload = job_for(name, world, batch)
+    space = narrowed(usual_space(workload), NARROW + ",vpp=1,2,3,4")
+    truth = everything(workload, space)
+    result = search(workload, space)
     assert result.best.seconds == pytest.approx(truth[0][0]), (described(result.best.choice), described(truth[0][2]))
     assert result.num_time < len(truth) / 2, "it should not try everything"
     assert result.runner_up is not None and result.runner_up.choice[:6] != result.best.choice[:6]
@@ -167,8 +167,8 @@ def test_coarse_to_fine_finds_what_trying_everything_finds(name: str, world: int
 
 @pytest.mark.usefixtures("pretending")
 def test_the_pareto_set_is_beaten_by_nobody() -> None:
-    _, job = job_for("mixtral_8x7b", 32, 128)
-    result = search(job, narrowed(usual_space(job), NARROW))
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    result = search(workload, narrowed(usual_space(workload), NARROW))
     assert result.pareto[0] == result.best and len(result.pareto) > 2
     for each in result.pareto:
         assert not any(other.seconds <= each.seconds and other.bytes < each.bytes * 0.999 for other in result.ranked), (
@@ -179,27 +179,29 @@ def test_the_pareto_set_is_beaten_by_nobody() -> None:
 
 @pytest.mark.usefixtures("pretending")
 def test_the_answer_is_the_same_every_time_and_at_least_as_good_as_the_users() -> None:
-    _, job = job_for("mixtral_8x7b", 32, 128)
-    job = replace(job, cuts=replace(job.cuts, pp=8, dp=4), batch=replace(job.batch, microbatches=32))
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    workload = replace(
+        workload, degrees=replace(workload.degrees, pp=8, dp=4), batch=replace(workload.batch, microbatches=32)
+    )
     said: list[tuple[str, int, int]] = []
-    first = search(job, narrowed(usual_space(job), NARROW), lambda *words: said.append(words))
-    again = search(job, narrowed(usual_space(job), NARROW))
+    first = search(workload, narrowed(usual_space(workload), NARROW), lambda *words: said.append(words))
+    again = search(workload, narrowed(usual_space(workload), NARROW))
     assert first.ranked == again.ranked and first.own is not None
-    assert first.own.choice == choice_of_job(job) and first.best.seconds <= first.own.seconds
+    assert first.own.choice == choice_of_workload(workload) and first.best.seconds <= first.own.seconds
     assert {what for what, _, _ in said} == {"grids", "varying options", "climbing"}
 
 
 @pytest.mark.usefixtures("pretending")
 def test_when_nothing_fits_the_leanest_is_named_and_when_nothing_is_legal_the_rule() -> None:
-    _, job = job_for("mixtral_8x7b", 32, 128)
-    small = replace(job, cluster=replace(job.cluster, gpu=replace(job.cluster.gpu, memory_gb=1.0)))
+    _, workload = job_for("mixtral_8x7b", 32, 128)
+    small = replace(workload, cluster=replace(workload.cluster, gpu=replace(workload.cluster.gpu, memory_gb=1.0)))
     with pytest.raises(NothingFitsError, match=r"leanest needs .* GiB of .* MiB .*use more GPUs"):
         search(small, narrowed(usual_space(small), NARROW))
     with pytest.raises(NothingFitsError, match="no legal layout: 8 experts do not divide over ep"):
-        search(job, narrowed(usual_space(job), "ep=3"))
+        search(workload, narrowed(usual_space(workload), "ep=3"))
 
 
 def test_tp_stays_inside_the_domain() -> None:
-    _, job = job_for("deepseek_v3", 1024)
-    lone = replace(job, cluster=Cluster(job.cluster.gpu, 1024, domain=2, nic_gb_s=50))
+    _, workload = job_for("deepseek_v3", 1024)
+    lone = replace(workload, cluster=Cluster(workload.cluster.gpu, 1024, domain=2, nic_gb_s=50))
     assert usual_space(lone).tp == (1, 2)

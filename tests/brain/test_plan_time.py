@@ -11,26 +11,26 @@ from moefold.plan.predict import predict
 from moefold.plan.shape import from_config
 from moefold.plan.timing.step_time import predict_time, step_time
 from moefold.plan.timing.step_timeline import step_timeline
-from moefold.plan.workload import Batch, Cuts, Format, Job, Numbers, Options
+from moefold.plan.workload import Batch, Dtypes, Format, Options, ParallelDegrees, Workload
 from moefold.recipes.catalog import RECIPES
 
 GRAPHED = {"graphs": "partial", "graph_parts": frozenset({"attn", "moe_router", "moe_preprocess"})}
 
 
 def _job(
-    model: str, gpu: str, gpus: int, form: Format, batch: tuple[int, int, int], options: Options, **cuts: int
-) -> Job:
+    model: str, gpu: str, gpus: int, form: Format, batch: tuple[int, int, int], options: Options, **degrees: int
+) -> Workload:
     """batch: tokens per sequence, sequences per microbatch, sequences per step."""
     shape = from_config(RECIPES[model]().model)
     shape = replace(shape, mtp=1) if model == "deepseek_v3" else shape
-    dp = gpus // (cuts.get("tp", 1) * cuts.get("pp", 1) * cuts.get("cp", 1))
-    schedule = "interleaved" if cuts.get("vpp", 1) > 1 else "1f1b"
-    return Job(
+    dp = gpus // (degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1))
+    schedule = "interleaved" if degrees.get("vpp", 1) > 1 else "1f1b"
+    return Workload(
         shape,
         cluster_of(gpu, gpus),
-        Cuts(dp=dp, schedule=schedule, **cuts),
+        ParallelDegrees(dp=dp, schedule=schedule, **degrees),
         Batch(batch[0], batch[1], batch[2] // (dp * batch[1])),
-        Numbers(form),
+        Dtypes(form),
         options,
     )
 
@@ -56,36 +56,36 @@ TABLE_20 = [
 @pytest.mark.parametrize("row", TABLE_20, ids=lambda row: f"{row[0]} {row[1]} {row[3]} {row[4][0]}")
 def test_layouts_of_the_megatron_report(row: tuple) -> None:
     """Some of them are among those the constants were fitted to; docs/planner-error.md has held-out figures."""
-    model, gpu, gpus, form, batch, options, cuts, measured = row
-    found = predict(_job(model, gpu, gpus, form, batch, options, **cuts)).tflops_per_gpu
+    model, gpu, gpus, form, batch, options, degrees, measured = row
+    found = predict(_job(model, gpu, gpus, form, batch, options, **degrees)).tflops_per_gpu
     assert 0.75 < found / measured < 1.3
 
 
 def test_the_reports_layouts_on_average() -> None:
     errors = []
-    for model, gpu, gpus, form, batch, options, cuts, measured in TABLE_20:
-        found = predict(_job(model, gpu, gpus, form, batch, options, **cuts)).tflops_per_gpu
+    for model, gpu, gpus, form, batch, options, degrees, measured in TABLE_20:
+        found = predict(_job(model, gpu, gpus, form, batch, options, **degrees)).tflops_per_gpu
         errors.append(abs(measured / found - 1))
     assert sum(errors) / len(errors) < 0.1
 
 
 def test_the_wall_is_named() -> None:
     """Communication for DeepSeek-V3 between H100 nodes, computation or the host on GB200, memory in Table 3."""
-    lean = Numbers("bf16", gradient_bytes=2.0, moments_bytes=4.0)
+    lean = Dtypes("bf16", gradient_bytes=2.0, moments_bytes=4.0)
     recomputed = frozenset({"mla_up", "feed_forward", "experts", "norms"})
     plain = Options(dispatcher="all_to_all", date=2026.0, recompute=recomputed)
-    h100 = replace(_job("deepseek_v3", "H100", 1024, "bf16", (4096, 1, 8192), plain, tp=2, pp=8, ep=64), numbers=lean)
+    h100 = replace(_job("deepseek_v3", "H100", 1024, "bf16", (4096, 1, 8192), plain, tp=2, pp=8, ep=64), dtypes=lean)
     assert predict(h100).wall == "communication"
     light = replace(HYBRID, recompute=frozenset({"feed_forward", "mla_up"}))
     gb200 = _job("deepseek_v3", "GB200", 256, "mxfp8", (4096, 1, 8192), light, pp=4, ep=64, vpp=4)
-    assert predict(replace(gb200, numbers=Numbers("mxfp8", 1.0, 2.0, 4.0, 4.0))).wall in ("compute", "host")
+    assert predict(replace(gb200, dtypes=Dtypes("mxfp8", 1.0, 2.0, 4.0, 4.0))).wall in ("compute", "host")
     table_3 = Options(dispatcher="deepep")
     assert (
         predict(_job("deepseek_v3", "H100", 256, "bf16", (4096, 1, 8192), table_3, pp=4, ep=64, vpp=4)).wall == "memory"
     )
 
 
-def _mixtral(**changes: object) -> Job:
+def _mixtral(**changes: object) -> Workload:
     base = _job("mixtral_8x22b", "H100", 64, "bf16", (4096, 1, 256), Options(), tp=2, pp=4, ep=8)
     return replace(base, **changes)
 
@@ -99,13 +99,13 @@ def test_lines_add_up_to_the_step() -> None:
 
 def test_more_of_the_same_takes_longer() -> None:
     base = step_time(_mixtral()).total
-    job = _mixtral()
-    assert step_time(replace(job, batch=replace(job.batch, microbatches=64))).total > base
-    assert step_time(replace(job, options=replace(job.options, recompute=frozenset({"full"})))).total > base
-    assert step_time(replace(job, cluster=replace(job.cluster, nic_gb_s=5.0))).total > base
-    assert step_time(replace(job, options=replace(job.options, imbalance=2.0))).total > base
-    assert step_time(replace(job, options=replace(job.options, graphs="full"))).total < base
-    assert step_time(replace(job, options=replace(job.options, dispatcher="deepep"))).total < base
+    workload = _mixtral()
+    assert step_time(replace(workload, batch=replace(workload.batch, microbatches=64))).total > base
+    assert step_time(replace(workload, options=replace(workload.options, recompute=frozenset({"full"})))).total > base
+    assert step_time(replace(workload, cluster=replace(workload.cluster, nic_gb_s=5.0))).total > base
+    assert step_time(replace(workload, options=replace(workload.options, imbalance=2.0))).total > base
+    assert step_time(replace(workload, options=replace(workload.options, graphs="full"))).total < base
+    assert step_time(replace(workload, options=replace(workload.options, dispatcher="deepep"))).total < base
 
 
 def test_cards_of_one_generation_rank_as_their_figures_do() -> None:
@@ -119,8 +119,10 @@ def test_cards_of_one_generation_rank_as_their_figures_do() -> None:
 @pytest.mark.parametrize(("pp", "vpp", "schedule"), [(4, 1, "1f1b"), (4, 2, "interleaved"), (2, 1, "zb_h1")])
 def test_the_closed_form_is_the_simulated_order(pp: int, vpp: int, schedule: str) -> None:
     """Stages differ (the last has the head), so the closed form is near, not exact."""
-    job = _mixtral(cuts=Cuts(pp=pp, vpp=vpp, dp=64 // pp, ep=8, schedule=schedule), batch=Batch(4096, 1, 8 * pp))
-    step = step_time(job)
-    simulated = step_timeline(job, most_boxes=10_000)
-    assert simulated.shown == job.batch.microbatches
+    workload = _mixtral(
+        degrees=ParallelDegrees(pp=pp, vpp=vpp, dp=64 // pp, ep=8, schedule=schedule), batch=Batch(4096, 1, 8 * pp)
+    )
+    step = step_time(workload)
+    simulated = step_timeline(workload, most_boxes=10_000)
+    assert simulated.shown == workload.batch.microbatches
     assert step.busy.total + step.bubble == pytest.approx(simulated.timeline.finish, rel=0.06)

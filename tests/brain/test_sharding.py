@@ -30,20 +30,20 @@ from moefold.topology.folded_layout import fold
 
 EVERYTHING = ModelConfig(
     vocab_size=32,
-    width=16,
+    dim=16,
     num_layers=2,
     num_dense_layers=1,
-    dense_width=12,
+    dense_hidden_dim=12,
     attention=GQAConfig(
         num_heads=8, num_kv_heads=4, head_dim=6, qk_norm="full", qkv_bias=True, out_bias=True, sinks=True
     ),
     moe=MoEConfig(
         num_experts=4,
-        expert_width=8,
+        expert_hidden_dim=8,
         router=RouterConfig(logit_bias=True),
-        shared_width=8,
+        shared_hidden_dim=8,
         shared_gate=True,
-        latent_width=10,
+        latent_dim=10,
         expert_bias=True,
     ),
 )
@@ -128,8 +128,8 @@ def test_the_block_of_a_module_is_cut_like_a_layer() -> None:
             )
     own = {name: spec for name, spec in specs.items() if name.startswith("mtp") and ".block." not in name}
     assert sorted({name.partition(".")[2][2:] for name in own}) == [
+        "hidden_norm.weight",
         "join.weight",
-        "stream_norm.weight",
         "token_norm.weight",
         "weight",
     ]

@@ -13,13 +13,13 @@ from torch.optim import AdamW
 
 from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.save import Saver
-from moefold.checkpoint.state_dict import about_run, chunks_of
+from moefold.checkpoint.state_dict import chunks_of, run_record
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
-from moefold.parallel.parallelize import Share, held_buffers, take_share
+from moefold.parallel.parallelize import LocalModel, build_local_model, local_buffers
 from moefold.parallel.param_shards import local_part
 from moefold.prove.init_values import busy_values
 from moefold.recipes.catalog import RECIPES
@@ -31,41 +31,43 @@ def small_run(**layout: Any) -> RunConfig:
     return replace(RECIPES["debug_mla"](), parallel=ParallelConfig(**layout))
 
 
-def share_alone(run: RunConfig | None = None) -> Share:
+def share_alone(run: RunConfig | None = None) -> LocalModel:
     run = run or small_run()
     groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
-    return take_share(run, groups, torch.device("cpu"), busy_values)
+    return build_local_model(run, groups, torch.device("cpu"), busy_values)
 
 
-def optimizer_for(share: Share) -> AdamW:
-    kinds = {spec.name: spec.kind for spec in parameters(share.run.model)}
-    return adamw(((p, kinds[name]) for name, p in share.model.named_parameters()), share.run.optim)
+def optimizer_for(local_model: LocalModel) -> AdamW:
+    kinds = {spec.name: spec.kind for spec in parameters(local_model.run.model)}
+    return adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), local_model.run.optim)
 
 
-def fill_moments(share: Share, optimizer: AdamW, seed: int, steps: float = 3.0) -> None:
+def fill_moments(local_model: LocalModel, optimizer: AdamW, seed: int, steps: float = 3.0) -> None:
     """Moments that depend on the global place only, so that every layout has the same ones."""
-    for name, parameter in share.model.named_parameters():
+    for name, parameter in local_model.model.named_parameters():
         state: dict[str, Tensor] = {"step": torch.tensor(steps)}
         for kind in ("exp_avg", "exp_avg_sq"):
             state[kind] = torch.zeros_like(parameter.detach())
             into = torch.empty_like(local_part(state[kind]))
-            busy_values("matrix", seed, f"{kind}/{name}", share.held[name].shape, share.held[name].box, 1.0, into)
+            busy_values(
+                "matrix", seed, f"{kind}/{name}", local_model.held[name].shape, local_model.held[name].box, 1.0, into
+            )
             local_part(state[kind]).copy_(into)
         optimizer.state[parameter] = state
 
 
-def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[Share, AdamW]:
-    share = share_alone(replace(run or small_run(), seed=seed))
-    optimizer = optimizer_for(share)
-    fill_moments(share, optimizer, seed)
-    return share, optimizer
+def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[LocalModel, AdamW]:
+    local_model = share_alone(replace(run or small_run(), seed=seed))
+    optimizer = optimizer_for(local_model)
+    fill_moments(local_model, optimizer, seed)
+    return local_model, optimizer
 
 
-def everything(share: Share, optimizer: AdamW) -> dict[str, Tensor]:
+def everything(local_model: LocalModel, optimizer: AdamW) -> dict[str, Tensor]:
     """Copies of every local tensor that a checkpoint restores."""
-    state = dict(share.model.named_buffers())
-    found = {f"buffer/{spec.name}": state[spec.name] for spec in held_buffers(share.run, share.model)}
-    for name, parameter in share.model.named_parameters():
+    state = dict(local_model.model.named_buffers())
+    found = {f"buffer/{spec.name}": state[spec.name] for spec in local_buffers(local_model.run, local_model.model)}
+    for name, parameter in local_model.model.named_parameters():
         found[f"parameter/{name}"] = local_part(parameter.detach())
         found |= {f"{kind}/{name}": local_part(value) for kind, value in optimizer.state.get(parameter, {}).items()}
     return {name: value.clone() for name, value in found.items()}
@@ -75,9 +77,9 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
-def save_step(root: Path, share: Share, optimizer: AdamW | None, step: int, **options: int) -> Path:
+def save_step(root: Path, local_model: LocalModel, optimizer: AdamW | None, step: int, **options: int) -> Path:
     """A committed checkpoint by a lone writer."""
-    saver = Saver(root, share.groups["world"], 0, background=False, about=about_run(share), **options)
-    saver.begin(step, chunks_of(share, optimizer), {"train": {"step": step}})
+    saver = Saver(root, local_model.groups["world"], 0, background=False, about=run_record(local_model), **options)
+    saver.begin(step, chunks_of(local_model, optimizer), {"train": {"step": step}})
     assert saver.finish() == step
     return saver.path_of(step)

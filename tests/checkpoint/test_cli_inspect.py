@@ -14,11 +14,11 @@ from moefold.cli.main import main
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run")
-    share, optimizer = trained_alone(seed=1)
-    save_step(root / "checkpoints", share, optimizer, 7)
+    local_model, optimizer = trained_alone(seed=1)
+    save_step(root / "checkpoints", local_model, optimizer, 7)
     with torch.no_grad():
-        share.model.embedding.weight[3, 4] += 0.5
-    save_step(root / "checkpoints", share, optimizer, 8)
+        local_model.model.embedding.weight[3, 4] += 0.5
+    save_step(root / "checkpoints", local_model, optimizer, 8)
     return root
 
 

@@ -29,7 +29,7 @@ from moefold.checkpoint.state_dict import chunks_of
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.parallelize import Share, take_share
+from moefold.parallel.parallelize import LocalModel, build_local_model
 from moefold.prove.init_values import busy_values
 
 OLDER, NEWER = 4, 8
@@ -41,11 +41,11 @@ def save_on_two_ranks(root: Path, seed: int) -> None:
     def work(groups: Groups) -> None:
         for step in (OLDER, NEWER):
             run = replace(small_run(ep=2), seed=seed + step)
-            share = take_share(run, groups, torch.device("cpu"), busy_values)
-            optimizer = optimizer_for(share)
-            fill_moments(share, optimizer, seed + step)
+            local_model = build_local_model(run, groups, torch.device("cpu"), busy_values)
+            optimizer = optimizer_for(local_model)
+            fill_moments(local_model, optimizer, seed + step)
             saver = Saver(root, groups["world"], 0, background=False)
-            saver.begin(step, chunks_of(share, optimizer), {"step": step})
+            saver.begin(step, chunks_of(local_model, optimizer), {"step": step})
 
     on_ranks(work, 2, ep=2)
 
@@ -64,13 +64,13 @@ class Patient:
 
     def __init__(self, original: Path, root: Path) -> None:
         self.original, self.root = original, root
-        self.share: Share
+        self.local_model: LocalModel
         self.optimizer: AdamW
-        self.share, self.optimizer = trained_alone(seed=77)
-        load_into(original / f"step_{OLDER:08d}", self.share, self.optimizer)
-        self.in_older = everything(self.share, self.optimizer)
-        load_into(original / f"step_{NEWER:08d}", self.share, self.optimizer)
-        self.in_newer = everything(self.share, self.optimizer)
+        self.local_model, self.optimizer = trained_alone(seed=77)
+        load_into(original / f"step_{OLDER:08d}", self.local_model, self.optimizer)
+        self.in_older = everything(self.local_model, self.optimizer)
+        load_into(original / f"step_{NEWER:08d}", self.local_model, self.optimizer)
+        self.in_newer = everything(self.local_model, self.optimizer)
         assert not same(self.in_older, self.in_newer)
         shutil.copytree(original, root)
 
@@ -78,23 +78,23 @@ class Patient:
         """Damage the newer one, see it refused and passed over, and heal it; returns the reason given."""
         newer = self.root / f"step_{NEWER:08d}"
         damage(newer)
-        before = everything(self.share, self.optimizer)
+        before = everything(self.local_model, self.optimizer)
         with pytest.raises(CheckpointError) as refused:
-            load_into(newer, self.share, self.optimizer)
-        assert same(before, everything(self.share, self.optimizer)), name
+            load_into(newer, self.local_model, self.optimizer)
+        assert same(before, everything(self.local_model, self.optimizer)), name
         assert isinstance(refused.value, MismatchError) or str(self.root) in str(refused.value), name
         if falls_back and not isinstance(refused.value, MismatchError):
             said: list[str] = []
-            found = load_latest(self.root, self.share, self.optimizer, said.append)
+            found = load_latest(self.root, self.local_model, self.optimizer, said.append)
             assert found is not None and found[1] == {"step": OLDER}, name
-            assert same(self.in_older, everything(self.share, self.optimizer)), name
+            assert same(self.in_older, everything(self.local_model, self.optimizer)), name
             assert f"step {NEWER}" in said[0], name
             self._set(self.in_newer)
         self._heal()
         return str(refused.value)
 
     def _set(self, values: dict[str, Tensor]) -> None:
-        for name, parameter in self.share.model.named_parameters():
+        for name, parameter in self.local_model.model.named_parameters():
             parameter.detach().copy_(values[f"parameter/{name}"])
 
     def _heal(self) -> None:
@@ -168,13 +168,13 @@ def test_ranks_that_see_different_damage_choose_the_same_checkpoint(
     path.write_bytes(content)
 
     def work(groups: Groups) -> int:
-        share = take_share(small_run(tp=2), groups, torch.device("cpu"), busy_values)
-        optimizer = optimizer_for(share)
-        before = everything(share, optimizer)
+        local_model = build_local_model(small_run(tp=2), groups, torch.device("cpu"), busy_values)
+        optimizer = optimizer_for(local_model)
+        before = everything(local_model, optimizer)
         with pytest.raises(CheckpointError, match="damaged" if groups.rank == 1 else "refused by rank 1"):
-            load_into(path.parent, share, optimizer)
-        assert same(before, everything(share, optimizer))
-        found = load_latest(root, share, optimizer, lambda _: None)
+            load_into(path.parent, local_model, optimizer)
+        assert same(before, everything(local_model, optimizer))
+        found = load_latest(root, local_model, optimizer, lambda _: None)
         assert found is not None
         return int(found[1]["step"])
 

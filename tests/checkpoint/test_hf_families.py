@@ -29,7 +29,7 @@ from moefold.checkpoint.hf.stream import hf_weights
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.single_process import StoredWeights
-from moefold.checkpoint.state_dict import about_run, chunks_of
+from moefold.checkpoint.state_dict import chunks_of, run_record
 from moefold.cli.main import main
 from moefold.comm.process_groups import Groups
 from moefold.config.attention import GQAConfig
@@ -39,7 +39,7 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConversionError
-from moefold.parallel.parallelize import take_share
+from moefold.parallel.parallelize import build_local_model
 from moefold.recipes.catalog import RECIPES
 
 
@@ -83,15 +83,15 @@ def test_a_sharded_model_loads_streams_and_saves_the_same_weights(name: str, tmp
     expected = tensors_in(tmp_path / "theirs")
 
     def work(groups: Groups) -> int:
-        share = take_share(sharded, groups, torch.device("cpu"))
-        assert load_into(done.path, share, None)["origin"]["format"] == "huggingface"
+        local_model = build_local_model(sharded, groups, torch.device("cpu"))
+        assert load_into(done.path, local_model, None)["origin"]["format"] == "huggingface"
         names = []
-        for name, tensor in hf_weights(share):
+        for name, tensor in hf_weights(local_model):
             assert torch.equal(tensor, expected[name]), name
             names.append(name)
         assert sorted(names) == sorted(expected)
-        saver = Saver(tmp_path / "saved", groups["world"], 0, background=False, about=about_run(share))
-        saver.begin(7, chunks_of(share, None), {})
+        saver = Saver(tmp_path / "saved", groups["world"], 0, background=False, about=run_record(local_model))
+        saver.begin(7, chunks_of(local_model, None), {})
         saver.finish()
         return len(names)
 
@@ -104,10 +104,10 @@ def test_a_sharded_model_loads_streams_and_saves_the_same_weights(name: str, tmp
 
 # Six experts over four data-parallel ranks, with no dim that divides by four: ranks hold 2, 2, 2 and no experts.
 UNEVEN = ModelConfig(
-    width=66,
+    dim=66,
     num_layers=1,
     attention=GQAConfig(),
-    moe=MoEConfig(num_experts=6, expert_width=7, router=RouterConfig(normalize=True)),
+    moe=MoEConfig(num_experts=6, expert_hidden_dim=7, router=RouterConfig(normalize=True)),
 )
 
 
@@ -137,7 +137,7 @@ def test_streaming_undoes_every_cut(degrees: dict[str, int]) -> None:
 
 def _share(run: RunConfig, groups: Groups):  # type: ignore[no-untyped-def]
     alone = groups.layout.world == 1
-    return take_share(replace(run, parallel=ParallelConfig()) if alone else run, groups, torch.device("cpu"))
+    return build_local_model(replace(run, parallel=ParallelConfig()) if alone else run, groups, torch.device("cpu"))
 
 
 # Made for comparing layouts and not after a published model.
@@ -154,7 +154,10 @@ def test_every_recipe_has_a_family_that_can_say_it(name: str) -> None:
 def test_a_recipe_of_no_family_is_refused_by_what_cannot_be_said() -> None:
     with pytest.raises(ConversionError) as caught:
         family_of(RECIPES[NOBODYS]().model)
-    assert {problem.path for problem in caught.value.problems} >= {"model.moe.shared_width", "model.moe.router.scale"}
+    assert {problem.path for problem in caught.value.problems} >= {
+        "model.moe.shared_hidden_dim",
+        "model.moe.router.scale",
+    }
 
 
 def test_the_command_goes_both_ways_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +184,7 @@ def test_the_command_goes_both_ways_and_checks(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_dense_model_is_upcycled_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dense = ModelConfig(vocab_size=64, moe=None, dense_width=48, attention=GQAConfig(qk_norm="head"))
+    dense = ModelConfig(vocab_size=64, moe=None, dense_hidden_dim=48, attention=GQAConfig(qk_norm="head"))
     export(Imagined(dense), Export(dense, 64, torch.float32), tmp_path / "dense")
     loaded_by_transformers(tmp_path / "dense")
     words = ["convert", "upcycle", str(tmp_path / "dense"), str(tmp_path / "runs"), "--name", "up"]

@@ -35,7 +35,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConversionError
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
-from moefold.parallel.parallelize import take_share
+from moefold.parallel.parallelize import build_local_model
 from moefold.recipes.catalog import RECIPES
 
 RUN = RECIPES["deepseek_v3_proxy"]()
@@ -273,10 +273,10 @@ def test_a_sharded_model_streams_what_a_file_would_hold(exported: Path, tmp_path
     expected = tensors_in(exported)
 
     def work(groups: Groups) -> int:
-        share = take_share(sharded, groups, torch.device("cpu"))
-        load_into(done.path, share, None)
+        local_model = build_local_model(sharded, groups, torch.device("cpu"))
+        load_into(done.path, local_model, None)
         names = []
-        for name, tensor in hf_weights(share):
+        for name, tensor in hf_weights(local_model):
             assert torch.equal(tensor, expected[name]), name
             names.append(name)
         assert sorted(names) == sorted(expected)

@@ -190,14 +190,14 @@ def test_published_spellings_are_read() -> None:
     }
     found = read_config(published)
     expected = RECIPES["mixtral_8x7b"]().model
-    assert replace(found.model, moe=None, dense_width=1) == replace(expected, moe=None, dense_width=1)
+    assert replace(found.model, moe=None, dense_hidden_dim=1) == replace(expected, moe=None, dense_hidden_dim=1)
     assert found.model.moe is not None and found.context == 32768
     assert replace(found.model.moe, balance=expected.moe.balance) == expected.moe  # type: ignore[union-attr]
 
 
 def test_a_model_that_no_family_can_say_is_refused_by_key() -> None:
-    odd = replace(MODEL, moe=replace(MODEL.moe or MoEConfig(), latent_width=16))
-    with pytest.raises(ConversionError, match=r"model.moe.latent_width: mixtral cannot say 16"):
+    odd = replace(MODEL, moe=replace(MODEL.moe or MoEConfig(), latent_dim=16))
+    with pytest.raises(ConversionError, match=r"model.moe.latent_dim: mixtral cannot say 16"):
         family_of(odd)
 
 
@@ -258,9 +258,9 @@ def test_rules_that_are_no_bijection_are_refused(change: Any) -> None:
 
 LARGE = ModelConfig(
     vocab_size=64,
-    width=512,
+    dim=512,
     num_layers=2,
-    moe=MoEConfig(num_experts=16, expert_width=1024, router=RouterConfig(normalize=True)),
+    moe=MoEConfig(num_experts=16, expert_hidden_dim=1024, router=RouterConfig(normalize=True)),
 )
 LARGE_GPT_OSS = replace(
     LARGE,

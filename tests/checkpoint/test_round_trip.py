@@ -18,10 +18,10 @@ from moefold.errors import CheckpointError, MismatchError
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    share, optimizer = trained(seed=1)
+    local_model, optimizer = trained(seed=1)
     torch.manual_seed(5)
-    path = save_step(tmp_path, share, optimizer, 7)
-    expected, drawn = everything(share, optimizer), torch.rand(3)
+    path = save_step(tmp_path, local_model, optimizer, 7)
+    expected, drawn = everything(local_model, optimizer), torch.rand(3)
     verify(path)
     other, its_optimizer = trained(seed=2)
     assert not same(expected, everything(other, its_optimizer))
@@ -32,44 +32,44 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_before_the_first_step_there_are_no_moments(tmp_path: Path) -> None:
-    share = share_alone()
-    path = save_step(tmp_path, share, optimizer_for(share), 0)
+    local_model = share_alone()
+    path = save_step(tmp_path, local_model, optimizer_for(local_model), 0)
     other, its_optimizer = trained(seed=2)
     load_into(path, other, its_optimizer)
     assert not its_optimizer.state
-    assert same(everything(share, optimizer_for(share)), everything(other, its_optimizer))
+    assert same(everything(local_model, optimizer_for(local_model)), everything(other, its_optimizer))
 
 
 def test_a_parameter_that_never_had_a_gradient_starts_from_zeros(tmp_path: Path) -> None:
-    share, optimizer = trained(seed=1)
-    left_out = next(iter(share.model.parameters()))
+    local_model, optimizer = trained(seed=1)
+    left_out = next(iter(local_model.model.parameters()))
     del optimizer.state[left_out]
-    path = save_step(tmp_path, share, optimizer, 1)
-    load_into(path, share, optimizer)
+    path = save_step(tmp_path, local_model, optimizer, 1)
+    load_into(path, local_model, optimizer)
     assert all(not value.any() for value in optimizer.state[left_out].values())
 
 
 def test_any_safetensors_tool_can_read_the_file(tmp_path: Path) -> None:
-    share, optimizer = trained(seed=1)
-    path = save_step(tmp_path, share, optimizer, 7)
+    local_model, optimizer = trained(seed=1)
+    path = save_step(tmp_path, local_model, optimizer, 7)
     found = load_file(path / "rank_00000.safetensors")
     found.pop("rng/0")
-    assert same(found, everything(share, optimizer))
+    assert same(found, everything(local_model, optimizer))
     assert all(file.stat().st_mode & 0o077 == 0 for file in (path, *path.iterdir()))
 
 
 def test_a_box_is_read_by_itself(tmp_path: Path) -> None:
-    share, optimizer = trained(seed=1)
-    checkpoint = Checkpoint(save_step(tmp_path, share, optimizer, 7))
+    local_model, optimizer = trained(seed=1)
+    checkpoint = Checkpoint(save_step(tmp_path, local_model, optimizer, 7))
     name = next(name for name in checkpoint.names() if name.endswith("experts.gate_up"))
     box = (slice(2, 5), slice(0, 2), slice(1, 3), slice(0, 7))
-    assert torch.equal(checkpoint.read(name, box), everything(share, optimizer)[name][box])
+    assert torch.equal(checkpoint.read(name, box), everything(local_model, optimizer)[name][box])
 
 
 def test_other_shapes_dtypes_and_layers_are_refused_by_name_before_anything_changes(tmp_path: Path) -> None:
     run = small_run()
-    share, optimizer = trained(seed=1)
-    path = save_step(tmp_path, share, optimizer, 7)
+    local_model, optimizer = trained(seed=1)
+    path = save_step(tmp_path, local_model, optimizer, 7)
     deeper = replace(run, model=replace(run.model, num_layers=4))
     wider = replace(run, model=replace(run.model, vocab_size=run.model.vocab_size * 2))
     rounded = replace(run, precision=PrecisionConfig(params="bfloat16"))
@@ -92,25 +92,25 @@ def test_other_shapes_dtypes_and_layers_are_refused_by_name_before_anything_chan
 
 
 def test_weights_alone_can_be_loaded_with_and_without_an_optimizer(tmp_path: Path) -> None:
-    share, optimizer = trained(seed=1)
-    with_moments = save_step(tmp_path / "a", share, optimizer, 7)
-    weights = save_step(tmp_path / "b", share, None, 7)
+    local_model, optimizer = trained(seed=1)
+    with_moments = save_step(tmp_path / "a", local_model, optimizer, 7)
+    weights = save_step(tmp_path / "b", local_model, None, 7)
     other, its_optimizer = trained(seed=2)
     load_into(with_moments, other, None)
     load_into(weights, other, its_optimizer)
     assert not its_optimizer.state
-    assert torch.equal(other.model.embedding.weight, share.model.embedding.weight)
+    assert torch.equal(other.model.embedding.weight, local_model.model.embedding.weight)
 
 
 def test_a_step_that_is_reached_again_replaces_what_was_there(tmp_path: Path) -> None:
-    share, optimizer = trained(seed=1)
-    save_step(tmp_path, share, optimizer, 7)
+    local_model, optimizer = trained(seed=1)
+    save_step(tmp_path, local_model, optimizer, 7)
     other, its_optimizer = trained(seed=2)
     path = save_step(tmp_path, other, its_optimizer, 7)
     verify(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000007"]
-    load_into(path, share, optimizer)
-    assert same(everything(share, optimizer), everything(other, its_optimizer))
+    load_into(path, local_model, optimizer)
+    assert same(everything(local_model, optimizer), everything(other, its_optimizer))
 
 
 def test_state_that_json_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moefold.config.model import ModelConfig
 from moefold.errors import ConversionError
 from moefold.model.build import build_decoder, one_process_seams
 
-DENSE = ModelConfig(vocab_size=64, width=32, num_layers=2, moe=None, dense_width=48)
+DENSE = ModelConfig(vocab_size=64, dim=32, num_layers=2, moe=None, dense_hidden_dim=48)
 
 
 class InMemory:
@@ -75,7 +75,7 @@ def test_shards_that_are_not_chosen_together_would_show() -> None:
     how = Upcycling(experts=4, top_k=2, shards=2)
     expected, _, state = both_logits(how)
     for layer in range(DENSE.num_layers):
-        state[f"layers.{layer}.feed_forward.router.weight"] = torch.randn(4, DENSE.width, dtype=torch.float64)
+        state[f"layers.{layer}.feed_forward.router.weight"] = torch.randn(4, DENSE.dim, dtype=torch.float64)
     mixture = build_decoder(upcycled_model(DENSE, how), torch.float64, one_process_seams()).double()
     mixture.load_state_dict(state)
     with torch.no_grad():

@@ -39,7 +39,7 @@ def folder(path: Path) -> tuple[str, list[np.ndarray]]:
 
 def open_kind(kind: str, path: str, seed: int = 1, seq_len: int = S, **fields: object) -> AnySamples:
     source = SourceConfig(path=path, end_of_document=END)
-    data = DataConfig(seq_len=seq_len, mixture=(source,), documents=kind, **fields)  # type: ignore[arg-type]
+    data = DataConfig(seq_len=seq_len, mixture=(source,), packing=kind, **fields)  # type: ignore[arg-type]
     return open_samples(data, 256, seed)
 
 
@@ -69,7 +69,7 @@ def test_pieces_are_the_documents_cut(
         pieces[len(pieces)]
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("kind", ["padded", "bin_packed"])
 def test_every_piece_once_per_epoch(tmp_path: Path, kind: str) -> None:
     path, docs = folder(tmp_path / "all")
     samples = open_kind(kind, path)
@@ -86,7 +86,7 @@ def test_every_piece_once_per_epoch(tmp_path: Path, kind: str) -> None:
 
 def test_a_length_needs_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = folder(tmp_path / "all")
-    samples = open_kind("packed", path)
+    samples = open_kind("bin_packed", path)
     expected = [samples.sample(i).length for i in range(300)]
     assert 1 <= min(expected) < max(expected) == S
     monkeypatch.setattr(Source, "window", None)
@@ -95,7 +95,7 @@ def test_a_length_needs_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_windows_have_one_length(tmp_path: Path) -> None:
     path, _ = folder(tmp_path / "all")
-    for kind in ("joined", "apart"):
+    for kind in ("concat", "concat_masked"):
         samples = open_kind(kind, path)
         assert isinstance(samples, Samples)
         assert samples.length(3) == samples.sample(3).length == S
@@ -103,25 +103,25 @@ def test_windows_have_one_length(tmp_path: Path) -> None:
 
 def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path) -> None:
     path, _ = folder(tmp_path / "all")
-    forwards, again = open_kind("packed", path), open_kind("packed", path, micro_batch=4, global_batch=64)
+    forwards, again = open_kind("bin_packed", path), open_kind("bin_packed", path, micro_batch=4, global_batch=64)
     far = [10**12 + i for i in range(20)]
     ids = [forwards.sample(i).id for i in (*range(20), *far)]
     assert [again.sample(i).id for i in (*far[::-1], *range(19, -1, -1))] == ids[::-1]
-    other = open_kind("packed", path, seed=2)
+    other = open_kind("bin_packed", path, seed=2)
     assert [other.sample(i).id for i in range(20)] != ids[:20]
 
 
 def test_what_a_sample_is_belongs_to_the_fingerprint(tmp_path: Path) -> None:
     path, _ = folder(tmp_path / "all")
-    kinds = ("joined", "apart", "padded", "packed")
+    kinds = ("concat", "concat_masked", "padded", "bin_packed")
     prints = [open_kind(kind, path).fingerprint for kind in kinds]
     assert len(set(prints)) == 4
     assert prints == [open_kind(kind, path).fingerprint for kind in kinds]
-    assert open_kind("packed", path, seq_len=S + 1).fingerprint != prints[3]
+    assert open_kind("bin_packed", path, seq_len=S + 1).fingerprint != prints[3]
 
 
 def test_the_builtin_corpus_has_documents() -> None:
-    samples = open_samples(DataConfig(seq_len=512, documents="packed", train="builtin"), 256, 1)
+    samples = open_samples(DataConfig(seq_len=512, packing="bin_packed", train="builtin"), 256, 1)
     lengths = [samples.length(i) for i in range(500)]
     assert max(lengths) == 512 and min(lengths) < 512
     sample = next(samples.sample(i) for i, length in enumerate(lengths) if length < 512)
@@ -132,20 +132,20 @@ def test_the_builtin_corpus_has_documents() -> None:
 def test_a_source_without_predictions_is_refused(tmp_path: Path) -> None:
     path = megatron(tmp_path / "short", [np.array([3])] * 9)
     with pytest.raises(DataError, match="no document of two or more"):
-        open_kind("packed", path)
+        open_kind("bin_packed", path)
 
 
 def test_a_wrong_token_is_named(tmp_path: Path) -> None:
     docs = documents(30)
     docs[11][0] = 999
-    samples = open_samples(DataConfig(seq_len=S, train=megatron(tmp_path / "x", docs), documents="packed"), 256, 1)
+    samples = open_samples(DataConfig(seq_len=S, train=megatron(tmp_path / "x", docs), packing="bin_packed"), 256, 1)
     with pytest.raises(DataError, match="document 11, offset 0"):
         [samples.sample(i) for i in range(200)]
 
 
 def test_an_index_out_of_order_is_refused(tmp_path: Path) -> None:
     prefix = megatron(tmp_path / "x", documents(300, longest=9))
-    samples = open_kind("packed", prefix)
+    samples = open_kind("bin_packed", prefix)
     # Swap two documents' offsets in the file that is in use.
     at = HEADER.size + 4 * 300
     with open(f"{prefix}.idx", "r+b") as file:
@@ -157,7 +157,7 @@ def test_an_index_out_of_order_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"out of order|changed while in use"):
         [samples.length(i) for i in range(300)]
     with pytest.raises(DataError, match="offsets"):
-        open_kind("packed", prefix)
+        open_kind("bin_packed", prefix)
 
 
 def test_ten_million_documents_are_numbered_in_seconds(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_ten_million_documents_are_numbered_in_seconds(tmp_path: Path) -> None:
     with open(tmp_path / "x.bin", "wb") as file:
         os.truncate(file.fileno(), 2 * int(sizes.sum(dtype=np.int64)))
     began = time.process_time()
-    samples = open_kind("packed", str(tmp_path / "x"), seq_len=4096)
+    samples = open_kind("bin_packed", str(tmp_path / "x"), seq_len=4096)
     opened = time.process_time()
     lengths = [samples.length(10**9 + i) for i in range(1024)]
     found = time.process_time()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -24,13 +24,15 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.data.shuffle import mix
 from moefold.nn.init import Box
-from moefold.parallel.parallelize import groups_of, take_share
+from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
 
 MASK = (1 << 64) - 1
 STD, LAYERS, SEED = 0.05, 3, 5
-LATENT = MoEConfig(num_experts=4, expert_width=8, shared_width=8, shared_gate=True, latent_width=8, expert_bias=True)
+LATENT = MoEConfig(
+    num_experts=4, expert_hidden_dim=8, shared_hidden_dim=8, shared_gate=True, latent_dim=8, expert_bias=True
+)
 # The last matrix of attention and of every feed-forward, as GPT-2 and Megatron scale them.
 OUTPUTS = ("out.weight", ".down", "latent_up.weight")
 AT_ZERO, AT_ONE = ("bias", "sinks"), "norm"
@@ -40,12 +42,12 @@ def model(output_scale: Literal["none", "depth"], *, mla: bool = False) -> Model
     gqa = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=4, sinks=True, qkv_bias=True, out_bias=True, qk_norm="head")
     return ModelConfig(
         vocab_size=16,
-        width=16,
+        dim=16,
         num_layers=LAYERS,
         attention=MLAConfig(num_heads=2, q_latent=8, kv_latent=8, nope_dim=4, rope_dim=4, value_dim=4) if mla else gqa,
         moe=LATENT,
         num_dense_layers=1,
-        dense_width=8,
+        dense_hidden_dim=8,
         num_mtp=1,
         init_std=STD,
         init_output_scale=output_scale,
@@ -86,7 +88,7 @@ def started(config: ModelConfig, parallel: ParallelConfig, world: int, rank: int
     """What a rank holds of every parameter, and where in the whole it lies."""
     precision = PrecisionConfig(params="float64", compute="float64", experts="sequential")
     run = RunConfig(model=config, parallel=parallel, seed=SEED, precision=precision)
-    share = take_share(run, groups_of(run, world, rank, timedelta(seconds=30)), torch.device("cpu"))
+    share = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=30)), torch.device("cpu"))
     return {
         name: (local_part(value.detach()).clone(), share.held[name].box)
         for name, value in share.model.named_parameters()
@@ -124,7 +126,7 @@ def test_a_layout_starts_with_parts_of_the_same_numbers() -> None:
         wrong = [name for name, (value, box) in parts.items() if not torch.equal(value, whole[name][0][box])]
         return wrong, list(parts), list(parts["layers.1.feed_forward.experts.down"][0].shape)
 
-    for wrong, names, shape in fork_ranks(compare, 2, seconds=60):
+    for wrong, names, shape in spawn_ranks(compare, 2, seconds=60):
         assert not wrong
         assert {*names} == {*whole}
         assert shape[0] == LATENT.num_experts // 2

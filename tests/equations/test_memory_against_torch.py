@@ -1,7 +1,7 @@
 """The memory of a step as the dry run counts it, against what torch's own allocator reports to its profiler.
 
-The dry run and the planner count storages as they come and go (`dryrun/storage_tracker.py`), and are compared with each other to
-the byte. Here the same forward and backward is seen from below, by the allocator.
+The dry run and the planner count storages as they come and go (`dryrun/storage_tracker.py`), and are compared with each
+other to the byte. Here the same forward and backward is seen from below, by the allocator.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from moefold.config.loading import override
 from moefold.dryrun.storage_tracker import Watch
-from moefold.parallel.parallelize import Share
-from moefold.pipeline.runtime import carry_out
+from moefold.parallel.parallelize import LocalModel
+from moefold.pipeline.runtime import run_schedule
 from moefold.recipes.catalog import recipe
 
 RUNS = {
@@ -28,15 +28,15 @@ RUNS = {
 SHAPES = ((128, 70), (128,))
 
 
-def changes_seen(share: Share) -> list[int]:
+def changes_seen(share: LocalModel) -> list[int]:
     with Watch() as watch:
-        carry_out(share, microbatches(share.run, SHAPES))
+        run_schedule(share, microbatches(share.run, SHAPES))
     return [event.change for event in watch.events]
 
 
-def changes_of_the_allocator(share: Share, path: Path) -> list[int]:
+def changes_of_the_allocator(share: LocalModel, path: Path) -> list[int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        carry_out(share, microbatches(share.run, SHAPES))
+        run_schedule(share, microbatches(share.run, SHAPES))
     profiler.export_chrome_trace(str(path))
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
     return [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
@@ -45,7 +45,7 @@ def changes_of_the_allocator(share: Share, path: Path) -> list[int]:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_peak_is_that_of_torchs_allocator(name: str, tmp_path: Path) -> None:
     share = share_on(RUNS[name])
-    carry_out(share, microbatches(share.run, SHAPES))  # what is made once is there
+    run_schedule(share, microbatches(share.run, SHAPES))  # what is made once is there
     share.model.zero_grad()
     ours = list(accumulate(changes_seen(share)))
     share.model.zero_grad()

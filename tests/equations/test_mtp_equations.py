@@ -28,16 +28,16 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.model.decoder import Decoder
 from moefold.nn.batch import IGNORED, Batch, whole_batch
-from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.runtime import run_schedule
 
 DEPTHS, WEIGHT, D = 2, 0.3, 8
 MODEL = ModelConfig(
     vocab_size=11,
-    width=D,
+    dim=D,
     num_layers=1,
     attention=GQAConfig(num_heads=2, num_kv_heads=1, head_dim=4),
     moe=None,
-    dense_width=12,
+    dense_hidden_dim=12,
     init_std=0.4,
     num_mtp=DEPTHS,
     mtp_weight=WEIGHT,
@@ -80,7 +80,7 @@ def sums_of(decoder: Decoder, tokens_T: Tensor, labels_T: Tensor) -> tuple[list[
             rows = []
             for i in range(reach):
                 token = rms_norm(embedding[tokens_T[i + k]], module.token_norm.weight)
-                hidden = rms_norm(rms_norm(h[i], norm), module.stream_norm.weight)
+                hidden = rms_norm(rms_norm(h[i], norm), module.hidden_norm.weight)
                 joined = torch.cat((token, hidden))
                 rows.append(torch.stack([sum(row[d] * joined[d] for d in range(2 * D)) for row in module.join.weight]))
             h = module.block(torch.stack(rows), alone(tokens_T[:reach])).x_tD
@@ -116,7 +116,7 @@ def written_out(decoder: Decoder, batches: list[Batch], divisor: str) -> tuple[T
 def test_a_step_is_the_published_equation(divisor: Literal["tokens", "labels"]) -> None:
     run = RUN if divisor == "tokens" else replace(RUN, model=replace(MODEL, mtp_divisor=divisor))
     share, batches = share_on(run), microbatches(run, SHAPES, seed=4)
-    sums = carry_out(share, batches)
+    sums = run_schedule(share, batches)
     found = {name: parameter.grad for name, parameter in share.model.named_parameters()}
     main, ahead = written_out(share.model, batches, divisor)
     torch.testing.assert_close(sums.loss, main.detach(), rtol=1e-12, atol=0)
@@ -145,4 +145,4 @@ def test_the_divisor_is_the_paper_s_by_default() -> None:
     sums, counts = sums_of(share.model, tokens, labels)
     assert counts == [6, 5, 4]
     want = WEIGHT / DEPTHS * (sums[1].item() / length + sums[2].item() / length)
-    assert math.isclose(float(carry_out(share, [batch]).ahead), want, rel_tol=1e-12)
+    assert math.isclose(float(run_schedule(share, [batch]).ahead), want, rel_tol=1e-12)

@@ -19,24 +19,24 @@ from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
-from moefold.config.optim import OptimConfig, RatesConfig
+from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
 from moefold.optim.grad_norm import clip_gradients, sum_of_squares
-from moefold.optim.lr_schedule import rate_at
-from moefold.pipeline.runtime import carry_out
+from moefold.optim.lr_schedule import lr_at
+from moefold.pipeline.runtime import run_schedule
 from moefold.pipeline.step import run_step
 
-OPTIM = OptimConfig(rate=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, clip_norm=0.05)
+OPTIM = OptimConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, clip_norm=0.05)
 MODEL = ModelConfig(
     vocab_size=11,
-    width=8,
+    dim=8,
     num_layers=1,
     attention=GQAConfig(
         num_heads=2, num_kv_heads=1, head_dim=4, qkv_bias=True, out_bias=True, sinks=True, qk_norm="head"
     ),
-    moe=MoEConfig(num_experts=2, top_k=1, expert_width=4, expert_bias=True, router=RouterConfig(logit_bias=True)),
+    moe=MoEConfig(num_experts=2, top_k=1, expert_hidden_dim=4, expert_bias=True, router=RouterConfig(logit_bias=True)),
     init_std=0.3,
 )
 RUN = RunConfig(
@@ -74,7 +74,7 @@ def test_four_steps_of_a_model_by_hand() -> None:
     assert {is_decayed(name) for name in named} == {True, False}
     for lr in (0.03, 0.02, 0.05, 0.01):
         share.model.zero_grad()
-        carry_out(share, batches)
+        run_schedule(share, batches)
         gradients = {name: _flat(value) for name, value in named.items()}
         norm = math.sqrt(sum(g * g for gradient in gradients.values() for g in gradient))
         assert norm > 2 * OPTIM.clip_norm, "the bound must bind"
@@ -83,7 +83,7 @@ def test_four_steps_of_a_model_by_hand() -> None:
                 number.step(g * OPTIM.clip_norm / norm, lr, OPTIM.weight_decay if is_decayed(name) else 0.0)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        assert float(run_step(share, optimizer, batches).norm) == pytest.approx(norm, rel=1e-12)
+        assert float(run_step(share, optimizer, batches).grad_norm) == pytest.approx(norm, rel=1e-12)
         for name, value in named.items():
             want = torch.tensor([number.value for number in numbers[name]], dtype=torch.float64)
             torch.testing.assert_close(value.detach().flatten(), want, rtol=1e-11, atol=1e-13, msg=name)
@@ -115,8 +115,8 @@ PEAK, STEPS, WARMUP = 0.4, 50, 7
 
 
 def ours(**words: Any) -> list[float]:
-    optim = OptimConfig(rate=PEAK, rates=RatesConfig(warmup=WARMUP, **words))
-    return [rate_at(step, STEPS, optim) for step in range(1, STEPS + 1)]
+    optim = OptimConfig(lr=PEAK, lr_schedule=LRScheduleConfig(warmup=WARMUP, **words))
+    return [lr_at(step, STEPS, optim) for step in range(1, STEPS + 1)]
 
 
 def rise(step: int) -> float:

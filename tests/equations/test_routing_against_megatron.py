@@ -16,7 +16,7 @@ from moefold.moe.dispatch.base import Routing
 from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.parallel_interfaces import LocalTokens
 
 theirs = pytest.importorskip("megatron.core.transformer.moe.moe_utils", exc_type=ImportError)
 
@@ -29,7 +29,7 @@ def logits_of(seed: int) -> Tensor:
 
 
 def routed(config: MoEConfig, logits: Tensor, bias: Tensor | None = None) -> tuple[Routing, RoutingReport]:
-    router = Router(config, EXPERTS, WholeTokens()).double()
+    router = Router(config, EXPERTS, LocalTokens()).double()
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS))
         if router.expert_bias is not None and bias is not None:

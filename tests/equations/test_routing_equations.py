@@ -20,7 +20,7 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.router import Router
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.parallel_interfaces import LocalTokens
 from moefold.optim.adamw import adamw
 from moefold.pipeline.step import evaluate, run_step
 
@@ -29,7 +29,7 @@ WIDTH = 6
 
 def router_of(config: MoEConfig, seed: int = 0) -> Router:
     torch.manual_seed(seed)
-    router = Router(config, WIDTH, WholeTokens())
+    router = Router(config, WIDTH, LocalTokens())
     torch.nn.init.normal_(router.weight)
     if router.expert_bias is not None:
         router.expert_bias.normal_(std=0.5)
@@ -249,14 +249,14 @@ def test_the_sequence_loss_is_the_mean_over_sequences(mean: Any) -> None:
 
 
 def step_model(router: RouterConfig, capacity: CapacityConfig | None) -> ModelConfig:
-    moe = MoEConfig(num_experts=8, top_k=2, expert_width=8, router=router, capacity=capacity)
-    return ModelConfig(vocab_size=32, width=16, num_layers=1, moe=moe, init_std=0.5)
+    moe = MoEConfig(num_experts=8, top_k=2, expert_hidden_dim=8, router=router, capacity=capacity)
+    return ModelConfig(vocab_size=32, dim=16, num_layers=1, moe=moe, init_std=0.5)
 
 
 def test_the_bias_follows_what_is_computed() -> None:
     """b_i + u sign(mean load - load_i) (arXiv 2408.15664, algorithm 1), the load counted after dropping (Megatron)."""
     capacity = CapacityConfig(factor=0.6)
-    run = staged_run(step_model(RouterConfig(normalize=True, expert_bias=True, bias_rate=0.01), capacity))
+    run = staged_run(step_model(RouterConfig(normalize=True, expert_bias=True, bias_update_rate=0.01), capacity))
     share, seen = share_on(run), []
     (router,) = share.model.routers().values()
     assert router.expert_bias is not None

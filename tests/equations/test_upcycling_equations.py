@@ -26,7 +26,7 @@ from moefold.moe.layer import MoELayer
 from moefold.nn.layers import FeedForward
 
 D, F, TOKENS = 6, 12, 5
-DENSE = ModelConfig(vocab_size=16, width=D, num_layers=1, moe=None, dense_width=F)
+DENSE = ModelConfig(vocab_size=16, dim=D, num_layers=1, moe=None, dense_hidden_dim=F)
 CASES = [
     Upcycling(experts=8, top_k=2, scheme="scaled"),
     Upcycling(experts=4, top_k=2, shards=2, scheme="scaled"),

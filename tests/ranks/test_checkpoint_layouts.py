@@ -14,11 +14,11 @@ from tests.support import on_ranks
 
 from moefold.checkpoint.load import Checkpoint, load_latest
 from moefold.checkpoint.save import Saver
-from moefold.checkpoint.state_dict import about_run, chunks_of, tensors_elsewhere
+from moefold.checkpoint.state_dict import chunks_of, run_record, tensors_elsewhere
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
-from moefold.parallel.parallelize import take_share
+from moefold.parallel.parallelize import build_local_model
 from moefold.prove.init_values import busy_values
 
 # (world, degrees)
@@ -88,27 +88,27 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
 
     def save(groups: Groups) -> None:
         torch.manual_seed(groups.rank)
-        share = take_share(run_of(degrees), groups, torch.device("cpu"), busy_values)
-        optimizer = optimizer_for(share)
-        fill_moments(share, optimizer, seed=1)
-        saver = Saver(tmp_path, groups["world"], 0, about=about_run(share))
-        elsewhere = tensors_elsewhere(share, optimizer)
-        saver.begin(5, chunks_of(share, optimizer), {"train": {"step": 5}}, elsewhere)
+        local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), busy_values)
+        optimizer = optimizer_for(local_model)
+        fill_moments(local_model, optimizer, seed=1)
+        saver = Saver(tmp_path, groups["world"], 0, about=run_record(local_model))
+        elsewhere = tensors_elsewhere(local_model, optimizer)
+        saver.begin(5, chunks_of(local_model, optimizer), {"train": {"step": 5}}, elsewhere)
         # What happens to the live tensors after `begin` must not reach the file.
-        for parameter in share.model.parameters():
+        for parameter in local_model.model.parameters():
             parameter.detach().zero_()
         assert saver.finish() == 5
 
     def load(groups: Groups) -> list[float]:
-        expected = take_share(run_of(new_degrees), groups, torch.device("cpu"), busy_values)
+        expected = build_local_model(run_of(new_degrees), groups, torch.device("cpu"), busy_values)
         its_optimizer = optimizer_for(expected)
         fill_moments(expected, its_optimizer, seed=1)
-        share = take_share(run_of(new_degrees), groups, torch.device("cpu"))
-        optimizer = optimizer_for(share)
+        local_model = build_local_model(run_of(new_degrees), groups, torch.device("cpu"))
+        optimizer = optimizer_for(local_model)
         torch.manual_seed(77)
-        found = load_latest(tmp_path, share, optimizer)
+        found = load_latest(tmp_path, local_model, optimizer)
         assert found is not None and found[1] == {"train": {"step": 5}}
-        assert same(everything(expected, its_optimizer), everything(share, optimizer))
+        assert same(everything(expected, its_optimizer), everything(local_model, optimizer))
         return torch.rand(2).tolist()
 
     on_ranks(save, world, **degrees)
@@ -135,11 +135,11 @@ def test_the_bytes_of_model_and_moments_do_not_depend_on_the_layout(tmp_path: Pa
         root = tmp_path / str(number)
 
         def save(groups: Groups, root: Path = root, degrees: dict[str, Any] = degrees) -> None:
-            share = take_share(run_of(degrees), groups, torch.device("cpu"), busy_values)
-            optimizer = optimizer_for(share)
-            fill_moments(share, optimizer, seed=1)
+            local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), busy_values)
+            optimizer = optimizer_for(local_model)
+            fill_moments(local_model, optimizer, seed=1)
             saver = Saver(root, groups["world"], 0, background=False)
-            saver.begin(1, chunks_of(share, optimizer), {}, tensors_elsewhere(share, optimizer))
+            saver.begin(1, chunks_of(local_model, optimizer), {}, tensors_elsewhere(local_model, optimizer))
             assert saver.advance() == 1 and saver.advance() is None
 
         on_ranks(save, world, **degrees)

@@ -13,7 +13,7 @@ from tests.support import on_ranks
 from torch import Tensor
 
 from moefold.attention.partial_attention import PLAIN
-from moefold.attention.sdpa import attend_naive
+from moefold.attention.sdpa import attend_reference
 from moefold.batching.zigzag import places
 from moefold.comm.process_groups import Group, Groups
 from moefold.parallel import ring_attention as context_ring
@@ -23,7 +23,7 @@ from moefold.parallel.ring_plan import around
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalModel:
     """The part of a batch that an attention core reads."""
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class Case:
 CASES = {
     "one document": Case((64,), 4, 2, 4, 4, None, False),
     "equal documents": Case((24, 24, 24), 4, 4, 4, 4, None, True),
-    "packed": Case((17, 1, 40, 0, 3, 40, 9), 6, 2, 4, 4, None, False),
+    "bin_packed": Case((17, 1, 40, 0, 3, 40, 9), 6, 2, 4, 4, None, False),
     "packed, window, sinks": Case((17, 1, 40, 3, 2, 33), 6, 2, 4, 4, 5, True),
     "wide window": Case((50, 12), 4, 1, 4, 4, 23, False),
     "window of one": Case((9, 30), 4, 2, 4, 4, 1, True),
@@ -78,15 +78,15 @@ def check(core: Any, case: Case, group: Group, tolerance: float = 1e-12) -> None
     whole, grad = case.draw()
     leaves = [x.clone().requires_grad_() for x in whole]
     sinks = leaves[3] if case.with_sinks else None
-    expected = attend_naive(*leaves[:3], case.lengths, 0.4, case.window, sinks)
+    expected = attend_reference(*leaves[:3], case.lengths, 0.4, case.window, sinks)
     used = leaves[: 3 + case.with_sinks]
     expected_grads = torch.autograd.grad(expected, used, grad)
 
-    share = Share(case.lengths, group.size, group.index)
+    local_model = LocalModel(case.lengths, group.size, group.index)
     mine = [held(x, case.lengths, group.index, group.size).requires_grad_() for x in whole[:3]]
     if case.with_sinks:
         mine.append(whole[3].clone().requires_grad_())
-    seen = core(*mine[:3], share, scale=0.4, window=case.window, sinks_H=mine[3] if case.with_sinks else None)
+    seen = core(*mine[:3], local_model, scale=0.4, window=case.window, sinks_H=mine[3] if case.with_sinks else None)
     mine_grads = list(torch.autograd.grad(seen, mine, held(grad, case.lengths, group.index, group.size)))
     if case.with_sinks:
         dist.all_reduce(mine_grads[3], group=group.handle)
@@ -177,7 +177,7 @@ def test_the_plain_twin_of_the_parts() -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
 
-        def core(q: Tensor, k: Tensor, v: Tensor, batch: Share, **how: Any) -> Tensor:
+        def core(q: Tensor, k: Tensor, v: Tensor, batch: LocalModel, **how: Any) -> Tensor:
             steps = around(batch.lengths, 2, 1, cp.index, how["window"])
             sinks, scale, window = how["sinks_H"], how["scale"], how["window"]
             return ring_attend(
@@ -205,16 +205,16 @@ def test_short_formats(dtype: torch.dtype) -> None:
             return [out.detach(), *torch.autograd.grad(out, leaves[:3], grad)]
 
         def naive(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], sinks: Tensor) -> Tensor:
-            return attend_naive(q, k, v, lengths, 0.4, case.window, sinks)
+            return attend_reference(q, k, v, lengths, 0.4, case.window, sinks)
 
         exact = run(naive, [x.double() for x in whole], grad.double(), case.lengths)
         for core in (ContextCore(by_ring({2: cp})), ContextCore(by_heads({2: cp}))):
 
-            def call(q: Tensor, k: Tensor, v: Tensor, batch: Share, sinks: Tensor, core: Any = core) -> Tensor:
+            def call(q: Tensor, k: Tensor, v: Tensor, batch: LocalModel, sinks: Tensor, core: Any = core) -> Tensor:
                 return core(q, k, v, batch, scale=0.4, window=case.window, sinks_H=sinks)
 
             mine = [held(x, case.lengths, cp.index, 2) for x in whole[:3]] + [whole[3]]
-            got = run(call, mine, held(grad, case.lengths, cp.index, 2), Share(case.lengths, 2, cp.index))
+            got = run(call, mine, held(grad, case.lengths, cp.index, 2), LocalModel(case.lengths, 2, cp.index))
             tolerance = 1e-5 if dtype == torch.float32 else 5e-2
             for a, b in zip(got, exact, strict=True):
                 assert a.dtype == dtype
@@ -236,12 +236,12 @@ def test_sizes_and_ways_differ_by_batch_and_layer() -> None:
         contexts = {4: four, 2: two}
         core = PerLayerCore(full=ContextCore(by_heads(contexts)), windowed=ContextCore(by_ring(contexts)))
         for group in (four, two):
-            check(core, CASES["packed"], group)
+            check(core, CASES["bin_packed"], group)
             check(core, CASES["packed, window, sinks"], group)
-        case = CASES["packed"]
+        case = CASES["bin_packed"]
         leaves, _ = case.draw()
-        alone = core(*leaves[:3], Share(case.lengths, 1, one.index), scale=0.4, window=None, sinks_H=None)
-        torch.testing.assert_close(alone, attend_naive(*leaves[:3], case.lengths, 0.4))
+        alone = core(*leaves[:3], LocalModel(case.lengths, 1, one.index), scale=0.4, window=None, sinks_H=None)
+        torch.testing.assert_close(alone, attend_reference(*leaves[:3], case.lengths, 0.4))
         return [four.ledger.of("send", "cp").calls, four.ledger.of("all_to_all", "cp").calls]
 
     for sends, exchanges in on_ranks(work, 4, cp=4):
@@ -260,7 +260,7 @@ def test_only_what_is_read_travels() -> None:
             before = cp.ledger.of("send", "cp").bytes_sent
             mine = [held(x, case.lengths, cp.index, 4) for x in whole[:3]]
             ContextCore(by_ring({4: cp}))(
-                *mine, Share(case.lengths, 4, cp.index), scale=1.0, window=window, sinks_H=None
+                *mine, LocalModel(case.lengths, 4, cp.index), scale=1.0, window=window, sinks_H=None
             )
             sent.append(cp.ledger.of("send", "cp").bytes_sent - before)
         return sent

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.peak_memory import PeakMemory
-from tests.ranks.test_context import Share
+from tests.ranks.test_context import LocalModel
 
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group, Groups
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel import ring_attention as context_ring
 from moefold.parallel.context_parallel import ContextCore, by_ring
@@ -34,8 +34,8 @@ def peak(cp: Group, tokens: int, shape: tuple[Any, ...]) -> int:
         leaves = [torch.randn(tokens, *size, dtype=dtype, requires_grad=True) for size in sizes]
         sinks = torch.randn(num_heads, requires_grad=True) if with_sinks and cp.size > 1 else None
         grad = torch.randn(tokens, num_heads, value_dim, dtype=dtype)
-        share = Share((tokens * cp.size,), cp.size, cp.index)
-        out = ContextCore(by_ring({cp.size: cp}))(*leaves, share, scale=0.3, window=None, sinks_H=sinks)
+        local_model = LocalModel((tokens * cp.size,), cp.size, cp.index)
+        out = ContextCore(by_ring({cp.size: cp}))(*leaves, local_model, scale=0.3, window=None, sinks_H=sinks)
         torch.autograd.grad(out, leaves, grad)
     return memory.peak
 
@@ -49,7 +49,7 @@ def peaks(tokens: int, shape: tuple[Any, ...]) -> list[int]:
         def live(rank: int) -> int:
             return peak(Groups(layout, rank, Ledger(), timedelta(seconds=100))["cp"], tokens, shape)
 
-        return max(fork_ranks(live, size, seconds=100))
+        return max(spawn_ranks(live, size, seconds=100))
 
     return [worst(size) for size in (1, 2, 4, 8)]
 

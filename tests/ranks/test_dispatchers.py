@@ -30,11 +30,11 @@ def everything(dropping: bool, choices: int = CHOICES) -> tuple[Tensor, Tensor, 
     return x, expert, weight, kept
 
 
-def answer(dispatcher: Dispatcher, x: Tensor, routing: Routing, first_expert: int, share: float) -> Tensor:
+def answer(dispatcher: Dispatcher, x: Tensor, routing: Routing, first_expert: int, scale: float) -> Tensor:
     """Expert e multiplies by e + 1; a split expert's part gives its share of that."""
     arrived = dispatcher.dispatch(x, routing)
     numbers = torch.arange(len(arrived.rows_per_expert_e), dtype=x.dtype) + first_expert + 1
-    return dispatcher.combine(multiplied(arrived, numbers * share), arrived.ticket)
+    return dispatcher.combine(multiplied(arrived, numbers * scale), arrived.ticket)
 
 
 def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
@@ -72,8 +72,8 @@ def test_every_dispatcher_equals_the_local_one(
         routing = Routing(expert[mine], weight_mine, None if kept is None else kept[mine])
         first = groups["ep"].index * (EXPERTS // ep)
         # The parts of a split expert differ, as weight slices do, and add up to one.
-        share = (groups["etp"].index + 1) * 2 / (etp * (etp + 1))
-        got = answer(make(kind, groups, capacity), x_mine, routing, first, share)
+        scale = (groups["etp"].index + 1) * 2 / (etp * (etp + 1))
+        got = answer(make(kind, groups, capacity), x_mine, routing, first, scale)
         got.square().sum().backward()
         torch.testing.assert_close(got, expected[mine])
         torch.testing.assert_close(x_mine.grad, x_all.grad[mine])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tests.support import on_ranks
 
-from moefold.comm.collectives import exchange_rows
+from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Groups
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.errors import ExchangeError, RankError
 
 
@@ -28,7 +28,7 @@ def test_rows_change_owners_and_their_gradients_come_back() -> None:
         send = tuple(ep.index + peer for peer in range(ep.size))
         recv = tuple(peer + ep.index for peer in range(ep.size))
         rows = torch.full((sum(send), 2), float(ep.index)).requires_grad_()
-        arrived = exchange_rows(rows, send=send, recv=recv, group=ep)
+        arrived = all_to_all_rows(rows, send=send, recv=recv, group=ep)
         assert arrived[:, 0].tolist() == [float(peer) for peer, count in enumerate(recv) for _ in range(count)]
         (arrived * (ep.index + 1)).sum().backward()
         assert rows.grad is not None
@@ -40,7 +40,7 @@ def test_rows_change_owners_and_their_gradients_come_back() -> None:
 def test_counts_that_do_not_add_up_are_refused_before_anything_moves() -> None:
     def work(groups: Groups) -> None:
         with pytest.raises(ExchangeError, match="add up to 3 but there are 2 rows"):
-            exchange_rows(torch.zeros(2, 1), send=(1, 2), recv=(1, 2), group=groups["ep"])
+            all_to_all_rows(torch.zeros(2, 1), send=(1, 2), recv=(1, 2), group=groups["ep"])
 
     on_ranks(work, 2, ep=2)
 
@@ -52,7 +52,7 @@ def test_the_first_rank_to_fail_is_the_one_named() -> None:
         torch.distributed.barrier()
 
     with pytest.raises(RankError, match="rank 2: ValueError: the cause"):
-        fork_ranks(work, 3, seconds=20)
+        spawn_ranks(work, 3, seconds=20)
 
 
 def test_a_silent_rank_is_named_when_the_time_is_up() -> None:
@@ -61,4 +61,4 @@ def test_a_silent_rank_is_named_when_the_time_is_up() -> None:
             pass
 
     with pytest.raises(RankError, match="no answer within 1 s"):
-        fork_ranks(work, 2, seconds=1.0)
+        spawn_ranks(work, 2, seconds=1.0)

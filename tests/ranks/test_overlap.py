@@ -20,7 +20,7 @@ from tests.two_hosts import move_to, possible, two_hosts
 
 import moefold.comm.comm_stream
 from moefold.comm import collectives as exchange
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -30,9 +30,9 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.nn.batch import whole_batch
-from moefold.parallel.fsdp import gather_once
-from moefold.parallel.parallelize import groups_of, take_share
-from moefold.pipeline.runtime import carry_out
+from moefold.parallel.fsdp import unshard_for_step
+from moefold.parallel.parallelize import build_local_model, groups_of
+from moefold.pipeline.runtime import run_schedule
 
 MICROBATCHES, TOKENS, WIDTH = 12, 512, 512
 STEPS = 3
@@ -44,10 +44,10 @@ def run_config(schedule: str) -> RunConfig:
         seed=1,
         model=ModelConfig(
             vocab_size=256,
-            width=WIDTH,
+            dim=WIDTH,
             num_layers=2,
             attention=GQAConfig(num_heads=8, num_kv_heads=8, head_dim=64),
-            moe=MoEConfig(num_experts=8, top_k=2, expert_width=768, router=RouterConfig(kind="balanced")),
+            moe=MoEConfig(num_experts=8, top_k=2, expert_hidden_dim=768, router=RouterConfig(kind="balanced")),
         ),
         parallel=ParallelConfig(ep=4, schedule=schedule),
         data=DataConfig(seq_len=TOKENS, global_batch=4 * MICROBATCHES),
@@ -76,47 +76,47 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
     """Median step time and exposed share of it, and what tells whether gradients are equal."""
     run, exposed = run_config(schedule), Exposed()
     main = threading.get_ident()
-    move, counts = exchange._move, exchange.exchange_counts
+    move, counts = exchange._move, exchange.all_to_all_counts
 
     def only_on_main(call: Callable[..., Any]) -> Callable[..., Any]:
         timed = exposed.timed(call)
         return lambda *args, **words: (timed if threading.get_ident() == main else call)(*args, **words)
 
     exchange._move = only_on_main(move)
-    all_to_all.exchange_counts = only_on_main(counts)
+    all_to_all.all_to_all_counts = only_on_main(counts)
 
     def take(self: Any, future: Any, meanwhile: Callable[[], bool]) -> Any:
         while not future.done() and meanwhile():
             pass
         return exposed.timed(future.result)()
 
-    moefold.comm.comm_stream.CommLane.take = take  # type: ignore[method-assign]
-    share = take_share(run, groups_of(run, 4, rank, timedelta(seconds=120)), torch.device("cpu"))
+    moefold.comm.comm_stream.CommStream.take = take  # type: ignore[method-assign]
+    local_model = build_local_model(run, groups_of(run, 4, rank, timedelta(seconds=120)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     batches = []
     for _ in range(MICROBATCHES):
-        stream = torch.randint(256, (TOKENS + 1,), generator=generator)
+        hidden = torch.randint(256, (TOKENS + 1,), generator=generator)
         count = 4 * MICROBATCHES * TOKENS
-        batches.append(whole_batch(stream[:-1], stream[1:], (TOKENS,), step_labels=count, step_tokens=count))
+        batches.append(whole_batch(hidden[:-1], hidden[1:], (TOKENS,), step_labels=count, step_tokens=count))
     steps, waits = [], []
     gradients: dict[str, torch.Tensor] = {}
-    if share.gathers_once:
-        gather_once(share.model)
+    if local_model.reshard_per_step:
+        unshard_for_step(local_model.model)
     for _ in range(STEPS):
-        share.model.zero_grad()
+        local_model.model.zero_grad()
         torch.distributed.barrier()
         exposed.seconds, began = 0.0, time.perf_counter()
-        sums = carry_out(share, batches)
+        sums = run_schedule(local_model, batches)
         steps.append(time.perf_counter() - began)
         waits.append(exposed.seconds)
-        gradients = {n: p.grad for n, p in share.model.named_parameters() if ".experts." in n}
-    norm = sum(float(g.detach().double().square().sum()) for g in gradients.values())
+        gradients = {n: p.grad for n, p in local_model.model.named_parameters() if ".experts." in n}
+    grad_norm = sum(float(g.detach().double().square().sum()) for g in gradients.values())
     ratio = [wait / step for wait, step in zip(waits, steps, strict=True)]
     return {
         "step": statistics.median(steps),
         "exposed": statistics.median(ratio),
         "loss": float(sums.loss),
-        "norm": norm,
+        "grad_norm": grad_norm,
     }
 
 
@@ -129,11 +129,11 @@ def test_exchanges_hide_under_compute() -> None:
     for schedule in (PLAIN, OVERLAPPED):
         with two_hosts("375mbit"):
             work = partial(measure, schedule)
-            answers = fork_ranks(work, 4, seconds=600, interface=lambda rank: move_to(rank // 2))
+            answers = spawn_ranks(work, 4, seconds=600, interface=lambda rank: move_to(rank // 2))
         found[schedule] = answers
         print(schedule, [{k: round(v, 5) for k, v in answer.items()} for answer in answers])
     for plain, overlapped in zip(found[PLAIN], found[OVERLAPPED], strict=True):
         assert overlapped["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-        assert overlapped["norm"] == pytest.approx(plain["norm"], rel=1e-5)
+        assert overlapped["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
     assert min(answer["exposed"] for answer in found[PLAIN]) >= 0.30
     assert max(answer["exposed"] for answer in found[OVERLAPPED]) <= 0.08

@@ -19,10 +19,10 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch
-from moefold.parallel.parallelize import Share
+from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import local_part
-from moefold.pipeline.pipeline_state import Flight
-from moefold.pipeline.runtime import carry_forward, carry_out
+from moefold.pipeline.pipeline_state import PipelineState
+from moefold.pipeline.runtime import run_forward_only, run_schedule
 from moefold.pipeline.step import evaluate, run_step
 
 # Two steps of the same processes: documents of any lengths, another number of microbatches, a microbatch of one token.
@@ -39,21 +39,24 @@ class Step(NamedTuple):
 
     loss: Tensor
     ahead: Tensor
-    norm: Tensor
+    grad_norm: Tensor
     counts_ME: Tensor
     gradients: dict[str, Tensor]
 
 
-def run_steps(share: Share, steps: Sequence[Sequence[Batch]]) -> list[Step]:
+def run_steps(local_model: LocalModel, steps: Sequence[Sequence[Batch]]) -> list[Step]:
     """Train; every gradient is copied as it was before clipping."""
-    optimizer, done = optimizer_for(share), []
+    optimizer, done = optimizer_for(local_model), []
     for batches in steps:
         seen: dict[str, Tensor] = {}
         result = run_step(
-            share, optimizer, batches, lambda found, seen=seen: seen.update((n, g.clone()) for n, g in found.items())
+            local_model,
+            optimizer,
+            batches,
+            lambda found, seen=seen: seen.update((n, g.clone()) for n, g in found.items()),
         )
         sums = result.sums
-        done.append(Step(sums.loss, sums.ahead, result.norm, sums.counts_ME, seen))
+        done.append(Step(sums.loss, sums.ahead, result.grad_norm, sums.counts_ME, seen))
     return done
 
 
@@ -63,24 +66,24 @@ def alone(model: ModelConfig, shapes: tuple[tuple[Lengths, ...], ...] = STEPS) -
     return run_steps(share_on(run), [microbatches(run, lengths, seed=n) for n, lengths in enumerate(shapes)])
 
 
-def batches_of(share: Share, shapes: Sequence[Lengths], seed: int) -> list[Batch]:
+def batches_of(local_model: LocalModel, shapes: Sequence[Lengths], seed: int) -> list[Batch]:
     """Every dp-th microbatch, the first of them being this rank's index."""
-    dp = share.groups["dp"]
-    return microbatches(share.run, shapes, seed=seed)[dp.index :: dp.size]
+    dp = local_model.groups["dp"]
+    return microbatches(local_model.run, shapes, seed=seed)[dp.index :: dp.size]
 
 
 def assert_like_one_process(run: RunConfig, world: int, shapes: tuple[tuple[Lengths, ...], ...] = STEPS) -> None:
     expected = alone(run.model, shapes)
 
-    def work(share: Share) -> list[str]:
-        found = run_steps(share, [batches_of(share, lengths, n) for n, lengths in enumerate(shapes)])
+    def work(local_model: LocalModel) -> list[str]:
+        found = run_steps(local_model, [batches_of(local_model, lengths, n) for n, lengths in enumerate(shapes)])
         for got, want in zip(found, expected, strict=True):
             assert torch.equal(got.counts_ME, want.counts_ME)
             for value, reference in zip(got[:3], want[:3]):
                 torch.testing.assert_close(value, reference, rtol=1e-11, atol=1e-12)
             for name, gradient in got.gradients.items():
                 whole = want.gradients[name]
-                part, scale = whole[share.held[name].box], whole.abs().max().item()
+                part, scale = whole[local_model.held[name].box], whole.abs().max().item()
                 torch.testing.assert_close(gradient, part, rtol=0, atol=1e-10 * scale, msg=f"{name}")
         return list(found[0].gradients)
 
@@ -151,8 +154,8 @@ def test_a_rank_whose_stages_are_all_empty_takes_part(schedule: str) -> None:
     run = staged_run(pp=3, stages="Ett||mL", schedule=schedule)
     assert_like_one_process(run, 3)
 
-    def work(share: Share) -> int:
-        return sum(parameter.numel() for parameter in share.model.parameters())
+    def work(local_model: LocalModel) -> int:
+        return sum(parameter.numel() for parameter in local_model.model.parameters())
 
     sizes = on_shares(run, 3, work)
     assert sizes[1] == 0 and sizes[0] > 0 and sizes[2] > 0
@@ -165,12 +168,12 @@ def _bits(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _shared(share: Share) -> dict[str, list[Any]]:
+def _shared(local_model: LocalModel) -> dict[str, list[Any]]:
     """The digest and the place of everything that more than one stage holds."""
     return {
-        name: [_bits(local_part(parameter)), str(share.held[name].box)]
-        for name, parameter in share.model.named_parameters()
-        if len(share.held[name].stages) > 1
+        name: [_bits(local_part(parameter)), str(local_model.held[name].box)]
+        for name, parameter in local_model.model.named_parameters()
+        if len(local_model.held[name].stages) > 1
     }
 
 
@@ -194,10 +197,10 @@ def test_every_copy_of_a_shared_weight_stays_the_same_to_the_bit(
     run = staged_run(model, **layout)
     assert_like_one_process(run, world)
 
-    def work(share: Share) -> dict[str, list[Any]]:
-        before = _shared(share)
-        run_steps(share, [batches_of(share, STEPS[n % 2], n) for n in range(3)])
-        after = _shared(share)
+    def work(local_model: LocalModel) -> dict[str, list[Any]]:
+        before = _shared(local_model)
+        run_steps(local_model, [batches_of(local_model, STEPS[n % 2], n) for n in range(3)])
+        after = _shared(local_model)
         assert all(after[name][0] != before[name][0] for name in before)
         return after
 
@@ -244,15 +247,17 @@ def test_validation_equals_one_process_and_leaves_nothing_behind(schedule: str) 
     expected = evaluate(share_on(single), microbatches(single, STEPS[0])).item()
     wanted = alone(AHEAD, STEPS[1:])
 
-    def work(share: Share) -> None:
-        state = {name: _bits(local_part(p)) for name, p in share.model.named_parameters()}
+    def work(local_model: LocalModel) -> None:
+        state = {name: _bits(local_part(p)) for name, p in local_model.model.named_parameters()}
         for _ in range(2):
-            assert evaluate(share, batches_of(share, STEPS[0], 0)).item() == pytest.approx(expected, rel=1e-12)
-        assert state == {name: _bits(local_part(p)) for name, p in share.model.named_parameters()}
-        assert all(parameter.grad is None for parameter in share.model.parameters())
+            assert evaluate(local_model, batches_of(local_model, STEPS[0], 0)).item() == pytest.approx(
+                expected, rel=1e-12
+            )
+        assert state == {name: _bits(local_part(p)) for name, p in local_model.model.named_parameters()}
+        assert all(parameter.grad is None for parameter in local_model.model.parameters())
         # A step after it is the step it would have been.
-        (step,) = run_steps(share, [batches_of(share, STEPS[1], 0)])
-        torch.testing.assert_close(step.norm, wanted[0].norm, rtol=1e-11, atol=0)
+        (step,) = run_steps(local_model, [batches_of(local_model, STEPS[1], 0)])
+        torch.testing.assert_close(step.grad_norm, wanted[0].grad_norm, rtol=1e-11, atol=0)
 
     on_shares(run, 4 if schedule in ("1f1b", "dualpipe_v") else 2, work)
 
@@ -260,18 +265,18 @@ def test_validation_equals_one_process_and_leaves_nothing_behind(schedule: str) 
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_a_step_and_a_validation_keep_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was on its way has arrived, and nothing that a microbatch left is held on to."""
-    flights: list[Flight] = []
-    take_off = moefold.pipeline.runtime.take_off
+    flights: list[PipelineState] = []
+    init_state = moefold.pipeline.runtime.init_state
 
-    def watched(*given: Any) -> Flight:
-        flights.append(take_off(*given))
+    def watched(*given: Any) -> PipelineState:
+        flights.append(init_state(*given))
         return flights[-1]
 
-    monkeypatch.setattr(moefold.pipeline.runtime, "take_off", watched)
-    share = share_on(staged_run(vpp=ORDERS[schedule][0], schedule=schedule))
-    batches = microbatches(share.run, STEPS[0])
-    carry_out(share, batches)
-    carry_forward(share, batches)
+    monkeypatch.setattr(moefold.pipeline.runtime, "init_state", watched)
+    local_model = share_on(staged_run(vpp=ORDERS[schedule][0], schedule=schedule))
+    batches = microbatches(local_model.run, STEPS[0])
+    run_schedule(local_model, batches)
+    run_forward_only(local_model, batches)
     for flight in flights:
         assert not (flight.inputs or flight.forwards or flight.leaving or flight.gradients)
-    assert len(flights) == 2 and (share.deferral is None or share.deferral.is_empty)
+    assert len(flights) == 2 and (local_model.weight_grads is None or local_model.weight_grads.is_empty)

@@ -13,7 +13,7 @@ from tests.timed_steps import LAYOUTS, time_steps
 
 from moefold.bench.calibrate import calibrate
 from moefold.hardware.cluster import cluster_of_machine
-from moefold.plan.from_run import job_of_run
+from moefold.plan.from_run import workload_of_run
 from moefold.plan.published.score import spearman
 from moefold.plan.timing.step_time import predict_time
 from moefold.tables import text_table
@@ -30,8 +30,8 @@ def test_step_times_of_twelve_layouts() -> None:
     rows, measured, predicted = [], [], []
     for layout in LAYOUTS:
         taken = time_steps(layout)
-        job = job_of_run(layout.run, cluster_of_machine(machine, layout.world), taken.imbalance)
-        predicted.append(predict_time(job).step_seconds)
+        workload = workload_of_run(layout.run, cluster_of_machine(machine, layout.world), taken.imbalance)
+        predicted.append(predict_time(workload).step_seconds)
         measured.append(taken.references * references[layout.world])
         error = predicted[-1] / measured[-1] - 1
         slower = taken.seconds / measured[-1]

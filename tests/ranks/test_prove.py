@@ -231,7 +231,7 @@ CLAIMED = {
         "hierarchical in sets of 2",
         "dynamic",
     ),
-    "documents": ("joined", "apart", "padded", "packed"),
+    "documents": ("concat", "concat_masked", "padded", "bin_packed"),
     "modules that look ahead": ("0", "1", "2"),
     "recomputed": ("attention", "feed_forward", "experts", "nothing"),
     "model": ("tied embeddings", "tied embeddings over stages", "dense layers first"),
@@ -256,10 +256,10 @@ def test_every_compared_quantity_has_a_meaning() -> None:
     """The last patterns fit anything of their kind; quantities with a text of their own must not fall through."""
     assert "shared" in meaning_of("gradient/layers.3.feed_forward.shared.gate_up")
     assert "ahead" in meaning_of("ahead")
-    for name in ("mtp.0.join.weight", "mtp.1.token_norm.weight", "mtp.0.stream_norm.weight", "mtp_norms.1.weight"):
+    for name in ("mtp.0.join.weight", "mtp.1.token_norm.weight", "mtp.0.hidden_norm.weight", "mtp_norms.1.weight"):
         assert "looks ahead" in meaning_of(f"gradient/{name}")
     assert meaning_of("gradient/mtp.0.block.feed_forward.router.weight").startswith("router")
-    for name in ("counts", "dropped", "loss", "norm", "balance/z", "expert_bias/x", "exp_avg/x", "exp_avg_sq/x"):
+    for name in ("counts", "dropped", "loss", "grad_norm", "balance/z", "expert_bias/x", "exp_avg/x", "exp_avg_sq/x"):
         assert meaning_of(name)
 
 

@@ -22,10 +22,10 @@ from tests.signal_draws import (
     RANK_0,
     RANK_1,
     STEPS,
+    Dispatched,
     Draw,
     Outcome,
     Run,
-    Sent,
     command,
     draws,
     environment,
@@ -33,24 +33,29 @@ from tests.signal_draws import (
 )
 
 from moefold.checkpoint.run_lock import read_incarnation
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import TrainingError
 from moefold.recipes.catalog import RECIPES
 from moefold.train import trainer
 from moefold.train.signals import INTERRUPTED, StopRequest
 from moefold.train.supervise import supervise
-from moefold.train.train_context import run_directory, set_up
+from moefold.train.train_context import build_train_context, run_directory
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
-BURST = tuple(Sent(TERM, GROUP, pause) for pause in (0.0, 0.02, 0.05, 0.1, 0.1, 0.1, 0.2))
+BURST = tuple(Dispatched(TERM, GROUP, pause) for pause in (0.0, 0.02, 0.05, 0.1, 0.1, 0.1, 0.2))
 FIXED = [
-    Draw("imports", 0, 0.0, (Sent(INT, GROUP, 0.0), Sent(INT, GROUP, 0.1))),
-    Draw("set-up", 0, 0.0, (Sent(TERM, GROUP, 0.0), Sent(TERM, GROUP, 0.02))),
-    Draw("set-up", 0, 0.3, (Sent(TERM, RANK_1, 0.0),)),
-    Draw("first step", 0, 0.0, (Sent(TERM, LAUNCHER, 0.0), Sent(INT, RANK_0, 0.1), Sent(INT, GROUP, 0.2))),
+    Draw("imports", 0, 0.0, (Dispatched(INT, GROUP, 0.0), Dispatched(INT, GROUP, 0.1))),
+    Draw("set-up", 0, 0.0, (Dispatched(TERM, GROUP, 0.0), Dispatched(TERM, GROUP, 0.02))),
+    Draw("set-up", 0, 0.3, (Dispatched(TERM, RANK_1, 0.0),)),
+    Draw(
+        "first step",
+        0,
+        0.0,
+        (Dispatched(TERM, LAUNCHER, 0.0), Dispatched(INT, RANK_0, 0.1), Dispatched(INT, GROUP, 0.2)),
+    ),
     Draw("step", 9, 0.0, BURST),
-    Draw("save", 6, 0.0, (Sent(INT, GROUP, 0.0), Sent(INT, GROUP, 0.02), Sent(TERM, GROUP, 0.05))),
+    Draw("save", 6, 0.0, (Dispatched(INT, GROUP, 0.0), Dispatched(INT, GROUP, 0.02), Dispatched(TERM, GROUP, 0.05))),
 ]
 
 
@@ -244,7 +249,7 @@ def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: 
         return around
 
     def work(rank: int) -> int:
-        workshop, state = set_up(run, rank, 2, torch.device("cpu"), 30.0)
+        context, state = build_train_context(run, rank, 2, torch.device("cpu"), 30.0)
         step, done = trainer._step, [0]
 
         def counted(*args: Any) -> Any:
@@ -252,7 +257,7 @@ def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: 
             return signalled(step)(*args) if rank == 1 and done[0] == SAVE_EVERY + 1 else step(*args)
 
         trainer._step, trainer._save_last = counted, signalled(trainer._save_last)
-        return signalled(lambda code: code)(trainer.train(workshop, state, [], stop))
+        return signalled(lambda code: code)(trainer.train(context, state, [], stop))
 
     assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED
     assert not stop, "the launcher itself was not asked"
@@ -270,8 +275,8 @@ def test_a_signal_to_one_rank_during_set_up_is_remembered_by_all(
     def work(rank: int) -> int:
         if rank == 1:
             signal.raise_signal(TERM)
-        workshop, state = set_up(run, rank, 2, torch.device("cpu"), 30.0)
-        return trainer.train(workshop, state, [], stop)
+        context, state = build_train_context(run, rank, 2, torch.device("cpu"), 30.0)
+        return trainer.train(context, state, [], stop)
 
     assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED
     assert not list(checkpoints.iterdir())
@@ -294,7 +299,7 @@ def test_no_rank_runs_the_handler_of_its_launcher() -> None:
 
     before = signal.signal(TERM, in_launcher)
     try:
-        answers = fork_ranks(lambda rank: [bool(stop), stop.signal], 2, in_rank=in_rank)
+        answers = spawn_ranks(lambda rank: [bool(stop), stop.signal], 2, in_rank=in_rank)
     finally:
         signal.signal(TERM, before)
     assert answers == [[True, TERM], [True, TERM]]

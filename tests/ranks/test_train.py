@@ -22,7 +22,7 @@ from tests.kill import Diary, digest
 import moefold.moe.router
 import moefold.pipeline.step
 import moefold.train.trainer
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
@@ -30,12 +30,12 @@ from moefold.config.train import HealthConfig, SavingConfig
 from moefold.data.samples import Samples
 from moefold.errors import RankError, TrainingError
 from moefold.moe.experts import Experts
-from moefold.parallel.parallelize import Share
+from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
 from moefold.train.state import TrainState
 from moefold.train.supervise import supervise
-from moefold.train.train_context import run_directory, set_up
+from moefold.train.train_context import build_train_context, run_directory
 from moefold.train.trainer import FINISHED, INTERRUPTED, train
 
 
@@ -47,16 +47,16 @@ def tiny(directory: Path, steps: int = 6, parallel: ParallelConfig | None = None
     return replace(base, data=data, train=settings, parallel=parallel or ParallelConfig())
 
 
-def on_world(run: RunConfig, world: int, before: Any = lambda rank, workshop: None) -> list[list[Any]]:
+def on_world(run: RunConfig, world: int, before: Any = lambda rank, context: None) -> list[list[Any]]:
     """Train on ``world`` ranks; returns every rank's [exit code, digest] and writes the diary."""
 
     def work(rank: int) -> list[Any]:
-        workshop, state = set_up(run, rank, world, torch.device("cpu"), 30.0)
-        before(rank, workshop)
-        code = train(workshop, state, [Diary(run_directory(run) / "diary.jsonl")])
-        return [code, digest(workshop)]
+        context, state = build_train_context(run, rank, world, torch.device("cpu"), 30.0)
+        before(rank, context)
+        code = train(context, state, [Diary(run_directory(run) / "diary.jsonl")])
+        return [code, digest(context)]
 
-    return fork_ranks(work, world, seconds=100)
+    return spawn_ranks(work, world, seconds=100)
 
 
 def steps_of(run: RunConfig) -> list[dict[str, Any]]:
@@ -120,20 +120,20 @@ def assert_poisons_leave_no_trace(run: RunConfig, poisons: list[Poison], good: i
     data, settings = replace(run.data, global_batch=4), replace(run.train, steps=good + 2 * len(poisons))
     run = replace(run, data=data, train=settings)
 
-    def before(rank: int, workshop: Any) -> None:
-        lab = Laboratory(rank, workshop.share.model)
-        carry_out, number, at_start = moefold.pipeline.step.carry_out, [0], [""]
+    def before(rank: int, context: Any) -> None:
+        lab = Laboratory(rank, context.local_model.model)
+        run_schedule, number, at_start = moefold.pipeline.step.run_schedule, [0], [""]
 
-        def watched(share: Share, batches: Any, told: Any) -> Any:
+        def watched(local_model: LocalModel, batches: Any, told: Any) -> Any:
             step = number[0] - good
-            now = digest(workshop) if step >= 0 else ""
+            now = digest(context) if step >= 0 else ""
             if step > 0:
                 assert (now == at_start[0]) == (step % 2 == 1), f"{poisons[(step - 1) // 2]}, step {number[0]}"
             number[0], at_start[0] = number[0] + 1, now
             lab.due = poisons[step // 2] if step >= 0 and step % 2 == 0 else None
-            return lab.after_backward(carry_out(share, batches, told))
+            return lab.after_backward(run_schedule(local_model, batches, told))
 
-        moefold.pipeline.step.carry_out = watched
+        moefold.pipeline.step.run_schedule = watched
 
     on_world(run, 2, before)
     steps = steps_of(run)
@@ -217,10 +217,10 @@ class Laboratory:
 
 
 def test_skipping_for_ever_ends_the_run_with_a_reason(tmp_path: Path) -> None:
-    run = tiny(tmp_path, steps=9, most_skips=3)
+    run = tiny(tmp_path, steps=9, max_consecutive_skips=3)
 
-    def before(rank: int, workshop: Any) -> None:
-        workshop.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
+    def before(rank: int, context: Any) -> None:
+        context.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
 
     with pytest.raises(RankError, match="3 steps in a row were skipped"):
         on_world(run, 1, before)
@@ -231,16 +231,16 @@ def test_a_signal_to_one_rank_stops_all_after_a_save_and_the_rest_follows_exactl
     whole = tiny(tmp_path / "whole", steps=8, parallel=ParallelConfig(ep=2))
     expected = on_world(whole, 2)
 
-    def before(rank: int, workshop: Any) -> None:
+    def before(rank: int, context: Any) -> None:
         if rank == 1:
             threading.Timer(0.3, lambda: os.kill(os.getpid(), number)).start()
-            judge = moefold.train.trainer.objection
+            judge = moefold.train.trainer.skip_reason
 
             def slowly(*args: Any) -> Any:
                 time.sleep(0.1)
                 return judge(*args)
 
-            moefold.train.trainer.objection = slowly
+            moefold.train.trainer.skip_reason = slowly
 
     broken = tiny(tmp_path / "broken", steps=8, parallel=ParallelConfig(ep=2))
     first = on_world(broken, 2, before)

@@ -17,7 +17,7 @@ from tests.two_hosts import move_to, possible, two_hosts
 
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import Dispatcher, Routing
 from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
@@ -72,7 +72,7 @@ def measure(rank: int) -> dict[str, Any]:
 @pytest.mark.skipif(not possible(), reason="needs the right to make network namespaces")
 def test_two_levels_cross_with_fewer_bytes() -> None:
     with two_hosts("500mbit"):
-        ranks = fork_ranks(measure, 4, seconds=200, interface=lambda rank: move_to(rank // 2))
+        ranks = spawn_ranks(measure, 4, seconds=200, interface=lambda rank: move_to(rank // 2))
     for host in (ranks[:2], ranks[2:]):
         crossed = {name: max(rank[name] for rank in host) / TURNS for name in ("deduplicated", "two_level")}
         assert crossed["two_level"] <= 1.02 * crossed["deduplicated"]

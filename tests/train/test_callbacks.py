@@ -33,7 +33,7 @@ def test_a_line_has_every_field_in_order(tmp_path: Path, capsys: pytest.CaptureF
     steps = [line for line in lines if line.startswith("step=")]
     assert [line.split()[0] for line in steps] == ["step=5/20", "step=10/20", "step=15/20", "step=20/20"]
     names = [field.partition("=")[0] for field in steps[0].split()]
-    assert " ".join(names) == "step loss balance.sequence norm rate tokens/s tflops mfu memory ms data load dead eta"
+    assert " ".join(names) == "step loss balance.sequence grad_norm lr tokens/s tflops mfu memory ms data load dead eta"
     assert " loss=2.2833 " in steps[0]  # the mean of 5/1 ... 5/5
     for expected in ("tokens/s=5.1K", "mfu=unknown", "memory=3.0GiB", "ms=100.0", "data=10.0%", "load=4.00", "dead=1"):
         assert f" {expected} " in steps[0], steps[0]
@@ -59,7 +59,7 @@ def test_every_step_is_one_json_line(tmp_path: Path) -> None:
     tell(JsonLines("CPU"), tmp_path)
     steps = lines_of(tmp_path, "step")
     assert [line["step"] for line in steps] == list(range(1, 21))
-    assert steps[3]["norm"] == 1.25 and steps[3]["speed"]["tokens_per_s"] == pytest.approx(5120)
+    assert steps[3]["grad_norm"] == 1.25 and steps[3]["speed"]["tokens_per_s"] == pytest.approx(5120)
     counted = [line for line in steps if "counts" in line]
     assert [line["step"] for line in counted] == [5, 10, 15, 20]
     assert counted[0]["counts_steps"] == 5 and counted[0]["counts"][1][0] == 5 * 512
@@ -75,10 +75,10 @@ def test_every_step_is_one_json_line(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     lines = JsonLines("CPU")
     lines.on_start(info_of(tmp_path))
-    lines.on_step(record_of(1, loss=float("nan"), norm=float("inf"), counts=None, skipped="loss is nan"))
+    lines.on_step(record_of(1, loss=float("nan"), grad_norm=float("inf"), counts=None, skipped="loss is nan"))
     lines.on_validation(1, float("nan"))
     (step,) = lines_of(tmp_path, "step")
-    assert (step["loss"], step["norm"], step["skipped"]) == (None, None, "loss is nan")
+    assert (step["loss"], step["grad_norm"], step["skipped"]) == (None, None, "loss is nan")
     assert lines_of(tmp_path, "validation")[0]["loss"] is None
 
 
@@ -187,14 +187,14 @@ def test_services_get_finite_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for resumed in (None, 10):
         told = Callbacks(services(info_of(tmp_path, tensorboard=True, wandb="project").run.train))
         told.on_start(info_of(tmp_path, resumed_from=resumed))
-        told.on_step(record_of(11, norm=float("inf"), skipped="norm is inf"))
+        told.on_step(record_of(11, grad_norm=float("inf"), skipped="norm is inf"))
         told.on_validation(11, 2.0)
         told.on_stop("finished")
     assert [service.closed for service in made] == [True] * 4
     for service in made:
         names = [name for name, _, _ in service.seen]
         assert {"train/loss", "router/max_load", "validation/loss", "balance/sequence"} <= set(names)
-        assert "train/norm" not in names and {step for *_, step in service.seen} == {11}
+        assert "train/grad_norm" not in names and {step for *_, step in service.seen} == {11}
     assert [service.made_with["purge_step"] for service in made[::2]] == [None, 11]
     first, second = (service.made_with for service in made[1::2])
     assert first["project"] == "project" and first["id"] == second["id"]

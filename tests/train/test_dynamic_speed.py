@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tests.data.token_files import megatron
 
 from moefold.blueprint.parameters import parameters
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -34,7 +34,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.optim.adamw import adamw
-from moefold.parallel.parallelize import Share, groups_of, take_share
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.pipeline.step import run_step
 from moefold.train.batches import step_batches
 
@@ -42,12 +42,12 @@ RANKS, S, ROUNDS, VOCAB = 4, 4096, 9, 512
 CPU = torch.device("cpu")
 MODEL = ModelConfig(
     vocab_size=VOCAB,
-    width=128,
+    dim=128,
     num_layers=2,
     num_dense_layers=1,
-    dense_width=256,
+    dense_hidden_dim=256,
     attention=GQAConfig(num_heads=4, num_kv_heads=2, head_dim=32),
-    moe=MoEConfig(num_experts=8, top_k=2, expert_width=128, balance=BalanceConfig(sequence=0.01, z=1e-3)),
+    moe=MoEConfig(num_experts=8, top_k=2, expert_hidden_dim=128, balance=BalanceConfig(sequence=0.01, z=1e-3)),
 )
 PARALLEL = {
     "static": ParallelConfig(cp=RANKS, ep=RANKS),
@@ -55,10 +55,10 @@ PARALLEL = {
 }
 
 
-class Way(NamedTuple):
+class Splits(NamedTuple):
     """One of the two ways to train, with a model and an optimizer of its own."""
 
-    share: Share
+    local_model: LocalModel
     optimizer: torch.optim.Optimizer
     samples: AnySamples
 
@@ -75,22 +75,22 @@ class Measured(NamedTuple):
     contexts: list[int]
 
 
-def way(path: str, batch: int, parallel: ParallelConfig, rank: int) -> Way:
-    data = DataConfig(S, batch, 1, "packed", train=path, validation=None)
+def way(path: str, batch: int, parallel: ParallelConfig, rank: int) -> Splits:
+    data = DataConfig(S, batch, 1, "bin_packed", train=path, validation=None)
     run = RunConfig(name="speed", model=MODEL, data=data, parallel=parallel)
-    share = take_share(run, groups_of(run, RANKS, rank, timedelta(seconds=300)), CPU)
+    local_model = build_local_model(run, groups_of(run, RANKS, rank, timedelta(seconds=300)), CPU)
     kinds = {spec.name: spec.kind for spec in parameters(run.model)}
-    optimizer = adamw(((p, kinds[name]) for name, p in share.model.named_parameters()), run.optim)
-    return Way(share, optimizer, open_samples(run.data, VOCAB, run.seed))
+    optimizer = adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), run.optim)
+    return Splits(local_model, optimizer, open_samples(run.data, VOCAB, run.seed))
 
 
-def step(of: Way, number: int) -> Measured:
-    groups = of.share.groups
+def step(of: Splits, number: int) -> Measured:
+    groups = of.local_model.groups
     before = sent_around(of)
     dist.barrier()
     began, spent = time.perf_counter(), time.process_time()
-    data = step_batches(of.samples, number * of.share.run.data.global_batch, of.share.run, groups, CPU)
-    result = run_step(of.share, of.optimizer, data.batches)
+    data = step_batches(of.samples, number * of.local_model.run.data.global_batch, of.local_model.run, groups, CPU)
+    result = run_step(of.local_model, of.optimizer, data.batches)
     dist.barrier()
     seconds, processor = time.perf_counter() - began, time.process_time() - spent
     messages, num_bytes = (now - then for now, then in zip(sent_around(of), before))
@@ -98,9 +98,9 @@ def step(of: Way, number: int) -> Measured:
     return Measured(float(result.sums.loss), data.tokens, seconds, processor, messages, num_bytes, contexts)
 
 
-def sent_around(of: Way) -> tuple[int, int]:
+def sent_around(of: Splits) -> tuple[int, int]:
     """Messages and bytes of this rank in all its rings so far."""
-    found = [group.ledger.of("send", group.name) for group in of.share.groups.contexts.values()]
+    found = [group.ledger.of("send", group.name) for group in of.local_model.groups.contexts.values()]
     return sum(traffic.calls for traffic in found), sum(traffic.bytes_sent for traffic in found)
 
 
@@ -116,7 +116,7 @@ def both_ways(path: str, batch: int) -> list[dict[str, list[Measured]]]:
                 steps[kind].append(step(ways[kind], number))
         return steps
 
-    answers = fork_ranks(work, RANKS, seconds=900)
+    answers = spawn_ranks(work, RANKS, seconds=900)
     return [{kind: [Measured(*m) for m in found] for kind, found in answer.items()} for answer in answers]
 
 

@@ -26,10 +26,10 @@ from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.data.packing import lengths as piece_lengths
 from moefold.nn.batch import IGNORED, Batch
-from moefold.parallel.parallelize import Share, take_share
+from moefold.parallel.parallelize import LocalModel, build_local_model
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.pipeline_state import StepSums
-from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.runtime import run_schedule
 from moefold.prove.init_values import busy_values
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.folded_layout import fold
@@ -54,7 +54,7 @@ def run_of(path: Path, documents: str, parallel: ParallelConfig | None = None, *
     return replace(
         base,
         model=replace(base.model, moe=moe, num_mtp=1),
-        data=DataConfig(documents=documents, train=corpus(path), validation=None, **settings),  # type: ignore[arg-type]
+        data=DataConfig(packing=documents, train=corpus(path), validation=None, **settings),  # type: ignore[arg-type]
         parallel=parallel or ParallelConfig(),
         precision=PrecisionConfig(params="float64", compute="float64", experts="sequential"),
     )
@@ -78,11 +78,13 @@ def on_rank(run: RunConfig, rank: int, world: int, first: int = 0) -> StepData:
     return step_batches(opened(run), first, run, stands, CPU)
 
 
-def carried_out(share: Share, batches: list[Batch]) -> tuple[StepSums, dict[str, Tensor]]:
-    share.model.zero_grad()
-    sums = carry_out(share, batches)
+def carried_out(local_model: LocalModel, batches: list[Batch]) -> tuple[StepSums, dict[str, Tensor]]:
+    local_model.model.zero_grad()
+    sums = run_schedule(local_model, batches)
     gradients = {
-        name: local_part(value.grad).clone() for name, value in share.model.named_parameters() if value.grad is not None
+        name: local_part(value.grad).clone()
+        for name, value in local_model.model.named_parameters()
+        if value.grad is not None
     }
     return sums, gradients
 
@@ -93,7 +95,7 @@ def labels_ahead(batches: list[Batch]) -> int:
 
 def one_at_a_time(run: RunConfig) -> list[Batch]:
     """The twin of packing: every document a microbatch of its own."""
-    data = replace(run.data, documents="packed", micro_batch=1)
+    data = replace(run.data, packing="bin_packed", micro_batch=1)
     samples, found = opened(run), []
     for i in range(run.data.global_batch):
         one = replace(run, data=replace(data, global_batch=1))
@@ -104,20 +106,20 @@ def one_at_a_time(run: RunConfig) -> list[Batch]:
 
 
 def test_packed_padded_and_single_documents_make_the_same_step(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "packed")
-    share = take_share(run, alone(run), CPU, busy_values)
+    run = run_of(tmp_path, "bin_packed")
+    local_model = build_local_model(run, alone(run), CPU, busy_values)
     ways = {
         "single": one_at_a_time(run),
-        "packed": step_of(run).batches,
-        "packed into more": step_of(run_of(tmp_path, "packed", micro_batch=1)).batches,
-        "packed into one": step_of(run_of(tmp_path, "packed", micro_batch=BATCH)).batches,
+        "bin_packed": step_of(run).batches,
+        "packed into more": step_of(run_of(tmp_path, "bin_packed", micro_batch=1)).batches,
+        "packed into one": step_of(run_of(tmp_path, "bin_packed", micro_batch=BATCH)).batches,
         "padded": step_of(run_of(tmp_path, "padded")).batches,
     }
-    assert len(ways["packed into one"]) == 1 < len(ways["packed"]) < len(ways["padded"]) < len(ways["single"])
-    expected, gradients = carried_out(share, ways.pop("single"))
+    assert len(ways["packed into one"]) == 1 < len(ways["bin_packed"]) < len(ways["padded"]) < len(ways["single"])
+    expected, gradients = carried_out(local_model, ways.pop("single"))
     assert expected.loss > 0 and all(gradient.abs().max() > 0 for gradient in gradients.values())
     for name, batches in ways.items():
-        sums, found = carried_out(share, batches)
+        sums, found = carried_out(local_model, batches)
         for field in ("loss", "ahead", "dropped"):
             torch.testing.assert_close(getattr(sums, field), getattr(expected, field), rtol=1e-11, atol=1e-12, msg=name)
         torch.testing.assert_close(torch.stack(sums.balance), torch.stack(expected.balance), rtol=1e-11, atol=1e-13)
@@ -127,7 +129,7 @@ def test_packed_padded_and_single_documents_make_the_same_step(tmp_path: Path) -
 
 
 def test_a_step_knows_its_real_tokens_without_reading(tmp_path: Path) -> None:
-    for kind in ("packed", "padded"):
+    for kind in ("bin_packed", "padded"):
         run = run_of(tmp_path, kind)
         samples, data = opened(run), step_of(run)
         real = sum(len(samples.sample(i).tokens) - 1 for i in range(BATCH))
@@ -143,7 +145,7 @@ def test_a_step_knows_its_real_tokens_without_reading(tmp_path: Path) -> None:
 
 def test_microbatches_stay_within_their_room(tmp_path: Path) -> None:
     for micro_batch in (1, 2, 5):
-        for batch in step_of(run_of(tmp_path, "packed", micro_batch=micro_batch)).batches:
+        for batch in step_of(run_of(tmp_path, "bin_packed", micro_batch=micro_batch)).batches:
             assert batch.num_tokens == sum(batch.lengths) <= micro_batch * S
             assert max(batch.lengths) <= S
 
@@ -159,13 +161,13 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "joined"])
+@pytest.mark.parametrize("kind", ["bin_packed", "padded", "concat"])
 @pytest.mark.parametrize("world,parallel", LAYOUTS)
 def test_a_step_sees_the_same_documents_on_any_layout(
     tmp_path: Path, kind: str, world: int, parallel: ParallelConfig
 ) -> None:
     """Every token, label and look ahead of the step is on exactly one rank of each stage (and of each tp group)."""
-    if parallel.dynamic_cp and kind != "packed":
+    if parallel.dynamic_cp and kind != "bin_packed":
         pytest.skip("only packed documents are sorted by length")
     run = run_of(tmp_path, kind, parallel)
     layout = fold(parallel, world)
@@ -190,33 +192,33 @@ def rows(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def test_the_union_of_ids_does_not_depend_on_the_world(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "packed")
+    run = run_of(tmp_path, "bin_packed")
     samples = opened(run)
     sizes = [samples.length(i) for i in range(BATCH)]
     for world in (1, 2, 3, 4):
         plan = plan_for(run, sizes, fold(run.parallel, world))
         shares = [[i for wave in plan.waves for i in wave.documents[rank]] for rank in range(world)]
-        assert sorted(i for share in shares for i in share) == list(range(BATCH))
-        for rank, share in enumerate(shares):
-            ids = "\n".join(samples.sample(i).id for i in share)
+        assert sorted(i for local_model in shares for i in local_model) == list(range(BATCH))
+        for rank, local_model in enumerate(shares):
+            ids = "\n".join(samples.sample(i).id for i in local_model)
             assert on_rank(run, rank, world).ids == hashlib.sha256(ids.encode()).hexdigest()
 
 
 def test_more_ranks_than_documents_run_empty_microbatches(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "packed", global_batch=3)
+    run = run_of(tmp_path, "bin_packed", global_batch=3)
     steps = [on_rank(run, rank, 8) for rank in range(8)]
     assert {len(step.batches) for step in steps} == {1}
     empty = [step.batches[0] for step in steps if not step.batches[0].num_tokens]
     assert len(empty) >= 5 and all(batch.lengths == () for batch in empty)
     # An empty microbatch still has a forward and a backward: other ranks wait for it in every layer.
-    share = take_share(run, alone(run), CPU, busy_values)
-    sums, gradients = carried_out(share, [empty[0]])
+    local_model = build_local_model(run, alone(run), CPU, busy_values)
+    sums, gradients = carried_out(local_model, [empty[0]])
     assert sums.loss == 0 and not sums.counts_ME.any()
     assert all(not gradient.any() for gradient in gradients.values())
 
 
 def test_documents_of_a_window_are_kept_apart(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "apart")
+    run = run_of(tmp_path, "concat_masked")
     samples = opened(run)
     (first, *_), tokens = step_of(run).batches, step_of(run).tokens
     read = [samples.sample(i) for i in range(2)]
@@ -230,7 +232,7 @@ def test_documents_of_a_window_are_kept_apart(tmp_path: Path) -> None:
     assert first.step_labels_ahead == (labels_ahead(step_of(run).batches),) < (counted,)
     assert first.step_sequences == sum(len(batch.lengths) for batch in step_of(run).batches) > BATCH
     # Otherwise it is the window that was always read.
-    joined = step_of(run_of(tmp_path, "joined")).batches[0]
+    joined = step_of(run_of(tmp_path, "concat")).batches[0]
     assert torch.equal(joined.tokens_T, first.tokens_T) and joined.lengths == (S, S)
     kept = first.labels_T != IGNORED
     assert torch.equal(joined.labels_T[kept], first.labels_T[kept])

@@ -12,12 +12,12 @@ import torch
 from tests.train.test_packed import BATCH, run_of
 
 from moefold.blueprint.parameters import parameters
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import open_samples
 from moefold.optim.adamw import adamw
-from moefold.parallel.parallelize import groups_of, take_share
+from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.step import evaluate, run_step
 from moefold.prove.init_values import busy_values
 from moefold.train.batches import step_batches
@@ -39,25 +39,27 @@ def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
     """Of every rank and step: loss, look-ahead loss, norm, balance losses and the tokens per expert."""
 
     def work(rank: int) -> list[list[float]]:
-        share = take_share(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, busy_values)
+        local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, busy_values)
         kinds = {spec.name: spec.kind for spec in parameters(run.model)}
-        optimizer = adamw(((p, kinds[name]) for name, p in share.model.named_parameters()), run.optim)
+        optimizer = adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), run.optim)
         samples, told = open_samples(run.data, run.model.vocab_size, run.seed), []
         for number in range(3):
-            data = step_batches(samples, number * BATCH, run, share.groups, CPU)
-            result = run_step(share, optimizer, data.batches)
+            data = step_batches(samples, number * BATCH, run, local_model.groups, CPU)
+            result = run_step(local_model, optimizer, data.batches)
             sums = result.sums
             counts = sums.counts_ME.flatten().tolist()
-            told.append([float(sums.loss), float(sums.ahead), float(result.norm), *map(float, sums.balance), *counts])
-        last = step_batches(samples, 3 * BATCH, run, share.groups, CPU)
-        return [*told, [float(evaluate(share, last.batches)), float(last.tokens)]]
+            told.append(
+                [float(sums.loss), float(sums.ahead), float(result.grad_norm), *map(float, sums.balance), *counts]
+            )
+        last = step_batches(samples, 3 * BATCH, run, local_model.groups, CPU)
+        return [*told, [float(evaluate(local_model, last.batches)), float(last.tokens)]]
 
-    return fork_ranks(work, world, seconds=110)
+    return spawn_ranks(work, world, seconds=110)
 
 
 # Packed documents have shapes that change with every microbatch; the others a fixed one, or one that windows decide.
-CASES = [("packed", layout) for layout in LAYOUTS]
-CASES += [(kind, layout) for kind in ("padded", "apart") for layout in ("tp2 ep2", "cp2 dp2 ep4", "pp2 dp2")]
+CASES = [("bin_packed", layout) for layout in LAYOUTS]
+CASES += [(kind, layout) for kind in ("padded", "concat_masked") for layout in ("tp2 ep2", "cp2 dp2 ep4", "pp2 dp2")]
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_strange_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     bad_counts = [
         good | {"step": 2 + i, "counts": c} for i, c in enumerate((7, [[1], [2, 3]], [["x"]], [[-1]], [[2**70]]))
     ]
-    odd = good | {"step": 9, "loss": "<script>", "balance": [], "seconds": 3, "speed": None, "norm": 10**400}
+    odd = good | {"step": 9, "loss": "<script>", "balance": [], "seconds": 3, "speed": None, "grad_norm": 10**400}
     names = {"kind": "start", "step": 0, "run": "<img src=x>", "steps": "many", "config": {"model": 3}, "world": []}
     history = read_history(write(tmp_path, names, good, *strange, *bad_counts, odd, {"kind": "unheard of", "step": 3}))
     assert history.unreadable == len(strange) + len(bad_counts)

@@ -14,7 +14,7 @@ from tests.kill import Diary
 from moefold.config.data import SourceConfig
 from moefold.recipes.catalog import RECIPES
 from moefold.train.state import TrainState
-from moefold.train.train_context import set_up
+from moefold.train.train_context import build_train_context
 from moefold.train.trainer import begin_save, train
 
 
@@ -31,14 +31,14 @@ def test_a_run_resumes_a_million_steps_in_within_seconds(tmp_path: Path) -> None
     data = replace(base.data, mixture=sources, validation=None)
     settings = replace(base.train, steps=far + 1, directory=str(tmp_path / "runs"))
     run = replace(base, data=data, train=settings)
-    workshop, _ = set_up(run, 0, 1, torch.device("cpu"), 30.0)
-    begin_save(workshop, TrainState(step=far, samples=far * data.global_batch))
-    assert workshop.saver.finish() == far
+    context, _ = build_train_context(run, 0, 1, torch.device("cpu"), 30.0)
+    begin_save(context, TrainState(step=far, samples=far * data.global_batch))
+    assert context.saver.finish() == far
 
     began = time.perf_counter()
-    workshop, state = set_up(run, 0, 1, torch.device("cpu"), 30.0)
-    assert state.step == far and workshop.samples.num_tokens > 10**12
-    assert train(workshop, state, [Diary(tmp_path / "diary.jsonl")]) == 0
+    context, state = build_train_context(run, 0, 1, torch.device("cpu"), 30.0)
+    assert state.step == far and context.samples.num_tokens > 10**12
+    assert train(context, state, [Diary(tmp_path / "diary.jsonl")]) == 0
     seconds = time.perf_counter() - began
     print(f"resumed, stepped and saved in {seconds:.2f} s")
     assert seconds < 5

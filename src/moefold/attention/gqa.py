@@ -17,8 +17,8 @@ from moefold.attention.rotary import Rotary
 from moefold.config.attention import GQAConfig, RopeConfig
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm
-from moefold.nn.matmul_policy import Products
-from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.nn.matmul_policy import MatmulPolicy
+from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.backends import IN_TORCH, Kernels
 
 
@@ -27,20 +27,20 @@ class GroupedQueryAttention(nn.Module):
         self,
         config: GQAConfig,
         rope: RopeConfig,
-        width: int,
+        dim: int,
         layer: int,
         norm_eps: float,
-        tokens: TokenSeam,
+        tokens: TokenSharding,
         core: AttentionCore,
-        products: Products,
+        products: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(width, q_width, products, config.qkv_bias)
-        self.k = Linear(width, kv_width, products, config.qkv_bias)
-        self.v = Linear(width, kv_width, products, config.qkv_bias)
-        self.out = Linear(q_width, width, products, config.out_bias)
+        self.q = Linear(dim, q_width, products, config.qkv_bias)
+        self.k = Linear(dim, kv_width, products, config.qkv_bias)
+        self.v = Linear(dim, kv_width, products, config.qkv_bias)
+        self.out = Linear(q_width, dim, products, config.out_bias)
         self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels)
         self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
@@ -69,9 +69,9 @@ class GroupedQueryAttention(nn.Module):
         return norm(x_THd) if norm is not None and not self.norm_whole_projection else x_THd
 
 
-def _qk_norm(config: GQAConfig, full_width: int, eps: float, tokens: TokenSeam, kernels: Kernels) -> nn.Module | None:
+def _qk_norm(config: GQAConfig, full_dim: int, eps: float, tokens: TokenSharding, kernels: Kernels) -> nn.Module | None:
     if config.qk_norm == "none":
         return None
     if config.qk_norm == "head":
         return RMSNorm(config.head_dim, eps, kernels.rms_norm)
-    return SpreadRMSNorm(full_width, eps, tokens)
+    return SpreadRMSNorm(full_dim, eps, tokens)

@@ -17,8 +17,8 @@ from moefold.attention.rotary import Rotary
 from moefold.config.attention import MLAConfig, RopeConfig
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm
-from moefold.nn.matmul_policy import Products
-from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.nn.matmul_policy import MatmulPolicy
+from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.rope import latent_softmax_scale
 
@@ -28,25 +28,25 @@ class LatentAttention(nn.Module):
         self,
         config: MLAConfig,
         rope: RopeConfig,
-        width: int,
+        dim: int,
         norm_eps: float,
-        tokens: TokenSeam,
+        tokens: TokenSharding,
         core: AttentionCore,
-        products: Products,
+        products: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
         query_dim = config.nope_dim + config.rope_dim
         if config.q_latent is None:
-            self.q = Linear(width, config.num_heads * query_dim, products)
+            self.q = Linear(dim, config.num_heads * query_dim, products)
         else:
-            self.q_down = Linear(width, config.q_latent, products)
+            self.q_down = Linear(dim, config.q_latent, products)
             self.q_norm = RMSNorm(config.q_latent, norm_eps, kernels.rms_norm)
             self.q_up = Linear(config.q_latent, config.num_heads * query_dim, products)
-        self.kv_down = Linear(width, config.kv_latent + config.rope_dim, products)
+        self.kv_down = Linear(dim, config.kv_latent + config.rope_dim, products)
         self.kv_norm = RMSNorm(config.kv_latent, norm_eps, kernels.rms_norm)
         self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), products)
-        self.out = Linear(config.num_heads * config.value_dim, width, products)
+        self.out = Linear(config.num_heads * config.value_dim, dim, products)
         self.rotary = Rotary(rope, config.rope_dim, kernels)
         self.config = config
         self.scale = query_dim**-0.5 * latent_softmax_scale(rope.yarn)

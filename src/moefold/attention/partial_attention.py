@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -92,7 +92,7 @@ def sink_gradients(grad_nHv: Tensor, out_nHv: Tensor, lse_nH: Tensor, sinks_H: T
     gradients_H = torch.empty_like(sinks_H)
     # One head at a time: the wide product of all heads would be the largest tensor around.
     for head in range(sinks_H.shape[0]):
-        seen_n = (widened(grad_nHv[:, head]) * widened(out_nHv[:, head])).sum(-1)
+        seen_n = (upcast(grad_nHv[:, head]) * upcast(out_nHv[:, head])).sum(-1)
         gradients_H[head] = -(weight_nH[:, head] * seen_n).sum()
     return gradients_H
 
@@ -107,7 +107,7 @@ def attend_part_plain(
     scores = _scores(q_BHnd, _per_query_head(k_BGmd, heads), scale, causal, mask_nm)
     lse = scores.logsumexp(-1)
     share = (scores - _no_infinity(lse).unsqueeze(-1)).exp()
-    return (share @ widened(_per_query_head(v_BGmv, heads))).to(v_BGmv.dtype), lse
+    return (share @ upcast(_per_query_head(v_BGmv, heads))).to(v_BGmv.dtype), lse
 
 
 def part_gradients_plain(
@@ -123,14 +123,14 @@ def part_gradients_plain(
     mask_nm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = q_BHnd.shape[1], k_BGmd.shape[1]
-    k, v = _per_query_head(k_BGmd, heads), widened(_per_query_head(v_BGmv, heads))
-    grad, out = widened(grad_BHnv), widened(out_BHnv)
+    k, v = _per_query_head(k_BGmd, heads), upcast(_per_query_head(v_BGmv, heads))
+    grad, out = upcast(grad_BHnv), upcast(out_BHnv)
     scores = _scores(q_BHnd, k, scale, causal, mask_nm)
     share = (scores - _no_infinity(lse_BHn).unsqueeze(-1)).exp()
     grad_share = grad @ v.transpose(-1, -2)
     grad_scores = share * (grad_share - (grad * out).sum(-1, keepdim=True)) * scale
-    dq = grad_scores @ widened(k)
-    dk = grad_scores.transpose(-1, -2) @ widened(q_BHnd)
+    dq = grad_scores @ upcast(k)
+    dk = grad_scores.transpose(-1, -2) @ upcast(q_BHnd)
     dv = share.transpose(-1, -2) @ grad
     return dq, _per_kv_head(dk, kv_heads), _per_kv_head(dv, kv_heads)
 
@@ -141,11 +141,11 @@ def part_gradients_plain(
 def attend_part_fused(
     q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    value_dim, width = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
+    value_dim, dim = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
     if _nothing(q_BHnd, k_BGmd):
         out = q_BHnd.new_zeros(*q_BHnd.shape[:-1], value_dim)
-        return out, widened(out.new_full(q_BHnd.shape[:-1], -torch.inf))
-    q, k, v = (_padded(x, width) for x in (q_BHnd, k_BGmd, v_BGmv))
+        return out, upcast(out.new_full(q_BHnd.shape[:-1], -torch.inf))
+    q, k, v = (_padded(x, dim) for x in (q_BHnd, k_BGmd, v_BGmv))
     out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=_additive(mask_nm, q), scale=scale)
     if mask_nm is not None:
         # The kernel calls the log-sum-exp of a query that sees nothing 0, which would be the weight of a whole key.
@@ -165,10 +165,10 @@ def part_gradients_fused(
     causal: bool,
     mask_nm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value_dim, width = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
+    value_dim, dim = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
     if _nothing(q_BHnd, k_BGmd):
         return torch.zeros_like(q_BHnd), torch.zeros_like(k_BGmd), torch.zeros_like(v_BGmv)
-    grad, q, k, v, out = (_padded(x, width) for x in (grad_BHnv, q_BHnd, k_BGmd, v_BGmv, out_BHnv))
+    grad, q, k, v, out = (_padded(x, dim) for x in (grad_BHnv, q_BHnd, k_BGmd, v_BGmv, out_BHnv))
     # A query that sees nothing anywhere: with an infinite log-sum-exp all its shares are exp(-inf) = 0.
     lse = lse_BHn.masked_fill(lse_BHn == -torch.inf, torch.inf)
     dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask_nm, q), scale=scale)
@@ -180,7 +180,7 @@ FUSED = Parts(attend_part_fused, part_gradients_fused)
 
 
 def _scores(q_BHnd: Tensor, k_BHmd: Tensor, scale: float, causal: bool, mask_nm: Tensor | None) -> Tensor:
-    scores = widened(q_BHnd @ k_BHmd.transpose(-1, -2)) * scale
+    scores = upcast(q_BHnd @ k_BHmd.transpose(-1, -2)) * scale
     if causal:
         mask_nm = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores if mask_nm is None else scores.masked_fill(~mask_nm, -torch.inf)
@@ -204,9 +204,9 @@ def _nothing(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def _padded(x: Tensor, dim: int) -> Tensor:
     """The kernel wants one width for queries, keys and values; zeros change nothing."""
-    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
 
 
 def _additive(mask_nm: Tensor | None, q: Tensor) -> Tensor | None:

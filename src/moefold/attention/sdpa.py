@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.attention.mask_blocks import Sight, Stack, band, blocks, document_runs, stacks
 from moefold.attention.short_seq_attention_cpu import attend_short, suits
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 
 Lengths = tuple[int, ...]
 
@@ -43,7 +43,7 @@ def attend(
     return _in_order(seen, plan)
 
 
-def attend_naive(
+def attend_reference(
     q_THd: Tensor,
     k_TGd: Tensor,
     v_TGv: Tensor,
@@ -59,7 +59,7 @@ def attend_naive(
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         k, v = k.repeat_interleave(shared_by, dim=0), v.repeat_interleave(shared_by, dim=0)
         length = q.shape[1]
-        scores = widened(q @ k.transpose(-1, -2)) * scale
+        scores = upcast(q @ k.transpose(-1, -2)) * scale
         scores = scores.masked_fill(~band(length, length, 0, window, q.device), -torch.inf)
         if sinks_H is not None:
             sink = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -66,7 +66,7 @@ def token_flops(model: ModelConfig, longest: int) -> float:
     """Forward FLOPs of a token whatever its document's length: all matrices it meets, and attention through windows."""
     counts = count_parameters(model)
     # The embedding is looked up; the head is a product, once for every token that is predicted.
-    head = model.width * model.vocab_size
+    head = model.dim * model.vocab_size
     stored = counts.by_kind["embedding"] + counts.by_kind.get("head", 0)
     matrices = counts.active_matrices - stored + (1 + model.num_mtp) * head
     return 2 * matrices + _narrow_layers(model, longest) * _flops_per_position(model) * _window(model, longest)

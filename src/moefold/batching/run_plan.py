@@ -16,7 +16,7 @@ from moefold.topology.folded_layout import FoldedLayout
 def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:
     """Which samples of the step form which microbatch, from nothing but their lengths."""
     data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
-    if data.documents != "packed":
+    if data.packing != "bin_packed":
         return in_order(len(sizes), data.micro_batch, dp, cp)
     room, cost = data.micro_batch * data.seq_len, cost_of(run)
     if run.parallel.dynamic_cp:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -26,7 +26,7 @@ from moefold.config.parallel import LinkConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import Routing
-from moefold.ops.malloc import keep_heap
+from moefold.ops.malloc import disable_malloc_trim
 from moefold.parallel.expert_parallel import dispatcher_for
 from moefold.parallel.parallelize import groups_of
 from moefold.plan.dispatch_choice import Exchange, Volume, volumes
@@ -70,7 +70,7 @@ def draw_exchanges(count: int, seed: int) -> list[Exchange]:
         found.append(
             Exchange(
                 tokens=random.choice((64, 256, 512, 1024, 2048)),
-                width=random.choice((128, 256, 512, 1024, 2048)),
+                dim=random.choice((128, 256, 512, 1024, 2048)),
                 word=random.choice((2, 2, 4)),
                 num_experts=experts,
                 top_k=min(experts, random.choice((1, 2, 3, 4, 6, 8, 16))),
@@ -95,7 +95,7 @@ def measure_choices(
         mine = [case for case in cases if case.ep == ep]
 
         def work(rank: int, mine: Sequence[Exchange] = tuple(mine), ep: int = ep) -> list[dict[str, list[float]]]:
-            keep_heap()
+            disable_malloc_trim()
             torch.set_num_threads(1)
             told = []
             for number, case in enumerate(mine):
@@ -104,7 +104,7 @@ def measure_choices(
                     say(f"cases over {ep} ranks", number + 1, len(mine))
             return told
 
-        answers = fork_ranks(work, ep, seconds=_SECONDS)
+        answers = spawn_ranks(work, ep, seconds=_SECONDS)
         for number, case in enumerate(mine):
             taken[case] = {name: _quiet([each[number][name] for each in answers]) for name in CHOICES}
     return [Measured(case, taken[case], choice_for(case, link)) for case in cases]
@@ -128,9 +128,9 @@ def fit_link(measured: Sequence[Measured]) -> LinkConfig:
 
 def run_for(case: Exchange, dispatcher: str) -> RunConfig:
     formats: Any = {2: "bfloat16", 4: "float32"}[case.word]
-    moe = MoEConfig(num_experts=case.num_experts, top_k=case.top_k, expert_width=8)
+    moe = MoEConfig(num_experts=case.num_experts, top_k=case.top_k, expert_hidden_dim=8)
     return RunConfig(
-        model=ModelConfig(width=case.width, num_layers=1, moe=moe),
+        model=ModelConfig(dim=case.dim, num_layers=1, moe=moe),
         parallel=ParallelConfig(ep=case.ep, dispatcher=dispatcher),  # type: ignore[arg-type]
         precision=PrecisionConfig(params=formats, compute=formats),
         data=DataConfig(seq_len=case.tokens, global_batch=case.ep),
@@ -140,7 +140,7 @@ def run_for(case: Exchange, dispatcher: str) -> RunConfig:
 def _turns(case: Exchange, rank: int, rounds: int, warm: int) -> dict[str, list[float]]:
     generator = torch.Generator().manual_seed(rank)
     dtype = {2: torch.bfloat16, 4: torch.float32}[case.word]
-    x = torch.randn(case.tokens, case.width, generator=generator).to(dtype)
+    x = torch.randn(case.tokens, case.dim, generator=generator).to(dtype)
     weight = torch.rand(case.tokens, case.top_k, generator=generator)
     runs = {name: run_for(case, name) for name in CHOICES}
     groups = groups_of(runs["all_to_all"], case.ep, rank, _PATIENCE)

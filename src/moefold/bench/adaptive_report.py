@@ -14,7 +14,7 @@ def adaptive_report(measured: Sequence[Measured]) -> str:
     header = ("tokens", "width", "bytes", "E", "K", "ep", *CHOICES, "chosen", "x fastest")
     rows = [
         (
-            *(each.case.tokens, each.case.width, each.case.word, each.case.num_experts, each.case.top_k, each.case.ep),
+            *(each.case.tokens, each.case.dim, each.case.word, each.case.num_experts, each.case.top_k, each.case.ep),
             *(f"{each.seconds[name] * 1e3:.2f} ms" for name in CHOICES),
             each.chosen,
             f"{each.ratio:.2f}",

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefold.attention.sdpa import attend, attend_naive
+from moefold.attention.sdpa import attend, attend_reference
 from moefold.bench.attention_shapes import AttentionShape
 from moefold.bench.layer_inputs import DTYPES, relative_error
 from moefold.bench.runner import Builder, Options
@@ -67,7 +67,7 @@ class Ours(_Attention):
     @torch.no_grad()
     def relative_error(self, prepared: Inputs) -> float:
         q, k, v = (x.float() for x in (prepared.q, prepared.k, prepared.v))
-        exact_THd = attend_naive(q, k, v, self.shape.lengths, self.shape.scale)
+        exact_THd = attend_reference(q, k, v, self.shape.lengths, self.shape.scale)
         return relative_error(self.forward(prepared.q, prepared.k, prepared.v), exact_THd)
 
 

@@ -17,7 +17,7 @@ from moefold.bench.clock import Say, silent
 from moefold.bench.fit_machine import machine_of, sample_errors, wires_of
 from moefold.bench.multi_rank import crowd_sizes, group_sizes, measure_crowds, measure_together
 from moefold.bench.single_rank import measure_alone
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.machine import Machine, Wire
 
@@ -40,7 +40,7 @@ def calibrate(world: int = 4, rounds: int = ROUNDS, say: Say = silent) -> Calibr
     if not 1 <= world <= _MOST_RANKS:
         raise ConfigError(Problem("world", f"is {world}", f"use a number of ranks from 1 to {_MOST_RANKS}"))
     most = max(2, world)
-    alone = fork_ranks(lambda rank: measure_alone(rounds, say), 1, seconds=_SECONDS)[0]
+    alone = spawn_ranks(lambda rank: measure_alone(rounds, say), 1, seconds=_SECONDS)[0]
     alone = {name: value * (1.0 if name == "reference" else alone["reference"]) for name, value in alone.items()}
     crowds = _mean(lambda rank: measure_crowds(rank, most, rounds, _first(say, rank)), most)
     wires: list[Wire] = []
@@ -56,7 +56,7 @@ def calibrate(world: int = 4, rounds: int = ROUNDS, say: Say = silent) -> Calibr
 
 def _mean(work: Callable[[int], dict[str, float]], world: int) -> dict[str, float]:
     """What forked ranks measured, averaged."""
-    answers = fork_ranks(work, world, seconds=_SECONDS)
+    answers = spawn_ranks(work, world, seconds=_SECONDS)
     return {name: sum(answer[name] for answer in answers) / world for name in answers[0]}
 
 

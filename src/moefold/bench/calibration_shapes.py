@@ -18,7 +18,7 @@ class DenseShape(NamedTuple):
     """Both products of a gated feed-forward part."""
 
     tokens: int
-    width: int
+    dim: int
     hidden: int
 
 
@@ -27,7 +27,7 @@ class ExpertsShape(NamedTuple):
 
     rows: int
     experts: int
-    width: int
+    dim: int
     hidden: int
 
 
@@ -42,7 +42,7 @@ class AttentionShape(NamedTuple):
 class RoutedShape(NamedTuple):
     experts: int
     top_k: int
-    width: int
+    dim: int
 
 
 DENSE = (
@@ -70,8 +70,8 @@ def _run(name: str, tokens: int, mixture: bool) -> RunConfig:
     moe = MoEConfig(
         num_experts=8,
         top_k=2,
-        expert_width=256,
-        shared_width=256,
+        expert_hidden_dim=256,
+        shared_hidden_dim=256,
         router=RouterConfig(normalize=True),
         balance=BalanceConfig(microbatch=0.01),
     )
@@ -79,10 +79,10 @@ def _run(name: str, tokens: int, mixture: bool) -> RunConfig:
         name=name,
         model=ModelConfig(
             vocab_size=512,
-            width=256,
+            dim=256,
             num_layers=2,
             num_dense_layers=0 if mixture else 2,
-            dense_width=512,
+            dense_hidden_dim=512,
             attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32),
             moe=moe if mixture else None,
         ),

@@ -21,7 +21,7 @@ from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.permute import group_by_expert, put_back, take_rows, take_weights
-from moefold.nn.batch import share_of, whole_batch
+from moefold.nn.batch import context_shard, whole_batch
 from moefold.parallel.context_parallel import ContextCore, by_ring
 from moefold.parallel.param_shards import DATA_GROUPS
 
@@ -36,7 +36,7 @@ def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, T
     whole = whole_batch(
         tokens, tokens, (length,) * number * size, context_size=size, step_labels=1, step_tokens=1, step_sequences=1
     )
-    batch, core = share_of(whole, groups[size].index), ContextCore(by_ring(groups))
+    batch, core = context_shard(whole, groups[size].index), ContextCore(by_ring(groups))
     q = torch.randn(length * number, heads, dim, requires_grad=True)
     k, v = (torch.randn(length * number, kv_heads, dim, requires_grad=True) for _ in range(2))
     own = (length,) * number
@@ -49,7 +49,7 @@ def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, T
 
 def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
     """Rows to experts on other ranks and back, and to experts that are all here."""
-    x = torch.randn(tokens, ROUTED.width, requires_grad=True)
+    x = torch.randn(tokens, ROUTED.dim, requires_grad=True)
     # Every expert is chosen equally often, by tokens all over the batch.
     chosen = torch.randperm(tokens * ROUTED.top_k).view(tokens, ROUTED.top_k) % ROUTED.experts
     weight = torch.full((tokens, ROUTED.top_k), 0.5, requires_grad=True)

@@ -35,7 +35,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.moe.dispatch.base import READ_BACK, Routing
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Routing
 from moefold.moe.moe_kernels import kernels_for
 from moefold.nn.batch import whole_batch
 from moefold.parallel.expert_parallel import dispatcher_for
@@ -102,7 +102,7 @@ class BareExchange:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
         rows = chosen.x_tD.repeat_interleave(place.shape.top_k, dim=0)
-        arriving = rows.new_ones(int(received.sum()), place.shape.width)
+        arriving = rows.new_ones(int(received.sum()), place.shape.dim)
         return Buffers(rows, arriving, torch.ones_like(rows), sent.tolist(), received.tolist())
 
     def run(self, prepared: Buffers) -> None:
@@ -141,7 +141,7 @@ class ExpertParallelLayer:
         self.weights = draw_weights(place.shape, self.dtype)
         run = run_of(place, dispatcher)
         groups = groups_of(run, place.world, place.rank, _PATIENCE)
-        seams = seams_of(run, groups, None, READ_BACK, kernels_for(run.precision, "cpu"))
+        seams = seams_of(run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run.precision, "cpu"))
         self.layer = filled_layer(place.shape, self.weights, seams)
         self._keep_own_experts()
         tokens = torch.zeros(place.tokens, dtype=torch.int64)
@@ -180,7 +180,7 @@ def dense_of_a_rank(place: Place) -> DenseEngine:
 
 def run_of(place: Place, dispatcher: str) -> RunConfig:
     return RunConfig(
-        model=ModelConfig(width=place.shape.width, num_layers=1, moe=moe_config(place.shape)),
+        model=ModelConfig(dim=place.shape.dim, num_layers=1, moe=moe_config(place.shape)),
         parallel=ParallelConfig(ep=place.world, dispatcher=dispatcher),  # type: ignore[arg-type]
         precision=PrecisionConfig(place.dtype, place.dtype, "fused", "native"),  # type: ignore[arg-type]
         data=DataConfig(seq_len=place.tokens, global_batch=place.world),

@@ -34,14 +34,14 @@ from moefold.blueprint.param_counts import count_parameters
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire
-from moefold.plan.from_run import job_of_run
+from moefold.plan.from_run import workload_of_run
 from moefold.plan.op_costs import Part, Sizes, parts_of, sizes_of
 from moefold.plan.shape import Attention, Dense, Layer, Mixture
 from moefold.plan.stage_contents import stages_of_shape
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.step_time import stage_passes
 from moefold.plan.timing.throughput import Rates, rates_of
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 Times = Mapping[str, float]
 # Less than this cannot be told from nothing.
@@ -71,20 +71,20 @@ def smallest_errors(columns: Sequence[Sequence[float]], seconds: Sequence[float]
 # ---- products and attention ----
 
 
-def _sizes(width: int, tokens: int, length: int, balance: float) -> Sizes:
+def _sizes(dim: int, tokens: int, length: int, balance: float) -> Sizes:
     """Of one rank in float32, as `sizes_of` makes them for a machine."""
     return Sizes(
-        width=width, seq_len=length, tokens=float(tokens), tp=1, ep=1, etp=1, imbalance=1.0, narrow=False,
+        dim=dim, seq_len=length, tokens=float(tokens), tp=1, ep=1, etp=1, imbalance=1.0, narrow=False,
         operand_bytes=4.0, gradient_bytes=4.0, fused=False, exact=True, balance=balance,
         word=4.0, tile=1, sharpness=1.0,
     )  # fmt: skip
 
 
-def _counts(layer: Layer, name: str, width: int, tokens: int) -> list[tuple[str, float, float, float]]:
+def _counts(layer: Layer, name: str, dim: int, tokens: int) -> list[tuple[str, float, float, float]]:
     """(direction, FLOPs, bytes, loops) of a part's products, as the planner counts them."""
 
     def part(balance: float) -> Part:
-        return next(part for part in parts_of(layer, _sizes(width, tokens, tokens, balance)) if part.name == name)
+        return next(part for part in parts_of(layer, _sizes(dim, tokens, tokens, balance)) if part.name == name)
 
     found = []
     for way in ("forward", "backward"):
@@ -98,9 +98,7 @@ def product_rates(times: Times) -> tuple[float, float]:
     """Seconds per FLOP and per byte."""
     flops, fetched, taken = [], [], []
     for number, shape in enumerate(DENSE):
-        for way, count, moved, _ in _counts(
-            Layer(None, Dense(shape.hidden)), "feed_forward", shape.width, shape.tokens
-        ):
+        for way, count, moved, _ in _counts(Layer(None, Dense(shape.hidden)), "feed_forward", shape.dim, shape.tokens):
             flops.append(count)
             fetched.append(moved)
             taken.append(times[f"dense {number} {way}"])
@@ -113,7 +111,7 @@ def expert_rates(times: Times, per_flop: float, per_byte: float) -> tuple[float,
     alike, loops, taken = [], [], []
     for number, shape in enumerate(EXPERTS):
         layer = Layer(None, Mixture(shape.experts, 1, shape.hidden))
-        for way, count, moved, looped in _counts(layer, "experts", shape.width, shape.rows):
+        for way, count, moved, looped in _counts(layer, "experts", shape.dim, shape.rows):
             alike.append(count * per_flop + moved * per_byte)
             loops.append(looped)
             taken.append(times[f"experts {number} {way}"])
@@ -136,10 +134,10 @@ def attention_rate(times: Times, way: str) -> float:
 # ---- small runs ----
 
 
-def _passes_seconds(job: Job, rates: Rates) -> float:
+def _passes_seconds(workload: Workload, rates: Rates) -> float:
     """One microbatch, forward and backward, at these rates."""
-    stages = stages_of_shape(job.model, 1, None)
-    return sum(passes.total for passes in stage_passes(job, stages, sizes_of(job), rates, CURRENT))
+    stages = stages_of_shape(workload.model, 1, None)
+    return sum(passes.total for passes in stage_passes(workload, stages, sizes_of(workload), rates, CURRENT))
 
 
 def moving_rates(times: Times, draft: Machine) -> tuple[float, float]:
@@ -148,14 +146,14 @@ def moving_rates(times: Times, draft: Machine) -> tuple[float, float]:
     moved, operations, left = [], [], []
     whole = []
     for name, run in RUNS.items():
-        job = job_of_run(run, cluster)
-        rates = replace(rates_of(job, CURRENT, float(run.data.seq_len)), traffic=0.0, gap=0.0)
+        workload = workload_of_run(run, cluster)
+        rates = replace(rates_of(workload, CURRENT, float(run.data.seq_len)), traffic=0.0, gap=0.0)
         nothing = Rates(**dict.fromkeys(Rates.__slots__, 0.0))
-        known = _passes_seconds(job, rates)
+        known = _passes_seconds(workload, rates)
         whole.append(times[f"run {name}"])
         left.append(times[f"run {name}"] - known)
-        moved.append(_passes_seconds(job, replace(nothing, traffic=1.0)))
-        operations.append(_passes_seconds(job, replace(nothing, gap=1.0)))
+        moved.append(_passes_seconds(workload, replace(nothing, traffic=1.0)))
+        operations.append(_passes_seconds(workload, replace(nothing, gap=1.0)))
     # Errors count relative to the whole run, of which these are a part.
     scale = np.array(whole)
     A = np.array((moved, operations)).T / scale[:, None]
@@ -193,7 +191,7 @@ def wires_of(times: Times, world: int, group: int) -> list[Wire]:
     keys = {
         number: 8.0 * number * CONTEXT.length * CONTEXT.kv_heads * CONTEXT.dim * (group - 1) for number in DOCUMENTS
     }
-    sent = {number: 4.0 * number * ROUTED.top_k * ROUTED.width * share for number in TOKENS}
+    sent = {number: 4.0 * number * ROUTED.top_k * ROUTED.dim * share for number in TOKENS}
 
     def beyond(name: str) -> Callable[[int], float]:
         """What it takes longer than on a rank of its own."""
@@ -249,7 +247,9 @@ def sample_errors(machine: Machine, alone: Times) -> dict[str, float]:
     """How far the table is from the small runs that it was made of."""
 
     def error(run: RunConfig, name: str) -> float:
-        job = job_of_run(run, cluster_of_machine(machine, 1))
-        return _passes_seconds(job, rates_of(job, CURRENT, float(run.data.seq_len))) / alone[f"run {name}"] - 1
+        workload = workload_of_run(run, cluster_of_machine(machine, 1))
+        return (
+            _passes_seconds(workload, rates_of(workload, CURRENT, float(run.data.seq_len))) / alone[f"run {name}"] - 1
+        )
 
     return {name: error(run, name) for name, run in RUNS.items()}

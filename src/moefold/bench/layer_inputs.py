@@ -47,21 +47,21 @@ def draw_weights(shape: LayerShape, dtype: torch.dtype) -> Weights:
     def draw(*sizes: int) -> Tensor:
         return (torch.randn(*sizes, generator=draws) / sizes[-2] ** 0.5).to(dtype)
 
-    E, D, hidden, S = shape.experts, shape.width, shape.hidden, shape.shared
+    E, D, hidden, S = shape.experts, shape.dim, shape.hidden, shape.shared
     routed = (draw(D, E), draw(E, D, hidden), draw(E, D, hidden), draw(E, hidden, D))
     return Weights(*routed, SharedWeights(draw(D, S), draw(D, S), draw(S, D)) if S else None)
 
 
 def draw_input(shape: LayerShape, dtype: torch.dtype, seed: int) -> Tensor:
     draws = torch.Generator().manual_seed(_FIRST_INPUT + seed)
-    own_TD = torch.randn(shape.tokens, shape.width, generator=draws)
-    return (own_TD + _SKEW * torch.randn(1, shape.width, generator=draws)).to(dtype)
+    own_TD = torch.randn(shape.tokens, shape.dim, generator=draws)
+    return (own_TD + _SKEW * torch.randn(1, shape.dim, generator=draws)).to(dtype)
 
 
 def draw_gradient(shape: LayerShape, dtype: torch.dtype) -> Tensor:
     """Of the layer's output."""
     draws = torch.Generator().manual_seed(_OUTPUT_GRADIENT)
-    return torch.randn(shape.tokens, shape.width, generator=draws).to(dtype)
+    return torch.randn(shape.tokens, shape.dim, generator=draws).to(dtype)
 
 
 def choices(shape: LayerShape, weights: Weights, x_TD: Tensor) -> tuple[Tensor, Tensor]:

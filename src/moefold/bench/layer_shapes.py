@@ -12,7 +12,7 @@ class LayerShape:
     """``shared`` is the hidden width of the expert that sees every token; 0 means none."""
 
     tokens: int
-    width: int
+    dim: int
     hidden: int
     experts: int
     top_k: int
@@ -20,7 +20,7 @@ class LayerShape:
 
     def __str__(self) -> str:
         shared = f" shared={self.shared}" if self.shared else ""
-        return f"T={self.tokens} h={self.width} f={self.hidden} E={self.experts} K={self.top_k}{shared}"
+        return f"T={self.tokens} h={self.dim} f={self.hidden} E={self.experts} K={self.top_k}{shared}"
 
     @property
     def rows(self) -> int:
@@ -28,14 +28,14 @@ class LayerShape:
 
     def flops(self) -> int:
         """Of the products of a forward and a backward pass."""
-        return 3 * 6 * self.width * (self.rows * self.hidden + self.tokens * self.shared)
+        return 3 * 6 * self.dim * (self.rows * self.hidden + self.tokens * self.shared)
 
 
 # Few wide experts, many narrow ones beside a shared one, and very many very narrow ones.
 SHAPES = {
-    "a": LayerShape(tokens=2048, width=1024, hidden=3584, experts=8, top_k=2),
-    "b": LayerShape(tokens=4096, width=1024, hidden=256, experts=64, top_k=8, shared=256),
-    "c": LayerShape(tokens=4096, width=512, hidden=128, experts=256, top_k=8),
+    "a": LayerShape(tokens=2048, dim=1024, hidden=3584, experts=8, top_k=2),
+    "b": LayerShape(tokens=4096, dim=1024, hidden=256, experts=64, top_k=8, shared=256),
+    "c": LayerShape(tokens=4096, dim=512, hidden=128, experts=256, top_k=8),
 }
 
 

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from moefold.bench.calibration_shapes import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, RUNS, TOKENS, TURNS
 from moefold.bench.clock import REPEATS, Reference, Say, Trial, meet, ratios, repeat, seconds
 from moefold.bench.distributed_parts import contexts, experts, sharded
-from moefold.bench.single_rank import lone_share, random_batch
-from moefold.comm.collectives import gather_plain, reduce_plain, sum_plain
+from moefold.bench.single_rank import random_batch, single_rank_model
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad, reduce_scatter_no_grad
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.parallel import ParallelConfig
-from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.runtime import run_schedule
 from moefold.topology.folded_layout import fold
 
 # Rows of a message.
@@ -47,10 +47,10 @@ def measure_crowds(rank: int, world: int, rounds: int, say: Say) -> dict[str, fl
 
     "run 2" is a small run, "reference 2" the reference. Numbers of ranks take turns; those that do not compute wait.
     """
-    share, batch, product = lone_share(RUNS[CROWDED]), random_batch(RUNS[CROWDED]), Reference()
+    share, batch, product = single_rank_model(RUNS[CROWDED]), random_batch(RUNS[CROWDED]), Reference()
     # The reference as often in a row as elsewhere: cores change hands slowly, so few products share them less evenly.
     works: list[tuple[str, Trial]] = [
-        ("run", partial(carry_out, share, [batch])),
+        ("run", partial(run_schedule, share, [batch])),
         *[("reference", partial(repeat, product, REPEATS))] * 4,
     ]
     found: dict[str, list[float]] = {}
@@ -126,8 +126,8 @@ def _messages(group: Group, total: int) -> dict[str, Trial]:
     peer = group.ranks[group.index ^ 1]
 
     def tokens() -> None:
-        gather_plain(mine, sizes, group)
-        reduce_plain(whole, sizes, group)
+        all_gather_no_grad(mine, sizes, group)
+        reduce_scatter_no_grad(whole, sizes, group)
 
     def send() -> None:
         arriving = torch.empty_like(whole)
@@ -139,5 +139,5 @@ def _messages(group: Group, total: int) -> dict[str, Trial]:
     return {
         "tokens": tokens,
         "send": send,
-        "sum": lambda: sum_plain(whole, group),
+        "sum": lambda: all_reduce_no_grad(whole, group),
     }

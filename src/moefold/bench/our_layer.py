@@ -45,7 +45,7 @@ def _make(backend: str, kernels: str, shape: LayerShape, weights: Weights) -> tu
 def filled_layer(shape: LayerShape, weights: Weights, seams: Seams) -> MoELayer:
     """All experts are on this rank."""
     dtype = weights.gate_EDF.dtype
-    model = ModelConfig(width=shape.width, num_layers=1, moe=moe_config(shape))
+    model = ModelConfig(dim=shape.dim, num_layers=1, moe=moe_config(shape))
     layer = build_decoder(model, dtype, seams, _FIRST_LAYER).layers["0"].feed_forward
     assert isinstance(layer, MoELayer)
     layer.to(dtype).train()
@@ -62,7 +62,7 @@ def moe_config(shape: LayerShape) -> MoEConfig:
     return MoEConfig(
         num_experts=shape.experts,
         top_k=shape.top_k,
-        expert_width=shape.hidden,
+        expert_hidden_dim=shape.hidden,
         router=RouterConfig(normalize=True),
-        shared_width=shape.shared,
+        shared_hidden_dim=shape.shared,
     )

@@ -16,8 +16,8 @@ from moefold.bench.comparison import FIRST_SEED, FIXED_SEED, Say, rounds_of
 from moefold.bench.machine_load import cores_of_others, now
 from moefold.bench.results import CHANGING, Contest, Entrant, Run, Standing
 from moefold.bench.runner import Checked, Contestant, in_one_line, timed_run
-from moefold.comm.spawn import fork_ranks
-from moefold.ops.malloc import keep_heap
+from moefold.comm.spawn import spawn_ranks
+from moefold.ops.malloc import disable_malloc_trim
 
 # Builds a contestant on a rank, in a world of so many.
 RankBuilder = Callable[[int, int], Contestant]
@@ -39,14 +39,14 @@ def hold_rank_contest(
     """``builders``: each contestant's role, and what builds it on a rank."""
 
     def work(rank: int) -> dict[str, Any]:
-        keep_heap()
+        disable_malloc_trim()
         speak: Say = say if rank == 0 else lambda what, done, total: None
         built, failures = _build_all(builders, rank, world)
         runs = {routing: _take_turns(built, routing, rounds, warm, speak) for routing in routings}
         return {"failures": failures, "runs": runs, "errors": {name: _error(each) for name, each in built.items()}}
 
     began = now()
-    answers = fork_ranks(work, world, seconds=_SECONDS)
+    answers = spawn_ranks(work, world, seconds=_SECONDS)
     others = cores_of_others(began)
     standings = tuple(_standing(name, role, answers, routings) for name, (role, _) in builders.items())
     return Contest(title, "wall", rounds, standings, tolerance, others)

@@ -38,7 +38,7 @@ class GroupedEngine:
         self.shape, self.dtype = LayerShape(**options["shape"]), DTYPES[options["dtype"]]
         shape = self.shape
         self.weights = draw_weights(shape, self.dtype)
-        self.x_ND, self.dy_ND = (torch.randn(shape.rows, shape.width).to(self.dtype) for _ in range(2))
+        self.x_ND, self.dy_ND = (torch.randn(shape.rows, shape.dim).to(self.dtype) for _ in range(2))
         extra = shape.tokens * shape.shared // shape.hidden
         self.shared = _Products(extra, shape, self.dtype) if extra else None
 
@@ -72,7 +72,7 @@ class _Products:
         def draw(*sizes: int) -> Tensor:
             return (torch.randn(*sizes) / sizes[-1] ** 0.5).to(dtype)
 
-        D, hidden = shape.width, shape.hidden
+        D, hidden = shape.dim, shape.hidden
         self.x_ND, self.dy_ND = draw(rows, D), draw(rows, D)
         self.gate_DF, self.up_DF, self.down_FD = draw(D, hidden), draw(D, hidden), draw(hidden, D)
         self.gated_NF, self.upped_NF, self.d_hidden_NF = draw(rows, hidden), draw(rows, hidden), draw(rows, hidden)

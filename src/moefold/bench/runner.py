@@ -71,7 +71,7 @@ def contestants_of(kind: str) -> dict[str, Builder]:
 def build(kind: str, name: str, options: Options) -> tuple[Contestant, str]:
     """The contestant, and the allocator that it really has."""
     allocator = options["allocator"]
-    if allocator == "kept" and not importlib.import_module("moefold.ops.malloc").keep_heap():
+    if allocator == "kept" and not importlib.import_module("moefold.ops.malloc").disable_malloc_trim():
         allocator = "default"
     torch = importlib.import_module("torch")
     torch.set_num_threads(options["threads"])

@@ -22,13 +22,13 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.grouped_mm import BACKENDS
-from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.matmul_policy import NativeMatmul
 from moefold.optim.adamw import adamw
-from moefold.optim.grad_norm import clip_gradients, gradient_norm
-from moefold.parallel.parallelize import Share, groups_of, take_share
+from moefold.optim.grad_norm import clip_gradients, grad_norm_of
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.parallel.param_shards import finish_gradients
-from moefold.pipeline.runtime import carry_out
-from moefold.pipeline.step import spoken_for
+from moefold.pipeline.runtime import run_schedule
+from moefold.pipeline.step import primary_shards
 
 
 def measure_alone(rounds: int, say: Say) -> dict[str, float]:
@@ -68,19 +68,19 @@ def _both_ways(name: str, forward: Callable[[], list[Tensor]]) -> dict[str, Tria
 
 
 def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
-    products = NativeProducts()
-    up, down = _weights(2, shape.hidden, shape.width), _weights(shape.width, shape.hidden)
-    x, hidden = _inputs(shape.tokens, shape.width), _inputs(shape.tokens, shape.hidden)
+    products = NativeMatmul()
+    up, down = _weights(2, shape.hidden, shape.dim), _weights(shape.dim, shape.hidden)
+    x, hidden = _inputs(shape.tokens, shape.dim), _inputs(shape.tokens, shape.hidden)
     return lambda: [products.linear(x.view_as(x), up), products.linear(hidden.view_as(hidden), down)]
 
 
 def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
-    products, matmul = NativeProducts(), BACKENDS[PrecisionConfig().experts]
+    products, matmul = NativeMatmul(), BACKENDS[PrecisionConfig().experts]
     host = [shape.rows // shape.experts] * shape.experts
     counts_e = torch.tensor(host)
-    up = _weights(shape.experts, 2, shape.hidden, shape.width)
-    down = _weights(shape.experts, shape.width, shape.hidden)
-    x, hidden = _inputs(shape.rows, shape.width), _inputs(shape.rows, shape.hidden)
+    up = _weights(shape.experts, 2, shape.hidden, shape.dim)
+    down = _weights(shape.experts, shape.dim, shape.hidden)
+    x, hidden = _inputs(shape.rows, shape.dim), _inputs(shape.rows, shape.hidden)
     return lambda: [
         products.grouped(matmul, x, up, counts_e, host),
         products.grouped(matmul, hidden, down, counts_e, host),
@@ -109,20 +109,22 @@ def _inputs(*shape: int) -> Tensor:
 def _whole_runs() -> dict[str, Trial]:
     trials: dict[str, Trial] = {}
     for name, run in RUNS.items():
-        share = lone_share(run)
-        trials[f"run {name}"] = partial(carry_out, share, [random_batch(run)])
-        trials[f"update {name}"] = _update(share, optimizer_of(share))
+        local_model = single_rank_model(run)
+        trials[f"run {name}"] = partial(run_schedule, local_model, [random_batch(run)])
+        trials[f"update {name}"] = _update(local_model, optimizer_of(local_model))
     return trials
 
 
-def lone_share(run: RunConfig) -> Share:
+def single_rank_model(run: RunConfig) -> LocalModel:
     """The whole model, as the only rank has it."""
-    return take_share(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device("cpu"))
+    return build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device("cpu"))
 
 
-def optimizer_of(share: Share) -> Optimizer:
-    kinds = {spec.name: spec.kind for spec in parameters(share.run.model)}
-    return adamw(((parameter, kinds[name]) for name, parameter in share.model.named_parameters()), share.run.optim)
+def optimizer_of(local_model: LocalModel) -> Optimizer:
+    kinds = {spec.name: spec.kind for spec in parameters(local_model.run.model)}
+    return adamw(
+        ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), local_model.run.optim
+    )
 
 
 def random_batch(run: RunConfig) -> Batch:
@@ -134,13 +136,13 @@ def random_batch(run: RunConfig) -> Batch:
     )
 
 
-def _update(share: Share, optimizer: Optimizer) -> Trial:
+def _update(local_model: LocalModel, optimizer: Optimizer) -> Trial:
     """What ends a step: the norm, the bound, and the optimizer's own."""
 
     def update() -> None:
-        gradients = finish_gradients(share.model, share.held, share.groups["pp"])
-        norm = gradient_norm(spoken_for(gradients, share.held), share.groups["world"])
-        clip_gradients(gradients.values(), norm, share.run.optim.clip_norm)
+        gradients = finish_gradients(local_model.model, local_model.held, local_model.groups["pp"])
+        norm = grad_norm_of(primary_shards(gradients, local_model.held), local_model.groups["world"])
+        clip_gradients(gradients.values(), norm, local_model.run.optim.clip_norm)
         optimizer.step()
 
     return update

@@ -73,7 +73,7 @@ def is_mtp(name: str) -> bool:
 
 
 def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
-    D = model.width
+    D = model.dim
     yield ParameterSpec("embedding.weight", (model.vocab_size, D), "embedding")
     for layer in range(model.num_layers):
         yield from layer_parameters(model, layer)
@@ -88,9 +88,9 @@ def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
 
 def mtp_parameters(model: ModelConfig, module: int) -> Iterator[ParameterSpec]:
     """What a look-ahead module has of its own, but for the norm before the head, which is with the loss."""
-    prefix, D = f"mtp.{module}.", model.width
+    prefix, D = f"mtp.{module}.", model.dim
     yield ParameterSpec(prefix + "token_norm.weight", (D,), "norm")
-    yield ParameterSpec(prefix + "stream_norm.weight", (D,), "norm")
+    yield ParameterSpec(prefix + "hidden_norm.weight", (D,), "norm")
     yield ParameterSpec(prefix + "join.weight", (D, 2 * D), "matrix")
     yield from layer_parameters(model, model.num_layers + module)
 
@@ -99,17 +99,17 @@ def layer_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     """Of one block; numbers from `num_layers` on are those of MTP modules."""
     ahead = layer - model.num_layers
     prefix = f"layers.{layer}." if ahead < 0 else f"mtp.{ahead}.block."
-    yield ParameterSpec(prefix + "attention_norm.weight", (model.width,), "norm")
+    yield ParameterSpec(prefix + "attention_norm.weight", (model.dim,), "norm")
     attention = model.attention
     if isinstance(attention, MLAConfig):
-        yield from _mla(prefix + "attention.", attention, model.width)
+        yield from _mla(prefix + "attention.", attention, model.dim)
     else:
-        yield from _gqa(prefix + "attention.", attention, model.width)
-    yield ParameterSpec(prefix + "feed_forward_norm.weight", (model.width,), "norm")
+        yield from _gqa(prefix + "attention.", attention, model.dim)
+    yield ParameterSpec(prefix + "feed_forward_norm.weight", (model.dim,), "norm")
     if model.moe is not None and model.is_moe_layer(layer):
-        yield from _moe(prefix + "feed_forward.", model.moe, model.width)
+        yield from _moe(prefix + "feed_forward.", model.moe, model.dim)
     else:
-        yield from _gated(prefix + "feed_forward.", model.dense_width, model.width)
+        yield from _gated(prefix + "feed_forward.", model.dense_hidden_dim, model.dim)
 
 
 def _gqa(prefix: str, attention: GQAConfig, D: int) -> Iterator[ParameterSpec]:
@@ -146,7 +146,7 @@ def _mla(prefix: str, attention: MLAConfig, D: int) -> Iterator[ParameterSpec]:
 
 
 def _moe(prefix: str, moe: MoEConfig, D: int) -> Iterator[ParameterSpec]:
-    E, F, L = moe.num_experts, moe.expert_width, moe.latent_width or D
+    E, F, L = moe.num_experts, moe.expert_hidden_dim, moe.latent_dim or D
     yield ParameterSpec(prefix + "router.weight", (E, D), "router")
     if moe.router.logit_bias:
         yield ParameterSpec(prefix + "router.bias", (E,), "bias")
@@ -155,11 +155,11 @@ def _moe(prefix: str, moe: MoEConfig, D: int) -> Iterator[ParameterSpec]:
     if moe.expert_bias:
         yield ParameterSpec(prefix + "experts.gate_up_bias", (E, 2, F), "bias")
         yield ParameterSpec(prefix + "experts.down_bias", (E, L), "bias")
-    if moe.shared_width:
-        yield from _gated(prefix + "shared.", moe.shared_width, D)
+    if moe.shared_hidden_dim:
+        yield from _gated(prefix + "shared.", moe.shared_hidden_dim, D)
     if moe.shared_gate:
         yield ParameterSpec(prefix + "shared_gate.weight", (1, D), "matrix")
-    if moe.latent_width is not None:
+    if moe.latent_dim is not None:
         yield ParameterSpec(prefix + "latent_down.weight", (L, D), "matrix")
         yield ParameterSpec(prefix + "latent_up.weight", (D, L), "matrix")
 

@@ -103,8 +103,8 @@ def part_costs(model: ModelConfig) -> list[int]:
     by_kind = {model.is_moe_layer(layer): used(layer_parameters(model, layer)) for layer in ends}
     layers = [by_kind[model.is_moe_layer(layer)] for layer in range(model.num_layers)]
     modules = [used(mtp_parameters(model, 0))] * model.num_mtp
-    loss = (1 + model.num_mtp) * model.vocab_size * model.width
-    return [model.width, *layers, *modules, loss]
+    loss = (1 + model.num_mtp) * model.vocab_size * model.dim
+    return [model.dim, *layers, *modules, loss]
 
 
 def parse_stages(text: str, num_layers: int, num_mtp: int) -> tuple[StageSpec, ...]:

@@ -22,10 +22,10 @@ from moefold.checkpoint.state_dict import fresh_seed, spread, wanted
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, meet, sizes_of, volume, whole
 from moefold.checkpoint.verify import check_files, quick_check
-from moefold.comm.collectives import gather_plain, sum_plain
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.parallelize import Share
+from moefold.parallel.parallelize import LocalModel
 
 Say = Callable[[str], None]
 
@@ -131,35 +131,35 @@ def _newest_sound(root: Path, steps: Sequence[int], say: Say) -> int:
     return _NOTHING_SOUND if steps else _NOTHING
 
 
-def load_into(path: Path, share: Share, optimizer: Optimizer | None) -> dict[str, Any]:
+def load_into(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, Any]:
     """Load this rank's part, on all ranks together or on none; returns the trainer's state.
 
     The random state comes back when as many ranks load as saved; otherwise each rank's is derived anew from the seed,
     the step and its number.
     """
-    world = share.groups["world"]
+    world = local_model.groups["world"]
     checkpoint: Checkpoint | None = None
     values: dict[str, Tensor] = {}
     error: CheckpointError | None = None
     try:
-        checkpoint, values = _staged(path, share, optimizer)
+        checkpoint, values = _staged(path, local_model, optimizer)
     except CheckpointError as found:
         error = found
-    _agree(path, error, world, _device(share))
+    _agree(path, error, world, _device(local_model))
     assert checkpoint is not None
-    spread(share, optimizer, values)
-    _restore_random_state(checkpoint, share)
+    spread(local_model, optimizer, values)
+    _restore_random_state(checkpoint, local_model)
     return checkpoint.manifest.state
 
 
 def load_latest(
-    root: Path, share: Share, optimizer: Optimizer | None, say: Say = to_stderr
+    root: Path, local_model: LocalModel, optimizer: Optimizer | None, say: Say = to_stderr
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint that verifies to the last bit, going back as far as needed; None if there is none.
 
     A checkpoint of another model ends the search at once: it is no reason to lose steps.
     """
-    world = share.groups["world"]
+    world = local_model.groups["world"]
     steps = committed_steps(root) if world.index == 0 else []
     tried = False
     while True:
@@ -171,7 +171,7 @@ def load_latest(
                 f"{root}: there are checkpoints, but none that verifies; move them away to start over"
             )
         try:
-            return final_path(root, step), load_into(final_path(root, step), share, optimizer)
+            return final_path(root, step), load_into(final_path(root, step), local_model, optimizer)
         except MismatchError:
             raise
         except CheckpointError as error:
@@ -181,23 +181,23 @@ def load_latest(
         steps = [older for older in steps if older < step]
 
 
-def _staged(path: Path, share: Share, optimizer: Optimizer | None) -> tuple[Checkpoint, dict[str, Tensor]]:
+def _staged(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> tuple[Checkpoint, dict[str, Tensor]]:
     """Everything this rank will need, read and checked, with nothing changed yet."""
-    world = share.groups["world"]
+    world = local_model.groups["world"]
     checkpoint = Checkpoint(path, first=world.index)
     offered = {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
-    wants = wanted(share, optimizer, offered)
+    wants = wanted(local_model, optimizer, offered)
     checkpoint.check_files(range(world.index, checkpoint.manifest.world, world.size))
     return checkpoint, {want.name: checkpoint.read(want.name, want.box) for want in wants}
 
 
-def _restore_random_state(checkpoint: Checkpoint, share: Share) -> None:
-    rank = share.groups.rank
+def _restore_random_state(checkpoint: Checkpoint, local_model: LocalModel) -> None:
+    rank = local_model.groups.rank
     saved = None
-    if checkpoint.manifest.world == share.groups["world"].size:
+    if checkpoint.manifest.world == local_model.groups["world"].size:
         saved = checkpoint.rank_record(f"rng/{rank}", rank)
     if saved is None:
-        torch.manual_seed(fresh_seed(share.run.seed, checkpoint.manifest.step, rank))
+        torch.manual_seed(fresh_seed(local_model.run.seed, checkpoint.manifest.step, rank))
     else:
         torch.set_rng_state(saved)
 
@@ -208,7 +208,7 @@ _FINE, _DAMAGED, _OTHER_MODEL = 0, 1, 2
 def _agree(path: Path, error: CheckpointError | None, world: Group, device: torch.device) -> None:
     """Raise on every rank if one has a reason to; each its own, or the first rank's number."""
     mine = _FINE if error is None else _OTHER_MODEL if isinstance(error, MismatchError) else _DAMAGED
-    everyone = gather_plain(torch.tensor([mine], device=device), (1,) * world.size, world).tolist()
+    everyone = all_gather_no_grad(torch.tensor([mine], device=device), (1,) * world.size, world).tolist()
     if not any(everyone):
         return
     kind = MismatchError if _OTHER_MODEL in everyone else CheckpointError
@@ -219,8 +219,8 @@ def _agree(path: Path, error: CheckpointError | None, world: Group, device: torc
 
 def from_rank_0(value: int, world: Group) -> int:
     """Rank 0's number on every rank."""
-    return int(sum_plain(torch.tensor(value if world.index == 0 else 0), world))
+    return int(all_reduce_no_grad(torch.tensor(value if world.index == 0 else 0), world))
 
 
-def _device(share: Share) -> torch.device:
-    return share.device
+def _device(local_model: LocalModel) -> torch.device:
+    return local_model.device

@@ -42,7 +42,7 @@ from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
 from moefold.checkpoint.step_dirs import final_path, passing_path, tidy
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.verify import quick_check
-from moefold.comm.collectives import gather_plain, sum_plain
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError
 
@@ -103,8 +103,9 @@ class Saver:
         run_dir: Path | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """``about`` goes into every manifest (see `collect.about_run`). ``run_dir`` is where the incarnation was taken,
-        by default the root's parent; incarnation 0 is a lone writer that needs none. ``device`` is where collectives
+        """``about`` goes into every manifest (see `collect.run_record`). ``run_dir`` is where the incarnation was
+        taken, by default the root's parent; incarnation 0 is a lone writer that needs none. ``device`` is where
+        collectives
         want their numbers."""
         self.root, self.world, self.incarnation = root, world, incarnation
         self.keep, self.keep_every, self.background = keep, keep_every, background
@@ -187,7 +188,7 @@ class Saver:
         job = save.committing if save.all_written else save.writing
         failed = job is not None and job.ended and job.error is not None
         done = job is None or (job.ended and not failed)
-        counts = sum_plain(torch.tensor([int(done), int(failed)], device=self.device), self.world).tolist()
+        counts = all_reduce_no_grad(torch.tensor([int(done), int(failed)], device=self.device), self.world).tolist()
         if sum(counts) < self.world.size:
             return
         if counts[1]:
@@ -203,7 +204,7 @@ class Saver:
 
     def _exchange(self, mine: Written) -> list[Written]:
         row = torch.tensor([mine.as_numbers()], dtype=torch.int64, device=self.device)
-        rows = gather_plain(row, (1,) * self.world.size, self.world)
+        rows = all_gather_no_grad(row, (1,) * self.world.size, self.world)
         return [Written.from_numbers(numbers) for numbers in rows.tolist()]
 
     def _commit(self, save: _Save, everyone: Sequence[Written]) -> None:
@@ -225,7 +226,7 @@ class Saver:
         """Raise on every rank; the next save starts afresh."""
         self._save = None
         row = torch.tensor([[int(error is not None)]], device=self.device)
-        failed = gather_plain(row, (1,) * self.world.size, self.world).flatten().nonzero().flatten().tolist()
+        failed = all_gather_no_grad(row, (1,) * self.world.size, self.world).flatten().nonzero().flatten().tolist()
         temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
         if self.world.index == 0 and temporary.exists():
             files.remove_tree(temporary)

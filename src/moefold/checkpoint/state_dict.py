@@ -21,7 +21,7 @@ from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.tensor_spec import Chunk, ChunkSpec, TensorSpec, volume, whole
 from moefold.config.loading import dump_run
 from moefold.errors import CheckpointError, MismatchError
-from moefold.parallel.parallelize import Share, held_buffers
+from moefold.parallel.parallelize import LocalModel, local_buffers
 from moefold.parallel.param_shards import local_part
 from moefold.precision.dtypes import TORCH_FORMATS
 
@@ -29,25 +29,28 @@ _WEIGHTS = ("parameter/", "buffer/")
 _MOST_LISTED = 200
 
 
-def about_run(share: Share) -> dict[str, Any]:
+def run_record(local_model: LocalModel) -> dict[str, Any]:
     """What a manifest says about the run as a whole."""
-    degrees = {name: size for name, size in asdict(share.run.parallel).items() if type(size) is int}
-    layout = share.groups.layout
-    return {"config": dump_run(share.run), "layout": degrees | {"dp": layout.size("dp"), "edp": layout.size("edp")}}
+    degrees = {name: size for name, size in asdict(local_model.run.parallel).items() if type(size) is int}
+    layout = local_model.groups.layout
+    return {
+        "config": dump_run(local_model.run),
+        "layout": degrees | {"dp": layout.size("dp"), "edp": layout.size("edp")},
+    }
 
 
-def chunks_of(share: Share, optimizer: Optimizer | None) -> list[Chunk]:
+def chunks_of(local_model: LocalModel, optimizer: Optimizer | None) -> list[Chunk]:
     """What this rank writes: the parts it speaks for, and its own random state."""
-    chunks = [chunk for chunk in _spoken(share, optimizer) if chunk.tensor.numel()]
+    chunks = [chunk for chunk in _spoken(local_model, optimizer) if chunk.tensor.numel()]
     rng = torch.get_rng_state()
-    return [*chunks, Chunk(f"rng/{share.groups.rank}", tuple(rng.shape), whole(rng.shape), rng)]
+    return [*chunks, Chunk(f"rng/{local_model.groups.rank}", tuple(rng.shape), whole(rng.shape), rng)]
 
 
-def _spoken(share: Share, optimizer: Optimizer | None) -> Iterator[Chunk]:
+def _spoken(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
     kinds = _state_kinds(optimizer)
-    for name, parameter in share.model.named_parameters():
-        held = share.held[name]
-        if not held.speaks:
+    for name, parameter in local_model.model.named_parameters():
+        held = local_model.held[name]
+        if not held.is_primary:
             continue
         yield Chunk(f"parameter/{name}", held.shape, held.box, local_part(parameter.detach()))
         for kind, single in kinds.items():
@@ -56,24 +59,24 @@ def _spoken(share: Share, optimizer: Optimizer | None) -> Iterator[Chunk]:
                 yield Chunk(f"{kind}/{name}", held.shape, held.box, local_part(state))
             elif all(part.start == 0 for part in held.box) and volume(held.box):
                 yield Chunk(f"{kind}/{name}", (), (), local_part(state))
-    if share.groups["stage"].index == 0:
-        live = dict(share.model.named_buffers())
-        for spec in held_buffers(share.run, share.model):
+    if local_model.groups["stage"].index == 0:
+        live = dict(local_model.model.named_buffers())
+        for spec in local_buffers(local_model.run, local_model.model):
             yield Chunk(f"buffer/{spec.name}", spec.shape, whole(spec.shape), live[spec.name])
 
 
-def tensors_elsewhere(share: Share, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
+def tensors_elsewhere(local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
     """What a checkpoint of the whole model holds beyond this rank's stages."""
-    kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[share.run.precision.params]
+    kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[local_model.run.precision.params]
     found: dict[str, TensorSpec] = {}
-    for spec in parameters(share.run.model):
-        if spec.name not in share.held:
+    for spec in parameters(local_model.run.model):
+        if spec.name not in local_model.held:
             found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
             for kind, single in kinds.items():
                 found[f"{kind}/{spec.name}"] = TensorSpec(*((torch.float32, ()) if single else (dtype, spec.shape)))
-    here = {spec.name for spec in held_buffers(share.run, share.model)}
+    here = {spec.name for spec in local_buffers(local_model.run, local_model.model)}
     wide = torch.promote_types(dtype, torch.float32)
-    others = (spec for spec in buffers(share.run.model) if spec.name not in here)
+    others = (spec for spec in buffers(local_model.run.model) if spec.name not in here)
     return found | {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
 
 
@@ -98,16 +101,16 @@ def _state_or_zeros(optimizer: Optimizer | None, parameter: nn.Parameter, kind: 
     return torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(parameter.detach())
 
 
-def wanted(share: Share, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]) -> list[ChunkSpec]:
+def wanted(local_model: LocalModel, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]) -> list[ChunkSpec]:
     """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
-    wants = {chunk.name: chunk for chunk in _weights_wanted(share)}
+    wants = {chunk.name: chunk for chunk in _weights_wanted(local_model)}
     kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
     states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
     if optimizer is not None:
-        wants |= {chunk.name: chunk for kind in states for chunk in _states_wanted(share, kind, offered)}
+        wants |= {chunk.name: chunk for kind in states for chunk in _states_wanted(local_model, kind, offered)}
     ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
     differences = {name: "is missing" for name in wants if name not in offered}
-    elsewhere = _names_of_model(share, kinds)
+    elsewhere = _names_of_model(local_model, kinds)
     differences |= {
         name: "is not part of this model" for name in offered if name not in elsewhere and name not in ignored
     }
@@ -122,11 +125,11 @@ def wanted(share: Share, optimizer: Optimizer | None, offered: Mapping[str, Tens
     return list(wants.values())
 
 
-def _names_of_model(share: Share, kinds: Iterable[str]) -> set[str]:
+def _names_of_model(local_model: LocalModel, kinds: Iterable[str]) -> set[str]:
     """Everything that a checkpoint of the whole model may hold: other pipeline ranks' parts too."""
-    trained = [spec.name for spec in parameters(share.run.model)]
+    trained = [spec.name for spec in parameters(local_model.run.model)]
     names = {f"{kind}/{name}" for kind in kinds if kind != "buffer" for name in trained}
-    return names | {f"buffer/{spec.name}" for spec in buffers(share.run.model)}
+    return names | {f"buffer/{spec.name}" for spec in buffers(local_model.run.model)}
 
 
 def _listed(differences: Mapping[str, str]) -> list[str]:
@@ -138,19 +141,19 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
     return [f"{name} {differences[name]}" for name in names[:_MOST_LISTED]] + more
 
 
-def _weights_wanted(share: Share) -> Iterator[ChunkSpec]:
-    for name, parameter in share.model.named_parameters():
-        held = share.held[name]
+def _weights_wanted(local_model: LocalModel) -> Iterator[ChunkSpec]:
+    for name, parameter in local_model.model.named_parameters():
+        held = local_model.held[name]
         yield ChunkSpec(f"parameter/{name}", parameter.dtype, held.shape, held.box)
-    live = dict(share.model.named_buffers())
-    for spec in held_buffers(share.run, share.model):
+    live = dict(local_model.model.named_buffers())
+    for spec in local_buffers(local_model.run, local_model.model):
         yield ChunkSpec(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, whole(spec.shape))
 
 
-def _states_wanted(share: Share, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
+def _states_wanted(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
     """A kind of state is there for all parameters or for none."""
-    for name, parameter in share.model.named_parameters():
-        held, spec = share.held[name], offered.get(f"{kind}/{name}")
+    for name, parameter in local_model.model.named_parameters():
+        held, spec = local_model.held[name], offered.get(f"{kind}/{name}")
         if spec is not None and spec.shape == ():
             yield ChunkSpec(f"{kind}/{name}", torch.float32, (), ())
         else:
@@ -158,14 +161,14 @@ def _states_wanted(share: Share, kind: str, offered: Mapping[str, TensorSpec]) -
 
 
 @torch.no_grad()
-def spread(share: Share, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
+def spread(local_model: LocalModel, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
     """Write loaded values into the live tensors. Nothing can be refused any more: everything was checked before."""
-    live = dict(share.model.named_buffers())
-    for spec in held_buffers(share.run, share.model):
+    live = dict(local_model.model.named_buffers())
+    for spec in local_buffers(local_model.run, local_model.model):
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
     kinds = dict.fromkeys(name.partition("/")[0] for name in values)
     states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
-    for name, parameter in share.model.named_parameters():
+    for name, parameter in local_model.model.named_parameters():
         local_part(parameter).copy_(values[f"parameter/{name}"])
         if optimizer is not None:
             optimizer.state[parameter] = {kind: _state_like(parameter, values[f"{kind}/{name}"]) for kind in states}

@@ -82,7 +82,7 @@ def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
     moe = MoEConfig(
         num_experts=how.experts,
         top_k=how.top_k,
-        expert_width=dense.dense_width // how.shards,
+        expert_hidden_dim=dense.dense_hidden_dim // how.shards,
         router=ROUTERS[how.scheme],
     )
     return replace(dense, moe=moe, num_dense_layers=0)
@@ -100,8 +100,8 @@ def _problems(dense: ModelConfig, how: Upcycling) -> list[Problem]:
     if how.top_k % how.shards:
         fix = "choose all shards of a copy, or the output is not that of the dense model"
         found.append(Problem("top_k", f"{how.top_k} is not a multiple of {how.shards} shards", fix))
-    if dense.dense_width % how.shards:
-        found.append(Problem("shards", f"width {dense.dense_width} does not divide by {how.shards}"))
+    if dense.dense_hidden_dim % how.shards:
+        found.append(Problem("shards", f"width {dense.dense_hidden_dim} does not divide by {how.shards}"))
     return found
 
 
@@ -138,7 +138,7 @@ class Upcycled:
     def _router(self, layer: str) -> Tensor:
         """Random rows for the copies, repeated for every shard."""
         name = f"{layer}.feed_forward.router.weight".removeprefix("parameter/")
-        shape = (self.how.copies, self.model.width)
+        shape = (self.how.copies, self.model.dim)
         rows = torch.empty(shape, dtype=self.dtype(name))
         normal_part(self.seed, name, shape, whole(shape), self.model.init_std, rows)
         return rows.repeat(self.how.shards, 1)

@@ -57,13 +57,13 @@ def inner_is_used(run: RunConfig) -> Problem | None:
 
 
 def dynamic_cp_has_documents_to_sort(run: RunConfig) -> Problem | None:
-    documents = run.data.documents
-    if not run.parallel.dynamic_cp or documents == "packed":
+    documents = run.data.packing
+    if not run.parallel.dynamic_cp or documents == "bin_packed":
         return None
     return Problem(
         "parallel.dynamic_cp",
-        f"chooses ranks by the length of documents, but data.documents is {documents}",
-        "set data.documents to packed, or parallel.dynamic_cp to false",
+        f"chooses ranks by the length of documents, but data.packing is {documents}",
+        "set data.packing to bin_packed, or parallel.dynamic_cp to false",
     )
 
 

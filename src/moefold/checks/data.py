@@ -12,7 +12,7 @@ from moefold.topology.folded_layout import FoldedLayout
 
 def microbatches_fill_the_batch(run: RunConfig) -> Problem | None:
     data = run.data
-    if data.documents == "packed" or divides(data.micro_batch, data.global_batch):
+    if data.packing == "bin_packed" or divides(data.micro_batch, data.global_batch):
         return None
     return Problem(
         "data.micro_batch",
@@ -24,7 +24,7 @@ def microbatches_fill_the_batch(run: RunConfig) -> Problem | None:
 def every_rank_gets_as_many_microbatches(run: RunConfig, layout: FoldedLayout) -> Problem | None:
     data, dp = run.data, layout.size("dp")
     one_round = data.micro_batch * dp
-    if data.documents == "packed":
+    if data.packing == "bin_packed":
         return None
     if divides(one_round, data.global_batch) or not divides(data.micro_batch, data.global_batch):
         return None

@@ -186,12 +186,12 @@ def padded_capacity_is_per_expert(run: RunConfig) -> Problem | None:
 
 def a_gate_has_something_to_weigh(run: RunConfig) -> Problem | None:
     moe = run.model.moe
-    if moe is None or not moe.shared_gate or moe.shared_width > 0:
+    if moe is None or not moe.shared_gate or moe.shared_hidden_dim > 0:
         return None
     return Problem(
         "model.moe.shared_gate",
-        "there is no shared expert to weigh (shared_width is 0)",
-        "set model.moe.shared_width, or shared_gate false",
+        "there is no shared expert to weigh (shared_hidden_dim is 0)",
+        "set model.moe.shared_hidden_dim, or shared_gate false",
     )
 
 

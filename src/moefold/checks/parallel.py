@@ -27,13 +27,15 @@ def vocabulary_divides_over_tp(run: RunConfig) -> Problem | None:
 def dense_width_divides_over_tp(run: RunConfig) -> Problem | None:
     if run.model.moe is not None and run.model.num_dense_layers == 0:
         return None
-    return _divides_over_tp(run, run.model.dense_width, "columns of the dense layers", "model.dense_width")
+    return _divides_over_tp(run, run.model.dense_hidden_dim, "columns of the dense layers", "model.dense_hidden_dim")
 
 
 def shared_width_divides_over_tp(run: RunConfig) -> Problem | None:
     if run.model.moe is None:
         return None
-    return _divides_over_tp(run, run.model.moe.shared_width, "columns of the shared expert", "model.moe.shared_width")
+    return _divides_over_tp(
+        run, run.model.moe.shared_hidden_dim, "columns of the shared expert", "model.moe.shared_hidden_dim"
+    )
 
 
 def experts_divide_over_ep(run: RunConfig) -> Problem | None:
@@ -47,12 +49,12 @@ def experts_divide_over_ep(run: RunConfig) -> Problem | None:
 
 def expert_width_divides_over_etp(run: RunConfig) -> Problem | None:
     moe, etp = run.model.moe, run.parallel.etp
-    if moe is None or divides(etp, moe.expert_width):
+    if moe is None or divides(etp, moe.expert_hidden_dim):
         return None
     return Problem(
         "parallel.etp",
-        f"{moe.expert_width} columns of an expert do not divide over etp={etp}",
-        f"use {divisors(moe.expert_width)}",
+        f"{moe.expert_hidden_dim} columns of an expert do not divide over etp={etp}",
+        f"use {divisors(moe.expert_hidden_dim)}",
     )
 
 

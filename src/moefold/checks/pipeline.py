@@ -47,7 +47,7 @@ def microbatches_fit_the_schedule(run: RunConfig, layout: FoldedLayout) -> list[
     """Packed documents make as many microbatches as they need, filled up with empty ones to what the order needs."""
     parallel, data = run.parallel, run.data
     one_round = data.micro_batch * layout.size("dp")
-    if data.documents == "packed" or data.global_batch < 1 or not divides(one_round, data.global_batch):
+    if data.packing == "bin_packed" or data.global_batch < 1 or not divides(one_round, data.global_batch):
         return []
     if parallel.schedule not in SCHEDULES or virtual_stages_fit_the_schedule(run) or not _sizes_are_positive(run):
         return []

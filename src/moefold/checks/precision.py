@@ -36,10 +36,10 @@ def grouped_rows_are_aligned(run: RunConfig) -> list[Problem]:
     if moe is None or precision.experts != "grouped" or precision.compute == "float64":
         return []
     multiple = ROW_BYTES // BYTES[precision.compute]
-    inner = "model.width" if moe.latent_width is None else "model.moe.latent_width"
+    inner = "model.dim" if moe.latent_dim is None else "model.moe.latent_dim"
     rows = {
-        inner: moe.latent_width or run.model.width,
-        "model.moe.expert_width": moe.expert_width // max(run.parallel.etp, 1),
+        inner: moe.latent_dim or run.model.dim,
+        "model.moe.expert_hidden_dim": moe.expert_hidden_dim // max(run.parallel.etp, 1),
     }
     return [
         Problem(

@@ -23,9 +23,9 @@ MAY_BE_ZERO = frozenset(
     {
         "model.num_dense_layers",
         "model.num_mtp",
-        "model.moe.shared_width",
-        "optim.rates.warmup",
-        "optim.rates.decay",
+        "model.moe.shared_hidden_dim",
+        "optim.lr_schedule.warmup",
+        "optim.lr_schedule.decay",
         "seed",
         "train.saving.every",
         "train.saving.keep_every",

@@ -14,17 +14,19 @@ def name_is_one_word(run: RunConfig) -> Problem | None:
 
 
 def rates_fit_into_the_run(run: RunConfig) -> Problem | None:
-    rates, steps = run.optim.rates, run.train.steps
+    rates, steps = run.optim.lr_schedule, run.train.steps
     needed = rates.warmup + (rates.decay if rates.kind == "wsd" else 0)
     if needed <= steps:
         return None
     what = f"warmup + decay = {rates.warmup} + {rates.decay}" if rates.kind == "wsd" else f"warmup = {rates.warmup}"
-    return Problem("optim.rates", f"{what} is longer than the run of {steps} steps", f"use at most {steps} in all")
+    return Problem(
+        "optim.lr_schedule", f"{what} is longer than the run of {steps} steps", f"use at most {steps} in all"
+    )
 
 
 def rates_end_at_or_below_the_peak(run: RunConfig) -> Problem | None:
-    floor = run.optim.rates.floor
-    return None if floor <= 1 else Problem("optim.rates.floor", f"is {floor:g} times the peak", "use 0 to 1")
+    floor = run.optim.lr_schedule.floor
+    return None if floor <= 1 else Problem("optim.lr_schedule.floor", f"is {floor:g} times the peak", "use 0 to 1")
 
 
 RULES = (name_is_one_word, rates_fit_into_the_run, rates_end_at_or_below_the_peak)

@@ -28,7 +28,7 @@ understood. A library that is not installed is listed with its reason; docs/benc
 LAYER = f"""examples:
   moefold bench layer                                     # shapes a, b and c
   moefold bench layer b --same-allocator --out b.html
-  moefold bench layer --tokens 512 --width 256 --hidden 64 --experts 16 --top-k 4 --dtype float32 --json
+  moefold bench layer --tokens 512 --dim 256 --hidden 64 --experts 16 --top-k 4 --dtype float32 --json
   moefold bench layer a --contestants bare,ours --rounds 15
 {NOTE}"""
 
@@ -54,7 +54,7 @@ STEP = f"""examples:
 
 # Where progress is not on a terminal.
 _SECONDS_BETWEEN_LINES = 10.0
-_SIZES = ("tokens", "width", "hidden", "experts", "top_k", "shared")
+_SIZES = ("tokens", "dim", "hidden", "experts", "top_k", "shared")
 _ATTENTION_SIZES = ("tokens", "length", "heads", "kv_heads", "dim")
 
 

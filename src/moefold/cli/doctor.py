@@ -12,7 +12,7 @@ from moefold.tables import text_table
 from moefold.units import format_bytes
 
 if TYPE_CHECKING:
-    from moefold.ops.host_probe import Here
+    from moefold.ops.host_probe import HostInfo
 
 EXAMPLES = """examples:
   moefold doctor
@@ -38,9 +38,9 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from moefold.ops.backends import as_rows
-    from moefold.ops.host_probe import CPU_FEATURES, PACKAGES, look_around
+    from moefold.ops.host_probe import CPU_FEATURES, PACKAGES, probe_host
 
-    here = look_around()
+    here = probe_host()
     device = args.device or here.device
     rows = as_rows(device, here)
     if args.json:
@@ -62,12 +62,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(here: Here, packages: tuple[str, ...]) -> list[tuple[str, str]]:
+def _facts(here: HostInfo, packages: tuple[str, ...]) -> list[tuple[str, str]]:
     cards = [
         f"{card.name}, capability {card.capability[0]}.{card.capability[1]}, {format_bytes(card.memory)}"
         for card in here.cards
     ]
-    kept = "freed memory can be kept for the next step" if here.keeps_heap else "cannot be told to keep freed memory"
+    kept = (
+        "freed memory can be kept for the next step"
+        if here.malloc_trim_disabled
+        else "cannot be told to keep freed memory"
+    )
     return [
         ("moefold", __version__),
         ("torch", f"{here.torch}, " + (f"for CUDA {here.cuda}" if here.cuda else "for CPUs only")),

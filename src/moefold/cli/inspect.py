@@ -132,7 +132,7 @@ def _summary(config: str) -> dict[str, Any]:
     except ConfigError as error:
         return {"unreadable": error.message}
     model, moe = run.model, run.model.moe
-    sizes = {"name": run.name, "seed": run.seed, "layers": model.num_layers, "width": model.width}
+    sizes = {"name": run.name, "seed": run.seed, "layers": model.num_layers, "width": model.dim}
     sizes |= {"vocabulary": model.vocab_size, "params": run.precision.params}
     return sizes | ({"experts": moe.num_experts, "top_k": moe.top_k} if moe else {})
 

@@ -20,16 +20,16 @@ from moefold.units import parse_count
 
 EXAMPLES = """examples:
   moefold plan deepseek_v3 --gpu H100 --gpus 1024
-  moefold plan qwen3_235b_a22b --gpu GB200 --gpus 256 --stack megatron --fix tp=1,ep=32,64 --html plan.html
+  moefold plan qwen3_235b_a22b --gpu GB200 --gpus 256 --framework megatron --fix tp=1,ep=32,64 --html plan.html
   moefold plan my_run.yaml --gpus 64 --no-search --json
   moefold plan debug_10m --machine machine.json --gpus 4
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
   moefold plan --score published/ --page docs/planner-error.md
 
---stack moefold searches what moefold can start today; --stack megatron also what other programs offer: eight-bit
-products, DeepEP-class dispatchers, graphs. Choices to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (of a
-microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate.
+--framework moefold searches what moefold can start today; --framework megatron also what other programs offer:
+eight-bit products, DeepEP-class dispatchers, graphs. Choices to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (of
+a microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate.
 Exits with 0 when the choice fits, 1 when it does not, 2 when the command cannot be understood or nothing fits."""
 
 
@@ -62,7 +62,9 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
 def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences per step (the run's)")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (the run's)")
-    parser.add_argument("--stack", choices=("moefold", "megatron", "fsdp2"), default="moefold", help="whose options")
+    parser.add_argument(
+        "--framework", choices=("moefold", "megatron", "fsdp2"), default="moefold", help="whose options"
+    )
     parser.add_argument(
         "--fix", default="", metavar="CHOICES", help="pin choices: tp=1,ep=32,64,recompute=mla_up+norms"
     )
@@ -132,7 +134,7 @@ def _write_files(proposal: Any, html: Path | None, trace: Path | None) -> None:
     if trace is not None:
         from moefold.plan.timing.step_timeline import step_timeline, step_trace
 
-        _write(trace, json.dumps(step_trace(step_timeline(proposal.chosen.job, most_boxes=4_000))), "--trace")
+        _write(trace, json.dumps(step_trace(step_timeline(proposal.chosen.workload, most_boxes=4_000))), "--trace")
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -157,7 +159,7 @@ def question_of(args: argparse.Namespace) -> Any:
         cluster=_cluster(args),
         named=named,
         dotted=_dotted(args.changes),
-        stack=args.stack,
+        framework=args.framework,
         fixed=args.fix,
         searching=not args.no_search,
         imbalance=args.imbalance,

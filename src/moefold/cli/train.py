@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
 def train_here(run: RunConfig, patience: float, as_json: bool, stop: StopRequest) -> int:
     """This process is one rank of a launched world, or all of it."""
     from moefold.comm.spawn import join_world, this_device
-    from moefold.train.train_context import set_up
+    from moefold.train.train_context import build_train_context
     from moefold.train.trainer import train
 
     rank, world = join_world(patience)
-    workshop, state = set_up(run, rank, world, this_device(), patience)
-    return train(workshop, state, _callbacks(as_json), stop)
+    context, state = build_train_context(run, rank, world, this_device(), patience)
+    return train(context, state, _callbacks(as_json), stop)
 
 
 def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool, stop: StopRequest) -> int:
@@ -88,12 +88,12 @@ def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool, s
     import torch
 
     from moefold.train.supervise import supervise
-    from moefold.train.train_context import run_directory, set_up
+    from moefold.train.train_context import build_train_context, run_directory
     from moefold.train.trainer import train
 
     def work(rank: int) -> int:
-        workshop, state = set_up(run, rank, world, torch.device("cpu"), patience)
-        return train(workshop, state, _callbacks(as_json), stop)
+        context, state = build_train_context(run, rank, world, torch.device("cpu"), patience)
+        return train(context, state, _callbacks(as_json), stop)
 
     return _stopped_early(stop) or supervise(work, world, run_directory(run) / "checkpoints", patience, stop=stop)
 

@@ -3,9 +3,10 @@
 Rank i holds ``sizes[i]`` consecutive rows of the whole.
 
 Gathering is one movement with two meanings. If the ranks go on to do *different* work with the gathered rows, each
-holds a part of the gradient and backward must add the parts up (``gather_rows``). If they all go on to do the *same*
-work, each already holds the whole gradient and adding them up would count it once per rank (``gather_same``). Adding
-up has the same two faces: ``sum_partial`` feeds different work, ``sum_same`` feeds the same work.
+holds a part of the gradient and backward must add the parts up (``all_gather_rows``). If they all go on to do the
+*same* work, each already holds the whole gradient and adding them up would count it once per rank
+(``all_gather_replicated``). Adding up has the same two faces: ``all_reduce_partial`` feeds different work,
+``all_reduce_replicated`` feeds the same work.
 
 Sums over ranks of 16-bit numbers are carried in float32: a sum must not lose digits because it crossed a wire.
 
@@ -30,42 +31,42 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def gather_rows(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def all_gather_rows(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """All rows, for work that differs between ranks; backward adds gradients up and cuts them (reduce-scatter)."""
     return rows if group.alone else _GatherRows.apply(rows, sizes, group)
 
 
-def reduce_rows(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def reduce_scatter_rows(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """Everyone's partial sums of all rows, added up, cut to mine; backward gathers."""
     return partial if group.alone else _ReduceRows.apply(partial, sizes, group)
 
 
-def gather_same(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def all_gather_replicated(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """All rows, for work that every rank repeats; backward keeps this rank's rows of the gradient."""
     return rows if group.alone else _GatherSame.apply(rows, sizes, group)
 
 
-def sum_partial(x: Tensor, group: Group) -> Tensor:
+def all_reduce_partial(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, for work that differs between them; backward sums too."""
     return x if group.alone else _SumPartial.apply(x, group)
 
 
-def sum_same(x: Tensor, group: Group) -> Tensor:
+def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, for work that every rank repeats; backward hands the gradient through."""
     return x if group.alone else _SumSame.apply(x, group)
 
 
-def gather_plain(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def all_gather_no_grad(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """All rows, outside of any gradient."""
     return rows if group.alone else _gather(rows.detach(), sizes, group)
 
 
-def reduce_plain(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def reduce_scatter_no_grad(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
     """Everyone's partial sums of all rows, added up, cut to mine, outside of any gradient."""
     return partial if group.alone else _reduce(partial.detach(), sizes, group)
 
 
-def sum_plain(x: Tensor, group: Group) -> Tensor:
+def all_reduce_no_grad(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, outside of any gradient."""
     return x if group.alone else _sum(x.detach(), group)
 
@@ -162,20 +163,20 @@ def _strip(everyone: Tensor, sizes: Sizes) -> Tensor:
     return torch.cat([everyone[i * longest : i * longest + size] for i, size in enumerate(sizes)])
 
 
-def exchange_rows(rows: Tensor, *, send: Sizes, recv: Sizes, group: Group) -> Tensor:
+def all_to_all_rows(rows: Tensor, *, send: Sizes, recv: Sizes, group: Group) -> Tensor:
     """Send ``send[i]`` consecutive rows to peer i and return the ``recv[i]`` rows it sent us.
 
     Backward is the same exchange with ``send`` and ``recv`` swapped.
     """
     if sum(send) != rows.shape[0]:
         raise ExchangeError(
-            f"exchange_rows over {group.name}: the counts to send add up to {sum(send)} but there are {rows.shape[0]} "
+            f"all_to_all_rows over {group.name}: the counts to send add up to {sum(send)}, there are {rows.shape[0]} "
             f"rows (send={list(send)}, group size {group.size})"
         )
     return rows if group.alone else _ExchangeRows.apply(rows, send, recv, group)
 
 
-def exchange_counts(counts: Tensor, group: Group) -> Tensor:
+def all_to_all_counts(counts: Tensor, group: Group) -> Tensor:
     """Peer i gets the i-th equal slice of ``counts``; returns what the peers sent, in their order."""
     if group.alone:
         return counts

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class CommLane:
+class CommStream:
     def __init__(self, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="comm-lane")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -48,7 +48,7 @@ class CommLane:
         return result
 
 
-class AtOnce(CommLane):
+class SynchronousStream(CommStream):
     """A lane that is no second thread: work is done when it has been submitted. For whoever watches this thread."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.comm.process_groups import Group
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Expected:
 
 
 @dataclass
-class Pipes:
+class P2PChannels:
     """One rank's messages during one step; ``expected`` lists everything it will receive, in order of use."""
 
     group: Group
@@ -100,7 +100,7 @@ def sum_among(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
         works.append(dist.irecv(parts[-1], group.ranks[member], group=group.connected))
     for work in works:
         work.wait()
-    total = widened(parts[0])
+    total = upcast(parts[0])
     for part in parts[1:]:
         total = total + part
     return total.to(x.dtype)

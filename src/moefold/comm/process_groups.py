@@ -64,25 +64,25 @@ class Groups:
         dynamic_cp: bool = False,
         inner: int = 1,
         ep_inner: int = 1,
-        own_lane: bool = False,
+        own_stream: bool = False,
     ) -> None:
         """``inner`` neighbours of a context group trade heads where context parallelism is hierarchical. ``ep_inner``
         neighbours of an ep group share a host where tokens travel in two levels.
 
-        ``own_lane`` gives the groups that carry tokens to experts connections of their own: two threads that used one
+        ``own_stream`` gives the groups that carry tokens to experts connections of their own: two threads that used one
         would mix their messages up.
         """
         self.layout, self.rank, self._ledger, self._timeout = layout, rank, ledger, timeout
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        on_lane: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        on_stream: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._groups: dict[str, Group] = {}
         for name in GROUPS:
-            lane = on_lane if own_lane and name in TOKEN_GROUPS else made
-            self._groups[name] = self._group(name, layout.ranks(name, rank), lane, shared=lane is made)
+            stream = on_stream if own_stream and name in TOKEN_GROUPS else made
+            self._groups[name] = self._group(name, layout.ranks(name, rank), stream, shared=stream is made)
         across, inside = levels(layout.ranks("ep", rank), rank, ep_inner)
         for name, ranks in (("ep_across", across), ("ep_inside", inside)):
-            lane = on_lane if own_lane else made
-            self._groups[name] = self._group(name, ranks, lane, shared=lane is made)
+            stream = on_stream if own_stream else made
+            self._groups[name] = self._group(name, ranks, stream, shared=stream is made)
         # This rank's context group of every size that a microbatch may be cut over, whole and in two levels.
         self.contexts: dict[int, Group] = {}
         self.nested_contexts: dict[int, tuple[Group, Group]] = {}

@@ -36,7 +36,7 @@ import torch.distributed.tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moefold.errors import MoefoldError, RankError
-from moefold.ops.malloc import keep_heap
+from moefold.ops.malloc import disable_malloc_trim
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
@@ -68,7 +68,7 @@ class _Rank:
         return not self.answer.startswith(b'{"answer"')
 
 
-def fork_ranks(
+def spawn_ranks(
     work: Callable[[int], Any],
     world: int,
     *,
@@ -116,7 +116,7 @@ def join_world(seconds: float) -> tuple[int, int]:
     group is made. A process that trains on a CPU keeps the memory it has once had: see ``ops/malloc.py``.
     """
     if not torch.cuda.is_available():
-        keep_heap()
+        disable_malloc_trim()
     if "RANK" not in os.environ:
         return 0, 1
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -10,7 +10,7 @@ from moefold.config.strict import STRICT
 # The Python standard library's own source, as bytes: a corpus that every machine has.
 BUILTIN = "builtin"
 
-DocumentKind = Literal["joined", "apart", "padded", "packed"]
+PackingMode = Literal["concat", "concat_masked", "padded", "bin_packed"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class DataConfig:
     seq_len: int = 64
     global_batch: int = 8
     micro_batch: int = 1
-    # What a sample is. `joined`: a window of the token stream, read as one sequence; `apart`: such a window, whose
-    # documents do not see each other; `padded`: one document, filled up to seq_len; `packed`: one document, put next to
-    # others into microbatches of at most micro_batch * seq_len tokens.
-    documents: DocumentKind = "joined"
+    # What a sample is. `concat`: a window of the token stream, read as one sequence; `concat_masked`: such a window,
+    # whose documents do not see each other; `padded`: one document, filled up to seq_len; `bin_packed`: one document,
+    # put next to others into microbatches of at most micro_batch * seq_len tokens.
+    packing: PackingMode = "concat"
     # Where training tokens come from: one path, or a weighted mixture, which then replaces it. None: a run that can be
     # planned and proved, but not trained. There is no default that trains: it would be a corpus that nobody asked for.
     train: str | None = None

@@ -19,13 +19,13 @@ class ModelConfig:
     __pydantic_config__: ClassVar = STRICT
 
     vocab_size: int = 256
-    width: int = 64
+    dim: int = 64
     num_layers: int = 2
     attention: Annotated[GQAConfig | MLAConfig, Field(discriminator="kind")] = field(default_factory=GQAConfig)
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig | None = field(default_factory=MoEConfig)
     num_dense_layers: int = 0
-    dense_width: int = 128
+    dense_hidden_dim: int = 128
     norm_eps: float = 1e-6
     tied_embeddings: bool = False
     init_std: float = 0.02

@@ -33,9 +33,10 @@ class RouterConfig:
     group_score: Literal["max", "topk_sum"] = "max"
     # A learned bias on the logits (gpt-oss), part of the gradient.
     logit_bias: bool = False
-    # The loss-free bias: shifts choices only, is not trained, and moves by `bias_rate` against the load each step.
+    # The loss-free bias: shifts choices only, is not trained, and moves by `bias_update_rate` against the load each
+    # step.
     expert_bias: bool = False
-    bias_rate: float = 1e-3
+    bias_update_rate: float = 1e-3
     # float64 runs stay in float64; anything narrower is scored in float32 when this is set.
     fp32: bool = True
     # Sinkhorn routing balances in training only; evaluation takes the plain top-k.
@@ -90,17 +91,17 @@ class MoEConfig:
 
     num_experts: int = 8
     top_k: int = 2
-    expert_width: int = 32
+    expert_hidden_dim: int = 32
     router: RouterConfig = field(default_factory=RouterConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     # None is dropless: every chosen token is computed.
     capacity: CapacityConfig | None = None
     # Width of the dense expert that sees every token; 0 means none.
-    shared_width: int = 0
+    shared_hidden_dim: int = 0
     # Weigh the shared expert's answer by a learned sigmoid per token.
     shared_gate: bool = False
     # Send and compute in this smaller width; None means the model's own width.
-    latent_width: int | None = None
+    latent_dim: int | None = None
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     expert_bias: bool = False
     # Where the routing weight multiplies: inside the expert (nothing extra is saved) or on its output.

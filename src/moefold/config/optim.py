@@ -9,7 +9,7 @@ from moefold.config.strict import STRICT
 
 
 @dataclass(frozen=True)
-class RatesConfig:
+class LRScheduleConfig:
     """A linear rise over `warmup` steps, then one of several ways down to `floor` times the peak."""
 
     __pydantic_config__: ClassVar = STRICT
@@ -27,10 +27,10 @@ class OptimConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    rate: float = 3e-4
+    lr: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    rates: RatesConfig = field(default_factory=RatesConfig)
+    lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)

@@ -34,7 +34,7 @@ class HealthConfig:
     spike_sigma: float = 0.0
     spike_window: int = 128
     # Give up after so many skipped steps in a row.
-    most_skips: int = 10
+    max_consecutive_skips: int = 10
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,6 @@ AnySamples = Samples | DocumentSamples
 
 
 def open_samples(data: DataConfig, vocab_size: int, seed: int, split: Split = "train") -> AnySamples:
-    """The samples that `data.documents` asks for."""
-    kind = DocumentSamples if data.documents in ("padded", "packed") else Samples
+    """The samples that `data.packing` asks for."""
+    kind = DocumentSamples if data.packing in ("padded", "bin_packed") else Samples
     return kind(data, vocab_size, seed, split)

@@ -50,7 +50,7 @@ class Stock:
 
     def __init__(self, data: DataConfig, vocab_size: int, seed: int, split: Split) -> None:
         self._configs = _source_configs(data, split)
-        self.vocab_size, self._seq_len, self._documents = vocab_size, data.seq_len, data.documents
+        self.vocab_size, self._seq_len, self._documents = vocab_size, data.seq_len, data.packing
         self.seed, self.split = seed, split
         self.mixture = Mixture([config.weight for config in self._configs], seed, split, "mixture")
         self.sources = tuple(Source(config, vocab_size, split) for config in self._configs)
@@ -87,7 +87,7 @@ class Stock:
             ],
         }
         # Left out where there was no choice once, so that older checkpoints find the same.
-        if self._documents != "joined":
+        if self._documents != "concat":
             facts["documents"] = self._documents
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

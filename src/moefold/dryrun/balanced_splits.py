@@ -19,12 +19,12 @@ from torch import Tensor
 from moefold.batching.zigzag import places
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
-from moefold.moe.dispatch.base import HopName
+from moefold.moe.dispatch.base import ExchangeName
 from moefold.topology.folded_layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 
 
-class BalancedCounts:
+class BalancedSplitSizes:
     """For microbatches that all have the same documents: ``lengths`` tokens long, cut over ``context`` ranks."""
 
     def __init__(
@@ -39,8 +39,8 @@ class BalancedCounts:
         self.run, self.layout, self.rank = run, layout, rank
         self.lengths, self.context, self.imbalance = tuple(lengths), context, imbalance
         # Every layer of every microbatch asks again.
-        self._leaving_by_hop: dict[HopName, list[int]] = {}
-        self._arriving_by_hop: dict[HopName, list[list[int]]] = {}
+        self._leaving_by_hop: dict[ExchangeName, list[int]] = {}
+        self._arriving_by_hop: dict[ExchangeName, list[list[int]]] = {}
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return self._leaving
@@ -54,27 +54,27 @@ class BalancedCounts:
     def tokens(self, tokens_of_P: Tensor) -> list[int]:
         return [len(self._tokens_of(peer)) for peer in self.layout.ranks("expert_block", self.rank)]
 
-    def leaving_once(self, hop: HopName, rows_P: Tensor) -> list[int]:
+    def leaving_once(self, hop: ExchangeName, rows_P: Tensor) -> list[int]:
         if hop not in self._leaving_by_hop:
             self._leaving_by_hop[hop] = self._leaving_once(hop)
         return self._leaving_by_hop[hop]
 
-    def arriving_once(self, hop: HopName, counts_S: Tensor) -> list[list[int]]:
+    def arriving_once(self, hop: ExchangeName, counts_S: Tensor) -> list[list[int]]:
         if hop not in self._arriving_by_hop:
             self._arriving_by_hop[hop] = self._arriving_once(hop)
         return self._arriving_by_hop[hop]
 
-    def _leaving_once(self, hop: HopName) -> list[int]:
+    def _leaving_once(self, hop: ExchangeName) -> list[int]:
         peers, holders = self._peers(hop, self.rank), self._holders(hop, self.rank)
         return [sum(self._told(hop, source, peer)[0] for source in holders) for peer in peers]
 
-    def _arriving_once(self, hop: HopName) -> list[list[int]]:
+    def _arriving_once(self, hop: ExchangeName) -> list[list[int]]:
         """Sources stand as in ``_arriving``."""
         ends = (self.rank,) if hop == "across" else self.layout.ranks("etp", self.rank)
         found = []
         for source in (source for end in ends for source in self._peers(hop, end)):
-            told = [self._told(hop, holder, self.rank) for holder in self._holders(hop, source)]
-            found.append([self._more(sum(column)) for column in zip(*told, strict=True)])
+            on_action = [self._told(hop, holder, self.rank) for holder in self._holders(hop, source)]
+            found.append([self._more(sum(column)) for column in zip(*on_action, strict=True)])
         return found
 
     @cached_property
@@ -98,7 +98,7 @@ class BalancedCounts:
         """The experts of this rank."""
         return self._experts_at("direct", self.rank)
 
-    def _experts_at(self, hop: HopName, rank: int) -> slice:
+    def _experts_at(self, hop: ExchangeName, rank: int) -> slice:
         """Those of a rank, or of its host."""
         assert self.run.model.moe is not None
         size = self.run.parallel.ep_inner if hop == "across" else 1
@@ -106,17 +106,17 @@ class BalancedCounts:
         first = self.layout.index("ep", rank) // size * number
         return slice(first, first + number)
 
-    def _peers(self, hop: HopName, rank: int) -> tuple[int, ...]:
+    def _peers(self, hop: ExchangeName, rank: int) -> tuple[int, ...]:
         """The ranks of a hop's group."""
         everyone = self.layout.ranks("ep", rank)
         across, inside = levels(everyone, rank, self.run.parallel.ep_inner)
         return {"direct": everyone, "across": across, "inside": inside}[hop]
 
-    def _holders(self, hop: HopName, rank: int) -> tuple[int, ...]:
+    def _holders(self, hop: ExchangeName, rank: int) -> tuple[int, ...]:
         """Whose tokens a rank sends on this hop: inside a host, those that have crossed to it."""
         return self._peers("across", rank) if hop == "inside" else (rank,)
 
-    def _told(self, hop: HopName, source: int, end: int) -> list[int]:
+    def _told(self, hop: ExchangeName, source: int, end: int) -> list[int]:
         """Of the source's tokens: how many have a choice at the hop's end, and how many chose each expert there."""
         assert self.run.model.moe is not None
         experts, choices = self._experts_at(hop, end), self._choices_of(source)

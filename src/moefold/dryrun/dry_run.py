@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.checks.run_all import problems
-from moefold.comm.comm_stream import AtOnce
+from moefold.comm.comm_stream import SynchronousStream
 from moefold.comm.ledger import Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
-from moefold.dryrun.balanced_splits import BalancedCounts
+from moefold.dryrun.balanced_splits import BalancedSplitSizes
 from moefold.dryrun.collective_trace import Book, Collective, collectives, more
 from moefold.dryrun.fake_world import FakeMemory, fake_world, give_fake_memory
 from moefold.dryrun.min_microbatches import enough_microbatches, fewest_microbatches, order_of, what_is_done
 from moefold.dryrun.trace_step import Seen, rehearse
 from moefold.errors import ConfigError, Problem
 from moefold.nn.batch import Ahead, Batch
-from moefold.parallel.parallelize import Share, groups_of, lay_out_share
-from moefold.pipeline.pipeline_state import Flight
+from moefold.parallel.parallelize import LocalModel, build_on_meta, groups_of
+from moefold.pipeline.pipeline_state import PipelineState
 from moefold.pipeline.step import run_step
 from moefold.schedule.actions import Action
 from moefold.schedule.names import schedule_named
@@ -91,38 +91,41 @@ def dry_run(
         groups = groups_of(run, world, rank, timedelta(seconds=1))
         batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
         shape = batches[0]
-        host = BalancedCounts(run, groups.layout, rank, shape.lengths, shape.context_size, imbalance)
+        host = BalancedSplitSizes(run, groups.layout, rank, shape.lengths, shape.context_size, imbalance)
         # Kernels need a GPU and memory that is there; what they compute is known from their twins.
         in_torch = replace(run, precision=replace(run.precision, kernels="torch"))
-        share = lay_out_share(in_torch, groups, CPU, host)
-        if share.comm_lane is not None:
-            share = replace(share, comm_lane=AtOnce())
+        local_model = build_on_meta(in_torch, groups, CPU, host)
+        if local_model.comm_stream is not None:
+            local_model = replace(local_model, comm_stream=SynchronousStream())
         whole, here = microbatches or len(batches), groups["pp"].index
         executed = microbatches or enough_microbatches(run, here, whole)
         with FakeMemory() as memory:
-            give_fake_memory(share.model, CPU)
-            optimizer = make_optimizer(share)
+            give_fake_memory(local_model.model, CPU)
+            optimizer = make_optimizer(local_model)
             fakes = [fake_batch(batches[number % len(batches)], memory) for number in range(executed)]
-            seen = second_step(share, optimizer, fakes, progress)
-        return dry_run_of(share, whole, executed, imbalance, seen, time.perf_counter() - began)
+            seen = second_step(local_model, optimizer, fakes, progress)
+        return dry_run_of(local_model, whole, executed, imbalance, seen, time.perf_counter() - began)
 
 
 def second_step(
-    share: Share, optimizer: Optimizer, batches: Sequence[Batch], progress: Progress = lambda done, total: None
+    local_model: LocalModel,
+    optimizer: Optimizer,
+    batches: Sequence[Batch],
+    progress: Progress = lambda done, total: None,
 ) -> Seen:
     """Watch a step after one that is as short as can be: from then on optimizer states exist."""
-    first = fewest_microbatches(share.run, len(batches))
-    here = share.groups["pp"].index
-    total = sum(len(order_of(share.run, number).actions[here]) for number in (first, len(batches)))
+    first = fewest_microbatches(local_model.run, len(batches))
+    here = local_model.groups["pp"].index
+    total = sum(len(order_of(local_model.run, number).actions[here]) for number in (first, len(batches)))
     done = 0
 
-    def told(flight: Flight, action: Action) -> None:
+    def on_action(flight: PipelineState, action: Action) -> None:
         nonlocal done
         done += 1
         progress(done, total)
 
-    run_step(share, optimizer, batches[:first], told=told)
-    return rehearse(share, optimizer, batches, told)
+    run_step(local_model, optimizer, batches[:first], on_action=on_action)
+    return rehearse(local_model, optimizer, batches, on_action)
 
 
 def refuse(run: RunConfig, world: int, rank: int, microbatches: int | None, imbalance: float) -> None:
@@ -138,13 +141,13 @@ def refuse(run: RunConfig, world: int, rank: int, microbatches: int | None, imba
     decides_together = moe is not None and (
         moe.capacity is not None or moe.router.kind in ("sinkhorn", "expert_choice")
     )
-    if run.data.documents == "padded" and decides_together:
+    if run.data.packing == "padded" and decides_together:
         found.append(
             Problem(
-                "data.documents",
+                "data.packing",
                 "padded documents under capacities, sinkhorn or expert choice: training reads their number of real "
                 "tokens from the device, where a dry run has nothing to read",
-                "use joined, which has the same shapes",
+                "use concat, which has the same shapes",
             )
         )
     if found:
@@ -178,8 +181,10 @@ def fake_batch(batch: Batch, memory: FakeMemory) -> Batch:
     )
 
 
-def dry_run_of(share: Share, whole: int, executed: int, imbalance: float, seen: Seen, seconds: float) -> DryRun:
-    run, groups = share.run, share.groups
+def dry_run_of(
+    local_model: LocalModel, whole: int, executed: int, imbalance: float, seen: Seen, seconds: float
+) -> DryRun:
+    run, groups = local_model.run, local_model.groups
     # The batches of microbatches that were left out are there in a whole step, too.
     left_out = (whole - executed) * seen.bytes_of_batch
     saved: dict[int, int] = {}

@@ -21,9 +21,9 @@ from moefold.dryrun.collective_trace import Book, Wires, gained
 from moefold.dryrun.memory_timeline import Peak, peak_of
 from moefold.dryrun.storage_tracker import Watch
 from moefold.nn.batch import Ahead, Batch, TokenSets
-from moefold.parallel.parallelize import Share
-from moefold.pipeline.pipeline_state import Flight, Key, flat
-from moefold.pipeline.runtime import Told, untold
+from moefold.parallel.parallelize import LocalModel
+from moefold.pipeline.pipeline_state import Key, PipelineState, flat
+from moefold.pipeline.runtime import OnAction, no_action_callback
 from moefold.pipeline.step import run_step
 from moefold.schedule.actions import TRANSFERS, Action, Kind
 
@@ -54,15 +54,17 @@ class Seen:
     bytes_of_batch: int
 
 
-def rehearse(share: Share, optimizer: Optimizer, batches: Sequence[Batch], told: Told = untold) -> Seen:
+def rehearse(
+    local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], on_action: OnAction = no_action_callback
+) -> Seen:
     """Run one step and watch it. Optimizer states exist from the second step on, so let one go before."""
     # What is freed by counting references is freed at the same moment every time; what a collector finds is not.
     gc.collect()
     gc.disable()
     try:
-        watcher = _Watcher(share, optimizer, batches, told)
+        watcher = _Watcher(local_model, optimizer, batches, on_action)
         with watcher.watch:
-            run_step(share, optimizer, batches, watcher.look, told=watcher.told)
+            run_step(local_model, optimizer, batches, watcher.look, on_action=watcher.on_action)
             watcher.watch.mark("after the update")
         return watcher.seen()
     finally:
@@ -70,25 +72,25 @@ def rehearse(share: Share, optimizer: Optimizer, batches: Sequence[Batch], told:
 
 
 class _Watcher:
-    def __init__(self, share: Share, optimizer: Optimizer, batches: Sequence[Batch], also: Told) -> None:
+    def __init__(self, local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], also: OnAction) -> None:
         self.also, self.batches = also, batches
-        self.share, self.wires = share, Wires(share.groups)
+        self.local_model, self.wires = local_model, Wires(local_model.groups)
         self.watch = Watch(self.wires.overhear)
         self.owner: dict[int, Key] = {}
         self.saved: dict[Key, list[tuple[int, int]]] = {}
         self.of_action: list[tuple[Action, Book]] = []
         self._before: Book = {}
         self._since = self._greet(optimizer, batches)
-        for module in share.model.modules():
+        for module in local_model.model.modules():
             if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._gathered)
         optimizer.register_step_pre_hook(lambda *_: self.watch.mark("norm and clipping"))
         optimizer.register_step_post_hook(lambda *_: self.watch.mark("optimizer"))
 
-    def told(self, flight: Flight, action: Action) -> None:
+    def on_action(self, flight: PipelineState, action: Action) -> None:
         """An action has ended."""
         if not self.of_action:
-            self._gathered(self.share.model)
+            self._gathered(self.local_model.model)
         if action.kind not in TRANSFERS:
             self._tag_gradients()
             for part in action.parts:
@@ -130,13 +132,13 @@ class _Watcher:
     def _greet(self, optimizer: Optimizer, batches: Sequence[Batch]) -> int:
         """What is there before the step; the gradients of the one before are not: it starts by dropping them."""
         optimizer.zero_grad()
-        for parameter in self.share.model.parameters():
+        for parameter in self.local_model.model.parameters():
             self.watch.meet(parameter, "parameters")
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.watch.meet(value, "optimizer state")
-        for buffer in self.share.model.buffers():
+        for buffer in self.local_model.model.buffers():
             self.watch.meet(buffer, "other")
         for batch in batches:
             self._tag_batch(batch)
@@ -153,11 +155,11 @@ class _Watcher:
                 self.watch.category.setdefault(number, "gathered parameters")
 
     def _tag_gradients(self) -> None:
-        for parameter in self.share.model.parameters():
+        for parameter in self.local_model.model.parameters():
             if parameter.grad is not None:
                 self.watch.meet(parameter.grad, "gradients")
 
-    def _claim_input(self, flight: Flight, forward: Action) -> None:
+    def _claim_input(self, flight: PipelineState, forward: Action) -> None:
         """What a stage was given stays until its backward."""
         key = (forward.stage, forward.microbatch)
         given = flight.inputs.get(key)

@@ -19,7 +19,7 @@ from moefold.moe.layer import MoELayer
 from moefold.moe.load_balancing import RoutingReport
 from moefold.nn.batch import Batch
 from moefold.nn.layers import FeedForward, RMSNorm
-from moefold.nn.phase import Lane, Phase, nest, recomputed, run_in_order
+from moefold.nn.phase import Phase, Stream, nest, recomputed, run_in_order
 
 
 class BlockOutput(NamedTuple):
@@ -53,9 +53,9 @@ class Block(nn.Module):
         return output
 
     def phases(self, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
-        attention = Phase("attention", Lane.COMPUTE, partial(self._attention, batch))
+        attention = Phase("attention", Stream.COMPUTE, partial(self._attention, batch))
         if isinstance(self.feed_forward, FeedForward):
-            phases: tuple[Phase, ...] = attention, Phase("feed_forward", Lane.COMPUTE, partial(self._dense, batch))
+            phases: tuple[Phase, ...] = attention, Phase("feed_forward", Stream.COMPUTE, partial(self._dense, batch))
         else:
             phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self.feed_forward_norm, _add_answer)
         return tuple(recomputed(phase) if phase.name in self.recompute else phase for phase in phases)

@@ -3,8 +3,8 @@
 t tokens of this rank, T of its context share, D width, V vocabulary, E experts, M mixtures of the whole model.
 
 A stage is a run of consecutive parts (embedding, layers, modules that look ahead, loss); what crosses from one to the
-next is a ``Stream``. A rank may hold several stages, and one that holds them all is the whole model. Parameters keep
-the names they have in the whole model wherever they live.
+next is a ``HiddenState``. A rank may hold several stages, and one that holds them all is the whole model. Parameters
+keep the names they have in the whole model wherever they live.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from moefold.blueprint.stages import StageSpec
 from moefold.model.block import Block, BlockOutput
-from moefold.model.mtp import LookAhead
+from moefold.model.mtp import MTPModule
 from moefold.moe.layer import MoELayer
 from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.router import Router
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm
-from moefold.nn.phase import Lane, Phase, nest, run_in_order
+from moefold.nn.phase import Phase, Stream, nest, run_in_order
 from moefold.nn.vocab import Embedding, LanguageLoss
 
 
-class Stream(NamedTuple):
+class HiddenState(NamedTuple):
     """What crosses from one stage to the next: the model's own stream, and one of each module that looks ahead."""
 
     x_tD: Tensor
@@ -41,7 +41,7 @@ class DecoderOutput(NamedTuple):
     Reports come with the number of their mixture among those of the whole model.
     """
 
-    stream: Stream | None = None
+    hidden: HiddenState | None = None
     reports: tuple[tuple[int, RoutingReport], ...] = ()
     loss_sum: Tensor | None = None
     # One for each module that looks ahead.
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         whole: StageSpec,
         embedding: Embedding | None,
         layers: dict[int, Block],
-        mtp: dict[int, LookAhead],
+        mtp: dict[int, MTPModule],
         final_norm: RMSNorm | None,
         head: Linear | None,
         mtp_norms: dict[int, RMSNorm],
@@ -80,11 +80,11 @@ class Decoder(nn.Module):
         batch: Batch,
         earlier_ME: Tensor | None = None,
         stage: StageSpec | None = None,
-        stream: Stream | None = None,
+        hidden: HiddenState | None = None,
     ) -> DecoderOutput:
         """``earlier_ME``: tokens per expert in the step's earlier microbatches, one row per mixture."""
         phases = tuple(self._walk(batch, earlier_ME, stage or self.whole, take_apart=False))
-        output: DecoderOutput = run_in_order(phases, DecoderOutput(stream))
+        output: DecoderOutput = run_in_order(phases, DecoderOutput(hidden))
         return output
 
     def phases(self, batch: Batch, earlier_ME: Tensor | None, stage: StageSpec) -> tuple[Phase, ...]:
@@ -96,8 +96,8 @@ class Decoder(nn.Module):
         assert self.final_norm is not None
         layers = replace(self.whole, mtp=(), loss=False)
         phases = tuple(self._walk(batch, None, layers, take_apart=False))
-        stream = run_in_order(phases, DecoderOutput()).stream
-        x_TD = self.final_norm(stream.x_tD)
+        hidden = run_in_order(phases, DecoderOutput()).hidden
+        x_TD = self.final_norm(hidden.x_tD)
         return x_TD @ self.head_weight.to(x_TD.dtype).T
 
     def routers(self) -> dict[int, Router]:
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         if number not in held:
             return None
         found = held[number]
-        block = found.block if isinstance(found, LookAhead) else found
+        block = found.block if isinstance(found, MTPModule) else found
         assert isinstance(block, Block)
         return block
 
@@ -132,23 +132,23 @@ class Decoder(nn.Module):
         A part that is one phase is a call of its module: sharded data parallelism gathers parameters around those.
         """
         if stage.embedding:
-            yield Phase("embedding", Lane.COMPUTE, partial(self._embed, batch))
+            yield Phase("embedding", Stream.COMPUTE, partial(self._embed, batch))
         for layer in stage.layers:
             row, earlier_E = self._row(f"layers.{layer}", earlier_ME)
             block = self.layers[str(layer)]
             assert isinstance(block, Block)
-            whole = Phase(f"layer {layer}", Lane.COMPUTE, partial(_call, block, batch, earlier_E))
+            whole = Phase(f"layer {layer}", Stream.COMPUTE, partial(_call, block, batch, earlier_E))
             phases = block.phases(batch, earlier_E) if take_apart else (whole,)
-            yield from nest(phases, _stream_of, partial(_after_layer, row))
+            yield from nest(phases, _hidden_state_of, partial(_after_layer, row))
         for depth in stage.mtp:
             row, earlier_E = self._row(f"mtp.{depth}.block", earlier_ME)
             module, tokens = self.mtp[str(depth)], partial(self._tokens_ahead, depth, batch)
-            assert isinstance(module, LookAhead)
-            whole = Phase(f"ahead {depth}", Lane.COMPUTE, partial(_call_ahead, module, tokens, batch, earlier_E))
+            assert isinstance(module, MTPModule)
+            whole = Phase(f"ahead {depth}", Stream.COMPUTE, partial(_call_ahead, module, tokens, batch, earlier_E))
             phases = module.phases(tokens, batch, earlier_E) if take_apart else (whole,)
             yield from nest(phases, partial(self._before_ahead, depth), partial(_after_ahead, row))
         if stage.loss:
-            yield Phase("loss", Lane.COMPUTE, partial(self._losses, batch))
+            yield Phase("loss", Stream.COMPUTE, partial(self._losses, batch))
 
     def _row(self, name: str, earlier_ME: Tensor | None) -> tuple[int | None, Tensor | None]:
         if name not in self.mixtures:
@@ -158,12 +158,12 @@ class Decoder(nn.Module):
 
     def _embed(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.embedding is not None
-        return carry._replace(stream=Stream(self.embedding(batch.tokens_T)))
+        return carry._replace(hidden=HiddenState(self.embedding(batch.tokens_T)))
 
     def _before_ahead(self, depth: int, carry: DecoderOutput) -> Tensor:
         """The stream as the head reads it, after its norm: engines that draft with these modules feed them so."""
-        assert carry.stream is not None
-        x_tD, ahead_tD = carry.stream
+        assert carry.hidden is not None
+        x_tD, ahead_tD = carry.hidden
         norm = self.final_norm if depth == 0 else self.mtp_norms[str(depth - 1)]
         assert norm is not None
         before_tD: Tensor = norm(x_tD if depth == 0 else ahead_tD[depth - 1])
@@ -175,8 +175,8 @@ class Decoder(nn.Module):
         return token_tD
 
     def _losses(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
-        assert self.final_norm is not None and carry.stream is not None
-        x_tD, ahead_tD = carry.stream
+        assert self.final_norm is not None and carry.hidden is not None
+        x_tD, ahead_tD = carry.hidden
         loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_T, batch)
         ahead_sums = tuple(
             self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_T, batch)
@@ -185,9 +185,9 @@ class Decoder(nn.Module):
         return DecoderOutput(None, carry.reports, loss_sum, ahead_sums)
 
 
-def _stream_of(carry: DecoderOutput) -> Tensor:
-    assert carry.stream is not None
-    return carry.stream.x_tD
+def _hidden_state_of(carry: DecoderOutput) -> Tensor:
+    assert carry.hidden is not None
+    return carry.hidden.x_tD
 
 
 def _call(block: Block, batch: Batch, earlier_E: Tensor | None, x_tD: Tensor) -> BlockOutput:
@@ -196,24 +196,24 @@ def _call(block: Block, batch: Batch, earlier_E: Tensor | None, x_tD: Tensor) ->
 
 
 def _call_ahead(
-    module: LookAhead, tokens: Callable[[], Tensor], batch: Batch, earlier_E: Tensor | None, x_tD: Tensor
+    module: MTPModule, tokens: Callable[[], Tensor], batch: Batch, earlier_E: Tensor | None, x_tD: Tensor
 ) -> BlockOutput:
     output: BlockOutput = module(x_tD, tokens(), batch, earlier_E)
     return output
 
 
 def _after_layer(row: int | None, carry: DecoderOutput, output: BlockOutput) -> DecoderOutput:
-    assert carry.stream is not None
+    assert carry.hidden is not None
     return carry._replace(
-        stream=Stream(output.x_tD, carry.stream.ahead_tD), reports=_with(carry.reports, row, output.report)
+        hidden=HiddenState(output.x_tD, carry.hidden.ahead_tD), reports=_with(carry.reports, row, output.report)
     )
 
 
 def _after_ahead(row: int | None, carry: DecoderOutput, output: BlockOutput) -> DecoderOutput:
-    assert carry.stream is not None
-    x_tD, ahead_tD = carry.stream
+    assert carry.hidden is not None
+    x_tD, ahead_tD = carry.hidden
     return carry._replace(
-        stream=Stream(x_tD, (*ahead_tD, output.x_tD)), reports=_with(carry.reports, row, output.report)
+        hidden=HiddenState(x_tD, (*ahead_tD, output.x_tD)), reports=_with(carry.reports, row, output.report)
     )
 
 

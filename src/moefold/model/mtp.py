@@ -9,7 +9,7 @@ than token i+k+1 has been looked at.
 
     token i+k+1 -- token_norm --+
                                 +-- [token; stream] -- join -- block --> the next module; and a norm and the head
-    stream     -- stream_norm --+
+    stream     -- hidden_norm --+
 
 The stream enters as the head reads it, after its norm: engines that draft with these modules feed them so. The token
 comes first in the joined row, as in the published weights of DeepSeek-V3.
@@ -38,14 +38,14 @@ from moefold.config.model import ModelConfig
 from moefold.model.block import Block, BlockOutput
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm
-from moefold.nn.phase import Lane, Phase, run_in_order
+from moefold.nn.phase import Phase, Stream, run_in_order
 
 
-class LookAhead(nn.Module):
-    def __init__(self, token_norm: RMSNorm, stream_norm: RMSNorm, join: Linear, block: Block) -> None:
+class MTPModule(nn.Module):
+    def __init__(self, token_norm: RMSNorm, hidden_norm: RMSNorm, join: Linear, block: Block) -> None:
         super().__init__()
         self.token_norm = token_norm
-        self.stream_norm = stream_norm
+        self.hidden_norm = hidden_norm
         self.join = join
         self.block = block
 
@@ -62,10 +62,10 @@ class LookAhead(nn.Module):
         self, token_tD: Callable[[], Tensor], batch: Batch, earlier_E: Tensor | None = None
     ) -> tuple[Phase, ...]:
         """Tokens are looked up when the first phase runs, not before."""
-        return Phase("join", Lane.COMPUTE, partial(self._join, token_tD)), *self.block.phases(batch, earlier_E)
+        return Phase("join", Stream.COMPUTE, partial(self._join, token_tD)), *self.block.phases(batch, earlier_E)
 
     def _join(self, token_tD: Callable[[], Tensor], x_tD: Tensor) -> Tensor:
-        joined: Tensor = self.join(torch.cat((self.token_norm(token_tD()), self.stream_norm(x_tD)), dim=-1))
+        joined: Tensor = self.join(torch.cat((self.token_norm(token_tD()), self.hidden_norm(x_tD)), dim=-1))
         return joined
 
 

@@ -45,7 +45,7 @@ def keep_within_capacity(
     return rank_N.view_as(owner_TK) < capacity_s[set_of_token_T][:, None]
 
 
-def keep_by_loop(
+def keep_within_capacity_reference(
     owner_TK: Tensor, priority_TK: Tensor | None, set_of_token_T: Tensor, capacities: tuple[int, ...], num_owners: int
 ) -> Tensor:
     """The twin of ``keep_within_capacity``: fill each owner of each set from a sorted list of who asks."""

@@ -37,9 +37,9 @@ from moefold.moe.padded_permutation import (
     weights_of_rows,
 )
 from moefold.moe.permute import count_choices
-from moefold.nn.matmul_policy import Deferral
+from moefold.nn.matmul_policy import WeightGradQueue
 from moefold.ops.glu import Gate
-from moefold.ops.segments import add_up
+from moefold.ops.segments import segment_sum
 
 # Numbers before the gate that experts of one turn may have: two megabytes in bfloat16.
 AT_ONCE = 1 << 20
@@ -80,17 +80,17 @@ def fused_forward(
     x_SL: Tensor, weight_SK: Tensor, weights: FusedWeights, rows: ExpertRows, gate: Gate
 ) -> tuple[Tensor, Tensor]:
     """Each source row's weighed answers, added up; and the first product, for the backward."""
-    width, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
+    dim, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
     gate_up_PG = x_SL.new_empty(sum(rows.sizes), 2 * hidden)
-    answer_PL = x_SL.new_empty(sum(rows.sizes), width)
+    answer_PL = x_SL.new_empty(sum(rows.sizes), dim)
     turns = turns_of(rows, hidden)
-    gathered, acts = (_buffer(x_SL, turns, wide) for wide in (width, hidden))
+    gathered, acts = (_buffer(x_SL, turns, wide) for wide in (dim, hidden))
     for turn in turns:
         x_rL, act_rF = _take(x_SL, rows, turn, gathered), acts[: sum(turn.sizes)]
         _products(x_rL, weights.gate_up_eGL, weights.gate_up_bias_eG, gate_up_PG[turn.span], turn)
         gate.forward(gate_up_PG[turn.span], act_rF)
         _products(act_rF, weights.down_eLF, weights.down_bias_eL, answer_PL[turn.span], turn)
-    return add_up(answer_PL, rows.row_C, rows.first_S, weights_of_choices(weight_SK, rows)), gate_up_PG
+    return segment_sum(answer_PL, rows.row_C, rows.first_S, weights_of_choices(weight_SK, rows)), gate_up_PG
 
 
 def fused_backward(
@@ -104,12 +104,12 @@ def fused_backward(
     at_once: tuple[bool, bool],
 ) -> Backward:
     """``at_once``: whether the gradients of the first and of the second weight are computed here, or later."""
-    width, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
+    dim, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
     found, turns = _room_for(x_SL, weights, rows, at_once), turns_of(rows, hidden)
     weight_P = weights_of_rows(weight_SK, rows)
     dweight_P = weight_P.new_empty(weight_P.shape)
-    dx_PL = x_SL.new_empty(sum(rows.sizes), width)
-    gathered, acts, dacts, dgates = (_buffer(x_SL, turns, wide) for wide in (width, hidden, hidden, 2 * hidden))
+    dx_PL = x_SL.new_empty(sum(rows.sizes), dim)
+    gathered, acts, dacts, dgates = (_buffer(x_SL, turns, wide) for wide in (dim, hidden, hidden, 2 * hidden))
     for turn in turns:
         span, count = turn.span, sum(turn.sizes)
         dout_rL, dact_rF = _take(dout_SL, rows, turn, gathered), dacts[:count]
@@ -128,7 +128,7 @@ def fused_backward(
             _weight_gradients(dgate_rG, _take(x_SL, rows, turn, gathered), found.dgate_up_eGL, turn)
         _back_products(dgate_rG, weights.gate_up_eGL, dx_PL[span], turn)
     return found._replace(
-        dx_SL=add_up(dx_PL, rows.row_C, rows.first_S, None),
+        dx_SL=segment_sum(dx_PL, rows.row_C, rows.first_S, None),
         dweight_SK=choices_of_rows(dweight_P, rows, weight_SK.shape),
     )
 
@@ -194,9 +194,9 @@ def _zeros_where_idle(like: Tensor, rows: ExpertRows) -> Tensor:
     return made
 
 
-def _buffer(like: Tensor, turns: list[Turn], width: int) -> Tensor:
+def _buffer(like: Tensor, turns: list[Turn], dim: int) -> Tensor:
     """Room for the rows of the largest turn."""
-    return like.new_empty(max((sum(turn.sizes) for turn in turns), default=0), width)
+    return like.new_empty(max((sum(turn.sizes) for turn in turns), default=0), dim)
 
 
 def _take(x_SL: Tensor, rows: ExpertRows, turn: Turn, buffer: Tensor) -> Tensor:
@@ -250,12 +250,12 @@ def _down_bias_gradients(
         sum_.copy_(weight.to(dout.dtype) @ dout)
 
 
-class FusedExperts:
-    def __init__(self, gate: Gate, deferral: Deferral | None = None) -> None:
-        self.gate, self.deferral = gate, deferral
+class CpuFusedExperts:
+    def __init__(self, gate: Gate, weight_grads: WeightGradQueue | None = None) -> None:
+        self.gate, self.weight_grads = gate, weight_grads
 
     def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-        down_bias = None if weights.down_bias is None else weights.down_bias * weights.bias_share
+        down_bias = None if weights.down_bias is None else weights.down_bias * weights.bias_scale
         out: Tensor = _Fused.apply(
             arrived.rows_SD,
             arrived.choices.weight_tK,
@@ -265,7 +265,7 @@ class FusedExperts:
             down_bias,
             lay_out_rows(arrived.choices, _rows_per_expert(arrived, weights)),
             self.gate,
-            self.deferral,
+            self.weight_grads,
         )
         return out
 
@@ -290,13 +290,13 @@ class _Fused(torch.autograd.Function):
         down_bias: Tensor | None,
         rows: ExpertRows,
         gate: Gate,
-        deferral: Deferral | None,
+        weight_grads: WeightGradQueue | None,
     ) -> Tensor:
         weights = _stacked(gate_up, down, gate_up_bias, down_bias)
         y_SL, gate_up_PG = fused_forward(x_SL, weight_SK, weights, rows, gate)
         _, *maps = rows
         ctx.save_for_backward(x_SL, weight_SK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps)
-        ctx.sizes, ctx.gate, ctx.deferral = rows.sizes, gate, deferral
+        ctx.sizes, ctx.gate, ctx.weight_grads = rows.sizes, gate, weight_grads
         # What recomputation unpacks is no longer the parameter itself.
         ctx.parameters = gate_up, down
         return y_SL
@@ -304,8 +304,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_SL: Tensor) -> tuple[Tensor | None, ...]:
         x_SL, weight_SK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps = ctx.saved_tensors
-        rows, deferral = ExpertRows(ctx.sizes, *maps), ctx.deferral
-        later = deferral is not None and deferral.active
+        rows, weight_grads = ExpertRows(ctx.sizes, *maps), ctx.weight_grads
+        later = weight_grads is not None and weight_grads.active
         at_once = (ctx.needs_input_grad[2] and not later, ctx.needs_input_grad[3] and not later)
         weights, dout_SL = _stacked(gate_up, down, gate_up_bias, down_bias), dout_SL.contiguous()
         found = fused_backward(dout_SL, x_SL, weight_SK, gate_up_PG, weights, rows, ctx.gate, at_once)
@@ -313,8 +313,8 @@ class _Fused(torch.autograd.Function):
             dgate_up_PG, act_PF = found.dgate_up_PG, found.act_PF
             assert dgate_up_PG is not None and act_PF is not None
             own_gate_up, own_down = ctx.parameters
-            deferral.put(own_down, lambda: down_gradient(dout_SL, act_PF, rows, down))
-            deferral.put(
+            weight_grads.put(own_down, lambda: down_gradient(dout_SL, act_PF, rows, down))
+            weight_grads.put(
                 own_gate_up,
                 lambda: gate_up_gradient(x_SL, dgate_up_PG, rows, weights.gate_up_eGL).view(gate_up.shape),
             )

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.ops.segments import add_up
+from moefold.ops.segments import segment_sum
 
 
-class Pairs(NamedTuple):
+class TokenRankMap(NamedTuple):
     """Which row each pair has; places follow each other."""
 
     source_N: Tensor
@@ -26,7 +26,7 @@ class Pairs(NamedTuple):
     first_t: Tensor
 
 
-def wanted_by(place_tK: Tensor, kept_tK: Tensor | None, num_places: int) -> Tensor:
+def token_rank_mask(place_tK: Tensor, kept_tK: Tensor | None, num_places: int) -> Tensor:
     """[t, P]: whether a row has a choice, one that was not dropped, at each place."""
     if kept_tK is not None:
         # Dropped choices go to a place that is cut off.
@@ -35,7 +35,7 @@ def wanted_by(place_tK: Tensor, kept_tK: Tensor | None, num_places: int) -> Tens
     return wanted.scatter_(1, place_tK, True)[:, :num_places]
 
 
-def pairs_of(wanted_tP: Tensor, num_pairs: int) -> Pairs:
+def token_rank_map(wanted_tP: Tensor, num_pairs: int) -> TokenRankMap:
     """``num_pairs``: how many there are, so that no shape depends on the data."""
     num_rows, num_places = wanted_tP.shape
     wanted_Pt = wanted_tP.t().flatten()
@@ -44,60 +44,60 @@ def pairs_of(wanted_tP: Tensor, num_pairs: int) -> Pairs:
     number_tP = (wanted_Pt.cumsum(0) - 1).view(num_places, num_rows).t().flatten()
     by_row_N = torch.nonzero_static(wanted_tP.flatten(), size=num_pairs).flatten()
     wishes_t = wanted_tP.sum(1)
-    return Pairs(source_N, number_tP.index_select(0, by_row_N), wishes_t.cumsum(0) - wishes_t)
+    return TokenRankMap(source_N, number_tP.index_select(0, by_row_N), wishes_t.cumsum(0) - wishes_t)
 
 
-def pairs_of_choices(choice_N: Tensor, num_rows: int, num_choices: int) -> Pairs:
+def token_rank_map_of_assignments(choice_N: Tensor, num_rows: int, num_choices: int) -> TokenRankMap:
     """A pair for every kept choice, in the order in which ``choice_N`` has their numbers (row * K + k)."""
     source_N, num_pairs = choice_N // num_choices, choice_N.shape[0]
     numbers = torch.arange(num_pairs, device=choice_N.device)
     if num_pairs == num_rows * num_choices:
         pair_N = torch.empty_like(numbers).scatter_(0, choice_N, numbers)
-        return Pairs(source_N, pair_N, numbers[::num_choices].contiguous())
+        return TokenRankMap(source_N, pair_N, numbers[::num_choices].contiguous())
     number_tK = torch.full((num_rows * num_choices,), -1, device=choice_N.device).scatter_(0, choice_N, numbers)
     kept_tK = number_tK >= 0
     by_row_N = torch.nonzero_static(kept_tK, size=num_pairs).flatten()
     kept_t = kept_tK.view(num_rows, num_choices).sum(1)
-    return Pairs(source_N, number_tK.index_select(0, by_row_N), kept_t.cumsum(0) - kept_t)
+    return TokenRankMap(source_N, number_tK.index_select(0, by_row_N), kept_t.cumsum(0) - kept_t)
 
 
-def spread_rows(x_tD: Tensor, pairs: Pairs) -> Tensor:
+def gather_tokens(x_tD: Tensor, pairs: TokenRankMap) -> Tensor:
     """Each pair's row."""
     rows: Tensor = _Spread.apply(x_tD, pairs)
     return rows
 
 
-def add_up_rows(rows_ND: Tensor, pairs: Pairs) -> Tensor:
+def reduce_tokens(rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
     """The sum of every source row's pairs; zeros where it has none."""
     home: Tensor = _AddUp.apply(rows_ND, pairs)
     return home
 
 
-def sum_pairs(rows_ND: Tensor, pairs: Pairs) -> Tensor:
+def reduce_token_values(rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
     """The same, outside of any gradient."""
     if not rows_ND.shape[0]:
         return rows_ND.new_zeros(pairs.first_t.shape[0], rows_ND.shape[1])
-    return add_up(rows_ND.contiguous(), pairs.pair_N, pairs.first_t, None)
+    return segment_sum(rows_ND.contiguous(), pairs.pair_N, pairs.first_t, None)
 
 
 class _Spread(torch.autograd.Function):
     """The maps are held, and not saved, so that recomputation need not come this far."""
 
     @staticmethod
-    def forward(ctx: Any, x_tD: Tensor, pairs: Pairs) -> Tensor:
+    def forward(ctx: Any, x_tD: Tensor, pairs: TokenRankMap) -> Tensor:
         ctx.pairs = pairs
         return x_tD.index_select(0, pairs.source_N)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return sum_pairs(grad_ND, ctx.pairs), None
+        return reduce_token_values(grad_ND, ctx.pairs), None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, pairs: Pairs) -> Tensor:
+    def forward(ctx: Any, rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
         ctx.pairs = pairs
-        return sum_pairs(rows_ND, pairs)
+        return reduce_token_values(rows_ND, pairs)
 
     @staticmethod
     def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None]:

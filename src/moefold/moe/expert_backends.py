@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.cpu_fused_experts import FusedExperts
-from moefold.moe.experts import EngineMaker, ExpertEngine
-from moefold.moe.grouped_experts import KernelExperts, SortedExperts
+from moefold.moe.cpu_fused_experts import CpuFusedExperts
+from moefold.moe.experts import ExpertBackend, ExpertBackendMaker
+from moefold.moe.grouped_experts import GroupedExperts, KernelGroupedExperts
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.nn.grouped_mm import GroupedMatmul, grouped, sequential
-from moefold.nn.matmul_policy import Deferral, Products
+from moefold.nn.matmul_policy import MatmulPolicy, WeightGradQueue
 
 
-def engine_named(
-    name: str, products: Products, deferral: Deferral | None = None, kernels: MoEKernels = MOE_IN_TORCH
-) -> EngineMaker:
-    """``deferral``: where weight gradients wait, if the schedule puts them off."""
+def expert_backend(
+    name: str, products: MatmulPolicy, weight_grads: WeightGradQueue | None = None, kernels: MoEKernels = MOE_IN_TORCH
+) -> ExpertBackendMaker:
+    """``weight_grads``: where weight gradients wait, if the schedule puts them off."""
 
-    def around(matmul: GroupedMatmul, moe: MoEConfig) -> ExpertEngine:
+    def around(matmul: GroupedMatmul, moe: MoEConfig) -> ExpertBackend:
         """In torch, single steps are faster than twins of kernels."""
         if kernels.permute is MOE_IN_TORCH.permute:
-            return SortedExperts(moe, products, matmul)
-        return KernelExperts(moe, products, matmul, kernels)
+            return GroupedExperts(moe, products, matmul)
+        return KernelGroupedExperts(moe, products, matmul, kernels)
 
-    def make(config: MoEConfig) -> ExpertEngine:
-        makers: dict[str, EngineMaker] = {
+    def make(config: MoEConfig) -> ExpertBackend:
+        makers: dict[str, ExpertBackendMaker] = {
             "sequential": lambda moe: around(sequential, moe),
             "grouped": lambda moe: around(grouped, moe),
-            "fused": lambda moe: FusedExperts(kernels.gate(moe.activation), deferral),
+            "fused": lambda moe: CpuFusedExperts(kernels.gate(moe.activation), weight_grads),
         }
         return makers[name](config)
 

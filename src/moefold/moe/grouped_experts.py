@@ -10,7 +10,7 @@ Experts between kernels: one map of rows, and every step between the two grouped
 
 S source rows here, R rows sorted by expert, e experts of this rank, L width of a row, F hidden width, G = 2F.
 
-The same computation as ``SortedExperts``, which is its twin. What differs is who does the steps around the products:
+The same computation as ``GroupedExperts``, which is its twin. What differs is who does the steps around the products:
 they are handed in as ``Kernels``, so that a GPU has its own and everything else has theirs in torch.
 """
 
@@ -25,12 +25,12 @@ from moefold.moe.kernels.row_map_reference import RowMap, map_slots
 from moefold.moe.moe_kernels import MoEKernels
 from moefold.moe.permute import group_by_expert, group_padded, put_back, take_rows, take_weights
 from moefold.nn.grouped_mm import GroupedMatmul
-from moefold.nn.matmul_policy import Products
+from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.ops.activations import ACTIVATIONS
 
 
-class SortedExperts:
-    def __init__(self, config: MoEConfig, products: Products, matmul: GroupedMatmul) -> None:
+class GroupedExperts:
+    def __init__(self, config: MoEConfig, products: MatmulPolicy, matmul: GroupedMatmul) -> None:
         self.activation = ACTIVATIONS[config.activation]
         self.weigh_activation = config.weight_at == "activation"
         self.products, self.matmul = products, matmul
@@ -72,7 +72,7 @@ class SortedExperts:
 def _bias_down(rows_RL: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
     assert weights.down_bias is not None
     # Times 0 and not left out: every rank's bias takes part in the backward pass.
-    return per_row(weights.down_bias, rows_RL, arrived) * weights.bias_share
+    return per_row(weights.down_bias, rows_RL, arrived) * weights.bias_scale
 
 
 def weigh(rows: Tensor, weight_R: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ def per_row(bias_e: Tensor, rows_RL: Tensor, arrived: Arrived) -> Tensor:
     return bias_R.to(rows_RL.dtype)
 
 
-class KernelExperts:
-    def __init__(self, config: MoEConfig, products: Products, matmul: GroupedMatmul, kernels: MoEKernels) -> None:
+class KernelGroupedExperts:
+    def __init__(self, config: MoEConfig, products: MatmulPolicy, matmul: GroupedMatmul, kernels: MoEKernels) -> None:
         self.activation = config.activation
         self.weigh_activation = config.weight_at == "activation"
         self.products, self.matmul, self.kernels = products, matmul, kernels
@@ -107,7 +107,7 @@ class KernelExperts:
         out_RL = self._times(hidden_RF, weights.down, arrived)
         if weights.down_bias is not None:
             # Times 0 and not left out: every rank's bias takes part in the backward pass.
-            bias_RL = per_row(weights.down_bias, rows_RL, arrived) * weights.bias_share
+            bias_RL = per_row(weights.down_bias, rows_RL, arrived) * weights.bias_scale
             out_RL = out_RL + (bias_RL if weight_R is None else weigh(bias_RL, weight_R))
         return self.kernels.unpermute(out_RL, rows, None if self.weigh_activation else weight_SK)
 

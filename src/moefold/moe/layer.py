@@ -19,7 +19,7 @@ from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.router import Router
 from moefold.nn.batch import Batch
 from moefold.nn.layers import FeedForward, Linear
-from moefold.nn.phase import Lane, Phase, run_in_order
+from moefold.nn.phase import Phase, Stream, run_in_order
 
 
 class Routed(NamedTuple):
@@ -29,20 +29,20 @@ class Routed(NamedTuple):
     report: RoutingReport
 
 
-class Sent(NamedTuple):
+class Dispatched(NamedTuple):
     x_tD: Tensor
     arrived: Arrived
     report: RoutingReport
 
 
-class Answered(NamedTuple):
+class ExpertOutput(NamedTuple):
     shared_tD: Tensor | None
     rows_RL: Tensor
     ticket: Any
     report: RoutingReport
 
 
-class Home(NamedTuple):
+class Combined(NamedTuple):
     shared_tD: Tensor | None
     y_tL: Tensor
     report: RoutingReport
@@ -75,11 +75,11 @@ class MoELayer(nn.Module):
 
     def phases(self, batch: Batch, earlier_E: Tensor | None) -> tuple[Phase, ...]:
         return (
-            Phase("route", Lane.COMPUTE, partial(self._route, batch, earlier_E)),
-            Phase("dispatch", Lane.COMM, self._dispatch),
-            Phase("experts", Lane.COMPUTE, partial(self._experts, batch)),
-            Phase("combine", Lane.COMM, self._combine),
-            Phase("answer", Lane.COMPUTE, self._answer),
+            Phase("route", Stream.COMPUTE, partial(self._route, batch, earlier_E)),
+            Phase("dispatch", Stream.COMM, self._dispatch),
+            Phase("experts", Stream.COMPUTE, partial(self._experts, batch)),
+            Phase("combine", Stream.COMM, self._combine),
+            Phase("answer", Stream.COMPUTE, self._answer),
         )
 
     def _route(self, batch: Batch, earlier_E: Tensor | None, x_tD: Tensor) -> Routed:
@@ -87,20 +87,20 @@ class MoELayer(nn.Module):
         sent_tL = x_tD if self.latent_down is None else self.latent_down(x_tD)
         return Routed(x_tD, sent_tL, routing, report)
 
-    def _dispatch(self, routed: Routed) -> Sent:
-        return Sent(routed.x_tD, self.dispatcher.dispatch(routed.sent_tL, routed.routing), routed.report)
+    def _dispatch(self, routed: Routed) -> Dispatched:
+        return Dispatched(routed.x_tD, self.dispatcher.dispatch(routed.sent_tL, routed.routing), routed.report)
 
-    def _experts(self, batch: Batch, sent: Sent) -> Answered:
+    def _experts(self, batch: Batch, sent: Dispatched) -> ExpertOutput:
         shared_tD = None if self.shared is None else self.shared(sent.x_tD, batch)
         if shared_tD is not None and self.shared_gate is not None:
             shared_tD = shared_tD * self.shared_gate(sent.x_tD).sigmoid()
-        return Answered(shared_tD, self.experts(sent.arrived), sent.arrived.ticket, sent.report)
+        return ExpertOutput(shared_tD, self.experts(sent.arrived), sent.arrived.ticket, sent.report)
 
-    def _combine(self, answered: Answered) -> Home:
+    def _combine(self, answered: ExpertOutput) -> Combined:
         y_tL = self.dispatcher.combine(answered.rows_RL, answered.ticket)
-        return Home(answered.shared_tD, y_tL, answered.report)
+        return Combined(answered.shared_tD, y_tL, answered.report)
 
-    def _answer(self, home: Home) -> tuple[Tensor, RoutingReport]:
+    def _answer(self, home: Combined) -> tuple[Tensor, RoutingReport]:
         """A phase of its own: what has weights belongs on the compute lane."""
         y_tD = home.y_tL if self.latent_up is None else self.latent_up(home.y_tL)
         return (y_tD if home.shared_tD is None else y_tD + home.shared_tD), home.report

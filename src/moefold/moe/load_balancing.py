@@ -32,7 +32,7 @@ from moefold.moe.padding_mask import real_tokens
 from moefold.moe.permute import Choices
 from moefold.moe.topk import score
 from moefold.nn.batch import Batch, TokenSets
-from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.segments import count_keys
 
 
@@ -64,7 +64,7 @@ class RoutingReport(NamedTuple):
 
 
 def balance_losses(
-    config: MoEConfig, logits_tE: Tensor, plain: Choices, batch: Batch, tokens: TokenSeam, earlier_E: Tensor | None
+    config: MoEConfig, logits_tE: Tensor, plain: Choices, batch: Batch, tokens: TokenSharding, earlier_E: Tensor | None
 ) -> BalanceLosses:
     """``plain`` is each token's plain top-k; ``earlier_E`` counts it over this rank's earlier microbatches of the step.
 
@@ -75,7 +75,7 @@ def balance_losses(
     p_tE = _without_pads(probabilities(logits_tE, config.router.score), real_t)
 
     def counts(sets: TokenSets) -> tuple[Tensor, Tensor]:
-        set_t = tokens.mine(sets.set_of_token_N, batch)
+        set_t = tokens.local_shard(sets.set_of_token_N, batch)
         count_SE = count_by_set(plain, set_t, len(sets.sizes), num_experts)
         return tokens.sum_counts(count_SE, "microbatch", batch), set_t
 

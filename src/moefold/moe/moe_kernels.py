@@ -15,7 +15,7 @@ from moefold.moe.kernels import row_map_reference as permute_torch
 from moefold.moe.kernels import row_map_reference as row_map
 from moefold.ops import backends
 from moefold.ops.backends import JOBS, Kernels, resolve
-from moefold.ops.host_probe import Here, look_around
+from moefold.ops.host_probe import HostInfo, probe_host
 from moefold.ops.native.glu import native_activation, native_gate
 
 
@@ -67,9 +67,9 @@ def native_kernels() -> MoEKernels:
     return replace(MOE_IN_TORCH, gate=native_gate, weighted_activation=native_activation)
 
 
-def kernels_named(name: str, device: str, number_format: str | None = None, here: Here | None = None) -> MoEKernels:
+def kernels_named(name: str, device: str, number_format: str | None = None, here: HostInfo | None = None) -> MoEKernels:
     """All jobs by one backend, ready to be handed to the model."""
-    here = look_around() if here is None else here
+    here = probe_host() if here is None else here
     for job in ("gate",) if name == "native" else JOBS:
         resolve(job, name, device, here, number_format)
     return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
@@ -77,6 +77,6 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
 
 def kernels_for(precision: PrecisionConfig, device: str) -> MoEKernels:
     """What a run asks for, once everything that it asks for is known to work here."""
-    here = look_around()
+    here = probe_host()
     resolve("experts", precision.experts, device, here, precision.compute)
     return kernels_named(precision.kernels, device, precision.compute, here)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from moefold.nn.batch import Batch, TokenSets
-from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.segments import count_keys
 
 
-def real_tokens(batch: Batch, tokens: TokenSeam) -> Tensor | None:
+def real_tokens(batch: Batch, tokens: TokenSharding) -> Tensor | None:
     """True for this rank's tokens that are none; None where no token is a pad."""
-    return None if batch.real_T is None else tokens.share(batch.real_T)
+    return None if batch.real_T is None else tokens.tp_shard(batch.real_T)
 
 
 def keep_real(expert_tK: Tensor, kept_tK: Tensor | None, real_t: Tensor | None) -> Tensor | None:

@@ -93,7 +93,7 @@ class _PutBack(torch.autograd.Function):
         return take_rows(grad_tD, ctx.token_N, ctx.padded), None, None, None
 
 
-def group_by_loop(routing: Choices, num_experts: int) -> list[list[int]]:
+def group_by_expert_reference(routing: Choices, num_experts: int) -> list[list[int]]:
     """The twin of both groupings: the choice numbers of every expert."""
     groups: list[list[int]] = [[] for _ in range(num_experts)]
     kept_tK = torch.ones_like(routing.expert_tK, dtype=torch.bool) if routing.kept_tK is None else routing.kept_tK

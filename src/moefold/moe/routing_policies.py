@@ -19,10 +19,10 @@ from moefold.moe.capacity import capacity_of, keep_within_capacity
 from moefold.moe.padding_mask import only_real, real_tokens
 from moefold.moe.topk import choose_balanced, choose_by_experts, choose_topk, limit_groups, sinkhorn
 from moefold.nn.batch import Batch, TokenSets
-from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.nn.parallel_interfaces import TokenSharding
 
 
-class Choice(NamedTuple):
+class TopKAssignment(NamedTuple):
     """Who was chosen, before capacities. With ``kept_tK`` only the true entries were chosen at all.
 
     ``plain_tK`` is the plain top-k of the scores, which balance losses count, where the selector knows it already.
@@ -33,23 +33,23 @@ class Choice(NamedTuple):
     plain_tK: Tensor | None = None
 
 
-class Selector(Protocol):
+class RoutingPolicy(Protocol):
     def select(
-        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
-    ) -> Choice:
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
+    ) -> TopKAssignment:
         """``bias_E`` is the loss-free bias: it shifts choices and nothing else. No input carries a gradient."""
         ...
 
 
-class TopK:
+class TopKRouting:
     """Every token takes its best experts, if asked only from its best groups of experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
     def select(
-        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
-    ) -> Choice:
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
+    ) -> TopKAssignment:
         router = self.config.router
         value_tE = logits_tE if router.score_when == "after_topk" else scores_tE
         if bias_E is not None:
@@ -57,35 +57,36 @@ class TopK:
         if router.num_groups > 1:
             terms = router.group_terms(self.config.top_k)
             value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, terms)
-        return Choice(choose_topk(value_tE, self.config.top_k))
+        return TopKAssignment(choose_topk(value_tE, self.config.top_k))
 
 
-class SinkhornSelect:
+class SinkhornRouting:
     """Every token takes its best experts of a plan in which each expert gets its share of the microbatch.
 
-    For training: in evaluation a token's experts must not depend on the other tokens, and the router takes ``TopK``.
+    For training: in evaluation a token's experts must not depend on the other tokens, and the router takes
+    ``TopKRouting``.
     """
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
     def select(
-        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
-    ) -> Choice:
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
+    ) -> TopKAssignment:
         iterations = self.config.router.sinkhorn_iterations
         plan_tE = _by_microbatch(logits_tE, batch, tokens, lambda part_nE: sinkhorn(part_nE, iterations))
-        return Choice(choose_topk(plan_tE, self.config.top_k))
+        return TopKAssignment(choose_topk(plan_tE, self.config.top_k))
 
 
-class ExpertChoiceSelect:
+class ExpertChoiceRouting:
     """Every expert takes its best tokens of the microbatch: as many as its capacity, or an even share without one."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
     def select(
-        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
-    ) -> Choice:
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
+    ) -> TopKAssignment:
         config = self.config
         factor = 1.0 if config.capacity is None else config.capacity.factor
 
@@ -95,31 +96,33 @@ class ExpertChoiceSelect:
 
         kept_tE = _by_microbatch(scores_tE, batch, tokens, choose)
         every_expert_E = torch.arange(config.num_experts, device=scores_tE.device)
-        return Choice(every_expert_E.expand_as(scores_tE), kept_tE)
+        return TopKAssignment(every_expert_E.expand_as(scores_tE), kept_tE)
 
 
-class BalancedSelect:
+class RoundRobinRouting:
     """A round robin that no score changes, for benchmarks."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
 
     def select(
-        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
-    ) -> Choice:
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
+    ) -> TopKAssignment:
         token_N = torch.cat([torch.arange(size, device=logits_tE.device) for size in batch.microbatches.sizes])
-        return Choice(choose_balanced(tokens.mine(token_N, batch), self.config.num_experts, self.config.top_k))
+        return TopKAssignment(
+            choose_balanced(tokens.local_shard(token_N, batch), self.config.num_experts, self.config.top_k)
+        )
 
 
-def _by_microbatch(x_tE: Tensor, batch: Batch, tokens: TokenSeam, decide: Callable[[Tensor], Tensor]) -> Tensor:
+def _by_microbatch(x_tE: Tensor, batch: Batch, tokens: TokenSharding, decide: Callable[[Tensor], Tensor]) -> Tensor:
     """My part of what is decided over whole microbatches; pads are not looked at and get zeros."""
-    x_NE, sets = tokens.whole(x_tE, batch), batch.microbatches
+    x_NE, sets = tokens.all_gather(x_tE, batch), batch.microbatches
     if (real_t := real_tokens(batch, tokens)) is None:
-        return tokens.mine(_by_set(x_NE, sets.sizes, decide), batch)
-    real_N = tokens.whole(real_t, batch)
+        return tokens.local_shard(_by_set(x_NE, sets.sizes, decide), batch)
+    real_N = tokens.all_gather(real_t, batch)
     *sizes, _ = only_real(sets, real_N).sizes
     decided = _by_set(x_NE[real_N], tuple(sizes), decide)
-    return tokens.mine(decided.new_zeros(x_NE.shape).masked_scatter(real_N[:, None], decided), batch)
+    return tokens.local_shard(decided.new_zeros(x_NE.shape).masked_scatter(real_N[:, None], decided), batch)
 
 
 def _by_set(x_NE: Tensor, sizes: tuple[int, ...], decide: Callable[[Tensor], Tensor]) -> Tensor:
@@ -128,20 +131,20 @@ def _by_set(x_NE: Tensor, sizes: tuple[int, ...], decide: Callable[[Tensor], Ten
     return torch.cat(decided) if decided else decide(x_NE.new_zeros(1, x_NE.shape[1]))[:0]
 
 
-class ReplaySelect:
+class ReplayRouting:
     """What another selector once chose for these tokens; capacities are applied anew."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: TopKAssignment) -> None:
         self.choice = choice
 
     def select(
-        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSeam
-    ) -> Choice:
+        self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
+    ) -> TopKAssignment:
         return self.choice
 
 
-class Dropper(Protocol):
-    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+class DropPolicy(Protocol):
+    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSharding) -> Tensor:
         """True for the choices that stay; ``prob_tK`` is what each one's answer counts for, without a gradient."""
         ...
 
@@ -156,16 +159,18 @@ class CapacityDrop:
     def __init__(self, config: MoEConfig, capacity: CapacityConfig) -> None:
         self.config, self.capacity = config, capacity
 
-    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSeam) -> Tensor:
+    def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSharding) -> Tensor:
         priority_tK = prob_tK if self.capacity.drop == "probability" else None
         real_t = real_tokens(batch, tokens)
         if self.capacity.scope == "local":
             # Shards of other ranks are sets without a token here.
-            shard_t = tokens.mine(batch.shards.set_of_token_N, batch)
+            shard_t = tokens.local_shard(batch.shards.set_of_token_N, batch)
             return self._keep(expert_tK, priority_tK, TokenSets(shard_t, batch.shards.sizes), real_t)
-        priority_NK = None if priority_tK is None else tokens.whole(priority_tK, batch)
-        real_N = None if real_t is None else tokens.whole(real_t, batch)
-        return tokens.mine(self._keep(tokens.whole(expert_tK, batch), priority_NK, batch.microbatches, real_N), batch)
+        priority_NK = None if priority_tK is None else tokens.all_gather(priority_tK, batch)
+        real_N = None if real_t is None else tokens.all_gather(real_t, batch)
+        return tokens.local_shard(
+            self._keep(tokens.all_gather(expert_tK, batch), priority_NK, batch.microbatches, real_N), batch
+        )
 
     def _keep(self, expert: Tensor, priority: Tensor | None, sets: TokenSets, real: Tensor | None) -> Tensor:
         owner, owners = expert, self.config.num_experts
@@ -178,14 +183,14 @@ class CapacityDrop:
         return keep_within_capacity(owner, priority, sets.set_of_token_N, capacities, owners)
 
 
-SELECTORS: dict[str, Callable[[MoEConfig], Selector]] = {
-    "topk": TopK,
-    "sinkhorn": SinkhornSelect,
-    "expert_choice": ExpertChoiceSelect,
-    "balanced": BalancedSelect,
+ROUTING_POLICIES: dict[str, Callable[[MoEConfig], RoutingPolicy]] = {
+    "topk": TopKRouting,
+    "sinkhorn": SinkhornRouting,
+    "expert_choice": ExpertChoiceRouting,
+    "balanced": RoundRobinRouting,
 }
 
 
-def build_selector(config: MoEConfig, training: bool = True) -> Selector:
+def build_routing_policy(config: MoEConfig, training: bool = True) -> RoutingPolicy:
     kind = "topk" if config.router.kind == "sinkhorn" and not training else config.router.kind
-    return SELECTORS[kind](config)
+    return ROUTING_POLICIES[kind](config)

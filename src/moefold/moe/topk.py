@@ -28,10 +28,10 @@ def choose_topk(scores_tE: Tensor, k: int) -> Tensor:
     """
     if scores_tE.device.type == "cpu" and scores_tE.dtype in (torch.float32, torch.bfloat16):
         return _keys_without_ties(scores_tE).topk(k, dim=-1).indices
-    return sort_topk(scores_tE, k)
+    return choose_topk_reference(scores_tE, k)
 
 
-def sort_topk(scores_tE: Tensor, k: int) -> Tensor:
+def choose_topk_reference(scores_tE: Tensor, k: int) -> Tensor:
     """The twin: a stable sort of everything."""
     # A copy of what is wanted: a slice would keep the whole order alive.
     return scores_tE.argsort(dim=-1, descending=True, stable=True)[:, :k].clone()
@@ -87,7 +87,7 @@ def choose_balanced(token_t: Tensor, num_experts: int, k: int) -> Tensor:
     return (token_t[:, None] * k + torch.arange(k, device=token_t.device)) % num_experts
 
 
-def sinkhorn_by_definition(logits_TE: Tensor, iterations: int) -> Tensor:
+def sinkhorn_reference(logits_TE: Tensor, iterations: int) -> Tensor:
     """The twin of ``sinkhorn``: the plan itself."""
     plan_TE = logits_TE.double().exp()
     for _ in range(iterations):
@@ -96,7 +96,7 @@ def sinkhorn_by_definition(logits_TE: Tensor, iterations: int) -> Tensor:
     return plan_TE
 
 
-def choose_by_experts_by_loop(scores_TE: Tensor, capacity: int) -> Tensor:
+def choose_by_experts_reference(scores_TE: Tensor, capacity: int) -> Tensor:
     """The twin of ``choose_by_experts``: every expert reads through all tokens."""
     kept_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
     for expert in range(scores_TE.shape[1]):

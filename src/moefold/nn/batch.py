@@ -173,12 +173,12 @@ def whole_batch(
         step_tokens=step_tokens,
         step_sequences=step_sequences,
         real_T=real_N,
-        ahead=tuple(look_ahead(tokens_N, labels_N, lengths, by) for by in range(1, num_ahead + 1)),
+        ahead=tuple(mtp_targets(tokens_N, labels_N, lengths, by) for by in range(1, num_ahead + 1)),
         step_labels_ahead=step_labels_ahead,
     )
 
 
-def look_ahead(tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...], by: int) -> Ahead:
+def mtp_targets(tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...], by: int) -> Ahead:
     """Every token's successor ``by`` places on and that one's label, inside its document; past its end, nothing."""
     ahead_tokens, ahead_labels = torch.zeros_like(tokens_N), torch.full_like(labels_N, IGNORED)
     first = 0
@@ -190,7 +190,7 @@ def look_ahead(tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...], by:
     return Ahead(ahead_tokens, ahead_labels)
 
 
-def share_of(batch: Batch, index: int) -> Batch:
+def context_shard(batch: Batch, index: int) -> Batch:
     """The chunks of every document that context rank ``index`` holds."""
     share = replace(batch, context_index=index)
     place_T = share.place_T

@@ -62,7 +62,7 @@ def _shifted(word: Tensor, by: int) -> Tensor:
     return (word >> by) & ((1 << (64 - by)) - 1)
 
 
-def first_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
+def init_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
     """How training starts: scales at one, offsets at zero, everything else normal."""
     if kind == "norm":
         into.fill_(1.0)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moefold.nn.batch import Batch
-from moefold.nn.matmul_policy import Products
-from moefold.nn.parallel_interfaces import TokenSeam
+from moefold.nn.matmul_policy import MatmulPolicy
+from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 
@@ -24,7 +24,7 @@ from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 class Linear(nn.Module):
     """y = x W^T + b. Values are set later, as a function of the parameter's name, so none are drawn here."""
 
-    def __init__(self, in_width: int, out_width: int, products: Products, bias: bool = False) -> None:
+    def __init__(self, in_width: int, out_width: int, products: MatmulPolicy, bias: bool = False) -> None:
         super().__init__()
         self.products = products
         self.weight = nn.Parameter(torch.empty(out_width, in_width))
@@ -42,9 +42,9 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float, norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm) -> None:
+    def __init__(self, dim: int, eps: float, norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
         self.norm = norm
 
@@ -55,15 +55,15 @@ class RMSNorm(nn.Module):
 class SpreadRMSNorm(nn.Module):
     """Over all heads at once: this rank holds some of them, and the mean is over the full width."""
 
-    def __init__(self, width: int, eps: float, tokens: TokenSeam) -> None:
+    def __init__(self, dim: int, eps: float, tokens: TokenSharding) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
-        self.full_width = width
+        self.full_dim = dim
         self.tokens = tokens
 
     def forward(self, x_TF: Tensor) -> Tensor:
-        return rms_norm_spread(x_TF, self.weight, self.eps, self.full_width, self.tokens.sum_heads)
+        return rms_norm_spread(x_TF, self.weight, self.eps, self.full_dim, self.tokens.sum_heads)
 
 
 class FeedForward(nn.Module):
@@ -71,16 +71,16 @@ class FeedForward(nn.Module):
 
     def __init__(
         self,
-        width: int,
+        dim: int,
         hidden: int,
         activation: str,
-        tokens: TokenSeam,
-        products: Products,
+        tokens: TokenSharding,
+        products: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2, hidden, width))
-        self.down = nn.Parameter(torch.empty(width, hidden))
+        self.gate_up = nn.Parameter(torch.empty(2, hidden, dim))
+        self.down = nn.Parameter(torch.empty(dim, hidden))
         self.activation = activation
         self.kernels = kernels
         self.tokens = tokens

@@ -2,7 +2,7 @@
 
 x activations, W a weight stored in its own format; the product is computed in the format of x.
 
-``NativeProducts`` leaves both gradients to autograd. ``DeferredProducts`` cuts the backward pass in two: the gradient
+``NativeMatmul`` leaves both gradients to autograd. ``SplitBackwardMatmul`` cuts the backward pass in two: the gradient
 of the input is computed at once, because the stage before waits for it, and the gradient of the weight is put off until
 there is nothing more urgent to do. Both halves together execute exactly the matmuls of the whole, and what they need is
 kept by reference, so a recomputed input is recomputed once.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from moefold.nn.grouped_mm import GroupedMatmul, split_products
 
 
-class Products(Protocol):
+class MatmulPolicy(Protocol):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x W^T, where all but the last dim of the weight are rows of W."""
         ...
@@ -34,7 +34,7 @@ class Products(Protocol):
         ...
 
 
-class NativeProducts:
+class NativeMatmul:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight.flatten(0, -2).to(x.dtype))
 
@@ -48,10 +48,10 @@ class NativeProducts:
 Gradient = Callable[[], Tensor]
 
 
-class Deferral:
+class WeightGradQueue:
     """Weight gradients that were put off, in the order in which their inputs' gradients were computed.
 
-    Nothing is put off outside of ``putting_off``; gradients then go to autograd as usual.
+    Nothing is put off outside of ``deferring``; gradients then go to autograd as usual.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Deferral:
         self._key: object | None = None
 
     @contextmanager
-    def putting_off(self, key: object) -> Iterator[None]:
+    def deferring(self, key: object) -> Iterator[None]:
         """Inside, weight gradients wait under this key."""
         self._key = key
         try:
@@ -110,19 +110,19 @@ def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
-class DeferredProducts:
-    def __init__(self, deferral: Deferral) -> None:
-        self.deferral = deferral
+class SplitBackwardMatmul:
+    def __init__(self, weight_grads: WeightGradQueue) -> None:
+        self.weight_grads = weight_grads
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight)
-        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.deferral)
+        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.weight_grads)
 
     def grouped(
         self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
     ) -> Tensor:
         kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
-        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self.deferral)
+        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self.weight_grads)
         return _Grouped.apply(kept, weight, *more)
 
 
@@ -146,9 +146,11 @@ class _Keep(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, keeper: Any, passes_on: bool, deferral: Deferral) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, keeper: Any, passes_on: bool, weight_grads: WeightGradQueue
+    ) -> Tensor:
         """``keeper`` has the input for the backward; ``passes_on`` says whether anyone asks for its gradient."""
-        ctx.weight, ctx.keeper, ctx.passes_on, ctx.deferral = weight, keeper, passes_on, deferral
+        ctx.weight, ctx.keeper, ctx.passes_on, ctx.weight_grads = weight, keeper, passes_on, weight_grads
         return F.linear(x, weight.flatten(0, -2).to(x.dtype))
 
     @staticmethod
@@ -173,10 +175,10 @@ class _Grouped(torch.autograd.Function):
         rows_per_expert_e: Tensor,
         host: list[int] | None,
         matmul: GroupedMatmul,
-        deferral: Deferral,
+        weight_grads: WeightGradQueue,
     ) -> Tensor:
         ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
-        ctx.host, ctx.matmul, ctx.deferral = host, matmul, deferral
+        ctx.host, ctx.matmul, ctx.weight_grads = host, matmul, weight_grads
         return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
 
     @staticmethod
@@ -196,7 +198,7 @@ class _Grouped(torch.autograd.Function):
 def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:
     if not ctx.needs_input_grad[1]:
         return None
-    if ctx.deferral.active:
-        ctx.deferral.put(weight, gradient)
+    if ctx.weight_grads.active:
+        ctx.weight_grads.put(weight, gradient)
         return None
     return gradient().to(weight.dtype)

@@ -2,9 +2,9 @@
 
 N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width, E experts.
 
-A layer is written for one device and handed these objects. On one process they do nothing; ``parallel/tensor_parallel.py`` has
-the versions that talk to other ranks. Which gradient each crossing has is part of its contract, because that is where
-parallel training goes wrong silently.
+A layer is written for one device and handed these objects. On one process they do nothing;
+``parallel/tensor_parallel.py`` has the versions that talk to other ranks. Which gradient each crossing has is part of
+its contract, because that is where parallel training goes wrong silently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moefold.nn.batch import Batch
 Reach = Literal["microbatch", "everyone"]
 
 
-class TokenSeam(Protocol):
+class TokenSharding(Protocol):
     """How the tokens of a microbatch are cut over the ranks that share them."""
 
     def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
@@ -30,15 +30,15 @@ class TokenSeam(Protocol):
         """Partial sums of all T tokens, added up over tp and cut to mine. Backward gathers."""
         ...
 
-    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
+    def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         """All N tokens' values in the microbatch's own order, for a decision; no gradient."""
         ...
 
-    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+    def local_shard(self, x_N: Tensor, batch: Batch) -> Tensor:
         """My cut of what every rank holds in full; no exchange, so only for things without a gradient."""
         ...
 
-    def share(self, x_T: Tensor) -> Tensor:
+    def tp_shard(self, x_T: Tensor) -> Tensor:
         """The same cut of what this context share holds in full."""
         ...
 
@@ -51,7 +51,7 @@ class TokenSeam(Protocol):
         ...
 
 
-class VocabSeam(Protocol):
+class VocabSharding(Protocol):
     """How the vocabulary is cut. Every rank computes the same loss, so backward needs no exchange."""
 
     def first_row(self, num_rows: int) -> int:
@@ -67,7 +67,7 @@ class VocabSeam(Protocol):
         ...
 
 
-class WholeTokens:
+class LocalTokens:
     """One rank holds all tokens."""
 
     def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
@@ -76,13 +76,13 @@ class WholeTokens:
     def reduce(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def whole(self, x_t: Tensor, batch: Batch) -> Tensor:
+    def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         return x_t.detach()
 
-    def mine(self, x_N: Tensor, batch: Batch) -> Tensor:
+    def local_shard(self, x_N: Tensor, batch: Batch) -> Tensor:
         return x_N
 
-    def share(self, x_T: Tensor) -> Tensor:
+    def tp_shard(self, x_T: Tensor) -> Tensor:
         return x_T
 
     def sum_heads(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class WholeTokens:
         return counts
 
 
-class WholeVocab:
+class LocalVocab:
     """One rank holds the whole vocabulary."""
 
     def first_row(self, num_rows: int) -> int:

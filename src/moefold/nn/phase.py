@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.checkpoint import checkpoint
 
 
-class Lane(Enum):
+class Stream(Enum):
     COMPUTE = "compute"
     COMM = "comm"
 
@@ -24,7 +24,7 @@ class Lane(Enum):
 @dataclass(frozen=True)
 class Phase:
     name: str
-    lane: Lane
+    stream: Stream
     run: Callable[[Any], Any]
 
 

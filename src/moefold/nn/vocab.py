@@ -14,16 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moefold.nn.batch import IGNORED, Batch
-from moefold.nn.parallel_interfaces import TokenSeam, VocabSeam
+from moefold.nn.parallel_interfaces import TokenSharding, VocabSharding
 from moefold.ops.backends import IN_TORCH, Kernels
 
 
 class Embedding(nn.Module):
     """Each rank looks up the tokens whose rows it holds and leaves zeros for the rest; the sum is complete."""
 
-    def __init__(self, vocab_size: int, width: int, compute: torch.dtype, tokens: TokenSeam, vocab: VocabSeam) -> None:
+    def __init__(
+        self, vocab_size: int, dim: int, compute: torch.dtype, tokens: TokenSharding, vocab: VocabSharding
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.compute = compute
         self.tokens = tokens
         self.vocab = vocab
@@ -39,7 +41,9 @@ class Embedding(nn.Module):
 class LanguageLoss(nn.Module):
     """Every rank takes all tokens over its own vocabulary rows; merged, every rank holds the same sum."""
 
-    def __init__(self, tokens: TokenSeam, vocab: VocabSeam, chunk: int = 8192, kernels: Kernels = IN_TORCH) -> None:
+    def __init__(
+        self, tokens: TokenSharding, vocab: VocabSharding, chunk: int = 8192, kernels: Kernels = IN_TORCH
+    ) -> None:
         super().__init__()
         self.kernels = kernels
         self.tokens = tokens

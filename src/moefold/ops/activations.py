@@ -1,7 +1,7 @@
 """The gated activations: half of the hidden width decides how much of the other half passes.
 
 ``swiglu`` keeps its two inputs for the backward and nothing else; autograd would keep the gate after its sigmoid as
-well. ``plain_swiglu`` is the twin.
+well. ``swiglu_reference`` is the twin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return made
 
 
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 

@@ -18,7 +18,7 @@ from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm
 from moefold.ops.glu import Gate, gate_named
-from moefold.ops.host_probe import Here
+from moefold.ops.host_probe import HostInfo
 from moefold.ops.kernels import rope_reference as rope_torch
 
 NARROW = ("float32", "bfloat16")
@@ -83,7 +83,7 @@ BACKENDS = (
 )
 
 
-def why_not(backend: Backend, device: str, here: Here, number_format: str | None = None) -> str:
+def why_not(backend: Backend, device: str, here: HostInfo, number_format: str | None = None) -> str:
     """Empty if it can run on this device of this machine; else the reasons, all of them."""
     reasons = []
     if device not in backend.devices:
@@ -104,7 +104,7 @@ def why_not(backend: Backend, device: str, here: Here, number_format: str | None
     return "; ".join(reasons)
 
 
-def resolve(job: str, name: str, device: str, here: Here, number_format: str | None = None) -> Backend:
+def resolve(job: str, name: str, device: str, here: HostInfo, number_format: str | None = None) -> Backend:
     """The backend of that name, or an error that names those that would do here."""
     known = {backend.name: backend for backend in BACKENDS if backend.job == job}
     assert known, f"nobody does {job!r}"
@@ -151,7 +151,7 @@ def triton_kernels() -> Kernels:
     )
 
 
-def as_rows(device: str, here: Here) -> list[dict[str, Any]]:
+def as_rows(device: str, here: HostInfo) -> list[dict[str, Any]]:
     """The table for this machine, as data."""
     return [
         {

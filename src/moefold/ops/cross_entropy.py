@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 
 
 def vocab_stats(x_TD: Tensor, weight_vD: Tensor, target_T: Tensor, chunk: int = 8192) -> tuple[Tensor, Tensor]:
@@ -23,16 +23,16 @@ def vocab_stats(x_TD: Tensor, weight_vD: Tensor, target_T: Tensor, chunk: int = 
     return lse_T, target_logit_T
 
 
-def vocab_stats_naive(x_TD: Tensor, weight_vD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+def vocab_stats_reference(x_TD: Tensor, weight_vD: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     """The same from the full logits."""
-    logits_Tv = widened(x_TD @ weight_vD.to(x_TD.dtype).T)
+    logits_Tv = upcast(x_TD @ weight_vD.to(x_TD.dtype).T)
     return logits_Tv.logsumexp(dim=-1), _target_logit(logits_Tv, target_T)
 
 
 class _VocabStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_vD: Tensor, target_T: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        lse_T = widened(x_TD.new_full(x_TD.shape[:1], -torch.inf))
+        lse_T = upcast(x_TD.new_full(x_TD.shape[:1], -torch.inf))
         target_logit_T = torch.zeros_like(lse_T)
         for start in range(0, weight_vD.shape[0], chunk):
             logits_Tc = _logits(x_TD, weight_vD[start : start + chunk])
@@ -47,7 +47,7 @@ class _VocabStats(torch.autograd.Function):
         x_TD, weight_vD, target_T, lse_T = ctx.saved_tensors
         grad_lse_T, grad_target_T = grads
         need_x, need_weight = ctx.needs_input_grad[:2]
-        dx_TD = torch.zeros_like(widened(x_TD)) if need_x else None
+        dx_TD = torch.zeros_like(upcast(x_TD)) if need_x else None
         dweight_vD = torch.empty_like(weight_vD) if need_weight else None
         for start in range(0, weight_vD.shape[0], ctx.chunk):
             weight_cD = weight_vD[start : start + ctx.chunk].to(x_TD.dtype)
@@ -62,7 +62,7 @@ class _VocabStats(torch.autograd.Function):
 
 
 def _logits(x_TD: Tensor, weight_cD: Tensor) -> Tensor:
-    return widened(x_TD @ weight_cD.to(x_TD.dtype).T)
+    return upcast(x_TD @ weight_cD.to(x_TD.dtype).T)
 
 
 def _logsumexp_(logits_Tc: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Routers score in float32 what arrives in bfloat16, because a rounded score may flip a choice. Autograd would keep the
 widened input for the backward, twice the bytes of the input itself. Nothing is chosen in the backward: there the input
-is used as it came, and gradients round as those of every other product do. ``plain_wide_linear`` is the twin.
+is used as it came, and gradients round as those of every other product do. ``fp32_linear_reference`` is the twin.
 
 Which number format a delicate step is computed in.
 """
@@ -16,19 +16,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def wide_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+def fp32_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x W^T + b, computed and returned in ``dtype``."""
     if x_tD.dtype == dtype:
-        return plain_wide_linear(x_tD, weight_ED, bias_E, dtype)
-    made_tE: Tensor = _WideLinear.apply(x_tD, weight_ED, dtype)
+        return fp32_linear_reference(x_tD, weight_ED, bias_E, dtype)
+    made_tE: Tensor = _FP32Linear.apply(x_tD, weight_ED, dtype)
     return made_tE if bias_E is None else made_tE + bias_E.to(dtype)
 
 
-def plain_wide_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+def fp32_linear_reference(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
     return F.linear(x_tD.to(dtype), weight_ED.to(dtype), None if bias_E is None else bias_E.to(dtype))
 
 
-class _WideLinear(torch.autograd.Function):
+class _FP32Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_tD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_tD, weight_ED)
@@ -46,6 +46,6 @@ class _WideLinear(torch.autograd.Function):
         return dx_tD, dweight_ED, None
 
 
-def widened(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """At least float32: the format of sums, exponentials and square roots. float64 runs stay in float64."""
     return x if x.dtype == torch.float64 else x.float()

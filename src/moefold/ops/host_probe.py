@@ -28,7 +28,7 @@ _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuInfo:
     name: str
     # Compute capability: (9, 0) is Hopper, (10, 0) is Blackwell.
     capability: tuple[int, int]
@@ -36,18 +36,18 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Here:
+class HostInfo:
     torch: str
     # The version of CUDA that torch was built with; None for a CPU build.
     cuda: str | None
-    cards: tuple[Card, ...]
+    cards: tuple[GpuInfo, ...]
     cpu: str
     cores: int
     threads: int
     cpu_features: frozenset[str]
     # The C library, or what stands in for its allocator.
     allocator: str
-    keeps_heap: bool
+    malloc_trim_disabled: bool
     # Installed packages of PACKAGES and their versions.
     packages: dict[str, str]
     # What compiles C, if anything does.
@@ -61,19 +61,19 @@ class Here:
         return "cuda" if self.cards else "cpu"
 
 
-def look_around() -> Here:
+def probe_host() -> HostInfo:
     cpu, features = _cpu()
     allocator, keeps = _allocator()
-    return Here(
+    return HostInfo(
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        cards=tuple(_card(index) for index in range(torch.cuda.device_count())),
+        cards=tuple(_gpu_info(index) for index in range(torch.cuda.device_count())),
         cpu=cpu,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         cpu_features=features,
         allocator=allocator,
-        keeps_heap=keeps,
+        malloc_trim_disabled=keeps,
         packages={name: found for name in PACKAGES if (found := _version(name))},
         compiler=compiler(),
         gloo=dist.is_available() and dist.is_gloo_available(),
@@ -81,9 +81,9 @@ def look_around() -> Here:
     )
 
 
-def _card(index: int) -> Card:
+def _gpu_info(index: int) -> GpuInfo:
     found = torch.cuda.get_device_properties(index)
-    return Card(found.name, (found.major, found.minor), found.total_memory)
+    return GpuInfo(found.name, (found.major, found.minor), found.total_memory)
 
 
 def _cpu() -> tuple[str, frozenset[str]]:

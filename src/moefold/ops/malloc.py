@@ -19,7 +19,7 @@ _NEVER = 2**31 - 1
 _STRIDE = 64 << 20
 
 
-def keep_heap() -> bool:
+def disable_malloc_trim() -> bool:
     """Keep freed memory for the next buffer; False where the C library has no such setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

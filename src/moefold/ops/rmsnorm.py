@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 
 # Adds up what each rank has of a number per row; backward adds up too.
 SumHeads = Callable[[Tensor], Tensor]
@@ -33,18 +33,18 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm_spread(x_TD, weight_D, eps, x_TD.shape[-1], _all_here)
 
 
-def rms_norm_spread(x_Td: Tensor, weight_d: Tensor, eps: float, full_width: int, sum_heads: SumHeads) -> Tensor:
+def rms_norm_spread(x_Td: Tensor, weight_d: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
     """The same when this rank holds only a part of each row; ``sum_heads`` adds what the other parts have."""
-    out_Td: Tensor = _RMSNorm.apply(x_Td, weight_d, eps, full_width, sum_heads)
+    out_Td: Tensor = _RMSNorm.apply(x_Td, weight_d, eps, full_dim, sum_heads)
     return out_Td
 
 
-def rms_norm_naive(
-    x_Td: Tensor, weight_d: Tensor, eps: float, full_width: int, sum_heads: SumHeads = lambda x: x
+def rms_norm_reference(
+    x_Td: Tensor, weight_d: Tensor, eps: float, full_dim: int, sum_heads: SumHeads = lambda x: x
 ) -> Tensor:
     """The twin of both: as papers write it, with gradients by autograd."""
-    wide_Td = widened(x_Td)
-    mean_T1 = sum_heads(wide_Td.square().sum(-1, keepdim=True)) / full_width
+    wide_Td = upcast(x_Td)
+    mean_T1 = sum_heads(wide_Td.square().sum(-1, keepdim=True)) / full_dim
     return weight_d.to(x_Td.dtype) * (wide_Td * torch.rsqrt(mean_T1 + eps)).to(x_Td.dtype)
 
 
@@ -54,23 +54,23 @@ def _all_here(x_T1: Tensor) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_Td: Tensor, weight_d: Tensor, eps: float, full_width: int, sum_heads: SumHeads) -> Tensor:
-        wide_Td = widened(x_Td)
-        r_T1 = (sum_heads(_squares(x_Td, wide_Td)) / full_width).add_(eps).rsqrt_()
+    def forward(ctx: Any, x_Td: Tensor, weight_d: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
+        wide_Td = upcast(x_Td)
+        r_T1 = (sum_heads(_squares(x_Td, wide_Td)) / full_dim).add_(eps).rsqrt_()
         ctx.save_for_backward(x_Td, weight_d, r_T1)
-        ctx.full_width, ctx.sum_heads = full_width, sum_heads
+        ctx.full_dim, ctx.sum_heads = full_dim, sum_heads
         return _times(wide_Td, r_T1, wide_Td is not x_Td).to(x_Td.dtype).mul_(weight_d.to(x_Td.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_Td: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x_Td, weight_d, r_T1 = ctx.saved_tensors
-        wide_Td, wide_grad_Td, wide_weight_d = widened(x_Td), widened(grad_Td), widened(weight_d.to(x_Td.dtype))
+        wide_Td, wide_grad_Td, wide_weight_d = upcast(x_Td), upcast(grad_Td), upcast(weight_d.to(x_Td.dtype))
         p_Td = wide_grad_Td * wide_Td
         dx_Td = dweight_d = None
         if ctx.needs_input_grad[1]:
             dweight_d = torch.mv(p_Td.flatten(0, -2).t(), r_T1.flatten()).to(weight_d.dtype)
         if ctx.needs_input_grad[0]:
-            share_T1 = ctx.sum_heads((p_Td @ wide_weight_d).unsqueeze(-1)) * r_T1.pow(3).div_(-ctx.full_width)
+            share_T1 = ctx.sum_heads((p_Td @ wide_weight_d).unsqueeze(-1)) * r_T1.pow(3).div_(-ctx.full_dim)
             dx_Td = _times(wide_grad_Td, wide_weight_d, wide_grad_Td is not grad_Td)
             dx_Td = dx_Td.mul_(r_T1).addcmul_(wide_Td, share_T1).to(x_Td.dtype)
         return dx_Td, dweight_d, None, None, None

@@ -79,7 +79,7 @@ def rotate(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> 
     return turned_THd
 
 
-def rotate_naive(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
+def rotate_reference(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
     """The same as it is written in papers, with the gradient by autograd: the twin of ``rotate``."""
     cos_T1r, sin_T1r = cos_Tr[:, None], sin_Tr[:, None]
     a, b = _pairs(x_THd, interleaved)

@@ -44,7 +44,7 @@ def stable_order(key_N: Tensor, num_segments: int) -> Tensor:
     return key_N.to(torch.int16 if num_segments < 2**15 else torch.int64).argsort(stable=True)
 
 
-def rank_by_loop(key_N: Tensor, priority_N: Tensor | None = None) -> Tensor:
+def rank_within_key_reference(key_N: Tensor, priority_N: Tensor | None = None) -> Tensor:
     """The twin of ``rank_within_key``: compare every pair."""
     key = key_N.tolist()
     priority = [0.0] * len(key) if priority_N is None else priority_N.tolist()
@@ -61,18 +61,18 @@ def rank_by_loop(key_N: Tensor, priority_N: Tensor | None = None) -> Tensor:
 @torch.library.custom_op(
     "moefold::add_up", mutates_args=(), schema="(Tensor rows, Tensor row, Tensor first, Tensor? weight) -> Tensor"
 )
-def add_up(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
+def segment_sum(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
     """[S, L]: sum i is of the rows ``row[first[i]:first[i + 1]]``, times their weights if there are any."""
     weight_C = None if weight_C is None else weight_C.to(rows_PL.dtype)
     return F.embedding_bag(row_C, rows_PL, first_S, mode="sum", per_sample_weights=weight_C)
 
 
-@add_up.register_fake
+@segment_sum.register_fake
 def _shape(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
     return rows_PL.new_empty(first_S.shape[0], rows_PL.shape[1])
 
 
-def add_up_by_loop(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
+def segment_sum_reference(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
     """The twin."""
     weight_C = torch.ones_like(row_C, dtype=rows_PL.dtype) if weight_C is None else weight_C.to(rows_PL.dtype)
     ends = [*first_S.tolist()[1:], row_C.shape[0]]

@@ -33,7 +33,7 @@ def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -
         ]
         # A pipeline rank whose stages are empty has nothing to update, and updates it.
         or [{"params": []}],
-        lr=config.rate,
+        lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         foreach=not on_cpu,

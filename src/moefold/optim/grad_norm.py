@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import sum_plain
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.process_groups import Group
 
 # Squares are added up in the gradient's own format over so many entries, and in float64 beyond.
@@ -19,11 +19,11 @@ _SPAN = 4096
 
 
 @torch.no_grad()
-def gradient_norm(spoken_for: Iterable[Tensor], world: Group) -> Tensor:
+def grad_norm_of(primary_shards: Iterable[Tensor], world: Group) -> Tensor:
     """The norm of the whole model's gradient, from the parts this rank speaks for."""
-    squares = [sum_of_squares(part) for part in spoken_for]
+    squares = [sum_of_squares(part) for part in primary_shards]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    return sum_plain(total, world).sqrt()
+    return all_reduce_no_grad(total, world).sqrt()
 
 
 def sum_of_squares(part: Tensor) -> Tensor:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import cos, pi
 
-from moefold.config.optim import OptimConfig, RatesConfig
+from moefold.config.optim import LRScheduleConfig, OptimConfig
 
 
-def rate_at(step: int, steps: int, optim: OptimConfig) -> float:
+def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
     """The rate of step ``step`` (the first is 1) of ``steps``."""
-    rates = optim.rates
-    if step <= rates.warmup:
-        return optim.rate * step / rates.warmup
-    share = SHAPES[rates.kind](step, steps, rates)
-    return optim.rate * (rates.floor + (1.0 - rates.floor) * share)
+    schedule = optim.lr_schedule
+    if step <= schedule.warmup:
+        return optim.lr * step / schedule.warmup
+    share = SHAPES[schedule.kind](step, steps, schedule)
+    return optim.lr * (schedule.floor + (1.0 - schedule.floor) * share)
 
 
 def _progress(step: int, first: int, last: int) -> float:
@@ -25,24 +25,24 @@ def _progress(step: int, first: int, last: int) -> float:
     return min(1.0, max(0.0, (step - first) / max(1, last - first)))
 
 
-def _constant(step: int, steps: int, rates: RatesConfig) -> float:
+def _constant(step: int, steps: int, schedule: LRScheduleConfig) -> float:
     return 1.0
 
 
-def _linear(step: int, steps: int, rates: RatesConfig) -> float:
-    return 1.0 - _progress(step, rates.warmup, steps)
+def _linear(step: int, steps: int, schedule: LRScheduleConfig) -> float:
+    return 1.0 - _progress(step, schedule.warmup, steps)
 
 
-def _cosine(step: int, steps: int, rates: RatesConfig) -> float:
-    return 0.5 * (1.0 + cos(pi * _progress(step, rates.warmup, steps)))
+def _cosine(step: int, steps: int, schedule: LRScheduleConfig) -> float:
+    return 0.5 * (1.0 + cos(pi * _progress(step, schedule.warmup, steps)))
 
 
-def _wsd(step: int, steps: int, rates: RatesConfig) -> float:
-    return 1.0 - _progress(step, steps - rates.decay, steps)
+def _wsd(step: int, steps: int, schedule: LRScheduleConfig) -> float:
+    return 1.0 - _progress(step, steps - schedule.decay, steps)
 
 
 # What is left of the way between floor and peak, 1 at the peak.
-SHAPES: dict[str, Callable[[int, int, RatesConfig], float]] = {
+SHAPES: dict[str, Callable[[int, int, LRScheduleConfig], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,

@@ -11,7 +11,7 @@ from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
-from moefold.moe.dispatch.base import READ_BACK, Dispatcher, HostCounts
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, SplitSizeSource
 from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.dispatch.two_level import TwoLevelDispatcher
@@ -19,7 +19,7 @@ from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.topology.shares import share_sizes
 
 
-def dispatcher_for(run: RunConfig, groups: Groups, host: HostCounts = READ_BACK) -> Dispatcher:
+def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> Dispatcher:
     """Local where all experts are whole on this rank, else the one the run names; ``host`` knows the counts."""
     moe = run.model.moe
     assert moe is not None
@@ -28,11 +28,11 @@ def dispatcher_for(run: RunConfig, groups: Groups, host: HostCounts = READ_BACK)
     return DISPATCHERS[dispatcher_in_use(run)](run, moe, groups, host)
 
 
-def _all_to_all(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+def _all_to_all(run: RunConfig, moe: MoEConfig, groups: Groups, host: SplitSizeSource) -> Dispatcher:
     return AllToAllDispatcher(moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups), host)
 
 
-def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups, host: SplitSizeSource) -> Dispatcher:
     block = groups["expert_block"]
     layout = groups.layout
     tokens_of_rank = None
@@ -60,7 +60,7 @@ def padded_rows(run: RunConfig, groups: Groups) -> int | None:
 
 def shapes_are_fixed(run: RunConfig) -> bool:
     """Whether every microbatch has the same tokens on the same ranks."""
-    return run.data.documents in ("joined", "padded")
+    return run.data.packing in ("concat", "padded")
 
 
 def shard_sizes(run: RunConfig) -> tuple[tuple[int, ...], ...]:
@@ -75,15 +75,15 @@ def most_microbatch_tokens(run: RunConfig, groups: Groups) -> int:
     return tokens * groups.layout.size("dp") if run.parallel.dynamic_cp else tokens
 
 
-def _deduplicated(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+def _deduplicated(run: RunConfig, moe: MoEConfig, groups: Groups, host: SplitSizeSource) -> Dispatcher:
     return DeduplicatedDispatcher(moe.num_experts, groups["ep"], groups["etp"], host)
 
 
-def _two_level(run: RunConfig, moe: MoEConfig, groups: Groups, host: HostCounts) -> Dispatcher:
+def _two_level(run: RunConfig, moe: MoEConfig, groups: Groups, host: SplitSizeSource) -> Dispatcher:
     return TwoLevelDispatcher(moe.num_experts, groups["ep_across"], groups["ep_inside"], groups["etp"], host)
 
 
-DISPATCHERS: dict[str, Callable[[RunConfig, MoEConfig, Groups, HostCounts], Dispatcher]] = {
+DISPATCHERS: dict[str, Callable[[RunConfig, MoEConfig, Groups, SplitSizeSource], Dispatcher]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "deduplicated": _deduplicated,

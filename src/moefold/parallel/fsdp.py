@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from moefold.blueprint.sharding import grid_of, shard_dim
-from moefold.comm.collectives import reduce_plain, sum_plain
+from moefold.comm.collectives import all_reduce_no_grad, reduce_scatter_no_grad
 from moefold.comm.process_groups import Group, Groups
 from moefold.model.decoder import Decoder
 from moefold.parallel.param_shards import DATA_GROUPS
@@ -68,21 +68,21 @@ def _placement(ways: int) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(shard_dim(tuple(parameter.shape), ways))
 
 
-def put_to_rest(model: nn.Module) -> None:
+def reshard_all(model: nn.Module) -> None:
     """Give back gathered parameters after a forward that no backward follows; backward does it by itself."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def gather_once(model: Decoder) -> None:
+def unshard_for_step(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
 
 
 @torch.no_grad()
-def reduce_once(model: Decoder, groups: Groups) -> None:
+def reduce_for_step(model: Decoder, groups: Groups) -> None:
     """Give the gathered parameters back, and leave on each sharded one its part of the summed gradient."""
     full: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -111,5 +111,5 @@ def _reduced(gradient: Tensor, replicate: Group, shard: Group) -> Tensor:
         dim = shard_dim(tuple(gradient.shape), shard.size)
         chunk = -(-gradient.shape[dim] // shard.size)
         sizes = tuple(max(0, min(chunk, gradient.shape[dim] - chunk * index)) for index in range(shard.size))
-        gradient = reduce_plain(gradient.movedim(dim, 0), sizes, shard).movedim(0, dim).contiguous()
-    return sum_plain(gradient, replicate)
+        gradient = reduce_scatter_no_grad(gradient.movedim(dim, 0), sizes, shard).movedim(0, dim).contiguous()
+    return all_reduce_no_grad(gradient, replicate)

@@ -9,8 +9,9 @@ What is left to add up after backward.
 Sharded data parallelism has summed every gradient over the ranks that hold other batches. Some parameters are also
 repeated on ranks that did *different* work with the *same* batch: norms, router and latent projections see only their
 tensor-parallel rank's tokens; a head norm sees only its heads; the bias of a split expert is added on one rank only.
-Each such repetition is listed in ``Held.partial``, and one sum per group settles them all. A parameter that several
-pipeline ranks hold, a tied embedding for one, is last: its holders add up what each of their stages asked of it.
+Each such repetition is listed in ``ParamShard.partial``, and one sum per group settles them all. A parameter that
+several pipeline ranks hold, a tied embedding for one, is last: its holders add up what each of their stages asked of
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
-from moefold.comm.collectives import sum_plain
+from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.p2p import sum_among
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.model import ModelConfig
@@ -37,7 +38,7 @@ DATA_GROUPS = {"attention": ("dense_replicate", "dense_shard"), "expert": ("expe
 
 
 @dataclass(frozen=True)
-class Held:
+class ParamShard:
     """This rank's part of one parameter."""
 
     name: str
@@ -54,11 +55,11 @@ class Held:
     is_first_stage: bool
 
     @property
-    def speaks(self) -> bool:
+    def is_primary(self) -> bool:
         return self.is_first_stage and all(group.index == 0 for group in self.copies)
 
 
-def held_parameters(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[Parts]) -> dict[str, Held]:
+def param_shards(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[Parts]) -> dict[str, ParamShard]:
     """What this rank holds; ``parts_of_rank`` has the parts of every pipeline rank."""
     here = groups["pp"].index
     held = {}
@@ -69,12 +70,12 @@ def held_parameters(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[
     return held
 
 
-def _held(spec: ParameterSpec, groups: Groups, holders: tuple[int, ...]) -> Held:
+def _held(spec: ParameterSpec, groups: Groups, holders: tuple[int, ...]) -> ParamShard:
     cut = local_slices(spec, groups.layout, groups.rank)
     replicate, shard = (groups[group] for group in DATA_GROUPS[grid_of(spec.name)])
     partial = tuple(groups[axis] for axis in partial_axes(spec))
     is_first = groups["pp"].index == holders[0]
-    return Held(spec.name, spec.shape, cut, _shard(cut, shard), (replicate, *partial), partial, holders, is_first)
+    return ParamShard(spec.name, spec.shape, cut, _shard(cut, shard), (replicate, *partial), partial, holders, is_first)
 
 
 def _shard(cut: Box, shard: Group) -> Box:
@@ -93,7 +94,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_parameters(model: nn.Module, held: dict[str, Held]) -> None:
+def cut_parameters(model: nn.Module, held: dict[str, ParamShard]) -> None:
     """Replace every parameter of a model on the meta device by one of this rank's size."""
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
@@ -103,7 +104,7 @@ def cut_parameters(model: nn.Module, held: dict[str, Held]) -> None:
 
 
 @torch.no_grad()
-def finish_gradients(model: nn.Module, held: dict[str, Held], pp: Group) -> dict[str, Tensor]:
+def finish_gradients(model: nn.Module, held: dict[str, ParamShard], pp: Group) -> dict[str, Tensor]:
     """Sum partial gradients; returns this rank's part of every gradient by name."""
     gradients = {name: local_gradient(name, parameter) for name, parameter in model.named_parameters()}
     waiting: dict[str, tuple[Group, list[Tensor]]] = {}
@@ -128,6 +129,6 @@ def _sum_in_place(parts: list[Tensor], group: Group) -> None:
     """One message for many small tensors."""
     if group.alone:
         return
-    total = sum_plain(torch.cat([part.flatten() for part in parts]), group)
+    total = all_reduce_no_grad(torch.cat([part.flatten() for part in parts]), group)
     for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
         part.copy_(summed.view_as(part))

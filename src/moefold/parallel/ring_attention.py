@@ -202,8 +202,8 @@ def _passing(
         if heads is None or step is None:
             return None
         rows = [torch.cat((k[a:b, heads.kv], v[a:b, heads.kv]), dim=-1) for a, b in step.sent]
-        width = heads.kv.stop - heads.kv.start, k.shape[-1] + v.shape[-1]
-        packed = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else k.new_empty(0, *width)
+        dim = heads.kv.stop - heads.kv.start, k.shape[-1] + v.shape[-1]
+        packed = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else k.new_empty(0, *dim)
         return shift(packed, step.num_arriving, ring.group, places=step.places, tag=tag)
 
     under_way = start_next()

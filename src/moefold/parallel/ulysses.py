@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.batching.zigzag import Span, num_held, places
-from moefold.comm.collectives import exchange_rows
+from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Group
 from moefold.topology.shares import share_sizes
 
@@ -52,7 +52,7 @@ class HeadTrade:
         shapes = [[(count, tokens, x.shape[-1]) for count, x in zip(num_heads, kinds)] for tokens in self._tokens]
         arriving = tuple(sum(a * b * c for a, b, c in of_peer) for of_peer in shapes)
         flat = torch.cat(given) if given else q_THd.new_empty(0)
-        got = exchange_rows(flat, send=tuple(counts), recv=arriving, group=self.group)
+        got = all_to_all_rows(flat, send=tuple(counts), recv=arriving, group=self.group)
         pieces = iter(got.split([a * b * c for of_peer in shapes for a, b, c in of_peer]))
         by_peer = [[next(pieces).view(shape).transpose(0, 1) for shape in of_peer] for of_peer in shapes]
         order = self._order.to(q_THd.device, non_blocking=True)
@@ -66,7 +66,7 @@ class HeadTrade:
         value_dim, mine = rows.shape[-1], self._tokens[self.group.index]
         recv = tuple(mine * _width(span) * value_dim for span in self._q_heads)
         send = tuple(tokens * rows.shape[1] * value_dim for tokens in self._tokens)
-        got = exchange_rows(rows.flatten(), send=send, recv=recv, group=self.group)
+        got = all_to_all_rows(rows.flatten(), send=send, recv=recv, group=self.group)
         shares = [x.view(mine, -1, value_dim) for x in got.split(recv)] if mine else []
         return torch.cat(shares, dim=1) if mine else got.view(0, self.num_heads, value_dim)
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.stages import StageSpec
-from moefold.model.decoder import DecoderOutput, Stream
+from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
-from moefold.nn.phase import Lane, Phase
-from moefold.parallel.parallelize import Share
+from moefold.nn.phase import Phase, Stream
+from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.phase_autograd import Gradients, Recorded, map_tensors, record, step_back
 from moefold.pipeline.pipeline_state import objective_of
 
@@ -34,10 +34,10 @@ class Tape(NamedTuple):
 
 
 def run_taped(
-    share: Share, batch: Batch, earlier_ME: Tensor, stage: StageSpec, stream: Stream | None
+    local_model: LocalModel, batch: Batch, earlier_ME: Tensor, stage: StageSpec, hidden: HiddenState | None
 ) -> tuple[DecoderOutput, Tape]:
     """A forward by itself, recorded for a backward that may be overlapped."""
-    walk = _Forward(share, batch, earlier_ME, stage, stream)
+    walk = _Forward(local_model, batch, earlier_ME, stage, hidden)
     for _, work in walk:
         walk.take(work())
     return walk.result()
@@ -52,11 +52,11 @@ def tape_back(tape: Tape, gradients: tuple[Tensor, ...]) -> None:
 
 
 def run_overlapped(
-    share: Share,
+    local_model: LocalModel,
     batch: Batch,
     earlier_ME: Tensor,
     stage: StageSpec,
-    stream: Stream | None,
+    hidden: HiddenState | None,
     tape: Tape,
     gradients: tuple[Tensor, ...],
     put_off_as: object | None,
@@ -66,31 +66,31 @@ def run_overlapped(
     Weight gradients are put off and computed while both wait. Those that are left at the end fill the next pair's
     waits, unless ``put_off_as`` names the action that will compute them.
     """
-    deferral, lane = share.deferral, share.comm_lane
-    assert deferral is not None and lane is not None
+    weight_grads, stream = local_model.weight_grads, local_model.comm_stream
+    assert weight_grads is not None and stream is not None
     key = object() if put_off_as is None else put_off_as
 
-    def putting_off(work: Callable[[], Any]) -> Any:
-        with deferral.putting_off(key):
+    def deferring(work: Callable[[], Any]) -> Any:
+        with weight_grads.deferring(key):
             return work()
 
-    ahead = _Forward(share, batch, earlier_ME, stage, stream)
-    back = _Backward(tape, gradients, putting_off)
+    ahead = _Forward(local_model, batch, earlier_ME, stage, hidden)
+    back = _Backward(tape, gradients, deferring)
     sides: list[_Side] = [_Side(back, iter(back)), _Side(ahead, iter(ahead))]
     while sides:
         for side in list(sides):
             if side.pending is not None:
-                side.walk.take(lane.take(side.pending, deferral.run_one))
+                side.walk.take(stream.take(side.pending, weight_grads.run_one))
                 side.pending = None
             for phase_lane, work in side.steps:
-                if phase_lane is Lane.COMM:
-                    side.pending = lane.submit(work)
+                if phase_lane is Stream.COMM:
+                    side.pending = stream.submit(work)
                     break
                 side.walk.take(work())
             else:
                 sides.remove(side)
     if put_off_as is None:
-        deferral.run_before(key)
+        weight_grads.run_before(key)
     back.finish()
     return ahead.result()
 
@@ -98,7 +98,7 @@ def run_overlapped(
 class _Side:
     """One of the two walks, and the exchange it waits for."""
 
-    def __init__(self, walk: _Forward | _Backward, steps: Iterator[tuple[Lane, Callable[[], Any]]]) -> None:
+    def __init__(self, walk: _Forward | _Backward, steps: Iterator[tuple[Stream, Callable[[], Any]]]) -> None:
         self.walk, self.steps = walk, steps
         self.pending: Future[Any] | None = None
 
@@ -106,16 +106,18 @@ class _Side:
 class _Forward:
     """The phases of a stage's forward, one at a time; each step's result must be taken before the next."""
 
-    def __init__(self, share: Share, batch: Batch, earlier_ME: Tensor, stage: StageSpec, stream: Stream | None) -> None:
-        self.carry: Any = DecoderOutput(stream)
-        self.entry = () if stream is None else (stream.x_tD, *stream.ahead_tD)
+    def __init__(
+        self, local_model: LocalModel, batch: Batch, earlier_ME: Tensor, stage: StageSpec, hidden: HiddenState | None
+    ) -> None:
+        self.carry: Any = DecoderOutput(hidden)
+        self.entry = () if hidden is None else (hidden.x_tD, *hidden.ahead_tD)
         self.recorded: list[Recorded] = []
-        judge = Phase("objective", Lane.COMPUTE, partial(_with_objective, share, batch))
-        self.phases = (*share.model.phases(batch, earlier_ME, stage), judge)
+        judge = Phase("objective", Stream.COMPUTE, partial(_with_objective, local_model, batch))
+        self.phases = (*local_model.model.phases(batch, earlier_ME, stage), judge)
 
-    def __iter__(self) -> Iterator[tuple[Lane, Callable[[], Any]]]:
+    def __iter__(self) -> Iterator[tuple[Stream, Callable[[], Any]]]:
         for phase in self.phases:
-            yield phase.lane, partial(record, phase, self.carry)
+            yield phase.stream, partial(record, phase, self.carry)
 
     def take(self, result: tuple[Any, Recorded]) -> None:
         self.carry, recorded = result
@@ -126,9 +128,11 @@ class _Forward:
         return output, Tape(self.entry, tuple(self.recorded))
 
 
-def _with_objective(share: Share, batch: Batch, output: DecoderOutput) -> tuple[DecoderOutput, Tensor | None]:
+def _with_objective(
+    local_model: LocalModel, batch: Batch, output: DecoderOutput
+) -> tuple[DecoderOutput, Tensor | None]:
     """The output and what is to be made small; only the stream and the objective pass gradients on."""
-    objective = objective_of(share, output, batch)
+    objective = objective_of(local_model, output, batch)
     plain = output._replace(
         reports=map_tensors(output.reports, Tensor.detach),
         loss_sum=map_tensors(output.loss_sum, Tensor.detach),
@@ -146,10 +150,10 @@ class _Backward:
         # The objective, where there is one, comes last and counts as it is.
         self.gradients: Gradients = [*gradients, *(torch.ones_like(made) for made in last[len(gradients) :])]
 
-    def __iter__(self) -> Iterator[tuple[Lane, Callable[[], Any]]]:
+    def __iter__(self) -> Iterator[tuple[Stream, Callable[[], Any]]]:
         for recorded in reversed(self.tape.phases):
             work = partial(step_back, recorded, self.gradients)
-            yield recorded.lane, work if recorded.lane is Lane.COMM else partial(self.around, work)
+            yield recorded.stream, work if recorded.stream is Stream.COMM else partial(self.around, work)
 
     def take(self, gradients: Gradients) -> None:
         self.gradients = gradients

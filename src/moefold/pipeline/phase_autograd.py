@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.nn.phase import Lane, Phase
+from moefold.nn.phase import Phase, Stream
 
 
 class Recorded(NamedTuple):
     """One phase that has run: the leaves it was given and the tensors it made, both where a gradient passes."""
 
-    lane: Lane
+    stream: Stream
     leaves: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
@@ -37,7 +37,7 @@ def record(phase: Phase, carry: Any) -> tuple[Any, Recorded]:
 
     result = phase.run(map_tensors(carry, cut))
     outputs = tuple(tensor for tensor in tensors_of(result) if tensor.requires_grad)
-    return result, Recorded(phase.lane, tuple(leaves), outputs)
+    return result, Recorded(phase.stream, tuple(leaves), outputs)
 
 
 def step_back(recorded: Recorded, gradients: Gradients) -> Gradients:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.p2p import Expected, Pipes
-from moefold.model.decoder import DecoderOutput, Stream
+from moefold.comm.p2p import Expected, P2PChannels
+from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.model.mtp import loss_scales
 from moefold.moe.load_balancing import BalanceLosses
 from moefold.nn.batch import Batch
-from moefold.parallel.parallelize import Share
+from moefold.parallel.parallelize import LocalModel
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
 from moefold.topology.shares import share_sizes
@@ -48,14 +48,14 @@ class StepSums(NamedTuple):
 
 
 @dataclass
-class Flight:
-    share: Share
+class PipelineState:
+    local_model: LocalModel
     order: Order
     batches: Sequence[Batch]
-    pipes: Pipes | None
+    pipes: P2PChannels | None
     sums: StepSums
     # What a stage was given (its gradient is left on these tensors), and what backward needs of its forward.
-    inputs: dict[Key, Stream] = field(default_factory=dict)
+    inputs: dict[Key, HiddenState] = field(default_factory=dict)
     forwards: dict[Key, Any] = field(default_factory=dict)
     # Streams and gradients that are to be sent, and gradients that have arrived.
     leaving: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -65,16 +65,20 @@ class Flight:
         return self.order.rank_of_stage[stage]
 
 
-def take_off(share: Share, order: Order, batches: Sequence[Batch], actions: Sequence[Action]) -> Flight:
-    group = share.groups["pp"]
+def init_state(
+    local_model: LocalModel, order: Order, batches: Sequence[Batch], actions: Sequence[Action]
+) -> PipelineState:
+    group = local_model.groups["pp"]
     pipes = None
     if not group.alone:
-        dtype, device = TORCH_FORMATS[share.run.precision.compute], batches[0].tokens_T.device
-        pipes = Pipes(group, dtype, device, deque(_expected(share, order, batches, actions)))
-    return Flight(share, order, batches, pipes, no_sums(share))
+        dtype, device = TORCH_FORMATS[local_model.run.precision.compute], batches[0].tokens_T.device
+        pipes = P2PChannels(group, dtype, device, deque(_expected(local_model, order, batches, actions)))
+    return PipelineState(local_model, order, batches, pipes, no_sums(local_model))
 
 
-def _expected(share: Share, order: Order, batches: Sequence[Batch], actions: Sequence[Action]) -> list[Expected]:
+def _expected(
+    local_model: LocalModel, order: Order, batches: Sequence[Batch], actions: Sequence[Action]
+) -> list[Expected]:
     """Every message this rank will receive. A stage's input and its gradient have the shape of the stream there."""
     messages = []
     for action in actions:
@@ -84,25 +88,27 @@ def _expected(share: Share, order: Order, batches: Sequence[Batch], actions: Seq
             boundary, peer = action.stage + 1, order.rank_of_stage[action.stage + 1]
         else:
             continue
-        streams = 1 + sum(len(stage.mtp) for stage in share.stages[:boundary])
-        rows = share_sizes(batches[action.microbatch].num_tokens, share.groups["tp"].size)[share.groups["tp"].index]
-        messages.append(Expected(peer, ((rows, share.run.model.width),) * streams))
+        hiddens = 1 + sum(len(stage.mtp) for stage in local_model.stages[:boundary])
+        rows = share_sizes(batches[action.microbatch].num_tokens, local_model.groups["tp"].size)[
+            local_model.groups["tp"].index
+        ]
+        messages.append(Expected(peer, ((rows, local_model.run.model.dim),) * hiddens))
     return messages
 
 
-def no_sums(share: Share) -> StepSums:
-    wide = torch.promote_types(TORCH_FORMATS[share.run.precision.compute], torch.float32)
-    none = torch.zeros((), dtype=wide, device=share.device)
-    experts = 0 if share.run.model.moe is None else share.run.model.moe.num_experts
-    counts_ME = torch.zeros(len(share.model.mixtures), experts, dtype=torch.int64, device=share.device)
+def no_sums(local_model: LocalModel) -> StepSums:
+    wide = torch.promote_types(TORCH_FORMATS[local_model.run.precision.compute], torch.float32)
+    none = torch.zeros((), dtype=wide, device=local_model.device)
+    experts = 0 if local_model.run.model.moe is None else local_model.run.model.moe.num_experts
+    counts_ME = torch.zeros(len(local_model.model.mixtures), experts, dtype=torch.int64, device=local_model.device)
     return StepSums(none, none, BalanceLosses(*[none] * 5), counts_ME, counts_ME, counts_ME)
 
 
 def losses_of(
-    share: Share, output: DecoderOutput, batch: Batch
+    local_model: LocalModel, output: DecoderOutput, batch: Batch
 ) -> tuple[Tensor | None, Tensor | None, BalanceLosses | None]:
     """Each kind of loss that this stage has, ready to be added up."""
-    model = share.run.model
+    model = local_model.run.model
     loss = None if output.loss_sum is None else output.loss_sum / batch.step_labels
     ahead = None
     if output.ahead_loss_sums:
@@ -115,16 +121,16 @@ def losses_of(
     return loss, ahead, balance
 
 
-def objective_of(share: Share, output: DecoderOutput, batch: Batch) -> Tensor | None:
+def objective_of(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Tensor | None:
     """What this stage's parameters are to make small, beyond what the next stage asks; None if nothing."""
-    loss, ahead, balance = losses_of(share, output, batch)
+    loss, ahead, balance = losses_of(local_model, output, batch)
     terms = [term for term in (loss, ahead, *(balance or ())) if term is not None and term.requires_grad]
     return sum(terms[1:], terms[0]) if terms else None
 
 
 @torch.no_grad()
-def add_sums(sums: StepSums, share: Share, output: DecoderOutput, batch: Batch) -> StepSums:
-    loss, ahead, balance = losses_of(share, output, batch)
+def add_sums(sums: StepSums, local_model: LocalModel, output: DecoderOutput, batch: Batch) -> StepSums:
+    loss, ahead, balance = losses_of(local_model, output, batch)
     counts_ME, kept_ME, plain_ME = sums.counts_ME, sums.kept_ME, sums.plain_ME
     if output.reports:
         counts_ME, kept_ME, plain_ME = counts_ME.clone(), kept_ME.clone(), plain_ME.clone()
@@ -144,11 +150,11 @@ def add_sums(sums: StepSums, share: Share, output: DecoderOutput, batch: Batch) 
     )
 
 
-def landed(stream: Sequence[Tensor]) -> Stream:
+def as_leaf(hidden: Sequence[Tensor]) -> HiddenState:
     """A stream as the next stage's own leaves, on which its gradient will be left."""
-    x_tD, *ahead_tD = (tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in stream)
-    return Stream(x_tD, tuple(ahead_tD))
+    x_tD, *ahead_tD = (tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in hidden)
+    return HiddenState(x_tD, tuple(ahead_tD))
 
 
-def flat(stream: Stream) -> tuple[Tensor, ...]:
-    return (stream.x_tD, *stream.ahead_tD)
+def flat(hidden: HiddenState) -> tuple[Tensor, ...]:
+    return (hidden.x_tD, *hidden.ahead_tD)

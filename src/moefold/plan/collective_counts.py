@@ -34,7 +34,7 @@ from moefold.topology.folded_layout import FoldedLayout, fold
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _DATA_GROUPS = ("dense_shard", "dense_replicate", "expert_shard", "expert_replicate")
 # Losses and norms: two sums, five balance losses, dropped rows and the norm, in the formats that they are kept in.
-_LOSSES, _BALANCE, _DROPPED, _NORM = 8, 20, 8, 8
+_LOSSES, _BALANCE, _NORM = 8, 20, 8
 
 
 class Message(NamedTuple):
@@ -60,7 +60,7 @@ def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None
     return tuple(Message(*key, count, tally.sizes[key]) for key, count in found)
 
 
-def gathers_once(run: RunConfig) -> bool:
+def reshard_per_step(run: RunConfig) -> bool:
     """Whether weights stay gathered for a step."""
     schedule = schedule_named(run.parallel.schedule)
     return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
@@ -71,7 +71,7 @@ def gathers_once(run: RunConfig) -> bool:
 
 def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, number: int, tally: Tally) -> None:
     held = [spec for spec in parameters(run.model) if parts.holds(spec.name)]
-    once = gathers_once(run)
+    once = reshard_per_step(run)
     each = _BYTES[run.precision.params]
     for grid, specs in _modules(held).items():
         is_root, experts = grid == "", grid.endswith(".experts")
@@ -125,7 +125,7 @@ def _microbatches(run: RunConfig, layout: FoldedLayout, here: int, rank: int, nu
         if holder[stage.index] != here:
             continue
         _stage(run, layout, stage, rank, number, tally)
-        sent = tokens_of(run, layout).mine * run.model.width * _BYTES[run.precision.compute]
+        sent = tokens_of(run, layout).mine * run.model.dim * _BYTES[run.precision.compute]
         for other, border in ((stage.index + 1, stage.index), (stage.index - 1, stage.index - 1)):
             if 0 <= other < len(stages) and holder[other] != here:
                 tally.add("send", "pp", sent, number * _streams(stages, border))
@@ -169,5 +169,7 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
     for axis in ("dp", "cp", "pp"):
         tally.add("all_reduce", axis, _LOSSES)
     experts = run.model.moe.num_experts if run.model.moe is not None else 0
-    for size in (_BALANCE, len(mixture_names(run.model)) * experts * 8, _DROPPED, _NORM):
+    # Assignments per expert: before dropping, after it, and of the plain top-k.
+    counts = 3 * len(mixture_names(run.model)) * experts * 8
+    for size in (_BALANCE, counts, _NORM):
         tally.add("all_reduce", "world", size)

@@ -38,7 +38,7 @@ class Exchange:
     """What decides: tokens of a rank, entries of a row and their bytes, and how experts are spread."""
 
     tokens: int
-    width: int
+    dim: int
     word: int
     num_experts: int
     top_k: int
@@ -101,7 +101,7 @@ def exchange_of(run: RunConfig) -> Exchange:
     assert moe is not None
     return Exchange(
         tokens=run.data.micro_batch * run.data.seq_len // parallel.cp // parallel.tp,
-        width=moe.latent_width or run.model.width,
+        dim=moe.latent_dim or run.model.dim,
         word=_WORD[run.precision.compute],
         num_experts=moe.num_experts,
         top_k=moe.top_k,
@@ -112,7 +112,7 @@ def exchange_of(run: RunConfig) -> Exchange:
 
 def _one_by_one(e: Exchange, rows_per_token: float, beside: int, operations: int) -> Volume:
     """``beside``: bytes that go with a row and do not come back."""
-    rows, row = e.tokens * rows_per_token, e.width * e.word
+    rows, row = e.tokens * rows_per_token, e.dim * e.word
     away = (e.ep - 1) / e.ep
     # Ranks that split experts gather each other's rows, and sum in float32.
     others = e.etp - 1
@@ -121,16 +121,16 @@ def _one_by_one(e: Exchange, rows_per_token: float, beside: int, operations: int
         operations=operations,
         exchanged=rows * away * (2 * row + beside),
         gathered=rows * others * (row + beside),
-        summed=rows * others * e.width * max(4, e.word),
+        summed=rows * others * e.dim * max(4, e.word),
         copied=2 * rows * row
         + e.tokens * e.top_k * _PLACED
-        + (rows * e.etp * e.width * max(4, e.word) if others else 0.0),
+        + (rows * e.etp * e.dim * max(4, e.word) if others else 0.0),
     )
 
 
 def _everything(e: Exchange) -> Volume:
     block = e.ep * e.etp
-    row, wide = e.width * e.word, e.width * max(4, e.word)
+    row, wide = e.dim * e.word, e.dim * max(4, e.word)
     return Volume(
         messages=_MESSAGES,
         operations=20,

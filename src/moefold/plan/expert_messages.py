@@ -37,21 +37,21 @@ def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoECon
 
 def _to_experts(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
     """Rows and weights there, answers back; twice, for their gradients go the other way."""
-    tokens, width = tokens_of(run, layout), moe.latent_width or run.model.width
+    tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     leaving, arriving = tokens.mine * moe.top_k, arriving_rows(run, layout, rank)
     counts = moe.num_experts * _COUNT
     if moe.capacity is None:
         tally.add("all_to_all", "ep", counts, times)
         tally.add("all_gather", "etp", counts, times)
     for rows in (leaving, arriving):
-        tally.add("all_to_all", "ep", rows * width * tokens.word, 2 * times)
+        tally.add("all_to_all", "ep", rows * dim * tokens.word, 2 * times)
         tally.add("all_to_all", "ep", rows * _WEIGHT, times)
     # Ranks that share an expert gather each other's rows, and add their answers up; short ones are filled up.
     most = max(arriving_rows(run, layout, peer) for peer in layout.ranks("etp", rank))
     etp = layout.size("etp")
-    tally.add("all_gather", "etp", most * width * tokens.word, 2 * times)
+    tally.add("all_gather", "etp", most * dim * tokens.word, 2 * times)
     tally.add("all_gather", "etp", most * _WEIGHT, times)
-    tally.add("reduce_scatter", "etp", etp * most * width * tokens.wide, 2 * times)
+    tally.add("reduce_scatter", "etp", etp * most * dim * tokens.wide, 2 * times)
     tally.add("reduce_scatter", "etp", etp * most * _WEIGHT, times)
 
 
@@ -88,13 +88,13 @@ def _dealt(tokens: list[int], top_k: int, experts: int, first: int, stop: int, o
 
 def _to_everyone(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
     """All tokens of the block are gathered with their choices; answers are summed."""
-    tokens, width = tokens_of(run, layout), moe.latent_width or run.model.width
+    tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     everyone = tokens.mine * layout.size("expert_block")
     group = "expert_block"
-    tally.add("all_gather", group, tokens.mine * width * tokens.word, 2 * times)
+    tally.add("all_gather", group, tokens.mine * dim * tokens.word, 2 * times)
     tally.add("all_gather", group, tokens.mine * moe.top_k * _WEIGHT, times)
     tally.add("all_gather", group, tokens.mine * moe.top_k * 8, times)
-    tally.add("reduce_scatter", group, everyone * width * tokens.wide, 2 * times)
+    tally.add("reduce_scatter", group, everyone * dim * tokens.wide, 2 * times)
     tally.add("reduce_scatter", group, everyone * moe.top_k * _WEIGHT, times)
 
 
@@ -146,10 +146,10 @@ def _hop(
     """Counts; rows there and back, and their gradients; choices there, and their weights' gradients back."""
     if ranks == 1:
         return
-    tokens, width = tokens_of(run, layout), moe.latent_width or run.model.width
+    tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     tally.add("all_to_all", group, (ranks + experts) * _COUNT, times)
     for rows in (leaving, arriving):
-        tally.add("all_to_all", group, rows * width * tokens.word, 2 * times)
+        tally.add("all_to_all", group, rows * dim * tokens.word, 2 * times)
     tally.add("all_to_all", group, leaving * moe.top_k * (_WEIGHT + _NUMBER), times)
     tally.add("all_to_all", group, arriving * moe.top_k * _WEIGHT, times)
 
@@ -165,11 +165,11 @@ def _split(
     tally: Tally,
 ) -> None:
     """Ranks that share an expert gather each other's rows, and add their answers up; short ones are filled up."""
-    tokens, width, etp = tokens_of(run, layout), moe.latent_width or run.model.width, layout.size("etp")
+    tokens, dim, etp = tokens_of(run, layout), moe.latent_dim or run.model.dim, layout.size("etp")
     tally.add("all_gather", "etp", (ranks + experts) * _COUNT, times)
-    tally.add("all_gather", "etp", most * width * tokens.word, 2 * times)
+    tally.add("all_gather", "etp", most * dim * tokens.word, 2 * times)
     tally.add("all_gather", "etp", most * moe.top_k * (_WEIGHT + _NUMBER), times)
-    tally.add("reduce_scatter", "etp", etp * most * width * tokens.wide, 2 * times)
+    tally.add("reduce_scatter", "etp", etp * most * dim * tokens.wide, 2 * times)
     tally.add("reduce_scatter", "etp", etp * most * moe.top_k * _WEIGHT, times)
 
 

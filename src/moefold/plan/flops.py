@@ -54,14 +54,14 @@ def forward_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsByPart:
     mixtures = sum(map(model.is_moe_layer, blocks))
     moe = model.moe or MoEConfig()
     return FlopsByPart(
-        attention_projections=len(blocks) * _projections(model.attention, model.width),
+        attention_projections=len(blocks) * _projections(model.attention, model.dim),
         attention_core=sum(_core(model.attention, _positions_seen(model, block, seq_len)) for block in blocks),
-        dense=(len(blocks) - mixtures) * _gated(model.width, model.dense_width),
-        shared=mixtures * _gated(model.width, moe.shared_width),
-        routed=mixtures * _routed(moe, model.width),
-        router=mixtures * _router(moe, model.width),
-        head=(1 + model.num_mtp) * _matrix(model.width, model.vocab_size),
-        join=model.num_mtp * _matrix(2 * model.width, model.width),
+        dense=(len(blocks) - mixtures) * _gated(model.dim, model.dense_hidden_dim),
+        shared=mixtures * _gated(model.dim, moe.shared_hidden_dim),
+        routed=mixtures * _routed(moe, model.dim),
+        router=mixtures * _router(moe, model.dim),
+        head=(1 + model.num_mtp) * _matrix(model.dim, model.vocab_size),
+        join=model.num_mtp * _matrix(2 * model.dim, model.dim),
     )
 
 
@@ -123,9 +123,9 @@ def _projections(attention: GQAConfig | MLAConfig, D: int) -> float:
 
 
 def _routed(moe: MoEConfig, D: int) -> float:
-    if moe.latent_width is None:
-        return moe.top_k * _gated(D, moe.expert_width)
-    return moe.top_k * _gated(moe.latent_width, moe.expert_width) + 2 * _matrix(D, moe.latent_width)
+    if moe.latent_dim is None:
+        return moe.top_k * _gated(D, moe.expert_hidden_dim)
+    return moe.top_k * _gated(moe.latent_dim, moe.expert_hidden_dim) + 2 * _matrix(D, moe.latent_dim)
 
 
 def _router(moe: MoEConfig, D: int) -> float:

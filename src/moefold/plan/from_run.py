@@ -23,7 +23,7 @@ from moefold.hardware.cluster import Cluster
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.shape import from_config
 from moefold.plan.traffic import expert_reach
-from moefold.plan.workload import Batch, Cuts, Dispatcher, Format, Job, Numbers, Options, Recomputed
+from moefold.plan.workload import Batch, Dispatcher, Dtypes, Format, Options, ParallelDegrees, Recomputed, Workload
 from moefold.schedule.names import SCHEDULES, schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
@@ -37,39 +37,39 @@ RUN_DISPATCHERS: tuple[Dispatcher, ...] = ("all_to_all", "all_gather", "deduplic
 RUN_RECOMPUTED: tuple[Recomputed, ...] = tuple(_RECOMPUTED[phase] for phase in get_args(RecomputedPhase))
 
 
-def job_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Job:
+def workload_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Workload:
     """What this run would be on this cluster. ``imbalance``: rows of the busiest rank over the mean."""
     layout = fold(run.parallel, cluster.num_gpus)
-    return Job(
+    return Workload(
         model=from_config(run.model),
         cluster=cluster,
-        cuts=_cuts(run.parallel, layout),
+        degrees=_degrees(run.parallel, layout),
         batch=_batch(run, layout.size("dp")),
-        numbers=numbers_of_run(run),
+        dtypes=dtypes_of_run(run),
         options=_options(run, imbalance),
     )
 
 
-def question_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Job:
+def question_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Workload:
     """The run's model, batch and formats without a layout of its own: what a search begins with."""
-    return Job(
+    return Workload(
         model=from_config(run.model),
         cluster=cluster,
-        cuts=Cuts(sharding="zero3"),
+        degrees=ParallelDegrees(sharding="zero3"),
         batch=Batch(run.data.seq_len, 1, run.data.global_batch),
-        numbers=numbers_of_run(run),
+        dtypes=dtypes_of_run(run),
         options=_options(run, imbalance),
     )
 
 
-def numbers_of_run(run: RunConfig) -> Numbers:
+def dtypes_of_run(run: RunConfig) -> Dtypes:
     """Weights are their own masters; gradients and both moments have their format."""
     each = float(BYTES[run.precision.params])
-    return Numbers(_FORMATS[run.precision.compute], each, each, master_bytes=0.0, moments_bytes=2 * each)
+    return Dtypes(_FORMATS[run.precision.compute], each, each, master_bytes=0.0, moments_bytes=2 * each)
 
 
-def _cuts(parallel: ParallelConfig, layout: FoldedLayout) -> Cuts:
-    return Cuts(
+def _degrees(parallel: ParallelConfig, layout: FoldedLayout) -> ParallelDegrees:
+    return ParallelDegrees(
         tp=parallel.tp,
         cp=parallel.cp,
         pp=parallel.pp,
@@ -87,7 +87,7 @@ def _cuts(parallel: ParallelConfig, layout: FoldedLayout) -> Cuts:
 def _batch(run: RunConfig, dp: int) -> Batch:
     data = run.data
     one_round = data.micro_batch * dp
-    if data.documents != "packed" and data.global_batch % one_round:
+    if data.packing != "bin_packed" and data.global_batch % one_round:
         message = f"{data.global_batch} sequences do not divide over micro_batch * dp = {data.micro_batch} * {dp}"
         raise LayoutError(Problem("data.global_batch", message, f"use a multiple of {one_round}"))
     # Packed documents fill microbatches of this size about as often.
@@ -99,7 +99,7 @@ def _options(run: RunConfig, imbalance: float) -> Options:
     order = schedule_named(parallel.schedule)
     spread = moe is not None and parallel.ep * parallel.etp > 1
     return Options(
-        stack="moefold",
+        framework="moefold",
         dispatcher=_dispatcher(run) if spread else "local",
         ep_overlap=order.overlaps,
         delay_wgrad=order.splits_backward,
@@ -120,77 +120,77 @@ def _dispatcher(run: RunConfig) -> Dispatcher:
 # ---- and back ----
 
 
-def beyond_moefold(job: Job) -> list[str]:
+def beyond_moefold(workload: Workload) -> list[str]:
     """What this job has that moefold cannot carry out, in words; empty if it can start it."""
-    options, cuts = job.options, job.cuts
+    options, degrees = workload.options, workload.degrees
     found = []
     if options.dispatcher not in (*RUN_DISPATCHERS, "local"):
         found.append(f"the {options.dispatcher} dispatcher")
-    if job.numbers.format not in _FORMATS.values():
-        found.append(f"products in {job.numbers.format}")
+    if workload.dtypes.format not in _FORMATS.values():
+        found.append(f"products in {workload.dtypes.format}")
     if extra := sorted(options.recompute - set(RUN_RECOMPUTED)):
         found.append(f"computing {', '.join(extra)} again")
     if options.graphs != "none":
         found.append(f"{options.graphs} graphs")
-    if cuts.sharding != "zero3" and cuts.dp * cuts.cp > 1:
-        found.append(f"{cuts.sharding} sharding (moefold cuts weights too: zero3)")
+    if degrees.sharding != "zero3" and degrees.dp * degrees.cp > 1:
+        found.append(f"{degrees.sharding} sharding (moefold cuts weights too: zero3)")
     if options.offloaded or options.optimizer_on_host:
         found.append("offloading to the host")
-    if order_of(job) is None:
-        found.append(f"{_traits(job)} over {cuts.vpp} stages per rank")
+    if order_of(workload) is None:
+        found.append(f"{_traits(workload)} over {degrees.vpp} stages per rank")
     return found
 
 
-def order_of(job: Job) -> str | None:
+def order_of(workload: Workload) -> str | None:
     """The name of moefold's order for this job; None if it has none that does all of it."""
-    cuts, wanted = job.cuts, (job.options.ep_overlap, job.options.delay_wgrad)
+    degrees, wanted = workload.degrees, (workload.options.ep_overlap, workload.options.delay_wgrad)
 
     def suits(name: str) -> bool:
         schedule = SCHEDULES[name]
-        fits = not schedule.problems(cuts.pp, cuts.vpp, job.batch.microbatches)
+        fits = not schedule.problems(degrees.pp, degrees.vpp, workload.batch.microbatches)
         return fits and (schedule.overlaps, schedule.splits_backward) == wanted
 
-    if cuts.schedule in SCHEDULES and suits(cuts.schedule):
-        return cuts.schedule
+    if degrees.schedule in SCHEDULES and suits(degrees.schedule):
+        return degrees.schedule
     return next((name for name in ("1f1b", "interleaved", *SCHEDULES) if suits(name)), None)
 
 
-def _traits(job: Job) -> str:
-    options = job.options
+def _traits(workload: Workload) -> str:
+    options = workload.options
     named = ("hidden exchanges" * options.ep_overlap, "put-off weight gradients" * options.delay_wgrad)
-    return f"{job.cuts.schedule} with {' and '.join(filter(None, named)) or 'plain passes'}"
+    return f"{workload.degrees.schedule} with {' and '.join(filter(None, named)) or 'plain passes'}"
 
 
-def changes_to_run(job: Job, run: RunConfig) -> dict[str, str]:
+def changes_to_run(workload: Workload, run: RunConfig) -> dict[str, str]:
     """The dotted keys in which the run must change to be this job, with their new values as a command line has them."""
-    cuts, batch = job.cuts, job.batch
-    recompute = [phase for phase in get_args(RecomputedPhase) if _RECOMPUTED[phase] in job.options.recompute]
-    wanted: dict[str, object] = {f"parallel.{axis}": getattr(cuts, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    degrees, batch = workload.degrees, workload.batch
+    recompute = [phase for phase in get_args(RecomputedPhase) if _RECOMPUTED[phase] in workload.options.recompute]
+    wanted: dict[str, object] = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
     wanted |= {
-        "parallel.vpp": cuts.vpp,
-        "parallel.schedule": order_of(job) or cuts.schedule,
-        "parallel.stages": cuts.stages,
-        "parallel.dp_replicate": cuts.replicate,
+        "parallel.vpp": degrees.vpp,
+        "parallel.schedule": order_of(workload) or degrees.schedule,
+        "parallel.stages": degrees.stages,
+        "parallel.dp_replicate": degrees.replicate,
         # Where no two ranks hold the same experts there is nothing to copy.
-        "parallel.edp_replicate": cuts.replicate if cuts.edp > 1 else 1,
+        "parallel.edp_replicate": degrees.replicate if degrees.edp > 1 else 1,
         "data.micro_batch": batch.sequences,
-        "data.global_batch": batch.sequences * batch.microbatches * cuts.dp,
+        "data.global_batch": batch.sequences * batch.microbatches * degrees.dp,
         "data.seq_len": batch.seq_len,
         "memory.recompute": tuple(recompute),
     }
-    if job.options.dispatcher in RUN_DISPATCHERS:
-        wanted["parallel.dispatcher"] = job.options.dispatcher
+    if workload.options.dispatcher in RUN_DISPATCHERS:
+        wanted["parallel.dispatcher"] = workload.options.dispatcher
         # Ranks of an ep group that share a domain of fast links.
-        two_level = job.options.dispatcher == "two_level"
-        wanted["parallel.ep_inner"] = gcd(cuts.ep, expert_reach(job).inside) if two_level else 1
-    if job.numbers.format != _FORMATS[run.precision.compute] and job.numbers.format in _FORMATS.values():
-        wanted["precision.compute"] = "bfloat16" if job.numbers.format == "bf16" else "float32"
+        two_level = workload.options.dispatcher == "two_level"
+        wanted["parallel.ep_inner"] = gcd(degrees.ep, expert_reach(workload).inside) if two_level else 1
+    if workload.dtypes.format != _FORMATS[run.precision.compute] and workload.dtypes.format in _FORMATS.values():
+        wanted["precision.compute"] = "bfloat16" if workload.dtypes.format == "bf16" else "float32"
     return {path: _word(value) for path, value in wanted.items() if _value_at(run, path) != value}
 
 
-def launch_words(job: Job, name: str, changes: Mapping[str, str]) -> list[str]:
+def launch_words(workload: Workload, name: str, changes: Mapping[str, str]) -> list[str]:
     """What to type once per node, in pieces that belong together. ``name`` is the run's recipe or file."""
-    cluster = job.cluster
+    cluster = workload.cluster
     per_node = min(cluster.gpu.per_node, cluster.num_gpus)
     nodes = -(-cluster.num_gpus // per_node)
     meet = ["--standalone"]
@@ -200,11 +200,11 @@ def launch_words(job: Job, name: str, changes: Mapping[str, str]) -> list[str]:
     return ["torchrun", *meet, *started, *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]
 
 
-def folded(words: Sequence[str], width: int) -> str:
+def folded(words: Sequence[str], dim: int) -> str:
     """The command over several lines, as a shell reads it."""
     lines = [""]
     for word in words:
-        if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > dim:
             lines.append("    ")
         lines[-1] += word if not lines[-1].strip() else f" {word}"
     return " \\\n".join(lines)

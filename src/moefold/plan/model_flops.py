@@ -13,17 +13,17 @@ from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, Rec
 
 
 @lru_cache(maxsize=4096)
-def needed_flops_per_token(model: ModelShape, seq_len: int) -> float:
+def model_flops_per_token(model: ModelShape, seq_len: int) -> float:
     """Forward and backward, per token of a sequence of this length."""
-    layers = sum(_layer(layer, model.width, seq_len) for layer in model.layers)
-    ahead = model.mtp * (_layer(model.layers[-1], model.width, seq_len) + 2.0 * 2 * model.width**2)
-    head = (1 + model.mtp) * 2.0 * model.width * model.vocab
+    layers = sum(_layer(layer, model.dim, seq_len) for layer in model.layers)
+    ahead = model.mtp * (_layer(model.layers[-1], model.dim, seq_len) + 2.0 * 2 * model.dim**2)
+    head = (1 + model.mtp) * 2.0 * model.dim * model.vocab
     return 3 * (layers + ahead + head)
 
 
 @lru_cache(maxsize=4096)
-def _layer(layer: Layer, width: int, seq_len: int) -> float:
-    return _mixer(layer.mixer, width, seq_len) + _feed(layer.feed, width)
+def _layer(layer: Layer, dim: int, seq_len: int) -> float:
+    return _mixer(layer.mixer, dim, seq_len) + _feed(layer.feed, dim)
 
 
 def _mixer(mixer: Attention | Recurrence | None, D: int, seq_len: int) -> float:
@@ -50,6 +50,6 @@ def _feed(feed: Dense | Mixture | None, D: int) -> float:
         return 0.0
     matrices = 3 if feed.gated else 2
     if isinstance(feed, Dense):
-        return 2.0 * matrices * D * feed.width
-    routed = feed.top_k * matrices * (feed.latent or D) * feed.width
-    return 2.0 * (routed + matrices * D * feed.shared_width + 2 * D * feed.latent)
+        return 2.0 * matrices * D * feed.dim
+    routed = feed.top_k * matrices * (feed.latent or D) * feed.dim
+    return 2.0 * (routed + matrices * D * feed.shared_hidden_dim + 2 * D * feed.latent)

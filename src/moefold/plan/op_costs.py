@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 # Grouped products of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128
@@ -68,7 +68,7 @@ class Part:
 class Sizes:
     """What of a job a layer's work depends on."""
 
-    width: int
+    dim: int
     seq_len: int
     tokens: float
     tp: int
@@ -88,45 +88,45 @@ class Sizes:
     sharpness: float = _SHARPNESS
 
 
-def sizes_of(job: Job) -> Sizes:
-    narrow = job.numbers.format not in ("bf16", "fp16", "float32")
-    measured = job.cluster.machine is not None
-    operand = {"nvfp4": 0.56, "float32": 4.0}.get(job.numbers.format, 1.0 if narrow else 2.0)
+def sizes_of(workload: Workload) -> Sizes:
+    narrow = workload.dtypes.format not in ("bf16", "fp16", "float32")
+    measured = workload.cluster.machine is not None
+    operand = {"nvfp4": 0.56, "float32": 4.0}.get(workload.dtypes.format, 1.0 if narrow else 2.0)
     return Sizes(
-        width=job.model.width,
-        seq_len=job.batch.seq_len,
-        tokens=job.batch.tokens / job.cuts.cp,
-        tp=job.cuts.tp,
-        ep=job.cuts.ep,
-        etp=job.cuts.etp,
-        imbalance=_imbalance(job),
+        dim=workload.model.dim,
+        seq_len=workload.batch.seq_len,
+        tokens=workload.batch.tokens / workload.degrees.cp,
+        tp=workload.degrees.tp,
+        ep=workload.degrees.ep,
+        etp=workload.degrees.etp,
+        imbalance=_imbalance(workload),
         narrow=narrow,
         operand_bytes=operand,
-        gradient_bytes=job.numbers.gradient_bytes,
-        fused=job.options.compiled or job.options.dispatcher in ("deepep", "hybridep"),
-        exact=job.options.drops,
-        balance=_balance(job),
-        word=job.numbers.word,
+        gradient_bytes=workload.dtypes.gradient_bytes,
+        fused=workload.options.compiled or workload.options.dispatcher in ("deepep", "hybridep"),
+        exact=workload.options.drops,
+        balance=_balance(workload),
+        word=workload.dtypes.word,
         tile=1 if measured else TILE,
         sharpness=1.0 if measured else _SHARPNESS,
     )
 
 
-def _imbalance(job: Job) -> float:
+def _imbalance(workload: Workload) -> float:
     """Where ranks share cores, all get equal parts of them until those with less to do are done; then the busiest gets
     a core to itself. So it makes up for some of what it has more."""
-    machine, ep, busiest = job.cluster.machine, job.cuts.ep, job.options.imbalance
+    machine, ep, busiest = workload.cluster.machine, workload.degrees.ep, workload.options.imbalance
     if machine is None or busiest == 1.0:
         return busiest
     if ep == 1:
         return 1.0
-    shared = max(1.0, machine.slowdown(job.cluster.num_gpus))
+    shared = max(1.0, machine.slowdown(workload.cluster.num_gpus))
     others = max(0.0, ep - busiest) / (ep - 1)
     return (busiest + others * (shared - 1)) / shared
 
 
-def _balance(job: Job) -> float:
-    gpu, form = job.cluster.gpu, job.numbers.format
+def _balance(workload: Workload) -> float:
+    gpu, form = workload.cluster.gpu, workload.dtypes.format
     peak = gpu.bf16_tflops if form in ("bf16", "fp16", "float32") else gpu.fp8_tflops or gpu.bf16_tflops
     return peak * (2 if form == "nvfp4" else 1) / gpu.memory_tb_s
 
@@ -156,20 +156,20 @@ def parts_of(layer: Layer, sizes: Sizes) -> tuple[Part, ...]:
 def head_of(vocab: int, sizes: Sizes) -> Part:
     """Final norm, logits and the loss. The logits stay in bfloat16 whatever the layers' format."""
     s = sizes
-    forward, backward = _gemm(s, s.tokens, s.width, vocab / s.tp, wide=True)
+    forward, backward = _gemm(s, s.tokens, s.dim, vocab / s.tp, wide=True)
     logits = s.tokens * vocab / s.tp
     loss = _moving(10 * logits, 12)
     return Part("head", forward + loss, backward + _moving(6 * logits, 10))
 
 
 def embedding_of(sizes: Sizes) -> Part:
-    moved = sizes.tokens * sizes.width * 2.0 / sizes.tp
+    moved = sizes.tokens * sizes.dim * 2.0 / sizes.tp
     return Part("embedding", _moving(2 * moved, 4), _moving(4 * moved, 4))
 
 
 def join_of(sizes: Sizes) -> Part:
     """Where a module that predicts further ahead joins two rows into one."""
-    forward, backward = _gemm(sizes, sizes.tokens, 2 * sizes.width, sizes.width / sizes.tp)
+    forward, backward = _gemm(sizes, sizes.tokens, 2 * sizes.dim, sizes.dim / sizes.tp)
     return Part("join", forward, backward)
 
 
@@ -235,7 +235,7 @@ def _moves(forward: float, backward: float, kernels: float) -> tuple[Work, Work]
 
 
 def _attention(a: Attention, s: Sizes) -> list[Part]:
-    t, D = s.tokens, s.width
+    t, D = s.tokens, s.dim
     heads, kv_heads = a.heads / s.tp, max(1.0, a.kv_heads / s.tp)
     if a.is_latent:
         down = _gemm(s, t, D, a.kv_latent + a.rope_dim)
@@ -273,8 +273,8 @@ def _attention(a: Attention, s: Sizes) -> list[Part]:
 def _recurrence(r: Recurrence, s: Sizes) -> list[Part]:
     t, inner = s.tokens, r.heads * r.head_dim / s.tp
     state = r.groups * r.state / s.tp
-    inward = _gemm(s, t, s.width, 2 * inner + 2 * state + r.heads / s.tp)
-    outward = _gemm(s, t, inner, s.width)
+    inward = _gemm(s, t, s.dim, 2 * inner + 2 * state + r.heads / s.tp)
+    outward = _gemm(s, t, inner, s.dim)
     # Chunked scans: products inside chunks of 128 tokens and with the state, plus a convolution over a few tokens.
     scan = 2.0 * t * inner * (2 * r.state + 128)
     moved = 2.0 * t * (3 * inner + 2 * state)
@@ -289,10 +289,10 @@ def _recurrence(r: Recurrence, s: Sizes) -> list[Part]:
 # ---- feed-forward parts ----
 
 
-def _activation(rows: float, width: float, *, gated: bool) -> tuple[Work, Work]:
+def _activation(rows: float, dim: float, *, gated: bool) -> tuple[Work, Work]:
     """Gate and up are read, the product is written; backward reads all three and writes two."""
     inputs = 2 if gated else 1
-    return _moves(2.0 * rows * width * (inputs + 1), 2.0 * rows * width * (2 * inputs + 2), 2)
+    return _moves(2.0 * rows * dim * (inputs + 1), 2.0 * rows * dim * (2 * inputs + 2), 2)
 
 
 def _dense(d: Dense, s: Sizes) -> list[Part]:
@@ -300,38 +300,38 @@ def _dense(d: Dense, s: Sizes) -> list[Part]:
     return [
         Part(
             "feed_forward",
-            *_sum(_gemm(s, s.tokens, s.width, matrices * d.width / s.tp), _gemm(s, s.tokens, d.width / s.tp, s.width)),
+            *_sum(_gemm(s, s.tokens, s.dim, matrices * d.dim / s.tp), _gemm(s, s.tokens, d.dim / s.tp, s.dim)),
         ),
-        Part("dense_activation", *_activation(s.tokens, d.width / s.tp, gated=d.gated)),
+        Part("dense_activation", *_activation(s.tokens, d.dim / s.tp, gated=d.gated)),
     ]
 
 
 def _mixture(m: Mixture, s: Sizes) -> list[Part]:
     own = s.tokens / s.tp
-    width = m.latent or s.width
+    dim = m.latent or s.dim
     rows = own * m.top_k * s.imbalance * s.etp
     local = max(1.0, m.experts / s.ep)
     matrices = 2 if m.gated else 1
     experts = _sum(
-        _grouped(s, rows, local, width, matrices * m.width / s.etp), _grouped(s, rows, local, m.width / s.etp, width)
+        _grouped(s, rows, local, dim, matrices * m.dim / s.etp), _grouped(s, rows, local, m.dim / s.etp, dim)
     )
     # Scores, their softmax and the choice, in float32 over all experts.
     router = _sum(
-        _gemm(s, own, s.width, m.experts, wide=True), _moves(40.0 * own * m.experts, 24.0 * own * m.experts, 25)
+        _gemm(s, own, s.dim, m.experts, wide=True), _moves(40.0 * own * m.experts, 24.0 * own * m.experts, 25)
     )
     # Rows are sorted by rank, then by expert, and added up on the way back; fused dispatchers move them once less.
     moves = 5.0 if s.fused else 8.0
-    permutation = _moves(moves * rows * width, moves * rows * width, 10 if s.fused else 24)
+    permutation = _moves(moves * rows * dim, moves * rows * dim, 10 if s.fused else 24)
     parts = [
         Part("router", *router),
         Part("permutation", *permutation),
         Part("experts", *experts),
-        Part("activation", *_activation(rows, m.width / s.etp, gated=m.gated)),
+        Part("activation", *_activation(rows, m.dim / s.etp, gated=m.gated)),
     ]
     if m.latent:
-        parts.append(Part("latent", *_sum(_gemm(s, own, s.width, m.latent), _gemm(s, own, m.latent, s.width))))
-    if m.shared_width:
-        shared = Dense(m.shared_width, m.gated)
+        parts.append(Part("latent", *_sum(_gemm(s, own, s.dim, m.latent), _gemm(s, own, m.latent, s.dim))))
+    if m.shared_hidden_dim:
+        shared = Dense(m.shared_hidden_dim, m.gated)
         parts += [Part("shared" if part.name == "feed_forward" else "shared_activation", part.forward, part.backward)
                   for part in _dense(shared, s)]  # fmt: skip
     return parts
@@ -340,5 +340,5 @@ def _mixture(m: Mixture, s: Sizes) -> list[Part]:
 def _norms(layer: Layer, s: Sizes) -> Part:
     """Each half reads and writes its rows for the norm and for the sum with the stream."""
     halves = (layer.mixer is not None) + (layer.feed is not None)
-    moved = halves * 2.0 * s.tokens / s.tp * s.width
+    moved = halves * 2.0 * s.tokens / s.tp * s.dim
     return Part("norms", _moving(5 * moved, 3 * halves), _moving(8 * moved, 4 * halves))

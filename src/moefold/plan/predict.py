@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.model_flops import needed_flops_per_token
+from moefold.plan.model_flops import model_flops_per_token
 from moefold.plan.prediction import Prediction, TimePrediction, Wall
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 # Shares of the step from which what is not computation is called the wall. Computation is there in every step, so it
 # binds where nothing else stands out.
@@ -15,13 +15,19 @@ COMMUNICATION_BINDS = 0.25
 HOST_BINDS = 0.15
 
 
-def predict(job: Job, constants: Constants = CURRENT) -> Prediction:
-    memory, time = predict_memory(job), predict_time(job, constants)
-    rate = job.global_tokens / job.cluster.num_gpus / time.step_seconds
-    flops = rate * needed_flops_per_token(job.model, job.batch.seq_len)
+def predict(workload: Workload, constants: Constants = CURRENT) -> Prediction:
+    memory, time = predict_memory(workload), predict_time(workload, constants)
+    rate = workload.global_tokens / workload.cluster.num_gpus / time.step_seconds
+    flops = rate * model_flops_per_token(workload.model, workload.batch.seq_len)
     wall: Wall = binding_wall(time) if memory.fits else "memory"
     return Prediction(
-        job, memory, time, wall, rate, flops / 1e12, flops / 1e12 / (job.cluster.gpu.bf16_tflops or float("inf"))
+        workload,
+        memory,
+        time,
+        wall,
+        rate,
+        flops / 1e12,
+        flops / 1e12 / (workload.cluster.gpu.bf16_tflops or float("inf")),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.schedule.simulate import Timeline
 
 Wall = Literal["memory", "communication", "compute", "host"]
@@ -75,7 +75,7 @@ class TimePrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    job: Job
+    workload: Workload
     memory: MemoryPrediction
     time: TimePrediction
     wall: Wall

@@ -52,18 +52,18 @@ class Recurrence:
 class Dense:
     """A feed-forward part; gated ones have three matrices, others two."""
 
-    width: int
+    dim: int
     gated: bool = True
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Routed experts, and a shared one of `shared_width` (0: none)."""
+    """Routed experts, and a shared one of `shared_hidden_dim` (0: none)."""
 
     experts: int
     top_k: int
-    width: int
-    shared_width: int = 0
+    dim: int
+    shared_hidden_dim: int = 0
     # Width in which tokens travel and are computed; 0 is the model's own.
     latent: int = 0
     gated: bool = True
@@ -82,7 +82,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ModelShape:
-    width: int
+    dim: int
     vocab: int
     layers: tuple[Layer, ...]
     tied: bool = False
@@ -95,7 +95,7 @@ class ModelShape:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.width, self.vocab, self.layers, self.tied, self.mtp))
+        return hash((self.dim, self.vocab, self.layers, self.tied, self.mtp))
 
     @cached_property
     def is_mixture(self) -> bool:
@@ -105,7 +105,7 @@ class ModelShape:
 def from_config(model: ModelConfig) -> ModelShape:
     """The shape of a model that moefold can train."""
     layers = tuple(_layer(model, index) for index in range(model.num_layers))
-    return ModelShape(model.width, model.vocab_size, layers, model.tied_embeddings, model.num_mtp)
+    return ModelShape(model.dim, model.vocab_size, layers, model.tied_embeddings, model.num_mtp)
 
 
 def _layer(model: ModelConfig, index: int) -> Layer:
@@ -133,14 +133,14 @@ def _attention(config: GQAConfig | MLAConfig, index: int) -> Attention:
 
 def _feed(model: ModelConfig, index: int) -> Dense | Mixture:
     if model.moe is None or not model.is_moe_layer(index):
-        return Dense(model.dense_width)
+        return Dense(model.dense_hidden_dim)
     moe = model.moe
     return Mixture(
         moe.num_experts,
         moe.top_k,
-        moe.expert_width,
-        moe.shared_width,
-        moe.latent_width or 0,
+        moe.expert_hidden_dim,
+        moe.shared_hidden_dim,
+        moe.latent_dim or 0,
         biased=moe.expert_bias,
         clamped=moe.activation == "clamped_swiglu",
     )

@@ -29,9 +29,9 @@ class Parameters:
 
 
 @lru_cache(maxsize=10_000)
-def layer_parameters(layer: Layer, width: int) -> Parameters:
+def layer_parameters(layer: Layer, dim: int) -> Parameters:
     """Matrices only; norms and biases are one part in ten thousand."""
-    return _mixer(layer, width) + _feed(layer, width)
+    return _mixer(layer, dim) + _feed(layer, dim)
 
 
 def _mixer(layer: Layer, D: int) -> Parameters:
@@ -53,18 +53,18 @@ def _mixer(layer: Layer, D: int) -> Parameters:
 def _feed(layer: Layer, D: int) -> Parameters:
     feed = layer.feed
     if isinstance(feed, Dense):
-        return Parameters((3 if feed.gated else 2) * D * feed.width)
+        return Parameters((3 if feed.gated else 2) * D * feed.dim)
     if isinstance(feed, Mixture):
         matrices = 3 if feed.gated else 2
-        experts = feed.experts * matrices * (feed.latent or D) * feed.width
-        shared = matrices * D * feed.shared_width
+        experts = feed.experts * matrices * (feed.latent or D) * feed.dim
+        shared = matrices * D * feed.shared_hidden_dim
         return Parameters(shared, D * feed.experts + 2 * D * feed.latent, experts)
     return Parameters()
 
 
 def model_parameters(model: ModelShape) -> Parameters:
     """The whole model, embedding and head included, modules that predict further ahead left out."""
-    total = Parameters(model.width * model.vocab * (1 if model.tied else 2))
+    total = Parameters(model.dim * model.vocab * (1 if model.tied else 2))
     for layer in model.layers:
-        total = total + layer_parameters(layer, model.width)
+        total = total + layer_parameters(layer, model.dim)
     return total

@@ -16,7 +16,7 @@ from moefold.blueprint.partition import balance
 from moefold.blueprint.stages import parse_stages
 from moefold.plan.shape import Layer, Mixture, ModelShape
 from moefold.plan.shape_params import layer_parameters
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 # Stands for a stage string: as moefold deals layers where it is given none.
 BALANCED = "balanced"
@@ -74,18 +74,22 @@ def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[Co
     )
 
 
-def written_stages(job: Job) -> str | None:
+def written_stages(workload: Workload) -> str | None:
     """The job's stage string; moefold, where there is none, balances embedding, layers, modules ahead and loss."""
-    return BALANCED if job.cuts.stages is None and job.options.stack == "moefold" else job.cuts.stages
+    return (
+        BALANCED
+        if workload.degrees.stages is None and workload.options.framework == "moefold"
+        else workload.degrees.stages
+    )
 
 
 def _balanced(model: ModelShape, stages: int) -> str:
     """As `blueprint/stages.py` does, from shapes: the dearest stage is as cheap as possible."""
     letters = "E" + "t" * len(model.layers) + "m" * model.mtp + "L"
-    layers = [_active(layer, model.width) for layer in model.layers]
-    ahead = [layers[-1] + 2.0 * model.width**2] * model.mtp
-    loss = float((1 + model.mtp) * model.vocab * model.width)
-    edges = (0, *balance([float(model.width), *layers, *ahead, loss], stages), len(letters))
+    layers = [_active(layer, model.dim) for layer in model.layers]
+    ahead = [layers[-1] + 2.0 * model.dim**2] * model.mtp
+    loss = float((1 + model.mtp) * model.vocab * model.dim)
+    edges = (0, *balance([float(model.dim), *layers, *ahead, loss], stages), len(letters))
     return "|".join(letters[start:stop] for start, stop in pairwise(edges))
 
 
@@ -97,15 +101,15 @@ def _edges(model: ModelShape, stages: int) -> list[int]:
         # The embedding and the head take the place of a layer each.
         each = (number + 2) // stages
         return [0, *(each * index - 1 for index in range(1, stages)), number]
-    costs = [_active(layer, model.width) for layer in model.layers]
-    ends = model.width * model.vocab * (1 + model.mtp) + model.mtp * costs[-1]
+    costs = [_active(layer, model.dim) for layer in model.layers]
+    ends = model.dim * model.vocab * (1 + model.mtp) + model.mtp * costs[-1]
     # The embedding costs a token nothing; the head and the modules before it stand at the end of the row.
-    cuts = balance([0.0, *costs, float(ends)], stages)
-    return [0, *(min(number, max(0, cut - 1)) for cut in cuts), number]
+    degrees = balance([0.0, *costs, float(ends)], stages)
+    return [0, *(min(number, max(0, cut - 1)) for cut in degrees), number]
 
 
-def _active(layer: Layer, width: int) -> float:
-    held = layer_parameters(layer, width)
+def _active(layer: Layer, dim: int) -> float:
+    held = layer_parameters(layer, dim)
     feed = layer.feed
     share = feed.top_k / feed.experts if isinstance(feed, Mixture) else 0.0
     return held.dense + held.whole + held.experts * share

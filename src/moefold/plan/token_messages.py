@@ -20,13 +20,13 @@ _SMALLEST_MESSAGE = 1 << 16
 
 def embedding_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
     """Each rank looks up its part of the vocabulary; the sum is complete."""
-    _reduce(run, layout, run.model.width, times, tally)
+    _reduce(run, layout, run.model.dim, times, tally)
 
 
 def loss_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
     """Tokens are gathered, each rank takes its part of the vocabulary, two numbers per token are merged."""
     tokens = tokens_of(run, layout)
-    _gather(run, layout, run.model.width, times, tally)
+    _gather(run, layout, run.model.dim, times, tally)
     tally.add("all_gather", "tp", tokens.shared * tokens.wide, times)
     tally.add("all_reduce", "tp", tokens.shared * tokens.wide, times)
 
@@ -39,43 +39,43 @@ def block_messages(run: RunConfig, layout: FoldedLayout, rank: int, is_mixture: 
         _context(run, layout, rank, times, again, tally)
     moe = run.model.moe
     if not is_mixture or moe is None:
-        _gather(run, layout, run.model.width, times, tally, "feed_forward" in run.memory.recompute)
-        _reduce(run, layout, run.model.width, times, tally)
+        _gather(run, layout, run.model.dim, times, tally, "feed_forward" in run.memory.recompute)
+        _reduce(run, layout, run.model.dim, times, tally)
         return
-    if moe.shared_width:
+    if moe.shared_hidden_dim:
         computed_again = "experts" in run.memory.recompute
-        _gather(run, layout, run.model.width, times, tally, computed_again)
-        _reduce(run, layout, run.model.width, times, tally, computed_again)
+        _gather(run, layout, run.model.dim, times, tally, computed_again)
+        _reduce(run, layout, run.model.dim, times, tally, computed_again)
     _balance(run, layout, moe, times, tally)
     expert_messages(run, layout, rank, moe, times, tally)
 
 
-def _gather(run: RunConfig, layout: FoldedLayout, width: int, times: int, tally: Tally, again: bool = False) -> None:
+def _gather(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
     """``again``: the phase is computed again, and gathers again."""
     tokens = tokens_of(run, layout)
-    tally.add("all_gather", "tp", tokens.mine * width * tokens.word, times * (1 + again))
-    tally.add("reduce_scatter", "tp", tokens.shared * width * tokens.wide, times)
+    tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times * (1 + again))
+    tally.add("reduce_scatter", "tp", tokens.shared * dim * tokens.wide, times)
 
 
-def _reduce(run: RunConfig, layout: FoldedLayout, width: int, times: int, tally: Tally, again: bool = False) -> None:
+def _reduce(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
     """``again``: it is not the last thing of a phase that is computed again, which alone is left out then."""
     tokens = tokens_of(run, layout)
-    tally.add("reduce_scatter", "tp", tokens.shared * width * tokens.wide, times * (1 + again))
-    tally.add("all_gather", "tp", tokens.mine * width * tokens.word, times)
+    tally.add("reduce_scatter", "tp", tokens.shared * dim * tokens.wide, times * (1 + again))
+    tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times)
 
 
 def _attention(run: RunConfig, layout: FoldedLayout, times: int, again: bool, tally: Tally) -> None:
-    attention, width = run.model.attention, run.model.width
+    attention, dim = run.model.attention, run.model.dim
     if isinstance(attention, MLAConfig):
-        _gather(run, layout, attention.q_latent or width, times, tally, again)
+        _gather(run, layout, attention.q_latent or dim, times, tally, again)
         _gather(run, layout, attention.kv_latent + attention.rope_dim, times, tally, again)
     else:
-        _gather(run, layout, width, times, tally, again)
+        _gather(run, layout, dim, times, tally, again)
         if attention.qk_norm == "full":
             # Squares of the other ranks' heads, of queries and of keys, forward and backward.
             tokens = tokens_of(run, layout)
             tally.add("all_reduce", "tp", tokens.shared * tokens.wide, times * 2 * (2 + again))
-    _reduce(run, layout, width, times, tally)
+    _reduce(run, layout, dim, times, tally)
 
 
 # ---- context ----

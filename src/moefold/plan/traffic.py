@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.plan.shape import Attention, Layer, Mixture
-from moefold.plan.workload import Cuts, Job
+from moefold.plan.workload import ParallelDegrees, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,20 @@ def reach(size: int, stride: int, domain: int) -> Reach:
     return Reach(size, min(size, max(1, domain // stride)))
 
 
-def expert_reach(job: Job) -> Reach:
-    cuts = job.cuts
-    return reach(cuts.ep, cuts.etp, job.cluster.usable_domain)
+def expert_reach(workload: Workload) -> Reach:
+    degrees = workload.degrees
+    return reach(degrees.ep, degrees.etp, workload.cluster.usable_domain)
 
 
-def data_reach(job: Job) -> Reach:
+def data_reach(workload: Workload) -> Reach:
     """Ranks over which dense gradients are added."""
-    cuts = job.cuts
-    return reach(cuts.dp * cuts.cp, cuts.tp, job.cluster.usable_domain)
+    degrees = workload.degrees
+    return reach(degrees.dp * degrees.cp, degrees.tp, workload.cluster.usable_domain)
 
 
-def expert_data_reach(job: Job) -> Reach:
-    cuts = job.cuts
-    return reach(cuts.edp, cuts.ep * cuts.etp, job.cluster.usable_domain)
+def expert_data_reach(workload: Workload) -> Reach:
+    degrees = workload.degrees
+    return reach(degrees.edp, degrees.ep * degrees.etp, workload.cluster.usable_domain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class ExchangeBytes:
     outside: float
 
 
-def exchange_bytes(job: Job, mixture: Mixture) -> ExchangeBytes:
+def exchange_bytes(workload: Workload, mixture: Mixture) -> ExchangeBytes:
     """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
-    cuts, where = job.cuts, expert_reach(job)
-    tokens = job.batch.tokens / cuts.cp / cuts.tp * job.options.imbalance
-    row = job.numbers.word * (mixture.latent or job.model.width)
-    kind, ep = job.options.dispatcher, cuts.ep
+    degrees, where = workload.degrees, expert_reach(workload)
+    tokens = workload.batch.tokens / degrees.cp / degrees.tp * workload.options.imbalance
+    row = workload.dtypes.word * (mixture.latent or workload.model.dim)
+    kind, ep = workload.options.dispatcher, degrees.ep
     if ep == 1 or kind == "local":
         return ExchangeBytes(0.0, 0.0)
     if kind == "all_gather":
@@ -91,37 +91,37 @@ def distinct(places: float, choices: int) -> float:
     return float(places * (1 - (1 - 1 / places) ** choices))
 
 
-def tensor_bytes(job: Job, layer: Layer) -> float:
+def tensor_bytes(workload: Workload, layer: Layer) -> float:
     """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank."""
-    tp = job.cuts.tp
-    tokens = job.batch.tokens / job.cuts.cp
-    once = job.numbers.word * tokens * job.model.width * (tp - 1) / tp
+    tp = workload.degrees.tp
+    tokens = workload.batch.tokens / workload.degrees.cp
+    once = workload.dtypes.word * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, Mixture):
-        passes += 2.0 * (layer.feed.shared_width > 0)
+        passes += 2.0 * (layer.feed.shared_hidden_dim > 0)
     elif layer.feed is not None:
         passes += 2.0
     total = passes * once
-    if isinstance(layer.feed, Mixture) and job.cuts.etp > 1:
-        etp = job.cuts.etp
+    if isinstance(layer.feed, Mixture) and workload.degrees.etp > 1:
+        etp = workload.degrees.etp
         rows = tokens / tp * layer.feed.top_k * etp
-        total += 2 * job.numbers.word * rows * (layer.feed.latent or job.model.width) * (etp - 1) / etp
+        total += 2 * workload.dtypes.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp
     return total
 
 
-def context_bytes(job: Job, layer: Layer) -> float:
+def context_bytes(workload: Workload, layer: Layer) -> float:
     """Keys and values that travel round the ring in one forward pass."""
-    if job.cuts.cp == 1 or not isinstance(layer.mixer, Attention):
+    if workload.degrees.cp == 1 or not isinstance(layer.mixer, Attention):
         return 0.0
-    a, tp = layer.mixer, job.cuts.tp
+    a, tp = layer.mixer, workload.degrees.tp
     per_token = max(1.0, a.kv_heads / tp) * (a.qk_dim + a.v_dim)
-    return job.numbers.word * job.batch.tokens / job.cuts.cp * per_token * (job.cuts.cp - 1)
+    return workload.dtypes.word * workload.batch.tokens / workload.degrees.cp * per_token * (workload.degrees.cp - 1)
 
 
-def stage_bytes(job: Job) -> float:
+def stage_bytes(workload: Workload) -> float:
     """What one stage hands to the next for one microbatch."""
-    return job.numbers.word * job.local_tokens * job.model.width
+    return workload.dtypes.word * workload.local_tokens * workload.model.dim
 
 
-def pipeline_leaves_domain(cuts: Cuts, domain: int) -> bool:
-    return cuts.dp * cuts.cp * cuts.tp * cuts.pp > domain
+def pipeline_leaves_domain(degrees: ParallelDegrees, domain: int) -> bool:
+    return degrees.dp * degrees.cp * degrees.tp * degrees.pp > domain

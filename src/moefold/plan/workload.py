@@ -24,11 +24,11 @@ Recomputed = Literal["full", "attention", "core_attention", "mla_up", "norms", "
 # What launches kernels: one by one, some parts from a recorded graph, or the whole step from one.
 Graphs = Literal["none", "partial", "full"]
 # Programs differ in what they save, overlap and launch: `plan/stacks.py` says how.
-Stack = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
+Framework = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
 
 
 @dataclass(frozen=True)
-class Cuts:
+class ParallelDegrees:
     """Over how many ranks each dimension is cut."""
 
     tp: int = 1
@@ -70,7 +70,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Dtypes:
     """Formats of products, and bytes per element of what is kept."""
 
     format: Format = "bf16"
@@ -90,7 +90,7 @@ class Numbers:
 class Options:
     """How the program carries the work out."""
 
-    stack: Stack = "megatron"
+    framework: Framework = "megatron"
     dispatcher: Dispatcher = "all_to_all"
     # Expert exchanges of one microbatch run beside the computation of another.
     ep_overlap: bool = False
@@ -130,19 +130,19 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     model: ModelShape
     cluster: Cluster
-    cuts: Cuts
+    degrees: ParallelDegrees
     batch: Batch
-    numbers: Numbers = field(default_factory=Numbers)
+    dtypes: Dtypes = field(default_factory=Dtypes)
     options: Options = field(default_factory=Options)
 
     @cached_property
     def local_tokens(self) -> float:
         """Of one microbatch, after context and tensor (sequence) parallelism cut it."""
-        return self.batch.tokens / self.cuts.cp / self.cuts.tp
+        return self.batch.tokens / self.degrees.cp / self.degrees.tp
 
     @cached_property
     def global_tokens(self) -> float:
-        return float(self.batch.tokens * self.batch.microbatches * self.cuts.dp)
+        return float(self.batch.tokens * self.batch.microbatches * self.degrees.dp)

@@ -35,9 +35,9 @@ class Case:
     def documents(self) -> tuple[tuple[int, ...], ...]:
         """The lengths of every sample's documents: the whole sequence, pieces of it, or one document of any length."""
         random, data = Random(self.run.seed), self.run.data
-        if data.documents == "joined":
+        if data.packing == "concat":
             return ((data.seq_len,),) * data.global_batch
-        if data.documents == "apart":
+        if data.packing == "concat_masked":
             return tuple(_pieces(random, data.seq_len) for _ in range(data.global_batch))
         return tuple((random.randint(1, data.seq_len),) for _ in range(data.global_batch))
 
@@ -66,7 +66,7 @@ def _pieces(random: Random, length: int) -> tuple[int, ...]:
 
 # Big enough to show every mistake, small enough for sixteen processes on a laptop.
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_WIDTH, _MOST_VOCABULARY = 3, 16, 64, 256
-PROVING_OPTIM = OptimConfig(rate=1e-2, clip_norm=0.5)
+PROVING_OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5)
 
 
 def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
@@ -76,7 +76,7 @@ def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     # A stage string is about the full number of layers; balanced stages are as many.
     parallel = replace(parallel, stages=None)
     fewest = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
-    data = DataConfig(seq_len=11, global_batch=max(2, fewest) * dp, micro_batch=1, documents=run.data.documents)
+    data = DataConfig(seq_len=11, global_batch=max(2, fewest) * dp, micro_batch=1, packing=run.data.packing)
     reduced = replace(run, model=model, parallel=parallel, data=data, precision=proving_precision(dtype))
     return Case(replace(reduced, optim=PROVING_OPTIM), world)
 
@@ -99,19 +99,19 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
             moe,
             num_experts=experts,
             top_k=min(moe.top_k, max(1, experts // 4)),
-            expert_width=8 * etp,
-            shared_width=8 * tp if moe.shared_width else 0,
-            latent_width=24 if moe.latent_width is not None else None,
+            expert_hidden_dim=8 * etp,
+            shared_hidden_dim=8 * tp if moe.shared_hidden_dim else 0,
+            latent_dim=24 if moe.latent_dim is not None else None,
         )
         if moe.router.num_groups > 1:
             moe = replace(moe, router=replace(moe.router, top_groups=_reduce_top_groups(moe)))
     return replace(
         model,
         vocab_size=min(model.vocab_size, _MOST_VOCABULARY) // tp * tp,
-        width=min(model.width, _MOST_WIDTH),
+        dim=min(model.dim, _MOST_WIDTH),
         num_layers=min(model.num_layers, _MOST_LAYERS),
         num_dense_layers=min(model.num_dense_layers, 1),
-        dense_width=8 * tp * 3,
+        dense_hidden_dim=8 * tp * 3,
         attention=_reduce_attention(model, run.parallel),
         moe=moe,
         init_std=0.2,

@@ -24,7 +24,7 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
     yield from _attention_features(case)
     if model.moe is not None:
         yield from _moe_features(model.moe)
-    yield "documents", case.run.data.documents
+    yield "documents", case.run.data.packing
     yield "batch", "several waves" if case.num_waves > 1 else "one wave"
     if model.tied_embeddings:
         yield "model", "tied embeddings" if case.run.parallel.pp == 1 else "tied embeddings over stages"
@@ -140,9 +140,9 @@ def _moe_features(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield "capacity", f"{moe.capacity.scope} scope"
         if moe.capacity.pad:
             yield "capacity", "padded"
-    if moe.shared_width:
+    if moe.shared_hidden_dim:
         yield "experts", "shared, gated" if moe.shared_gate else "shared"
-    if moe.latent_width is not None:
+    if moe.latent_dim is not None:
         yield "experts", "latent"
     if moe.expert_bias:
         yield "experts", "biases"

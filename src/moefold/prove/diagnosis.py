@@ -22,7 +22,7 @@ MEANINGS = (
     ("balance/z", "a token's logits counted on no rank or on several, or pads counted"),
     ("balance/*", "counts not summed over the ranks that share a microbatch, pads counted, or a wrong divisor"),
     ("expert_bias/*", "the loss-free bias moved by a local load, or twice"),
-    ("norm", "a shard missing from the norm, or a part counted once per copy or once per stage that holds it"),
+    ("grad_norm", "a shard missing from the norm, or a part counted once per copy or once per stage that holds it"),
     ("gradient/*.experts.down_bias", "the bias of a split expert: added by several ranks, or not summed over etp"),
     ("gradient/*.experts.*", "experts: reduction over edp, rows at the wrong expert, or the routing weight's place"),
     (
@@ -33,7 +33,7 @@ MEANINGS = (
     ("gradient/*.shared*", "shared expert: gather and reduce around it, or its gate not summed over tp"),
     ("gradient/mtp.*.join.weight", "module that looks ahead: its tokens, its stream, or not summed over tp"),
     ("gradient/mtp.*.token_norm.weight", "module that looks ahead: its tokens, or not summed over tp"),
-    ("gradient/mtp.*.stream_norm.weight", "module that looks ahead: the stream it was handed, or not summed over tp"),
+    ("gradient/mtp.*.hidden_norm.weight", "module that looks ahead: the stream it was handed, or not summed over tp"),
     ("gradient/mtp_norms.*", "norm after a module that looks ahead: its stream's gradient, or not summed over tp"),
     (
         "gradient/final_norm.weight",

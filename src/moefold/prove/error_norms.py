@@ -23,7 +23,7 @@ class Difference:
     largest: float
     squares: float
     elements: int
-    speaks: bool
+    is_primary: bool
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,17 @@ class Yardstick:
     elements: int
 
 
-def difference(ours: Tensor, expected: Tensor, speaks: bool) -> Difference:
+def difference(ours: Tensor, expected: Tensor, is_primary: bool) -> Difference:
     if ours.shape != expected.shape:
-        return Difference(float("inf"), float("inf"), ours.numel(), speaks)
+        return Difference(float("inf"), float("inf"), ours.numel(), is_primary)
     gap = ours.double() - expected.double()
     if gap.numel() == 0:
-        return Difference(0.0, 0.0, 0, speaks)
+        return Difference(0.0, 0.0, 0, is_primary)
     largest = gap.abs().max().item()
     # A NaN on either side is a failure, and must not vanish in a comparison.
-    return Difference(largest if largest == largest else float("inf"), gap.square().sum().item(), gap.numel(), speaks)
+    return Difference(
+        largest if largest == largest else float("inf"), gap.square().sum().item(), gap.numel(), is_primary
+    )
 
 
 def yardstick(expected: Tensor) -> Yardstick:
@@ -69,7 +71,7 @@ def relative_error(differences: list[Difference], size: Yardstick, floor: float)
 
 def relative_norm_error(differences: list[Difference], size: Yardstick, floor: float) -> float:
     """The norm of all differences, each element once, relative to the reference's norm."""
-    total = sum(item.squares for item in differences if item.speaks)
+    total = sum(item.squares for item in differences if item.is_primary)
     if total == 0.0:
         return 0.0
     return (total / max(size.squares, floor * floor * size.elements, 1e-300)) ** 0.5
@@ -77,4 +79,4 @@ def relative_norm_error(differences: list[Difference], size: Yardstick, floor: f
 
 def uncovered(differences: list[Difference], size: Yardstick) -> int:
     """Elements that no rank speaks for, or that several do; 0 when the parts are a partition."""
-    return size.elements - sum(item.elements for item in differences if item.speaks)
+    return size.elements - sum(item.elements for item in differences if item.is_primary)

@@ -17,12 +17,12 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.prove import sabotage_routing
 from moefold.prove.cases import PROVING_OPTIM, Case
 from moefold.prove.faults import dispatch_faults as sabotage_dispatch
 from moefold.prove.faults import document_faults as sabotage_documents
 from moefold.prove.faults import parallel_faults as sabotage
 from moefold.prove.faults import pipeline_faults as sabotage_pipeline
+from moefold.prove.faults import routing_faults
 from moefold.prove.verdict import Verdict, prove
 
 
@@ -41,16 +41,16 @@ class Mutant:
 
 _BALANCE = BalanceConfig(microbatch=0.3, sequence=0.2, global_batch=0.3, device=0.1, device_groups=2, z=0.01)
 _ATTENTION = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True)
-_MOE = MoEConfig(num_experts=8, top_k=2, expert_width=8, balance=_BALANCE)
+_MOE = MoEConfig(num_experts=8, top_k=2, expert_hidden_dim=8, balance=_BALANCE)
 _MODEL = ModelConfig(
     vocab_size=48,
-    width=24,
+    dim=24,
     num_layers=2,
     attention=_ATTENTION,
     rope=RopeConfig(theta=100.0),
     moe=_MOE,
     num_dense_layers=1,
-    dense_width=16,
+    dense_hidden_dim=16,
     init_std=0.2,
 )
 # A shard boundary falls inside a sequence.
@@ -72,7 +72,7 @@ _ONE_STAGE = (
         ParallelConfig(tp=2, ep=4),
         _model(
             replace(_ATTENTION, qk_norm="full"),
-            replace(_MOE, router=RouterConfig(expert_bias=True, normalize=True), shared_width=8),
+            replace(_MOE, router=RouterConfig(expert_bias=True, normalize=True), shared_hidden_dim=8),
         ),
     ),
     _case(
@@ -108,7 +108,7 @@ _ONE_STAGE = (
     ),
     _case("once", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
     _case("copied", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
-    _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, documents="padded")),
+    _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, packing="padded")),
 )
 _STAGES = (
     # Both ranks of the pipeline hold the tied embedding, and streams of two modules that look ahead cross stages.
@@ -116,7 +116,7 @@ _STAGES = (
         "interleaved",
         ParallelConfig(pp=2, vpp=2, schedule="interleaved", stages="Et|tt|tm|mL", ep=2),
         _model(num_layers=4, num_mtp=2, tied_embeddings=True),
-        replace(_DATA, global_batch=18, documents="apart"),
+        replace(_DATA, global_batch=18, packing="concat_masked"),
     ),
     _case("put off", ParallelConfig(pp=2, schedule="zb_h1", tp=2, ep=2), _model(num_layers=3)),
     _case(
@@ -131,13 +131,13 @@ _CONTEXT = (
         "ring",
         ParallelConfig(cp=4, ep=4),
         _model(replace(_ATTENTION, sinks=True), num_mtp=1),
-        DataConfig(seq_len=17, global_batch=4, micro_batch=2, documents="packed"),
+        DataConfig(seq_len=17, global_batch=4, micro_batch=2, packing="bin_packed"),
     ),
     _case(
         "traded",
         ParallelConfig(cp=2, tp=2, ep=4, context=ContextConfig(full="all_to_all")),
         _model(),
-        DataConfig(seq_len=13, global_batch=4, micro_batch=2, documents="apart"),
+        DataConfig(seq_len=13, global_batch=4, micro_batch=2, packing="concat_masked"),
     ),
     # Waves of two ranks per document and of one. Counts of documents that other ranks hold have other shapes, so the
     # loss per sequence is off: one fault adds up counts over too many ranks.
@@ -145,7 +145,7 @@ _CONTEXT = (
         "dynamic",
         ParallelConfig(cp=2, ep=2, dynamic_cp=True),
         _model(moe=replace(_MOE, balance=replace(_BALANCE, sequence=0.0), capacity=CapacityConfig(factor=0.8))),
-        DataConfig(seq_len=11, global_batch=8, micro_batch=1, documents="packed"),
+        DataConfig(seq_len=11, global_batch=8, micro_batch=1, packing="bin_packed"),
     ),
 )
 CASES = {case.run.name: case for case in (*_ONE_STAGE, *_STAGES, *_CONTEXT)}
@@ -190,24 +190,22 @@ MUTANTS = (
     Mutant(sabotage.capacity_of_the_shard, "gathered", "a capacity for the microbatch is applied to each shard"),
     Mutant(sabotage.dropped_choices_forgotten_by_others, "gathered", "who was dropped is not told to the other ranks"),
     Mutant(
-        sabotage_routing.balance_counts_where_tokens_went,
+        routing_faults.balance_counts_where_tokens_went,
         "limited",
         "the balance losses see the bias's and groups' choice",
     ),
+    Mutant(routing_faults.drops_by_the_raw_score, "limited", "who is dropped is decided before scores are normalised"),
     Mutant(
-        sabotage_routing.drops_by_the_raw_score, "limited", "who is dropped is decided before scores are normalised"
-    ),
-    Mutant(
-        sabotage_routing.bias_counts_what_was_dropped,
+        routing_faults.bias_counts_what_was_dropped,
         "limited",
         "the loss-free bias follows what was asked, not computed",
     ),
     Mutant(
-        sabotage_routing.capacity_of_a_device_for_each_expert,
+        routing_faults.capacity_of_a_device_for_each_expert,
         "limited",
         "the experts of a device do not share its room",
     ),
-    Mutant(sabotage_routing.a_group_scored_by_its_best_expert, "limited", "V2's rule for groups where V3's is meant"),
+    Mutant(routing_faults.a_group_scored_by_its_best_expert, "limited", "V2's rule for groups where V3's is meant"),
     Mutant(sabotage.start_depends_on_the_layout, "folded", "each rank seeds its own part by its own shape"),
     Mutant(sabotage.decay_on_everything, "folded", "norms and biases are pulled to zero"),
     Mutant(sabotage_dispatch.one_choice_per_row, "once", "a row that came once is answered by one expert only"),

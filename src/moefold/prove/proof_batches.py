@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.nn.batch import IGNORED, Batch, share_of, whole_batch
+from moefold.nn.batch import IGNORED, Batch, context_shard, whole_batch
 from moefold.prove.cases import Case
 
 # How many labels of a step count: for the next token, then for each module that looks further ahead.
@@ -64,7 +64,7 @@ def _begin_differently(case: Case, made: list[ProofSample]) -> None:
 
 def _in_its_place(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...]) -> ProofSample:
     """A padded document is filled up to the sequence length with tokens that nobody may look at."""
-    missing = case.run.data.seq_len - sum(lengths) if case.run.data.documents == "padded" else 0
+    missing = case.run.data.seq_len - sum(lengths) if case.run.data.packing == "padded" else 0
     real_N = torch.arange(len(tokens_N) + missing) < len(tokens_N)
     fill = torch.full((missing,), IGNORED)
     tokens_N, labels_N = torch.cat((tokens_N, fill * 0 + 1)), torch.cat((labels_N, fill))
@@ -80,7 +80,7 @@ def rank_batch(case: Case, wave: int, rank: int, labels: StepLabels) -> Batch:
     """One microbatch, or the share of it that this rank holds."""
     context = case.plan.waves[wave].context
     group, index = divmod(case.layout.context_place(rank), context)
-    return share_of(_batch(case, wave, (case.plan.waves[wave].documents[group],), labels), index)
+    return context_shard(_batch(case, wave, (case.plan.waves[wave].documents[group],), labels), index)
 
 
 def labels_of_rank(case: Case, rank: int) -> StepLabels:
@@ -125,5 +125,5 @@ def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], lab
         step_tokens=sum(map(sum, case.documents)),
         step_sequences=sum(map(len, case.documents)),
         num_ahead=case.run.model.num_mtp,
-        real_N=real_N if case.run.data.documents == "padded" else None,
+        real_N=real_N if case.run.data.packing == "padded" else None,
     )

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
-from moefold.config.data import DataConfig, DocumentKind
+from moefold.config.data import DataConfig, PackingMode
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
@@ -83,7 +83,7 @@ def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
     while True:
         parallel = _parallel(random, deal, dtype)
         data = _data(random, deal, parallel, dtype)
-        if data.documents == "packed" and random.random() < 0.6:
+        if data.packing == "bin_packed" and random.random() < 0.6:
             parallel = replace(parallel, dynamic_cp=True)
         model = _model(random, deal, parallel, dtype)
         if parallel.pp * parallel.vpp > 1 and random.random() < 0.5:
@@ -159,8 +159,8 @@ def _copies(random: Random, ways: int) -> int:
 
 def _data(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format) -> DataConfig:
     micro_batch = random.choice((1, 1, 2, 3))
-    kinds: tuple[DocumentKind, ...] = ("joined", "joined", "apart", "padded", "packed", "packed")
-    documents = "joined" if dtype == "bfloat16" else random.choice(kinds)
+    kinds: tuple[PackingMode, ...] = ("concat", "concat", "concat_masked", "padded", "bin_packed", "bin_packed")
+    documents = "concat" if dtype == "bfloat16" else random.choice(kinds)
     # Recorded choices are kept for one wave only.
     waves = 1 if dtype == "bfloat16" else random.choice((1, 2, 3, 5)) if deal.pp > 1 else random.choice((1, 2))
     waves = max(waves, SCHEDULES[parallel.schedule].microbatches_per_stage * parallel.pp * parallel.vpp)
@@ -168,7 +168,7 @@ def _data(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format) 
         seq_len=random.choice((5, 7, 8, 9, 11)),
         global_batch=waves * deal.dp * micro_batch,
         micro_batch=micro_batch,
-        documents=documents,
+        packing=documents,
     )
 
 
@@ -176,13 +176,13 @@ def _model(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format)
     num_layers = random.choice((1, 2, 2, 3)) if deal.pp == 1 else random.choice((1, 2, 3, 4, 5))
     return ModelConfig(
         vocab_size=8 * random.choice((5, 7)),
-        width=random.choice((24, 32)),
+        dim=random.choice((24, 32)),
         num_layers=num_layers,
         attention=_attention(random, parallel, deal.dp),
         rope=_rope(random),
         moe=_moe(random, deal, dtype),
         num_dense_layers=random.choice((0, 0, 1)) if num_layers > 1 else 0,
-        dense_width=8 * random.choice((3, 5)),
+        dense_hidden_dim=8 * random.choice((3, 5)),
         tied_embeddings=random.random() < 0.25,
         init_std=0.2,
         num_mtp=0 if dtype == "bfloat16" else random.choice((0, 0, 1, 2)),
@@ -224,13 +224,13 @@ def _moe(random: Random, deal: _Deal, dtype: Format) -> MoEConfig:
     return MoEConfig(
         num_experts=num_experts,
         top_k=random.choice((1, 2, 3, 4)),
-        expert_width=deal.etp * (8 if dtype == "bfloat16" else random.choice((3, 8))),
+        expert_hidden_dim=deal.etp * (8 if dtype == "bfloat16" else random.choice((3, 8))),
         router=_router(random, num_experts),
         balance=_balance(random, num_experts),
         capacity=_capacity(random),
-        shared_width=random.choice((0, 8 * deal.tp)),
+        shared_hidden_dim=random.choice((0, 8 * deal.tp)),
         shared_gate=random.random() < 0.5,
-        latent_width=random.choice((None, None, 16)),
+        latent_dim=random.choice((None, None, 16)),
         activation=random.choice(("swiglu", "swiglu", "clamped_swiglu")),
         expert_bias=random.random() < 0.4,
         weight_at=random.choice(("activation", "output")),
@@ -252,7 +252,7 @@ def _router(random: Random, num_experts: int) -> RouterConfig:
         group_score=random.choice(("max", "topk_sum")) if grouped else "max",
         logit_bias=random.random() < 0.3,
         expert_bias=kind == "topk" and random.random() < 0.5,
-        bias_rate=1e-2,
+        bias_update_rate=1e-2,
     )
 
 

@@ -41,8 +41,10 @@ def reference(case: Case) -> Answer:
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     answer |= {f"gradient/{name}": gradient.clone() for name, gradient in gradients.items()}
-    answer["norm"] = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
-    factor = min(1.0, case.run.optim.clip_norm / answer["norm"].item())
+    answer["grad_norm"] = (
+        torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
+    )
+    factor = min(1.0, case.run.optim.clip_norm / answer["grad_norm"].item())
     for gradient in gradients.values():
         gradient.mul_(factor)
     return answer | _update(case, model, answer["kept"])
@@ -103,7 +105,7 @@ def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Answer:
             {"params": [parameter], "weight_decay": 0.0 if kinds[name] in UNDECAYED else optim.weight_decay}
             for name, parameter in named.items()
         ],
-        lr=optim.rate,
+        lr=optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         foreach=False,
@@ -116,5 +118,5 @@ def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Answer:
         answer[f"exp_avg/{name}"], answer[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
     state = dict(model.named_buffers())
     for (row, router), spec in zip(model.routers().items(), buffers(case.run.model), strict=False):
-        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], kept_ME[row], router.bias_rate)
+        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], kept_ME[row], router.bias_update_rate)
     return answer

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError
 from moefold.prove.cases import Case
 from moefold.prove.error_norms import (
@@ -87,8 +87,8 @@ def prove(case: Case, seconds: float = 120.0, sabotage: Callable[[], None] = lea
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
         path = Path(folder) / "reference.safetensors"
         try:
-            fork_ranks(lambda _: write_reference(case, path), 1, seconds=seconds)
-            answers = fork_ranks(compare, case.world, seconds=seconds)
+            spawn_ranks(lambda _: write_reference(case, path), 1, seconds=seconds)
+            answers = spawn_ranks(compare, case.world, seconds=seconds)
         except RankError as error:
             return Verdict(case, failure=str(error))
         expected = load_file(path)
@@ -124,7 +124,7 @@ _ORDER = (
     "ahead",
     "balance",
     "gradient",
-    "norm",
+    "grad_norm",
     "expert_bias",
     "exp_avg",
     "exp_avg_sq",

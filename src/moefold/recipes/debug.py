@@ -11,7 +11,7 @@ from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.data import BUILTIN, DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
-from moefold.config.optim import OptimConfig, RatesConfig
+from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
@@ -38,19 +38,19 @@ def debug_small() -> RunConfig:
         precision=ON_CPU,
         model=ModelConfig(
             vocab_size=512,
-            width=128,
+            dim=128,
             num_layers=4,
             attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=24),
             moe=MoEConfig(
                 num_experts=16,
                 top_k=4,
-                expert_width=96,
+                expert_hidden_dim=96,
                 router=RouterConfig(normalize=True),
                 balance=BalanceConfig(microbatch=0.01, z=1e-3),
             ),
         ),
         data=replace(_BYTES, seq_len=128, global_batch=16, micro_batch=4),
-        optim=OptimConfig(rate=2e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
+        optim=OptimConfig(lr=2e-3, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
     )
 
 
@@ -65,23 +65,23 @@ def debug_10m() -> RunConfig:
         name="debug_10m",
         precision=ON_CPU,
         model=ModelConfig(
-            width=192,
+            dim=192,
             num_layers=4,
             attention=GQAConfig(num_heads=6, num_kv_heads=2, head_dim=32),
             moe=MoEConfig(
                 num_experts=8,
                 top_k=1,
-                expert_width=1024,
-                shared_width=512,
+                expert_hidden_dim=1024,
+                shared_hidden_dim=512,
                 router=RouterConfig(scale=0.02),
                 balance=BalanceConfig(microbatch=0.02, z=1e-3),
             ),
             num_dense_layers=2,
-            dense_width=512,
+            dense_hidden_dim=512,
             init_std=0.06,
         ),
         data=replace(_BYTES, seq_len=64, global_batch=8, micro_batch=2),
-        optim=OptimConfig(rate=1.5e-4, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
+        optim=OptimConfig(lr=1.5e-4, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
         train=TrainConfig(steps=300, validate_every=150),
     )
 
@@ -92,22 +92,22 @@ def debug_50m() -> RunConfig:
         name="debug_50m",
         model=ModelConfig(
             vocab_size=10_240,
-            width=384,
+            dim=384,
             num_layers=8,
             attention=GQAConfig(num_heads=8, num_kv_heads=2, head_dim=64, qk_norm="head"),
             rope=RopeConfig(theta=1e6),
             moe=MoEConfig(
                 num_experts=32,
                 top_k=4,
-                expert_width=128,
+                expert_hidden_dim=128,
                 router=RouterConfig(normalize=True),
                 balance=BalanceConfig(microbatch=1e-3),
             ),
-            dense_width=1536,
+            dense_hidden_dim=1536,
         ),
         precision=replace(ON_CPU, compute="bfloat16"),
         data=replace(_BYTES, seq_len=512, global_batch=4, micro_batch=4),
-        optim=OptimConfig(rate=1e-3, rates=RatesConfig(kind="cosine", warmup=20, floor=0.1)),
+        optim=OptimConfig(lr=1e-3, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
     )
 
 
@@ -120,7 +120,7 @@ def debug_mla() -> RunConfig:
             attention=MLAConfig(),
             rope=RopeConfig(interleaved=True),
             moe=MoEConfig(
-                shared_width=32,
+                shared_hidden_dim=32,
                 router=RouterConfig(
                     score="sigmoid",
                     normalize=True,

@@ -47,44 +47,44 @@ def _full_size(*, layers: int, experts: int) -> ModelConfig:
     """The two published sizes differ only in depth and number of experts."""
     return _gpt_oss(
         vocab=201_088,
-        width=2880,
+        dim=2880,
         layers=layers,
         heads=(64, 8, 64),
         window=128,
         original_context=4096,
         experts=experts,
-        expert_width=2880,
+        expert_hidden_dim=2880,
     )
 
 
 def _proxy_size(*, experts: int) -> ModelConfig:
     return _gpt_oss(
         vocab=256,
-        width=64,
+        dim=64,
         layers=4,
         heads=(16, 2, 8),
         window=12,
         original_context=64,
         experts=experts,
-        expert_width=48,
+        expert_hidden_dim=48,
     )
 
 
 def _gpt_oss(
     *,
     vocab: int,
-    width: int,
+    dim: int,
     layers: int,
     heads: tuple[int, int, int],
     window: int,
     original_context: int,
     experts: int,
-    expert_width: int,
+    expert_hidden_dim: int,
 ) -> ModelConfig:
     num_heads, num_kv_heads, head_dim = heads
     return ModelConfig(
         vocab_size=vocab,
-        width=width,
+        dim=dim,
         num_layers=layers,
         attention=GQAConfig(
             num_heads=num_heads,
@@ -102,7 +102,7 @@ def _gpt_oss(
         moe=MoEConfig(
             num_experts=experts,
             top_k=4,
-            expert_width=expert_width,
+            expert_hidden_dim=expert_hidden_dim,
             router=RouterConfig(score_when="after_topk", logit_bias=True),
             balance=BalanceConfig(microbatch=1e-3),
             activation="clamped_swiglu",

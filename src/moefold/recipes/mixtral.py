@@ -17,10 +17,10 @@ def mixtral_8x7b() -> RunConfig:
         name="mixtral_8x7b",
         model=_mixtral(
             vocab=32_000,
-            width=4096,
+            dim=4096,
             layers=32,
             attention=GQAConfig(num_heads=32, num_kv_heads=8, head_dim=128),
-            expert_width=14_336,
+            expert_hidden_dim=14_336,
         ),
         parallel=ParallelConfig(pp=4, ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
@@ -34,10 +34,10 @@ def mixtral_8x22b() -> RunConfig:
         name="mixtral_8x22b",
         model=_mixtral(
             vocab=32_000,
-            width=6144,
+            dim=6144,
             layers=56,
             attention=GQAConfig(num_heads=48, num_kv_heads=8, head_dim=128),
-            expert_width=16_384,
+            expert_hidden_dim=16_384,
         ),
         parallel=ParallelConfig(tp=2, pp=8, ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
@@ -51,10 +51,10 @@ def mixtral_8x7b_proxy() -> RunConfig:
         name="mixtral_8x7b_proxy",
         model=_mixtral(
             vocab=256,
-            width=64,
+            dim=64,
             layers=2,
             attention=GQAConfig(num_heads=8, num_kv_heads=2, head_dim=12),
-            expert_width=112,
+            expert_hidden_dim=112,
         ),
     )
 
@@ -65,25 +65,25 @@ def mixtral_8x22b_proxy() -> RunConfig:
         name="mixtral_8x22b_proxy",
         model=_mixtral(
             vocab=256,
-            width=96,
+            dim=96,
             layers=3,
             attention=GQAConfig(num_heads=12, num_kv_heads=2, head_dim=10),
-            expert_width=128,
+            expert_hidden_dim=128,
         ),
     )
 
 
-def _mixtral(*, vocab: int, width: int, layers: int, attention: GQAConfig, expert_width: int) -> ModelConfig:
+def _mixtral(*, vocab: int, dim: int, layers: int, attention: GQAConfig, expert_hidden_dim: int) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,
-        width=width,
+        dim=dim,
         num_layers=layers,
         attention=attention,
         rope=RopeConfig(theta=1e6),
         moe=MoEConfig(
             num_experts=8,
             top_k=2,
-            expert_width=expert_width,
+            expert_hidden_dim=expert_hidden_dim,
             router=RouterConfig(score_when="after_topk"),
             balance=BalanceConfig(microbatch=0.02),
         ),

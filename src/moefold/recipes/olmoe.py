@@ -15,7 +15,7 @@ def olmoe_1b_7b() -> RunConfig:
     """Sixteen heads without grouping, an eighth of 64 experts chosen."""
     return RunConfig(
         name="olmoe_1b_7b",
-        model=_olmoe(vocab=50_304, width=2048, layers=16, heads=16, experts=64, top_k=8, expert_width=1024),
+        model=_olmoe(vocab=50_304, dim=2048, layers=16, heads=16, experts=64, top_k=8, expert_hidden_dim=1024),
         parallel=ParallelConfig(ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=1024),
@@ -26,22 +26,22 @@ def olmoe_1b_7b_proxy() -> RunConfig:
     """OLMoE's shape: one key/value head per query head, an eighth of the experts chosen."""
     return RunConfig(
         name="olmoe_1b_7b_proxy",
-        model=_olmoe(vocab=256, width=64, layers=2, heads=4, experts=16, top_k=2, expert_width=40),
+        model=_olmoe(vocab=256, dim=64, layers=2, heads=4, experts=16, top_k=2, expert_hidden_dim=40),
     )
 
 
 def _olmoe(
-    *, vocab: int, width: int, layers: int, heads: int, experts: int, top_k: int, expert_width: int
+    *, vocab: int, dim: int, layers: int, heads: int, experts: int, top_k: int, expert_hidden_dim: int
 ) -> ModelConfig:
     return ModelConfig(
         vocab_size=vocab,
-        width=width,
+        dim=dim,
         num_layers=layers,
-        attention=GQAConfig(num_heads=heads, num_kv_heads=heads, head_dim=width // heads, qk_norm="full"),
+        attention=GQAConfig(num_heads=heads, num_kv_heads=heads, head_dim=dim // heads, qk_norm="full"),
         moe=MoEConfig(
             num_experts=experts,
             top_k=top_k,
-            expert_width=expert_width,
+            expert_hidden_dim=expert_hidden_dim,
             balance=BalanceConfig(microbatch=0.01, z=1e-3),
         ),
         norm_eps=1e-5,

@@ -23,7 +23,7 @@ from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.data.packing import crossing, lengths
 from moefold.data.samples import Sample
-from moefold.nn.batch import IGNORED, Batch, share_of, whole_batch
+from moefold.nn.batch import IGNORED, Batch, context_shard, whole_batch
 from moefold.pipeline.step import count_over_step
 
 
@@ -56,13 +56,13 @@ def step_batches(
     """What this rank computes of the step that starts at ``first_sample``."""
     sizes = [order.length(first_sample + i) for i in range(run.data.global_batch)]
     plan = plan_for(run, sizes, groups.layout)
-    place, slot_of = groups.layout.context_place(groups.rank), SLOTS[run.data.documents]
+    place, slot_of = groups.layout.context_place(groups.rank), SLOTS[run.data.packing]
     mine = [wave.documents[place // wave.context] for wave in plan.waves]
     read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
     slots = [[slot_of(sample, run.data.seq_len) for sample in samples] for samples in read]
     divisors = _count_divisors(sizes, slots, run, groups)
     batches = [
-        share_of(_batch(microbatch, wave.context, run, divisors, device), place % wave.context)
+        context_shard(_batch(microbatch, wave.context, run, divisors, device), place % wave.context)
         for microbatch, wave in zip(slots, plan.waves, strict=True)
     ]
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
@@ -90,11 +90,11 @@ def padded(sample: Sample, seq_len: int) -> Slot:
 
 
 SLOTS: dict[str, Callable[[Sample, int], Slot]] = {
-    "joined": joined,
-    "apart": apart,
+    "concat": joined,
+    "concat_masked": apart,
     "padded": padded,
     # A packed document takes as much room as it has tokens.
-    "packed": joined,
+    "bin_packed": joined,
 }
 
 
@@ -131,7 +131,7 @@ def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: 
     a microbatch.
     """
     reach, tokens = range(1 + run.model.num_mtp), sum(sizes)
-    if run.data.documents != "apart":
+    if run.data.packing != "concat_masked":
         labels = tuple(sum(max(size - by, 0) for size in sizes) for by in reach)
         return Divisors(labels, tokens, sum(size > 0 for size in sizes))
     mine = [slot for microbatch in slots for slot in microbatch] if groups["cp"].index == 0 else []

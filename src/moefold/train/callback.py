@@ -30,18 +30,19 @@ class RunInfo:
 class StepRecord:
     """One step of the whole run, all ranks together.
 
-    `step` counts from 1 to `steps`. `balance` holds the balance losses that are on, by name. `norm` is the gradient's
-    norm before the clip. `seconds` says where the time went: "data" waiting for tokens, "step" computing, "save" held
-    up by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of tokens per
-    expert for every mixture-of-experts layer, first layer first. `skipped` is the reason why the step changed nothing.
+    `step` counts from 1 to `steps`. `balance` holds the balance losses that are on, by name. `grad_norm` is the
+    gradient's norm before the clip. `seconds` says where the time went: "data" waiting for tokens, "step" computing,
+    "save" held up by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of
+    tokens per expert for every mixture-of-experts layer, first layer first. `skipped` is the reason why the step
+    changed nothing.
     """
 
     step: int
     steps: int
     loss: float
     balance: dict[str, float]
-    norm: float
-    rate: float
+    grad_norm: float
+    lr: float
     tokens: int
     seconds: dict[str, float]
     counts: list[list[int]] | None

@@ -52,8 +52,8 @@ class TrainState:
 _FEWEST = 16
 
 
-def objection(
-    state: TrainState, loss: float, balance: Mapping[str, float], norm: float, config: HealthConfig
+def skip_reason(
+    state: TrainState, loss: float, balance: Mapping[str, float], grad_norm: float, config: HealthConfig
 ) -> str | None:
     """Why this step must not be taken; None if it may.
 
@@ -62,7 +62,7 @@ def objection(
     for name, value in balance.items():
         if not isfinite(value):
             return f"balance loss {name} is {value}"
-    for name, value, recent in (("loss", loss, state.losses), ("gradient norm", norm, state.norms)):
+    for name, value, recent in (("loss", loss, state.losses), ("gradient norm", grad_norm, state.norms)):
         if not isfinite(value):
             return f"{name} is {value}"
         if config.spike_sigma and len(recent) >= _FEWEST:
@@ -72,17 +72,20 @@ def objection(
     return None
 
 
-def after_step(state: TrainState, loss: float, norm: float, skipped: str | None, config: HealthConfig) -> TrainState:
+def after_step(
+    state: TrainState, loss: float, grad_norm: float, skipped: str | None, config: HealthConfig
+) -> TrainState:
     """The statistics with this step in them; too many skips in a row end the run."""
     if skipped is None:
         window = config.spike_window
         return replace(
-            state, skips_in_a_row=0, losses=(*state.losses, loss)[-window:], norms=(*state.norms, norm)[-window:]
+            state, skips_in_a_row=0, losses=(*state.losses, loss)[-window:], norms=(*state.norms, grad_norm)[-window:]
         )
     skips = state.skips_in_a_row + 1
-    if skips >= config.most_skips:
+    if skips >= config.max_consecutive_skips:
         raise TrainingError(
             f"step {state.step + 1}: {skips} steps in a row were skipped, the last because {skipped}; "
-            f"lower the rate, look at the data, or raise train.health.most_skips above {config.most_skips}"
+            "lower the lr, look at the data, or raise train.health.max_consecutive_skips above "
+            f"{config.max_consecutive_skips}"
         )
     return replace(state, skips_in_a_row=skips)

@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from types import FrameType
 
-from moefold.comm.spawn import fork_ranks
+from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError, TrainingError
 from moefold.train.signals import STOP_SIGNALS, StopRequest, say
 
@@ -83,7 +83,7 @@ def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks
     fruitless, seen = 0, _newest(checkpoints)
     while True:
         try:
-            codes = fork_ranks(
+            codes = spawn_ranks(
                 work,
                 world,
                 seconds=inf,

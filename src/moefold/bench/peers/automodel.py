@@ -37,7 +37,7 @@ def _make(experts: str, shape: LayerShape, weights: Weights) -> tuple[Forward, S
         aux_loss_coeff=0.0,
         score_func="softmax",
         route_scale=1.0,
-        dim=shape.width,
+        dim=shape.dim,
         inter_dim=shape.hidden,
         moe_inter_dim=shape.hidden,
         norm_topk_prob=True,

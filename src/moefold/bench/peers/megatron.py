@@ -58,7 +58,7 @@ def _make(shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor
 def _module(shape: LayerShape, dtype: torch.dtype) -> Any:
     config = import_module(f"{_CORE}.transformer.transformer_config").TransformerConfig(
         num_layers=1,
-        hidden_size=shape.width,
+        hidden_size=shape.dim,
         num_attention_heads=4,
         ffn_hidden_size=shape.hidden,
         moe_ffn_hidden_size=shape.hidden,

@@ -38,20 +38,18 @@ def _config(shape: LayerShape) -> Any:
     moe, dispatcher = import_module(f"{_PARTS}.moe"), import_module(f"{_PARTS}.token_dispatcher")
     linear = import_module(f"{_PARTS}.linear").Linear.Config
     feed_forward = import_module(f"{_PARTS}.feed_forward").FeedForward.Config
-    into = {"in_features": shape.width, "out_features": shape.shared}
-    back = {"in_features": shape.shared, "out_features": shape.width}
+    into = {"in_features": shape.dim, "out_features": shape.shared}
+    back = {"in_features": shape.shared, "out_features": shape.dim}
     return moe.MoE.Config(
         num_experts=shape.experts,
         load_balance_coeff=None,
         routed_experts=moe.RoutedExperts.Config(
-            inner_experts=moe.GroupedExperts.Config(
-                dim=shape.width, hidden_dim=shape.hidden, num_experts=shape.experts
-            ),
+            inner_experts=moe.GroupedExperts.Config(dim=shape.dim, hidden_dim=shape.hidden, num_experts=shape.experts),
             token_dispatcher=dispatcher.LocalTokenDispatcher.Config(num_experts=shape.experts, top_k=shape.top_k),
         ),
         router=moe.TokenChoiceTopKRouter.Config(
             num_experts=shape.experts,
-            gate=linear(in_features=shape.width, out_features=shape.experts),
+            gate=linear(in_features=shape.dim, out_features=shape.experts),
             top_k=shape.top_k,
             score_func="softmax",
             route_norm=True,

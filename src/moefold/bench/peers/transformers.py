@@ -28,7 +28,7 @@ def transformers(implementation: str) -> Builder:
 def _make(implementation: str, shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor]]:
     family = import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     config = family.Qwen3MoeConfig(
-        hidden_size=shape.width,
+        hidden_size=shape.dim,
         num_attention_heads=4,
         num_hidden_layers=1,
         moe_intermediate_size=shape.hidden,

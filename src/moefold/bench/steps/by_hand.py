@@ -20,13 +20,13 @@ from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import Arrived, Routing
-from moefold.moe.expert_backends import engine_named
+from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import ExpertWeights
 from moefold.moe.moe_kernels import kernels_for
 from moefold.moe.topk import choose_topk
-from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.matmul_policy import NativeMatmul
 from moefold.ops.cross_entropy import vocab_stats
-from moefold.ops.fp32_linear import wide_linear
+from moefold.ops.fp32_linear import fp32_linear
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
 from moefold.optim.adamw import UNDECAYED
@@ -42,7 +42,7 @@ class StepByHand:
         self.dtype = TORCH_FORMATS[run.precision.compute]
         self.w = {name: nn.Parameter(value) for name, value in first_parameters(run).items()}
         kernels = kernels_for(run.precision, "cpu")
-        self.experts = engine_named(run.precision.experts, NativeProducts(), kernels=kernels)(moe)
+        self.experts = expert_backend(run.precision.experts, NativeMatmul(), kernels=kernels)(moe)
         self.optimizer = _adamw(run, self.w)
         self.loss = self.norm = 0.0
 
@@ -94,7 +94,7 @@ class StepByHand:
     def _mixture(self, at: str, h_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The answer, and how uneven the load was."""
         w, num_experts = self.w, self.moe.num_experts
-        scores_TE = wide_linear(h_TD, w[f"{at}.router.weight"], None, torch.float32).softmax(-1)
+        scores_TE = fp32_linear(h_TD, w[f"{at}.router.weight"], None, torch.float32).softmax(-1)
         expert_TK = choose_topk(scores_TE.detach(), self.moe.top_k)
         weight_TK = scores_TE.gather(1, expert_TK)
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
@@ -112,4 +112,4 @@ def _adamw(run: RunConfig, w: dict[str, nn.Parameter]) -> torch.optim.AdamW:
     decayed = [parameter for name, parameter in w.items() if kinds[name] not in UNDECAYED]
     others = [parameter for name, parameter in w.items() if kinds[name] in UNDECAYED]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, optim.rate, (optim.beta1, optim.beta2), optim.eps, fused=True)
+    return torch.optim.AdamW(groups, optim.lr, (optim.beta1, optim.beta2), optim.eps, fused=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moefold.bench.runner import Options
 from moefold.bench.saved_bytes import saved_for_backward
-from moefold.bench.single_rank import lone_share, optimizer_of
+from moefold.bench.single_rank import optimizer_of, single_rank_model
 from moefold.bench.steps.task import run_of, step_tokens
 from moefold.nn.batch import Batch, whole_batch
 from moefold.pipeline.pipeline_state import StepSums, objective_of
@@ -16,8 +16,8 @@ from moefold.pipeline.step import StepResult, run_step
 class OurStep:
     def __init__(self, options: Options) -> None:
         self.run_config = run_of(options)
-        self.share = lone_share(self.run_config)
-        self.optimizer = optimizer_of(self.share)
+        self.local_model = single_rank_model(self.run_config)
+        self.optimizer = optimizer_of(self.local_model)
         self.last: StepResult | None = None
 
     def prepare(self, seed: int) -> list[Batch]:
@@ -36,16 +36,16 @@ class OurStep:
         ]
 
     def run(self, prepared: list[Batch]) -> None:
-        self.last = run_step(self.share, self.optimizer, prepared, objection=_look)
+        self.last = run_step(self.local_model, self.optimizer, prepared, skip_reason=_look)
 
     def saved_bytes(self, prepared: list[Batch]) -> int:
         def forward() -> Tensor:
-            output = self.share.model(prepared[0])
-            objective = objective_of(self.share, output, prepared[0])
+            output = self.local_model.model(prepared[0])
+            objective = objective_of(self.local_model, output, prepared[0])
             assert objective is not None
             return objective
 
-        return saved_for_backward(forward, self.share.model.parameters())
+        return saved_for_backward(forward, self.local_model.model.parameters())
 
 
 def _look(sums: StepSums, norm: Tensor) -> None:

@@ -17,7 +17,7 @@ from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import parameters
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
-from moefold.nn.init import first_values
+from moefold.nn.init import init_values
 from moefold.recipes.catalog import recipe
 
 RECIPE = "debug_50m"
@@ -49,7 +49,7 @@ def first_parameters(run: RunConfig) -> dict[str, Tensor]:
     for spec in parameters(run.model):
         values[spec.name] = torch.empty(spec.shape)
         whole = tuple(slice(0, size) for size in spec.shape)
-        first_values(
+        init_values(
             spec.kind, run.seed, spec.name, spec.shape, whole, init_std(run.model, spec.name), values[spec.name]
         )
     return values

@@ -132,7 +132,7 @@ def _read_latent(config: Mapping[str, Any]) -> Values:
     shared, width = config.get("n_shared_experts") or 0, config.get("moe_intermediate_size")
     if not (isinstance(shared, int) and isinstance(width, int)):
         raise Unreadable("n_shared_experts", "must be a whole number, as must moe_intermediate_size")
-    return {"moe.shared_width": shared * width}
+    return {"moe.shared_hidden_dim": shared * width}
 
 
 def _write_latent(model: ModelConfig) -> Values:
@@ -140,7 +140,7 @@ def _write_latent(model: ModelConfig) -> Values:
     return {
         "num_key_value_heads": model.attention.num_heads,
         # A width that is no multiple comes back as another model, which is how that is noticed.
-        "n_shared_experts": moe.shared_width // moe.expert_width or None,
+        "n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim or None,
     }
 
 

@@ -227,13 +227,13 @@ def same_numbers(model: ModelConfig) -> ModelConfig:
     moe = None if model.moe is None else _plain_mixture(model.moe)
     dense_layers = model.num_dense_layers if moe is not None else 0
     uses_dense = moe is None or dense_layers > 0
-    dense_width = model.dense_width if uses_dense else ModelConfig().dense_width
+    dense_hidden_dim = model.dense_hidden_dim if uses_dense else ModelConfig().dense_hidden_dim
     return replace(
         model,
         attention=attention,
         moe=moe,
         num_dense_layers=dense_layers,
-        dense_width=dense_width,
+        dense_hidden_dim=dense_hidden_dim,
         mtp_weight=ModelConfig().mtp_weight,
         mtp_divisor=ModelConfig().mtp_divisor,
         init_output_scale=ModelConfig().init_output_scale,
@@ -242,7 +242,9 @@ def same_numbers(model: ModelConfig) -> ModelConfig:
 
 def _plain_mixture(moe: MoEConfig) -> MoEConfig:
     plain, router = RouterConfig(), moe.router
-    router = replace(router, bias_rate=plain.bias_rate, fp32=plain.fp32, sinkhorn_iterations=plain.sinkhorn_iterations)
+    router = replace(
+        router, bias_update_rate=plain.bias_update_rate, fp32=plain.fp32, sinkhorn_iterations=plain.sinkhorn_iterations
+    )
     if router.num_groups == 1:
         router = replace(router, top_groups=1, group_score=plain.group_score)
     ordinary = router.score == "softmax" and router.num_groups == 1 and not router.expert_bias

@@ -102,7 +102,7 @@ _AHEAD = (
         if rule.ours.startswith("layers.{i}.")
     ),
     NameRule("mtp.{k}.token_norm.weight", "model.layers.{after}.enorm.weight"),
-    NameRule("mtp.{k}.stream_norm.weight", "model.layers.{after}.hnorm.weight"),
+    NameRule("mtp.{k}.hidden_norm.weight", "model.layers.{after}.hnorm.weight"),
     NameRule("mtp.{k}.join.weight", "model.layers.{after}.eh_proj.weight"),
     NameRule("mtp_norms.{k}.weight", "model.layers.{after}.shared_head.norm.weight"),
 )

@@ -21,10 +21,10 @@ from moefold.blueprint.sharding import cuts, grid_of, shard_dim
 from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.name_maps import family_copies, family_rules
 from moefold.checkpoint.hf.name_rules import Piece, copies, pieces
-from moefold.comm.collectives import gather_plain
+from moefold.comm.collectives import all_gather_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import ConversionError, Problem
-from moefold.parallel.parallelize import Share
+from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import DATA_GROUPS, local_part
 
 
@@ -36,30 +36,32 @@ class _Gather(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def hf_weights(share: Share, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_weights(local_model: LocalModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """All weights by their names, cast to ``dtype`` if given; a collective, to be run to its end on every rank."""
-    model = share.run.model
-    if share.groups.layout.size("pp") > 1:
+    model = local_model.run.model
+    if local_model.groups.layout.size("pp") > 1:
         raise ConversionError(Problem("parallel.pp", "a pipeline's weights cannot be streamed yet", "save and convert"))
     by_name: dict[str, list[Piece]] = {}
     family = family_of(model)
     for piece in (*pieces(family_rules(family), model), *copies(family_copies(family), model)):
         by_name.setdefault(piece.ours, []).append(piece)
-    live = dict(share.model.named_parameters())
+    live = dict(local_model.model.named_parameters())
     with torch.no_grad():
         for spec in parameters(model):
-            for piece, ours in _gathered(share, spec, local_part(live[spec.name].detach()), by_name[spec.name]):
+            for piece, ours in _gathered(local_model, spec, local_part(live[spec.name].detach()), by_name[spec.name]):
                 theirs = piece.to_theirs(ours)
                 yield piece.theirs, theirs if dtype is None else theirs.to(dtype)
         # Every rank has them whole.
-        state = dict(share.model.named_buffers())
+        state = dict(local_model.model.named_buffers())
         for spec in buffers(model):
             for piece in by_name[spec.name]:
                 yield piece.theirs, piece.to_theirs(state[spec.name].detach()[piece.at])
 
 
-def _gathered(share: Share, spec: ParameterSpec, part: Tensor, wanted: list[Piece]) -> Iterator[tuple[Piece, Tensor]]:
-    gathers = _gathers(share, spec)
+def _gathered(
+    local_model: LocalModel, spec: ParameterSpec, part: Tensor, wanted: list[Piece]
+) -> Iterator[tuple[Piece, Tensor]]:
+    gathers = _gathers(local_model, spec)
     if not all(piece.at for piece in wanted) or len(spec.shape) < 3 or grid_of(spec.name) != "expert":
         whole = _undo(part, gathers)
         yield from ((piece, whole[piece.at]) for piece in wanted)
@@ -89,9 +91,9 @@ def _row_by_row(part: Tensor, gathers: list[_Gather]) -> Iterator[tuple[list[int
         yield numbers, mine
 
 
-def _gathers(share: Share, spec: ParameterSpec) -> list[_Gather]:
+def _gathers(local_model: LocalModel, spec: ParameterSpec) -> list[_Gather]:
     """How this parameter's cuts are undone, innermost first."""
-    groups, held = share.groups, share.held[spec.name]
+    groups, held = local_model.groups, local_model.held[spec.name]
     sizes = [cut.stop - cut.start for cut in held.cut]
     shard = groups[DATA_GROUPS[grid_of(spec.name)][1]]
     dim = shard_dim(tuple(sizes), shard.size)
@@ -104,5 +106,5 @@ def _gathers(share: Share, spec: ParameterSpec) -> list[_Gather]:
 
 def _undo(part: Tensor, gathers: list[_Gather]) -> Tensor:
     for group, dim, sizes in gathers:
-        part = gather_plain(part.movedim(dim, 0).contiguous(), sizes, group).movedim(0, dim)
+        part = all_gather_no_grad(part.movedim(dim, 0).contiguous(), sizes, group).movedim(0, dim)
     return part

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import Sizes, gather_plain, gather_rows, reduce_rows
+from moefold.comm.collectives import Sizes, all_gather_no_grad, all_gather_rows, reduce_scatter_rows
 from moefold.comm.process_groups import Group
-from moefold.moe.dispatch.base import READ_BACK, Arrived, HostCounts, Routing
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Arrived, Routing, SplitSizeSource
 from moefold.moe.dispatch.local import LocalDispatcher
 
 
@@ -28,7 +28,7 @@ class AllGatherDispatcher:
         etp_size: int,
         tokens_of_rank: Sizes | None,
         capacity: int | None = None,
-        host: HostCounts = READ_BACK,
+        host: SplitSizeSource = SYNC_SPLIT_SIZES,
     ) -> None:
         self.block, self.tokens_of_rank, self.host = block, tokens_of_rank, host
         self.num_local = num_experts * etp_size // block.size
@@ -40,23 +40,23 @@ class AllGatherDispatcher:
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
         sizes = self._ask(x_tD) if self.tokens_of_rank is None else self.tokens_of_rank
-        x_ND = gather_rows(x_tD, sizes, self.block)
+        x_ND = all_gather_rows(x_tD, sizes, self.block)
         arrived = self.here.dispatch(x_ND, self._choices_of_block(routing, sizes))
         return arrived._replace(ticket=sizes)
 
     def combine(self, answers_ND: Tensor, ticket: Sizes) -> Tensor:
-        return reduce_rows(answers_ND, ticket, self.block)
+        return reduce_scatter_rows(answers_ND, ticket, self.block)
 
     def _ask(self, x_tD: Tensor) -> Sizes:
         mine = torch.tensor([x_tD.shape[0]], device=x_tD.device)
-        return tuple(self.host.tokens(gather_plain(mine, (1,) * self.block.size, self.block)))
+        return tuple(self.host.tokens(all_gather_no_grad(mine, (1,) * self.block.size, self.block)))
 
     def _choices_of_block(self, routing: Routing, sizes: Sizes) -> Routing:
         """Everyone's choices, renumbered to the experts of this rank; others' experts count as dropped."""
-        weight_NK = gather_rows(routing.weight_tK, sizes, self.block)
-        expert_NK = gather_plain(routing.expert_tK, sizes, self.block) - self.first_expert
+        weight_NK = all_gather_rows(routing.weight_tK, sizes, self.block)
+        expert_NK = all_gather_no_grad(routing.expert_tK, sizes, self.block) - self.first_expert
         kept_NK = (expert_NK >= 0) & (expert_NK < self.num_local)
         if routing.kept_tK is not None:
             # Booleans travel as bytes: not every transport knows them.
-            kept_NK &= gather_plain(routing.kept_tK.byte(), sizes, self.block).bool()
+            kept_NK &= all_gather_no_grad(routing.kept_tK.byte(), sizes, self.block).bool()
         return Routing(expert_NK, weight_NK, kept_NK)

@@ -18,10 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.comm.collectives import Sizes, exchange_counts, exchange_rows, gather_plain, gather_rows, reduce_rows
+from moefold.comm.collectives import (
+    Sizes,
+    all_gather_no_grad,
+    all_gather_rows,
+    all_to_all_counts,
+    all_to_all_rows,
+    reduce_scatter_rows,
+)
 from moefold.comm.process_groups import Group
-from moefold.moe.dedup_permute import Pairs, add_up_rows, pairs_of_choices, spread_rows
-from moefold.moe.dispatch.base import READ_BACK, Arrived, HostCounts, Routing
+from moefold.moe.dedup_permute import TokenRankMap, gather_tokens, reduce_tokens, token_rank_map_of_assignments
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Arrived, Routing, SplitSizeSource
 from moefold.moe.permute import (
     Grouped,
     count_choices,
@@ -48,7 +55,7 @@ class _Ticket(NamedTuple):
 
     counts: _Counts
     # Of the rows that are there, or None where empty ones travel too.
-    pairs: Pairs | None
+    pairs: TokenRankMap | None
     token_N: Tensor
     num_tokens: int
 
@@ -57,7 +64,12 @@ class AllToAllDispatcher:
     """A sort at home and an exchange."""
 
     def __init__(
-        self, num_experts: int, ep: Group, etp: Group, capacity: int | None = None, host: HostCounts = READ_BACK
+        self,
+        num_experts: int,
+        ep: Group,
+        etp: Group,
+        capacity: int | None = None,
+        host: SplitSizeSource = SYNC_SPLIT_SIZES,
     ) -> None:
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ep, self.etp, self.capacity, self.host = ep, etp, capacity, host
@@ -65,8 +77,8 @@ class AllToAllDispatcher:
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
         padded = self.capacity is not None
         leaving, counts = self._sort(routing) if self.capacity is None else self._sort_padded(routing, self.capacity)
-        pairs = None if padded else pairs_of_choices(leaving.choice_N, *routing.expert_tK.shape)
-        rows_ND = take_rows(x_tD, leaving.token_N) if pairs is None else spread_rows(x_tD, pairs)
+        pairs = None if padded else token_rank_map_of_assignments(leaving.choice_N, *routing.expert_tK.shape)
+        rows_ND = take_rows(x_tD, leaving.token_N) if pairs is None else gather_tokens(x_tD, pairs)
         rows_SD = self._send(rows_ND, counts)
         weight_S = self._send(take_weights(routing.weight_tK, leaving.choice_N, padded), counts)
         expert_S = _expert_of_rows(counts.rows_from_Pe, rows_SD.shape[0])
@@ -81,22 +93,22 @@ class AllToAllDispatcher:
 
     def combine(self, answers_SD: Tensor, ticket: _Ticket) -> Tensor:
         counts = ticket.counts
-        mine = reduce_rows(answers_SD, counts.etp_sizes, self.etp)
-        back_ND = exchange_rows(mine, send=counts.recv, recv=counts.send, group=self.ep)
+        mine = reduce_scatter_rows(answers_SD, counts.etp_sizes, self.etp)
+        back_ND = all_to_all_rows(mine, send=counts.recv, recv=counts.send, group=self.ep)
         if ticket.pairs is not None:
-            return add_up_rows(back_ND, ticket.pairs)
+            return reduce_tokens(back_ND, ticket.pairs)
         return put_back(back_ND, ticket.token_N, ticket.num_tokens)
 
     def _send(self, rows: Tensor, counts: _Counts) -> Tensor:
-        here = exchange_rows(rows, send=counts.send, recv=counts.recv, group=self.ep)
-        return gather_rows(here, counts.etp_sizes, self.etp)
+        here = all_to_all_rows(rows, send=counts.send, recv=counts.recv, group=self.ep)
+        return all_gather_rows(here, counts.etp_sizes, self.etp)
 
     def _sort(self, routing: Routing) -> tuple[Grouped, _Counts]:
         """Tell every peer what is coming; counts are read on the host here and nowhere else."""
         leaving_E = count_choices(routing, self.num_experts)
         leaving = self.host.leaving(leaving_E)
-        theirs_Pe = exchange_counts(leaving_E, self.ep).view(self.ep.size, self.num_local)
-        rows_from_Pe = gather_plain(theirs_Pe, (self.ep.size,) * self.etp.size, self.etp)
+        theirs_Pe = all_to_all_counts(leaving_E, self.ep).view(self.ep.size, self.num_local)
+        rows_from_Pe = all_gather_no_grad(theirs_Pe, (self.ep.size,) * self.etp.size, self.etp)
         on_host_Pe = self.host.arriving(rows_from_Pe)
         from_source = [sum(rows) for rows in on_host_Pe]
         # Sources stand etp peer by etp peer; what came to this rank itself is its own run of them.

@@ -13,8 +13,8 @@ Where a dispatcher learns how many rows travel: the one thing about routing that
 
 E experts in all, e experts of this rank, S source ranks, P ranks of the block or of a hop's group.
 
-Splits of an uneven exchange are numbers on the host, made of counts on the device. ``ReadBack`` waits for the device
-and reads them. Whoever knows them beforehand can say so instead, and then nothing here looks at any data.
+Splits of an uneven exchange are numbers on the host, made of counts on the device. ``SyncSplitSizes`` waits for the
+device and reads them. Whoever knows them beforehand can say so instead, and then nothing here looks at any data.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Dispatcher(Protocol):
 
 
 # Where rows go once per rank: straight to their ranks, or across hosts first and then to the ranks inside.
-HopName = Literal["direct", "across", "inside"]
+ExchangeName = Literal["direct", "across", "inside"]
 
 
-class HostCounts(Protocol):
+class SplitSizeSource(Protocol):
     """Counts on the host; each is asked with the same counts on the device."""
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
@@ -76,16 +76,16 @@ class HostCounts(Protocol):
         """How many tokens each rank of the block holds."""
         ...
 
-    def leaving_once(self, hop: HopName, rows_P: Tensor) -> list[int]:
+    def leaving_once(self, hop: ExchangeName, rows_P: Tensor) -> list[int]:
         """Rows that leave for each rank of the hop's group, each once however many of its experts it chose."""
         ...
 
-    def arriving_once(self, hop: HopName, counts_S: Tensor) -> list[list[int]]:
+    def arriving_once(self, hop: ExchangeName, counts_S: Tensor) -> list[list[int]]:
         """From each source: its rows, and how many of them chose each expert of the hop's end."""
         ...
 
 
-class ReadBack:
+class SyncSplitSizes:
     """Waits for the device, and reads."""
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
@@ -100,11 +100,11 @@ class ReadBack:
     def tokens(self, tokens_of_P: Tensor) -> list[int]:
         return tokens_of_P.tolist()
 
-    def leaving_once(self, hop: HopName, rows_P: Tensor) -> list[int]:
+    def leaving_once(self, hop: ExchangeName, rows_P: Tensor) -> list[int]:
         return rows_P.tolist()
 
-    def arriving_once(self, hop: HopName, counts_S: Tensor) -> list[list[int]]:
+    def arriving_once(self, hop: ExchangeName, counts_S: Tensor) -> list[list[int]]:
         return counts_S.tolist()
 
 
-READ_BACK = ReadBack()
+SYNC_SPLIT_SIZES = SyncSplitSizes()

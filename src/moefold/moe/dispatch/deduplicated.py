@@ -13,26 +13,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 from moefold.comm.process_groups import Group
-from moefold.moe.dedup_permute import Pairs
-from moefold.moe.dispatch.base import READ_BACK, Arrived, HostCounts, Routing
-from moefold.moe.dispatch.dedup_exchange import Hop, Way
+from moefold.moe.dedup_permute import TokenRankMap
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Arrived, Routing, SplitSizeSource
+from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
 
 
 class _Ticket(NamedTuple):
-    way: Way
-    pairs: Pairs
+    way: Splits
+    pairs: TokenRankMap
 
 
 class DeduplicatedDispatcher:
     """One hop over the ep group."""
 
-    def __init__(self, num_experts: int, ep: Group, etp: Group, host: HostCounts = READ_BACK) -> None:
-        self.hop = Hop("direct", num_experts, ep, etp, host)
+    def __init__(self, num_experts: int, ep: Group, etp: Group, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> None:
+        self.hop = DedupExchange("direct", num_experts, ep, etp, host)
 
     def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
-        landed = self.hop.go(x_tD, routing)
+        landed = self.hop.dispatch(x_tD, routing)
         ticket = _Ticket(landed.way, landed.pairs)
         return Arrived(landed.rows_SD, landed.choices, landed.chosen_e, landed.chosen, None, ticket)
 
     def combine(self, answers_SD: Tensor, ticket: _Ticket) -> Tensor:
-        return self.hop.home(answers_SD, ticket.way, ticket.pairs)
+        return self.hop.combine(answers_SD, ticket.way, ticket.pairs)

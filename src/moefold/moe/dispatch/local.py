@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefold.moe.dispatch.base import READ_BACK, Arrived, Routing
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Arrived, Routing
 from moefold.moe.permute import count_choices
 
 
@@ -21,7 +21,7 @@ class LocalDispatcher:
     """
 
     def __init__(
-        self, num_experts: int, slots: int | None = None, read: Callable[[Tensor], list[int]] = READ_BACK.leaving
+        self, num_experts: int, slots: int | None = None, read: Callable[[Tensor], list[int]] = SYNC_SPLIT_SIZES.leaving
     ) -> None:
         self.num_experts = num_experts
         self.slots = slots

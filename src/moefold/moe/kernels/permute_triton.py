@@ -229,20 +229,20 @@ def _launch_spread_and_multiply(
     return grad_rows_RD, grad_weight_tK
 
 
-def spread_traffic(width: int, top_k: int) -> Traffic:
+def spread_traffic(dim: int, top_k: int) -> Traffic:
     """In bfloat16 with float32 weights. Pads are not counted: they come on top of any way to do it."""
-    bytes_ = 2 * width + 2 * width * top_k + 12 * top_k
+    bytes_ = 2 * dim + 2 * dim * top_k + 12 * top_k
     return Traffic("2D + 2DK + 12K", bytes_, bytes_)
 
 
-def collect_traffic(width: int, top_k: int) -> Traffic:
+def collect_traffic(dim: int, top_k: int) -> Traffic:
     """With weights of the tokens; backward of a permutation moves a row's number as well."""
-    bytes_ = 2 * width + 2 * width * top_k + 8 * top_k
+    bytes_ = 2 * dim + 2 * dim * top_k + 8 * top_k
     return Traffic("2D + 2DK + 8K", bytes_, bytes_)
 
 
-def multiply_traffic(width: int, top_k: int) -> Traffic:
-    bytes_ = 2 * width + 4 * width * top_k + 12 * top_k
+def multiply_traffic(dim: int, top_k: int) -> Traffic:
+    bytes_ = 2 * dim + 4 * dim * top_k + 12 * top_k
     return Traffic("2D + 4DK + 12K", bytes_, bytes_)
 
 
@@ -275,4 +275,4 @@ def _builds(model: str, D: int, K: int) -> tuple[Build, ...]:
     )  # fmt: skip
 
 
-BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, model.width, mixture(model).top_k))
+BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, model.dim, mixture(model).top_k))

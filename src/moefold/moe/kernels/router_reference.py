@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefold.config.moe import RouterConfig
 from moefold.moe.topk import choose_topk, limit_groups, score
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 from moefold.ops.segments import count_keys
 
 # For tokens whose scores are all zero.
@@ -25,7 +25,7 @@ TINY = 1e-20
 
 def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k: int) -> tuple[Tensor, Tensor]:
     """Each token's experts, best first, and what each one's answer counts for, in the logits' format."""
-    wide_tE = widened(logits_tE)
+    wide_tE = upcast(logits_tE)
     scores_tE = score(wide_tE, router.score)
     after = router.score_when == "after_topk"
     value_tE = (wide_tE if after else scores_tE).detach()
@@ -59,7 +59,7 @@ def balance_stats(
     set_t = expert_tK.new_zeros(num_tokens) if set_t is None else set_t
     # Tokens of no set get one of their own, which is cut off.
     set_t = set_t.where(set_t >= 0, num_sets)
-    wide_tE = widened(logits_tE)
+    wide_tE = upcast(logits_tE)
     p_tE = score(wide_tE, kind)
     p_tE = p_tE if kind == "softmax" else p_tE / p_tE.sum(-1, keepdim=True)
     count_N = count_keys((set_t[:, None] * num_experts + expert_tK).flatten(), (num_sets + 1) * num_experts)

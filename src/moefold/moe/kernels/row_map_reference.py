@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.moe.permute import Choices, take_rows, take_weights
-from moefold.ops.fp32_linear import widened
+from moefold.ops.fp32_linear import upcast
 from moefold.ops.segments import count_keys, rank_within_key
 
 
@@ -80,9 +80,9 @@ def permute(x_tD: Tensor, rows: RowMap, weight_tK: Tensor | None = None) -> tupl
 def unpermute(rows_RD: Tensor, rows: RowMap, weight_tK: Tensor | None = None) -> Tensor:
     """Add up each token's rows, weighted where weights are given, in float32 at least."""
     row_tK = rows.row_tK.where(rows.row_tK >= 0, rows.num_rows).long()
-    picked_tKD = widened(take_rows(rows_RD, row_tK.flatten())).view(*row_tK.shape, -1)
+    picked_tKD = upcast(take_rows(rows_RD, row_tK.flatten())).view(*row_tK.shape, -1)
     if weight_tK is not None:
-        picked_tKD = picked_tKD * widened(weight_tK)[:, :, None]
+        picked_tKD = picked_tKD * upcast(weight_tK)[:, :, None]
     return picked_tKD.sum(1).to(rows_RD.dtype)
 
 

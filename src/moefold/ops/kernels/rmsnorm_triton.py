@@ -100,9 +100,9 @@ def column_sum_kernel(partial, total, num_programs, D: tl.constexpr, ROWS: tl.co
 # ---- how they are called ----
 
 
-def tile_of(width: int) -> tuple[int, int, int]:
+def tile_of(dim: int) -> tuple[int, int, int]:
     """Rows and columns of a program's tile, and its warps: at most 16 entries of a tensor per thread."""
-    block = triton.next_power_of_2(width)
+    block = triton.next_power_of_2(dim)
     rows = max(1, 2048 // block)
     return rows, block, max(4, min(32, rows * block // 512))
 
@@ -112,12 +112,12 @@ SUM_TILE = (32, 64, 4)  # of the second stage: rows, columns, warps
 
 def launch_forward(x_RD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised rows, and 1 / root mean square of each in float32."""
-    num_rows, width = x_RD.shape
-    if width > WIDEST:
-        raise ValueError(f"rows of {width} entries do not fit one program; the widest is {WIDEST}")
+    num_rows, dim = x_RD.shape
+    if dim > WIDEST:
+        raise ValueError(f"rows of {dim} entries do not fit one program; the widest is {WIDEST}")
     out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
     rstd_R = x_RD.new_empty(num_rows, dtype=torch.float32)
-    rows, block, warps = tile_of(width)
+    rows, block, warps = tile_of(dim)
     forward_kernel[(triton.cdiv(num_rows, rows),)](
         x_RD.contiguous(),
         weight_D,
@@ -125,7 +125,7 @@ def launch_forward(x_RD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, 
         rstd_R,
         num_rows,
         eps,
-        D=width,
+        D=dim,
         ROWS=rows,
         BLOCK=block,
         num_warps=warps,
@@ -136,11 +136,11 @@ def launch_forward(x_RD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, 
 def launch_backward(
     dout_RD: Tensor, x_RD: Tensor, weight_D: Tensor, rstd_R: Tensor, max_programs: int
 ) -> tuple[Tensor, Tensor]:
-    num_rows, width = x_RD.shape
-    rows, block, warps = tile_of(width)
+    num_rows, dim = x_RD.shape
+    rows, block, warps = tile_of(dim)
     programs = max(1, min(max_programs, triton.cdiv(num_rows, rows)))
     dx_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-    partial_PD = x_RD.new_empty(programs, width, dtype=torch.float32)
+    partial_PD = x_RD.new_empty(programs, dim, dtype=torch.float32)
     backward_kernel[(programs,)](
         dout_RD.contiguous(),
         x_RD.contiguous(),
@@ -150,15 +150,15 @@ def launch_backward(
         partial_PD,
         num_rows,
         programs,
-        D=width,
+        D=dim,
         ROWS=rows,
         BLOCK=block,
         num_warps=warps,
     )
     dweight_D = torch.empty_like(weight_D)
     rows, block, warps = SUM_TILE
-    column_sum_kernel[(triton.cdiv(width, block),)](
-        partial_PD, dweight_D, programs, D=width, ROWS=rows, BLOCK=block, num_warps=warps
+    column_sum_kernel[(triton.cdiv(dim, block),)](
+        partial_PD, dweight_D, programs, D=dim, ROWS=rows, BLOCK=block, num_warps=warps
     )
     return dx_RD, dweight_D
 
@@ -192,35 +192,35 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 # ---- what it is built for, and what it moves ----
 
 
-def forward_traffic(width: int, rows: int, tokens: int, entry: int = 2) -> Traffic:
+def forward_traffic(dim: int, rows: int, tokens: int, entry: int = 2) -> Traffic:
     """Per token, which has ``rows`` rows (1, or its heads); the weight is shared by all tokens."""
-    moved = rows * (2 * width * entry + 4) + 4 * width / tokens
+    moved = rows * (2 * dim * entry + 4) + 4 * dim / tokens
     return Traffic("R/T (4D + 4) + 4D/T", moved, moved)
 
 
-def backward_traffic(width: int, rows: int, tokens: int, programs: int, entry: int = 2) -> Traffic:
+def backward_traffic(dim: int, rows: int, tokens: int, programs: int, entry: int = 2) -> Traffic:
     """More than the least by the sums of the P programs, which are written and read once."""
-    least = rows * (3 * width * entry + 4) + 8 * width / tokens
-    return Traffic("R/T (6D + 4) + (8P + 8) D/T", least + 8 * programs * width / tokens, least)
+    least = rows * (3 * dim * entry + 4) + 8 * dim / tokens
+    return Traffic("R/T (6D + 4) + (8P + 8) D/T", least + 8 * programs * dim / tokens, least)
 
 
 # Tokens of a microbatch, and programs on an H100 of 132 processors.
 _TOKENS, _PROGRAMS = 16384, 264
 
 
-def _builds(name: str, width: int, heads: int, registers: int) -> tuple[Build, ...]:
-    rows, block, warps = tile_of(width)
-    constants = {"D": width, "ROWS": rows, "BLOCK": block}
+def _builds(name: str, dim: int, heads: int, registers: int) -> tuple[Build, ...]:
+    rows, block, warps = tile_of(dim)
+    constants = {"D": dim, "ROWS": rows, "BLOCK": block}
     forward = {"x": "*bf16", "weight": "*fp32", "rstd": "*fp32", "num_rows": "i32"}
     return (
         Build(
             f"rms norm, {name}", forward_kernel, forward | {"out": "*bf16", "eps": "fp32"}, constants,
-            forward_traffic(width, heads, _TOKENS), warps, registers=48,
+            forward_traffic(dim, heads, _TOKENS), warps, registers=48,
         ),
         Build(
             f"rms norm backward, {name}", backward_kernel,
             forward | {"dout": "*bf16", "dx": "*bf16", "partial": "*fp32", "num_programs": "i32"}, constants,
-            backward_traffic(width, heads, _TOKENS, _PROGRAMS), warps, registers=registers,
+            backward_traffic(dim, heads, _TOKENS, _PROGRAMS), warps, registers=registers,
         ),
     )  # fmt: skip
 

@@ -110,12 +110,12 @@ def backward_kernel(
 # ---- how they are called ----
 
 
-def block_of(width: int) -> int:
+def block_of(dim: int) -> int:
     """A power of two that divides the width if a good one does, so that no lane idles; else the next one above."""
     for block in (1024, 512, 256):
-        if width % block == 0:
+        if dim % block == 0:
             return block
-    return min(1024, triton.next_power_of_2(width))
+    return min(1024, triton.next_power_of_2(dim))
 
 
 def warps_of(block: int) -> int:
@@ -124,14 +124,14 @@ def warps_of(block: int) -> int:
 
 
 def launch_forward(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str) -> Tensor:
-    num_rows, width = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    out_RF = gate_up_RG.new_empty(num_rows, width)
-    block = block_of(width)
-    forward_kernel[(num_rows, triton.cdiv(width, block))](
+    num_rows, dim = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
+    out_RF = gate_up_RG.new_empty(num_rows, dim)
+    block = block_of(dim)
+    forward_kernel[(num_rows, triton.cdiv(dim, block))](
         gate_up_RG.contiguous(),
         weight_R,
         out_RF,
-        F=width,
+        F=dim,
         WEIGHTED=weight_R is not None,
         CLAMPED=_is_clamped(activation),
         BLOCK=block,
@@ -144,11 +144,11 @@ def launch_backward(
     dout_RF: Tensor, gate_up_RG: Tensor, weight_R: Tensor | None, activation: str, recompute: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """d(gate_up), d(weight) in float32 if there is a weight, and the forward's output if it is asked for."""
-    num_rows, width = dout_RF.shape
+    num_rows, dim = dout_RF.shape
     dgate_up_RG = torch.empty_like(gate_up_RG, memory_format=torch.contiguous_format)
     dweight_R = None if weight_R is None else dout_RF.new_empty(num_rows, dtype=torch.float32)
     out_RF = torch.empty_like(dout_RF, memory_format=torch.contiguous_format) if recompute else None
-    block = block_of(width)
+    block = block_of(dim)
     backward_kernel[(num_rows,)](
         dout_RF.contiguous(),
         gate_up_RG.contiguous(),
@@ -156,7 +156,7 @@ def launch_backward(
         dgate_up_RG,
         dweight_R,
         out_RF,
-        F=width,
+        F=dim,
         WEIGHTED=weight_R is not None,
         CLAMPED=_is_clamped(activation),
         RECOMPUTE=recompute,
@@ -194,21 +194,21 @@ def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation:
 # ---- what it is built for, and what it moves ----
 
 
-def forward_traffic(width: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
+def forward_traffic(dim: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
     """Per token, whose K rows have entries of ``entry`` bytes, and a float32 weight or none. Nothing moves twice."""
-    moved = top_k * (3 * width * entry + 4 * weighted)
+    moved = top_k * (3 * dim * entry + 4 * weighted)
     return Traffic("6FK + 4K" if weighted else "6FK", moved, moved)
 
 
-def backward_traffic(width: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
+def backward_traffic(dim: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
     """A weighted row's forward output is written once more; a dense layer's is not asked for."""
-    moved = top_k * ((6 * width * entry + 8) if weighted else 5 * width * entry)
+    moved = top_k * ((6 * dim * entry + 8) if weighted else 5 * dim * entry)
     return Traffic("12FK + 8K" if weighted else "10FK", moved, moved)
 
 
-def _builds(model: str, width: int, top_k: int, clamped: bool, weighted: bool) -> tuple[Build, ...]:
-    block = block_of(width)
-    constants: dict[str, Any] = {"F": width, "WEIGHTED": weighted, "CLAMPED": clamped, "BLOCK": block}
+def _builds(model: str, dim: int, top_k: int, clamped: bool, weighted: bool) -> tuple[Build, ...]:
+    block = block_of(dim)
+    constants: dict[str, Any] = {"F": dim, "WEIGHTED": weighted, "CLAMPED": clamped, "BLOCK": block}
     forward = {"gate_up": "*bf16", "out": "*bf16", "weight": "*fp32"}
     backward = forward | {"dout": "*bf16", "dgate_up": "*bf16", "dweight": "*fp32"}
     absent: dict[str, Any] = {} if weighted else {"weight": None}
@@ -217,12 +217,12 @@ def _builds(model: str, width: int, top_k: int, clamped: bool, weighted: bool) -
     return (
         Build(
             name.format(""), forward_kernel, _without(forward, absent), constants | absent,
-            forward_traffic(width, top_k, weighted), warps_of(block), registers=40,
+            forward_traffic(dim, top_k, weighted), warps_of(block), registers=40,
         ),
         Build(
             name.format(" backward"), backward_kernel,
             _without(backward, absent_back), constants | absent_back | {"RECOMPUTE": weighted},
-            backward_traffic(width, top_k, weighted), warps_of(block), registers=64,
+            backward_traffic(dim, top_k, weighted), warps_of(block), registers=64,
         ),
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ class NativeSwiglu:
     """Made once per process by ``native_swiglu``: its helpers are threads."""
 
     def __init__(self) -> None:
-        self.library = load("gate")
+        self.library = load("glu")
         self.helpers = ThreadPoolExecutor()
         pointer, number = ctypes.c_void_p, ctypes.c_long
         for name in _FORMATS.values():

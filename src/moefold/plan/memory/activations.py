@@ -33,13 +33,13 @@ TABLES: Mapping[str, tuple[Saved, ...]] = {
 
 
 @lru_cache(maxsize=100_000)
-def kept_by(layer: Layer, width: int, setting: Setting) -> Kept:
+def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
     """What one layer keeps of one token."""
-    sizes = sizes_of(layer, width, setting.length, setting.sequences)
+    sizes = sizes_of(layer, dim, setting.length, setting.sequences)
     kept: dict[str, float] = {}
     saved: dict[str, float] = {}
     away = 0.0
-    for row in rows_of(layer, setting.stack):
+    for row in rows_of(layer, setting.framework):
         size = row_bytes(row, sizes, setting)
         name = f"{row.part}: {row.name}"
         if is_dropped(row, layer, setting):
@@ -60,15 +60,15 @@ def kept_by(layer: Layer, width: int, setting: Setting) -> Kept:
 
 
 @lru_cache(maxsize=10_000)
-def rows_of(layer: Layer, stack: str) -> tuple[Saved, ...]:
+def rows_of(layer: Layer, framework: str) -> tuple[Saved, ...]:
     """The rows of a layer's parts, its input first."""
     parts = parts_of(layer)
-    return tuple(row for part in parts for row in TABLES[stack] if row.part == part)
+    return tuple(row for part in parts for row in TABLES[framework] if row.part == part)
 
 
 def is_dropped(row: Saved, layer: Layer, setting: Setting) -> bool:
     if "full" in setting.recompute:
-        return row is not rows_of(layer, setting.stack)[0]
+        return row is not rows_of(layer, setting.framework)[0]
     return bool(row.dropped & setting.recompute)
 
 

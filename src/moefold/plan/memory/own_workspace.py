@@ -11,71 +11,71 @@ so each live microbatch has its own. Orders that put weight gradients off keep t
 from __future__ import annotations
 
 from moefold.plan.memory.saved_activations import Setting
-from moefold.plan.memory.states import RankWeights, gathers_once
+from moefold.plan.memory.states import RankWeights, reshard_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
 from moefold.plan.shape_params import layer_parameters
 from moefold.plan.stage_contents import Contents
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 # Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
 CHUNK = 8192
 
 
-def copies_weights(job: Job) -> bool:
+def copies_weights(workload: Workload) -> bool:
     """Whether products keep casts of their weights."""
-    options = job.options
-    narrow = job.numbers.format != "float32" and job.numbers.weight_bytes > 2
-    return options.stack == "moefold" and narrow and not (options.ep_overlap or options.delay_wgrad)
+    options = workload.options
+    narrow = workload.dtypes.format != "float32" and workload.dtypes.weight_bytes > 2
+    return options.framework == "moefold" and narrow and not (options.ep_overlap or options.delay_wgrad)
 
 
 def stage_copies(model: ModelShape, stage: Contents, setting: Setting, ep: int) -> float:
     """Bytes of casts that one microbatch of a stage keeps."""
-    size = sum(count * _layer_copies(layer, model.width, setting, ep) for layer, count in stage.layers)
+    size = sum(count * _layer_copies(layer, model.dim, setting, ep) for layer, count in stage.layers)
     if stage.mtp:
-        ahead = _layer_copies(model.layers[-1], model.width, setting, ep)
-        size += stage.mtp * (ahead + 2 * model.width**2)
+        ahead = _layer_copies(model.layers[-1], model.dim, setting, ep)
+        size += stage.mtp * (ahead + 2 * model.dim**2)
     return size * setting.word
 
 
-def _layer_copies(layer: Layer, width: int, setting: Setting, ep: int) -> float:
+def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
     """Elements, after all cuts. A phase that is computed again casts again; the router needs no cast."""
-    mixer, feed = layer_parameters(Layer(layer.mixer, None), width), layer_parameters(Layer(None, layer.feed), width)
+    mixer, feed = layer_parameters(Layer(layer.mixer, None), dim), layer_parameters(Layer(None, layer.feed), dim)
     found = 0.0
     if "attention" not in setting.recompute:
         found += mixer.dense / setting.tp + mixer.whole
     if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
         found += feed.dense / setting.tp
     if isinstance(layer.feed, Mixture):
-        found += 2 * width * layer.feed.latent
+        found += 2 * dim * layer.feed.latent
         if "experts" not in setting.recompute:
             found += feed.dense / setting.tp + feed.experts / (ep * setting.etp)
     return found
 
 
-def own_workspace(job: Job, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
+def own_workspace(workload: Workload, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
     """The larger of the two moments."""
-    loss, layer = _loss(job, stages), _layer(job, stages, held)
+    loss, layer = _loss(workload, stages), _layer(workload, stages, held)
     return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
 
 
-def _head_gradient(job: Job, stages: tuple[Contents, ...]) -> float:
+def _head_gradient(workload: Workload, stages: tuple[Contents, ...]) -> float:
     """One per loss; of several, their sum too."""
     if not any(stage.head for stage in stages):
         return 0.0
-    several = 1 if job.model.mtp == 0 else job.model.mtp + 2
-    return several * job.model.vocab / job.cuts.tp * job.model.width * job.numbers.gradient_bytes
+    several = 1 if workload.model.mtp == 0 else workload.model.mtp + 2
+    return several * workload.model.vocab / workload.degrees.tp * workload.model.dim * workload.dtypes.gradient_bytes
 
 
-def _loss(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
-    gradient = _head_gradient(job, stages)
+def _loss(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+    gradient = _head_gradient(workload, stages)
     if not gradient:
         return []
-    tokens, width = job.batch.tokens / job.cuts.cp, job.model.width
-    rows = min(CHUNK, job.model.vocab / job.cuts.tp)
+    tokens, dim = workload.batch.tokens / workload.degrees.cp, workload.model.dim
+    rows = min(CHUNK, workload.model.vocab / workload.degrees.tp)
     # Wide, beside the product that they were or the gradient that they become.
-    each = 6.0 if job.numbers.format != "float32" else 4.0
-    chunk = tokens * rows * each + tokens * width * 6.0 + rows * width * 2.0
+    each = 6.0 if workload.dtypes.format != "float32" else 4.0
+    chunk = tokens * rows * each + tokens * dim * 6.0 + rows * dim * 2.0
     return [
         MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
         MemoryLine(
@@ -87,31 +87,31 @@ def _loss(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
     ]
 
 
-def _layer(job: Job, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
-    widest = max((_inside(job, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
+def _layer(workload: Workload, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
+    widest = max((_inside(workload, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
     rows, weights = widest
-    word = 2.0 if job.numbers.format != "float32" else 4.0
-    per_weight = word if gathers_once(job) else word + job.numbers.gradient_bytes
+    word = 2.0 if workload.dtypes.format != "float32" else 4.0
+    per_weight = word if reshard_per_step(workload) else word + workload.dtypes.gradient_bytes
     lines = [
         MemoryLine("buffers", "gradients inside a layer", rows, "of an activation, before and after"),
         MemoryLine(
             "buffers", "gradient of one weight", weights * per_weight, f"{weights / 1e9:.3f}B elements of the largest"
         ),
     ]
-    if not gathers_once(job) and (head := _head_gradient(job, stages)):
+    if not reshard_per_step(workload) and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
     return lines
 
 
-def _inside(job: Job, layer: Layer) -> tuple[float, float]:
+def _inside(workload: Workload, layer: Layer) -> tuple[float, float]:
     """Bytes of gradients of rows, and elements of the largest weight."""
-    cuts, feed, tokens = job.cuts, layer.feed, job.batch.tokens / job.cuts.cp
-    word = 2.0 if job.numbers.format != "float32" else 4.0
+    degrees, feed, tokens = workload.degrees, layer.feed, workload.batch.tokens / workload.degrees.cp
+    word = 2.0 if workload.dtypes.format != "float32" else 4.0
     if isinstance(feed, Mixture):
-        rows = tokens / cuts.tp * feed.top_k * job.options.imbalance
-        inner = rows * feed.width * (2 * word + 4.0 + word)
-        weight = feed.experts / cuts.ep * 2 * feed.width * (feed.latent or job.model.width) / cuts.etp
+        rows = tokens / degrees.tp * feed.top_k * workload.options.imbalance
+        inner = rows * feed.dim * (2 * word + 4.0 + word)
+        weight = feed.experts / degrees.ep * 2 * feed.dim * (feed.latent or workload.model.dim) / degrees.etp
         return inner, weight
     if isinstance(feed, Dense):
-        return tokens * feed.width / cuts.tp * 4 * word, 2 * feed.width * job.model.width / cuts.tp
+        return tokens * feed.dim / degrees.tp * 4 * word, 2 * feed.dim * workload.model.dim / degrees.tp
     return 0.0, 0.0

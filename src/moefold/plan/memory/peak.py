@@ -20,7 +20,7 @@ from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.shape import Layer, ModelShape
 from moefold.plan.stage_contents import Contents, stages_of_shape, written_stages
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
 
@@ -54,42 +54,42 @@ class _RankShape:
         return tuple(tokens * each + fixed for each, fixed in zip(self.token_bytes, self.fixed_bytes))
 
 
-def predict_memory(job: Job) -> MemoryPrediction:
+def predict_memory(workload: Workload) -> MemoryPrediction:
     """The fullest pipeline rank."""
-    setting, tokens = setting_of(job), job.batch.tokens / job.cuts.cp
-    shapes = [_rank_shape_of(job, rank, setting) for rank in range(job.cuts.pp)]
-    live = [_fullest_moment(job, rank, shape.stage_bytes(tokens))[1] for rank, shape in enumerate(shapes)]
+    setting, tokens = setting_of(workload), workload.batch.tokens / workload.degrees.cp
+    shapes = [_rank_shape_of(workload, rank, setting) for rank in range(workload.degrees.pp)]
+    live = [_fullest_moment(workload, rank, shape.stage_bytes(tokens))[1] for rank, shape in enumerate(shapes)]
     # Ranks with the same stages differ in what is alive, and in nothing else.
     rest: dict[int, float] = {}
     found: dict[int, list[MemoryLine]] = {}
     totals = []
     for rank, shape in enumerate(shapes):
         if id(shape) not in rest:
-            found[rank] = _lines(job, rank, shape, setting)
+            found[rank] = _lines(workload, rank, shape, setting)
             rest[id(shape)] = sum(line.bytes for line in found[rank]) - live[rank] * (1 + FRAGMENTATION)
         totals.append(rest[id(shape)] + live[rank] * (1 + FRAGMENTATION))
-    fullest = max(range(job.cuts.pp), key=totals.__getitem__)
-    lines = found[fullest] if fullest in found else _lines(job, fullest, shapes[fullest], setting)
-    return MemoryPrediction(tuple(lines), usable_bytes(job), fullest, tuple(totals))
+    fullest = max(range(workload.degrees.pp), key=totals.__getitem__)
+    lines = found[fullest] if fullest in found else _lines(workload, fullest, shapes[fullest], setting)
+    return MemoryPrediction(tuple(lines), usable_bytes(workload), fullest, tuple(totals))
 
 
-def memory_at(job: Job, pipeline_rank: int) -> MemoryPrediction:
+def memory_at(workload: Workload, pipeline_rank: int) -> MemoryPrediction:
     """The same for one pipeline rank."""
-    setting = setting_of(job)
-    lines = _lines(job, pipeline_rank, _rank_shape_of(job, pipeline_rank, setting), setting)
-    return MemoryPrediction(tuple(lines), usable_bytes(job), pipeline_rank)
+    setting = setting_of(workload)
+    lines = _lines(workload, pipeline_rank, _rank_shape_of(workload, pipeline_rank, setting), setting)
+    return MemoryPrediction(tuple(lines), usable_bytes(workload), pipeline_rank)
 
 
-def usable_bytes(job: Job) -> float:
-    return job.cluster.gpu.memory_gb * LABEL_UNIT * USABLE_SHARE
+def usable_bytes(workload: Workload) -> float:
+    return workload.cluster.gpu.memory_gb * LABEL_UNIT * USABLE_SHARE
 
 
-def _lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
+def _lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
     lines = [
-        *state_lines(job, shape.weights),
-        *gathered_lines(job, shape.weights),
-        *_activation_lines(job, rank, shape, setting),
-        *workspace_lines(job, shape.stages, shape.weights, setting),
+        *state_lines(workload, shape.weights),
+        *gathered_lines(workload, shape.weights),
+        *_activation_lines(workload, rank, shape, setting),
+        *workspace_lines(workload, shape.stages, shape.weights, setting),
     ]
     holes = FRAGMENTATION * sum(line.bytes for line in lines)
     why = f"{FRAGMENTATION:.0%} of what is allocated lies between blocks"
@@ -101,13 +101,13 @@ def _lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[Mem
 # ---- who holds what ----
 
 
-def _rank_shape_of(job: Job, rank: int, setting: Setting) -> _RankShape:
-    cuts = job.cuts
-    number, written = cuts.pp * cuts.vpp, written_stages(job)
-    stages = stages_of_shape(job.model, number, written)
-    held = _held(cuts.schedule, cuts.pp, cuts.vpp)[rank]
+def _rank_shape_of(workload: Workload, rank: int, setting: Setting) -> _RankShape:
+    degrees = workload.degrees
+    number, written = degrees.pp * degrees.vpp, written_stages(workload)
+    stages = stages_of_shape(workload.model, number, written)
+    held = _held(degrees.schedule, degrees.pp, degrees.vpp)[rank]
     which = tuple(stages.which[index] for index in held)
-    return _rank_shape(job.model, number, written, which, setting, cuts.ep, copies_weights(job))
+    return _rank_shape(workload.model, number, written, which, setting, degrees.ep, copies_weights(workload))
 
 
 @lru_cache(maxsize=1024)
@@ -139,16 +139,16 @@ def _rank_shape(
 def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[_Part, ...]:
     found: list[_Part] = []
     for number, (layer, count) in enumerate(stage.layers):
-        kept = kept_by(layer, model.width, setting)
+        kept = kept_by(layer, model.dim, setting)
         # The last layer of all goes backward at once, so it sends nothing to the host.
         stays = kept.away * (stage.head and number == len(stage.layers) - 1)
         found.append((layer, count * kept.total + stays, count))
     if stage.mtp:
         ahead = model.layers[-1]
-        found.append((ahead, stage.mtp * kept_by(ahead, model.width, setting).total, stage.mtp))
-        found.append((None, stage.mtp * _end_bytes(model, setting, _AROUND_MODULE[setting.stack == "moefold"]), 0))
+        found.append((ahead, stage.mtp * kept_by(ahead, model.dim, setting).total, stage.mtp))
+        found.append((None, stage.mtp * _end_bytes(model, setting, _AROUND_MODULE[setting.framework == "moefold"]), 0))
     if stage.head:
-        found.append((None, _end_bytes(model, setting, _AROUND_HEAD[setting.stack == "moefold"]), 0))
+        found.append((None, _end_bytes(model, setting, _AROUND_HEAD[setting.framework == "moefold"]), 0))
     return tuple(found)
 
 
@@ -159,45 +159,45 @@ _AROUND_HEAD, _AROUND_MODULE = (2, 4), (5, 16)
 
 def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
     tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
-    return tensors * model.width * tokens * setting.word
+    return tensors * model.dim * tokens * setting.word
 
 
 # ---- what is alive ----
 
 
-def _fullest_moment(job: Job, rank: int, sizes: tuple[float, ...]) -> tuple[Moment, float]:
+def _fullest_moment(workload: Workload, rank: int, sizes: tuple[float, ...]) -> tuple[Moment, float]:
     """And the bytes that are alive then."""
-    cuts = job.cuts
+    degrees = workload.degrees
     best: tuple[Moment, float] = ((), -1.0)
-    for moment in moments(cuts.schedule, cuts.pp, cuts.vpp, job.batch.microbatches)[rank]:
+    for moment in moments(degrees.schedule, degrees.pp, degrees.vpp, workload.batch.microbatches)[rank]:
         alive = sum([count * size for count, size in zip(moment, sizes)])
         if alive > best[1]:
             best = moment, alive
     return best
 
 
-def _activation_lines(job: Job, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
+def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
     """One line per kind of layer."""
-    tokens = job.batch.tokens / job.cuts.cp
-    moment, _ = _fullest_moment(job, rank, shape.stage_bytes(tokens))
+    tokens = workload.batch.tokens / workload.degrees.cp
+    moment, _ = _fullest_moment(workload, rank, shape.stage_bytes(tokens))
     sizes: dict[Layer | None, float] = {}
     layers: dict[Layer | None, int] = {}
     for parts, live in zip(shape.parts, moment):
         for layer, size, count in parts:
             sizes[layer] = sizes.get(layer, 0.0) + live * size * tokens
             layers[layer] = layers.get(layer, 0) + live * count
-    lines = _pair_lines(job, shape, tokens) + _copy_lines(shape, moment)
+    lines = _pair_lines(workload, shape, tokens) + _copy_lines(shape, moment)
     for layer, size in sizes.items():
         if layer is None:
             lines.append(MemoryLine("activations", "around the head", size, "norms and joined inputs"))
         elif size:
-            why = _why_kept(job, layer, layers[layer], moment, setting)
+            why = _why_kept(workload, layer, layers[layer], moment, setting)
             lines.append(MemoryLine("activations", _name_of(layer), size, why))
     return lines
 
 
-def _why_kept(job: Job, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:
-    kept, tokens = kept_by(layer, job.model.width, setting), job.batch.tokens / job.cuts.cp
+def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:
+    kept, tokens = kept_by(layer, workload.model.dim, setting), workload.batch.tokens / workload.degrees.cp
     why = (
         f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment))}), "
         f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"
@@ -205,9 +205,9 @@ def _why_kept(job: Job, layer: Layer, layers: int, moment: Moment, setting: Sett
     return f"{why}; {kept.again:,.0f} more are computed again or wait in the host's memory" if kept.again else why
 
 
-def _pair_lines(job: Job, shape: _RankShape, tokens: float) -> list[MemoryLine]:
+def _pair_lines(workload: Workload, shape: _RankShape, tokens: float) -> list[MemoryLine]:
     """Where a forward runs beside a backward, both have activations; the one fills faster than the other frees."""
-    if not job.options.ep_overlap or SCHEDULES[job.cuts.schedule].overlaps:
+    if not workload.options.ep_overlap or SCHEDULES[workload.degrees.schedule].overlaps:
         return []
     size = PAIR_SHARE * max(shape.token_bytes) * tokens
     why = f"{PAIR_SHARE:.0%} of one more microbatch"

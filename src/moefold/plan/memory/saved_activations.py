@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
-from moefold.plan.workload import Format, Job, Recomputed
+from moefold.plan.workload import Format, Recomputed, Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
 Cut = Literal["tokens", "whole", "heads", "rows", "columns"]
@@ -104,7 +104,7 @@ class Saved:
 class Setting:
     """All of a job that decides what a layer keeps."""
 
-    stack: str
+    framework: str
     format: Format
     tp: int
     etp: int
@@ -150,9 +150,9 @@ class Kept:
     saved: tuple[tuple[str, float], ...]
 
 
-def setting_of(job: Job) -> Setting:
+def setting_of(workload: Workload) -> Setting:
     """The same for all layers of a job."""
-    options, cuts = job.options, job.cuts
+    options, degrees = workload.options, workload.degrees
     on = []
     if options.flash:
         on.append("flash")
@@ -162,25 +162,25 @@ def setting_of(job: Job) -> Setting:
         on.append("dropout")
     if options.sequence_parallel:
         on.append("sequence_parallel")
-    if cuts.cp > 1:
+    if degrees.cp > 1:
         on.append("context_parallel")
-    if cuts.tp > 1:
+    if degrees.tp > 1:
         on.append("tensor_parallel")
-    if job.numbers.format == "nvfp4" and options.recompute >= {"norms", "activation"}:
+    if workload.dtypes.format == "nvfp4" and options.recompute >= {"norms", "activation"}:
         on.append("own_products")
-    if options.stack == "moefold":
+    if options.framework == "moefold":
         on += [f"{phase} again" for phase in options.recompute]
         on.append(options.dispatcher)
-    away = options.offloaded_layers * cuts.pp / max(1, len(job.model.layers))
+    away = options.offloaded_layers * degrees.pp / max(1, len(workload.model.layers))
     return Setting(
-        stack=options.stack,
-        format=job.numbers.format,
-        tp=cuts.tp,
-        etp=cuts.etp,
+        framework=options.framework,
+        format=workload.dtypes.format,
+        tp=degrees.tp,
+        etp=degrees.etp,
         recompute=options.recompute,
         offloaded=options.offloaded,
-        length=job.batch.seq_len,
-        sequences=job.batch.sequences if options.stack == "moefold" else 1,
+        length=workload.batch.seq_len,
+        sequences=workload.batch.sequences if options.framework == "moefold" else 1,
         imbalance=options.imbalance,
         offloaded_share=min(1.0, away),
         on=frozenset(on),
@@ -188,7 +188,7 @@ def setting_of(job: Job) -> Setting:
 
 
 @lru_cache(maxsize=10_000)
-def sizes_of(layer: Layer, width: int, length: int, sequences: int = 1) -> Sizes:
+def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
     """The layer's sizes under the names that rows use."""
     found: dict[str, float] = {}
     a, feed = layer.mixer, layer.feed
@@ -213,13 +213,13 @@ def sizes_of(layer: Layer, width: int, length: int, sequences: int = 1) -> Sizes
         # One state per head and block of 256 tokens.
         found |= {"heads": a.heads, "states": inner * a.state / 256}
     if isinstance(feed, Dense):
-        found |= {"up": (1 + feed.gated) * feed.width, "hidden": feed.width}
+        found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim}
     elif isinstance(feed, Mixture):
-        found |= {"up": (1 + feed.gated) * feed.width, "hidden": feed.width, "experts": feed.experts}
-        found |= {"top_k": feed.top_k, "travel": feed.latent or width, "biased": feed.biased * (feed.latent or width)}
-        found |= {"clamped": feed.clamped * feed.width}
-        found |= {"shared": feed.shared_width, "shared_up": (1 + feed.gated) * feed.shared_width}
-    return Sizes(width, length, **found)  # type: ignore[arg-type]
+        found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim, "experts": feed.experts}
+        found |= {"top_k": feed.top_k, "travel": feed.latent or dim, "biased": feed.biased * (feed.latent or dim)}
+        found |= {"clamped": feed.clamped * feed.dim}
+        found |= {"shared": feed.shared_hidden_dim, "shared_up": (1 + feed.gated) * feed.shared_hidden_dim}
+    return Sizes(dim, length, **found)  # type: ignore[arg-type]
 
 
 def parts_of(layer: Layer) -> tuple[Part, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saved_activations import OPERAND_BYTES
 from moefold.plan.shape import Attention, Dense, Mixture
-from moefold.plan.workload import Format, Job, Options, Recomputed
+from moefold.plan.workload import Format, Options, Recomputed, Workload
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")
 _PARTS: tuple[Recomputed, ...] = ("norms", "activation", "mla_up", "core_attention", "feed_forward", "experts", "full")
@@ -34,45 +34,48 @@ class Saving:
     """A choice that this job has not made, and the bytes it would free on the fullest rank."""
 
     name: str
-    job: Job
+    workload: Workload
     bytes: float
 
 
-def savings(job: Job) -> tuple[Saving, ...]:
+def savings(workload: Workload) -> tuple[Saving, ...]:
     """Those that save anything, the largest first."""
-    now = predict_memory(job).total
-    found = [Saving(name, changed, now - predict_memory(changed).total) for name, changed in _choices(job)]
+    now = predict_memory(workload).total
+    found = [Saving(name, changed, now - predict_memory(changed).total) for name, changed in _choices(workload)]
     return tuple(sorted((one for one in found if one.bytes > 0), key=lambda one: -one.bytes))
 
 
-def _choices(job: Job) -> Iterator[tuple[str, Job]]:
-    options, own = job.options, job.options.stack == "moefold"
-    for kind in _recomputed(job):
-        yield _NAMES[kind], _with(job, recompute=options.recompute | {kind})
-    if not options.weighted_inside and job.model.is_mixture:
-        yield "weigh inside the experts' activation", _with(job, weighted_inside=True)
+def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    options, own = workload.options, workload.options.framework == "moefold"
+    for kind in _recomputed(workload):
+        yield _NAMES[kind], _with(workload, recompute=options.recompute | {kind})
+    if not options.weighted_inside and workload.model.is_mixture:
+        yield "weigh inside the experts' activation", _with(workload, weighted_inside=True)
     if own:
         return
     for name, what in _AWAY.items():
-        if job.model.is_mixture and name not in options.offloaded:
-            yield f"offload {what}", _with(job, offloaded=options.offloaded | {name})
+        if workload.model.is_mixture and name not in options.offloaded:
+            yield f"offload {what}", _with(workload, offloaded=options.offloaded | {name})
     if not options.optimizer_on_host:
-        yield "hold optimizer states in the host's memory", _with(job, optimizer_on_host=True)
-    if job.numbers.moments_bytes > 4:
-        yield "hold moments in 16 bits", replace(job, numbers=replace(job.numbers, moments_bytes=4.0))
-    if job.cluster.gpu.fp8_tflops and OPERAND_BYTES[job.numbers.format] == 2:
-        narrow: Format = "mxfp8" if job.cluster.gpu.fp4_tflops else "fp8_tensor"
-        yield f"compute in {narrow}", replace(job, numbers=replace(job.numbers, format=narrow, weight_bytes=1.0))
+        yield "hold optimizer states in the host's memory", _with(workload, optimizer_on_host=True)
+    if workload.dtypes.moments_bytes > 4:
+        yield "hold moments in 16 bits", replace(workload, dtypes=replace(workload.dtypes, moments_bytes=4.0))
+    if workload.cluster.gpu.fp8_tflops and OPERAND_BYTES[workload.dtypes.format] == 2:
+        narrow: Format = "mxfp8" if workload.cluster.gpu.fp4_tflops else "fp8_tensor"
+        yield (
+            f"compute in {narrow}",
+            replace(workload, dtypes=replace(workload.dtypes, format=narrow, weight_bytes=1.0)),
+        )
 
 
-def _with(job: Job, **changes: object) -> Job:
-    options: Options = replace(job.options, **changes)  # type: ignore[arg-type]
-    return replace(job, options=options)
+def _with(workload: Workload, **changes: object) -> Workload:
+    options: Options = replace(workload.options, **changes)  # type: ignore[arg-type]
+    return replace(workload, options=options)
 
 
-def _recomputed(job: Job) -> Iterator[Recomputed]:
+def _recomputed(workload: Workload) -> Iterator[Recomputed]:
     """Kinds that this program has, this model has something of, and this job does not compute again already."""
-    options, layers = job.options, job.model.layers
+    options, layers = workload.options, workload.model.layers
     if "full" in options.recompute:
         return
     mixtures = any(isinstance(layer.feed, Mixture) for layer in layers)
@@ -83,6 +86,6 @@ def _recomputed(job: Job) -> Iterator[Recomputed]:
         "mla_up": any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in layers),
         "core_attention": not options.flash,
     }
-    for kind in _OWN if options.stack == "moefold" else _PARTS:
+    for kind in _OWN if options.framework == "moefold" else _PARTS:
         if has.get(kind, True) and kind not in options.recompute:
             yield kind

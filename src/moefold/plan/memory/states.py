@@ -19,7 +19,7 @@ from moefold.plan.prediction import MemoryLine
 from moefold.plan.shape import Layer, Mixture, ModelShape
 from moefold.plan.shape_params import Parameters, layer_parameters
 from moefold.plan.stage_contents import Contents
-from moefold.plan.workload import Cuts, Job
+from moefold.plan.workload import ParallelDegrees, Workload
 from moefold.units import format_bytes
 
 # Vocabularies are padded to a multiple of this times the tensor-parallel size.
@@ -47,9 +47,9 @@ class RankWeights:
         return self.dense + self.experts
 
 
-def rank_weights(model: ModelShape, stages: tuple[Contents, ...], cuts: tuple[int, int, int]) -> RankWeights:
-    """``stages``: what the rank holds; ``cuts``: tp, ep and etp."""
-    tp, ep, etp = cuts
+def rank_weights(model: ModelShape, stages: tuple[Contents, ...], degrees: tuple[int, int, int]) -> RankWeights:
+    """``stages``: what the rank holds; ``degrees``: tp, ep and etp."""
+    tp, ep, etp = degrees
     dense = experts = different = 0.0
     largest = (0.0, 0.0)
     kinds: dict[Layer, int] = {}
@@ -58,16 +58,16 @@ def rank_weights(model: ModelShape, stages: tuple[Contents, ...], cuts: tuple[in
             kinds[layer] = kinds.get(layer, 0) + count
         if stage.mtp:
             kinds[model.layers[-1]] = kinds.get(model.layers[-1], 0) + stage.mtp
-            dense += stage.mtp * 2 * model.width**2 / tp
+            dense += stage.mtp * 2 * model.dim**2 / tp
     for layer, count in kinds.items():
-        held = layer_parameters(layer, model.width)
+        held = layer_parameters(layer, model.dim)
         local = held.dense / tp + held.whole, held.experts / (ep * etp)
         dense += count * local[0]
         experts += count * local[1]
         largest = max(largest, (sum(local), local[1]))
         different += local[0] + _one_expert(layer, held) / etp
     inside = dense + experts
-    ends = _ends(model, stages) * padded_vocab(model.vocab, tp) * model.width / tp
+    ends = _ends(model, stages) * padded_vocab(model.vocab, tp) * model.dim / tp
     return RankWeights(dense + ends, experts, inside, *largest, ends, different)
 
 
@@ -88,38 +88,38 @@ def _one_expert(layer: Layer, held: Parameters) -> float:
     return held.experts / layer.feed.experts if isinstance(layer.feed, Mixture) else 0.0
 
 
-def shards(cuts: Cuts) -> tuple[int, int]:
+def shards(degrees: ParallelDegrees) -> tuple[int, int]:
     """Over how many ranks dense parameters are cut, and experts."""
-    dense = max(1, cuts.dp * cuts.cp // cuts.replicate)
-    return dense, max(1, cuts.edp // cuts.replicate if cuts.edp > 1 else 1)
+    dense = max(1, degrees.dp * degrees.cp // degrees.replicate)
+    return dense, max(1, degrees.edp // degrees.replicate if degrees.edp > 1 else 1)
 
 
-def state_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
+def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     """Weights, gradients and optimizer states of one pipeline rank."""
-    numbers, mode = job.numbers, job.cuts.sharding
-    dense, experts = shards(job.cuts)
+    dtypes, mode = workload.dtypes, workload.degrees.sharding
+    dense, experts = shards(workload.degrees)
     cut = held.dense / dense + held.experts / experts
     say = _Words(held, cut, dense, experts)
     weights = cut if mode == "zero3" else held.total
     # Where weights are gathered once for all microbatches, gradients are whole until the last.
-    gradients = held.total if mode in GRADIENT_WHOLE or gathers_once(job) else cut
-    if job.options.stack == "moefold" and job.batch.microbatches == 1 and not gathers_once(job):
+    gradients = held.total if mode in GRADIENT_WHOLE or reshard_per_step(workload) else cut
+    if workload.options.framework == "moefold" and workload.batch.microbatches == 1 and not reshard_per_step(workload):
         # The only microbatch's activations go as gradients come.
         gradients = 0.0
     states = held.total if mode == "none" else cut
     lines = [
-        MemoryLine("weights", "weights", weights * numbers.weight_bytes, say.why(weights, numbers.weight_bytes)),
+        MemoryLine("weights", "weights", weights * dtypes.weight_bytes, say.why(weights, dtypes.weight_bytes)),
         MemoryLine(
-            "gradients", "gradients", gradients * numbers.gradient_bytes, say.why(gradients, numbers.gradient_bytes)
+            "gradients", "gradients", gradients * dtypes.gradient_bytes, say.why(gradients, dtypes.gradient_bytes)
         ),
     ]
-    if not job.options.optimizer_on_host:
-        if numbers.master_bytes:
-            size = states * numbers.master_bytes
-            lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, numbers.master_bytes)))
-        size = states * numbers.moments_bytes
-        lines.append(MemoryLine("optimizer", "moments", size, say.why(states, numbers.moments_bytes)))
-    return lines + _narrow_copies(job, held, cut)
+    if not workload.options.optimizer_on_host:
+        if dtypes.master_bytes:
+            size = states * dtypes.master_bytes
+            lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, dtypes.master_bytes)))
+        size = states * dtypes.moments_bytes
+        lines.append(MemoryLine("optimizer", "moments", size, say.why(states, dtypes.moments_bytes)))
+    return lines + _narrow_copies(workload, held, cut)
 
 
 @dataclass(frozen=True)
@@ -141,37 +141,37 @@ class _Words:
         return f"{what}, {each:g} bytes each"
 
 
-def _narrow_copies(job: Job, held: RankWeights, cut: float) -> list[MemoryLine]:
+def _narrow_copies(workload: Workload, held: RankWeights, cut: float) -> list[MemoryLine]:
     """FP8 copies that live for the whole step, so that every microbatch reads the same."""
-    format = job.numbers.format
-    if job.options.stack != "megatron" or not (format.startswith("fp8") or format in ("mxfp8", "nvfp4")):
+    format = workload.dtypes.format
+    if workload.options.framework != "megatron" or not (format.startswith("fp8") or format in ("mxfp8", "nvfp4")):
         return []
     each = 0.5625 if format == "nvfp4" else 1.0
     # Scales along rows and along columns differ, and Hopper reads one order of elements alone: both are kept.
-    both = format in ("mxfp8", "nvfp4", "fp8_block") or job.cluster.gpu.architecture == "sm90"
-    copies = each * (2 if both else 1) - (1.0 if job.numbers.weight_bytes == 1.0 else 0.0)
-    if copies <= 0 or job.cuts.sharding == "zero3":
+    both = format in ("mxfp8", "nvfp4", "fp8_block") or workload.cluster.gpu.architecture == "sm90"
+    copies = each * (2 if both else 1) - (1.0 if workload.dtypes.weight_bytes == 1.0 else 0.0)
+    if copies <= 0 or workload.degrees.sharding == "zero3":
         return []
     why = f"{held.in_layers / 1e9:.3f}B parameters of matrices, {copies:g} bytes each beside the weights"
     return [MemoryLine("weights", f"{format} copies", held.in_layers * copies, why)]
 
 
-def gathers_once(job: Job) -> bool:
+def reshard_per_step(workload: Workload) -> bool:
     """Every microbatch would gather again: in a pipeline weights stay whole for the step."""
-    if job.options.stack == "moefold" and (job.options.ep_overlap or job.options.delay_wgrad):
+    if workload.options.framework == "moefold" and (workload.options.ep_overlap or workload.options.delay_wgrad):
         return True
-    return job.cuts.sharding == "zero3" and job.cuts.pp * job.cuts.vpp > 1
+    return workload.degrees.sharding == "zero3" and workload.degrees.pp * workload.degrees.vpp > 1
 
 
-def gathered_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
+def gathered_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     """zero3: weights that are whole while they are used."""
-    over = shards(job.cuts)
-    if job.cuts.sharding != "zero3" or max(over) == 1:
+    over = shards(workload.degrees)
+    if workload.degrees.sharding != "zero3" or max(over) == 1:
         return []
-    if job.options.stack == "moefold":
-        return _gathered_by_moefold(job, held, over)
-    word = 4.0 if job.numbers.format == "float32" else 2.0
-    if gathers_once(job):
+    if workload.options.framework == "moefold":
+        return _gathered_by_moefold(workload, held, over)
+    word = 4.0 if workload.dtypes.format == "float32" else 2.0
+    if reshard_per_step(workload):
         why = f"{held.total / 1e9:.3f}B parameters, whole for the step, {word:g} bytes each"
         return [MemoryLine("buffers", "gathered weights", held.total * word, why)]
     two = 2 * held.layer * word
@@ -184,23 +184,25 @@ def gathered_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
     return lines
 
 
-def _gathered_by_moefold(job: Job, held: RankWeights, over: tuple[int, int]) -> list[MemoryLine]:
+def _gathered_by_moefold(workload: Workload, held: RankWeights, over: tuple[int, int]) -> list[MemoryLine]:
     """In the parameters' own format, and only what has other holders: the step's in a pipeline, else one layer."""
     dense, experts = (
-        (held.dense, held.experts) if gathers_once(job) else (held.layer - held.layer_experts, held.layer_experts)
+        (held.dense, held.experts)
+        if reshard_per_step(workload)
+        else (held.layer - held.layer_experts, held.layer_experts)
     )
-    if not gathers_once(job):
+    if not reshard_per_step(workload):
         dense += held.ends
     size = dense * (over[0] > 1) + experts * (over[1] > 1)
-    until = "for the step" if gathers_once(job) else "embedding, head and one layer"
-    why = f"{size / 1e9:.3f}B parameters whole, {until}, {job.numbers.weight_bytes:g} bytes each"
-    return [MemoryLine("buffers", "gathered weights", size * job.numbers.weight_bytes, why)]
+    until = "for the step" if reshard_per_step(workload) else "embedding, head and one layer"
+    why = f"{size / 1e9:.3f}B parameters whole, {until}, {workload.dtypes.weight_bytes:g} bytes each"
+    return [MemoryLine("buffers", "gathered weights", size * workload.dtypes.weight_bytes, why)]
 
 
-def under_way_lines(job: Job, held: RankWeights) -> list[MemoryLine]:
+def under_way_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     """zero3: gradients of the layer that just went backward, as computed and as summed."""
-    if job.cuts.sharding != "zero3" or max(shards(job.cuts)) == 1 or gathers_once(job):
+    if workload.degrees.sharding != "zero3" or max(shards(workload.degrees)) == 1 or reshard_per_step(workload):
         return []
-    word = 4.0 if job.numbers.format == "float32" else 2.0
+    word = 4.0 if workload.dtypes.format == "float32" else 2.0
     why = f"one layer of {held.layer / 1e9:.3f}B parameters, as computed and as summed"
-    return [MemoryLine("buffers", "gradients under way", held.layer * (word + job.numbers.gradient_bytes), why)]
+    return [MemoryLine("buffers", "gradients under way", held.layer * (word + workload.dtypes.gradient_bytes), why)]

@@ -14,7 +14,7 @@ from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import Contents
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 # Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both are
 # there. Else Megatron has
@@ -25,63 +25,67 @@ FUSED_LOSS, COMPILED_LOSS, MEGATRON_LOSS, PLAIN_LOSS = 2.0, 4.0, 8.0, 14.0
 HIDDEN_AT_LOSS = 6
 
 
-def workspace_lines(job: Job, stages: tuple[Contents, ...], held: RankWeights, setting: Setting) -> list[MemoryLine]:
+def workspace_lines(
+    workload: Workload, stages: tuple[Contents, ...], held: RankWeights, setting: Setting
+) -> list[MemoryLine]:
     """Buffers, and the larger of the two moments."""
-    if job.options.stack == "moefold":
-        return own_workspace(job, stages, held)
-    lines = _unused_gradients(job, held) + _answer_lines(job, stages)
-    loss = _loss_lines(job, stages)
-    layer = _layer_lines(job, stages, setting) + under_way_lines(job, held)
+    if workload.options.framework == "moefold":
+        return own_workspace(workload, stages, held)
+    lines = _unused_gradients(workload, held) + _answer_lines(workload, stages)
+    loss = _loss_lines(workload, stages)
+    layer = _layer_lines(workload, stages, setting) + under_way_lines(workload, held)
     return lines + max(loss, layer, key=lambda some: sum(line.bytes for line in some))
 
 
-def _unused_gradients(job: Job, held: RankWeights) -> list[MemoryLine]:
-    if job.options.stack != "megatron" or job.cuts.sharding == "zero3":
+def _unused_gradients(workload: Workload, held: RankWeights) -> list[MemoryLine]:
+    if workload.options.framework != "megatron" or workload.degrees.sharding == "zero3":
         return []
     why = f"one gradient per shape of matrix, {held.different / 1e9:.3f}B elements of 2 bytes"
     return [MemoryLine("buffers", "gradients for autograd", held.different * 2.0, why)]
 
 
-def _loss_lines(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+def _loss_lines(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
     if not any(stage.head for stage in stages):
         return []
-    model, tp, tokens = job.model, job.cuts.tp, job.batch.tokens / job.cuts.cp
+    model, tp, tokens = workload.model, workload.degrees.tp, workload.batch.tokens / workload.degrees.cp
     vocab = padded_vocab(model.vocab, tp) / tp
     heads = 1 + sum(stage.mtp for stage in stages)
-    each = loss_bytes(job)
-    word = 4.0 if job.numbers.format == "float32" else 2.0
+    each = loss_bytes(workload)
+    word = 4.0 if workload.dtypes.format == "float32" else 2.0
     logits = tokens * vocab * (each + FUSED_LOSS * (heads - 1))
-    hidden = HIDDEN_AT_LOSS * tokens * model.width * word
+    hidden = HIDDEN_AT_LOSS * tokens * model.dim * word
     return [
         MemoryLine(
             "buffers", "logits and loss", logits, f"{tokens:,.0f} tokens of {vocab:,.0f} logits, {each:g} bytes each"
         ),
         MemoryLine(
-            "buffers", "hidden states at the head", hidden, f"{HIDDEN_AT_LOSS} times {tokens:,.0f} x {model.width}"
+            "buffers", "hidden states at the head", hidden, f"{HIDDEN_AT_LOSS} times {tokens:,.0f} x {model.dim}"
         ),
         MemoryLine(
             "buffers",
             "the head's weight gradient",
-            vocab * model.width * word,
-            f"{vocab:,.0f} x {model.width}, before it is added up",
+            vocab * model.dim * word,
+            f"{vocab:,.0f} x {model.dim}, before it is added up",
         ),
     ]
 
 
-def loss_bytes(job: Job) -> float:
+def loss_bytes(workload: Workload) -> float:
     """Bytes per logit at the most."""
-    megatron = job.options.stack in ("megatron", "deepspeed")
-    if job.options.fused_loss:
+    megatron = workload.options.framework in ("megatron", "deepspeed")
+    if workload.options.fused_loss:
         return FUSED_LOSS if megatron else COMPILED_LOSS
     return MEGATRON_LOSS if megatron else PLAIN_LOSS
 
 
-def _layer_lines(job: Job, stages: tuple[Contents, ...], setting: Setting) -> list[MemoryLine]:
-    tokens = job.batch.tokens / job.cuts.cp
+def _layer_lines(workload: Workload, stages: tuple[Contents, ...], setting: Setting) -> list[MemoryLine]:
+    tokens = workload.batch.tokens / workload.degrees.cp
     kinds = {layer for stage in stages for layer, _ in stage.layers}
     if not kinds:
         return []
-    kept = max((kept_by(layer, job.model.width, setting) for layer in kinds), key=lambda one: one.again + one.backward)
+    kept = max(
+        (kept_by(layer, workload.model.dim, setting) for layer in kinds), key=lambda one: one.again + one.backward
+    )
     lines = [
         MemoryLine(
             "buffers",
@@ -99,11 +103,11 @@ def _layer_lines(job: Job, stages: tuple[Contents, ...], setting: Setting) -> li
     return lines
 
 
-def _answer_lines(job: Job, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+def _answer_lines(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
     """torch's pipeline keeps what the last stage gave for every microbatch until the step ends."""
-    if job.options.stack != "fsdp2" or job.cuts.pp == 1 or not any(stage.head for stage in stages):
+    if workload.options.framework != "fsdp2" or workload.degrees.pp == 1 or not any(stage.head for stage in stages):
         return []
-    model, cuts, batch = job.model, job.cuts, job.batch
-    logits = batch.tokens / cuts.cp * padded_vocab(model.vocab, cuts.tp) / cuts.tp
+    model, degrees, batch = workload.model, workload.degrees, workload.batch
+    logits = batch.tokens / degrees.cp * padded_vocab(model.vocab, degrees.tp) / degrees.tp
     why = f"{batch.microbatches} microbatches of {logits:,.0f} logits of 2 bytes"
     return [MemoryLine("buffers", "logits of all microbatches", batch.microbatches * logits * 2.0, why)]

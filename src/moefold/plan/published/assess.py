@@ -19,7 +19,7 @@ import numpy as np
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.published.fit import Fit, Progress, fit, left_out
 from moefold.plan.published.measured_memory import measured_bytes
-from moefold.plan.published.points import Point, points_of, published_job, read_records
+from moefold.plan.published.points import Point, points_of, published_workload, read_records
 from moefold.plan.published.records import Record
 from moefold.plan.published.score import RankScore, SetScore, rank_score, set_score
 from moefold.plan.timing.constants import CURRENT
@@ -72,10 +72,10 @@ def assess(folder: Path, progress: Progress) -> Assessment:
         for name, chosen in _read(folder / "score_sets.json").items()
     ]
     intervals, covered = _intervals(points, errors)
-    fits = {point.id: predict_memory(point.job).fits for point in points}
+    fits = {point.id: predict_memory(point.workload).fits for point in points}
     # A fact without the number of cards or the length of sequences says nothing that could be held against it.
     facts = [fact for fact in facts if fact.get("num_gpus") and fact.get("seq_len")]
-    fits |= {fact["id"]: predict_memory(published_job(fact)).fits for fact in facts}
+    fits |= {fact["id"]: predict_memory(published_workload(fact)).fits for fact in facts}
     return Assessment(
         records=by_id,
         points=tuple(points),
@@ -126,7 +126,8 @@ def _errors(points: list[Point], fitted: Fit, group_of: Callable[[Point], str], 
 def _memory_errors(records: list[Record]) -> dict[str, float]:
     known = [record for record in records if (record.get("use") or {}).get("memory") and measured_memory(record)]
     return {
-        record["id"]: measured_bytes(record, published_job(record)) / measured_memory(record) - 1 for record in known
+        record["id"]: measured_bytes(record, published_workload(record)) / measured_memory(record) - 1
+        for record in known
     }
 
 
@@ -142,7 +143,7 @@ def _ranks(folder: Path, records: Mapping[str, Record], errors: Mapping[str, flo
 
 
 def _kind(point: Point) -> str:
-    return "mixture" if point.job.model.is_mixture else "dense"
+    return "mixture" if point.workload.model.is_mixture else "dense"
 
 
 def _intervals(points: list[Point], errors: Mapping[str, float]) -> tuple[dict[str, tuple[float, float]], float]:

@@ -60,7 +60,7 @@ def constants_of(theta: Vector) -> Constants:
 
 def log_seconds(points: Sequence[Point], theta: Vector) -> Vector:
     constants = constants_of(theta)
-    return np.log([step_time(point.job, constants).total for point in points])
+    return np.log([step_time(point.workload, constants).total for point in points])
 
 
 def fit(points: Sequence[Point], progress: Progress, iterations: int = 6, start: Vector | None = None) -> Fit:

@@ -14,23 +14,23 @@ from typing import Any
 
 from moefold.errors import MoefoldError
 from moefold.plan.published.record_details import completed, with_details
-from moefold.plan.published.records import Record, job_of_record
-from moefold.plan.workload import Job
+from moefold.plan.published.records import Record, workload_of_record
+from moefold.plan.workload import Workload
 
 
 @dataclass(frozen=True)
 class Point:
     id: str
-    job: Job
+    workload: Workload
     seconds: float
     leak_group: str
     gpu: str
     family: str
 
 
-def published_job(record: Record) -> Job:
+def published_workload(record: Record) -> Workload:
     """The job of a record, with what its source leaves unsaid filled in."""
-    return with_details(record, job_of_record(completed(record)))
+    return with_details(record, workload_of_record(completed(record)))
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -50,7 +50,7 @@ def _point(record: Record) -> Point:
     target: dict[str, Any] = record["target"]
     return Point(
         id=record["id"],
-        job=published_job(record),
+        workload=published_workload(record),
         seconds=float(target["step_time_s"]),
         leak_group=record["leak_group"],
         gpu=record["hardware"]["gpu"],

@@ -15,7 +15,7 @@ from moefold.errors import MoefoldError
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.published.measured_memory import memory_of_record
-from moefold.plan.published.points import published_job
+from moefold.plan.published.points import published_workload
 
 GIB = 2**30
 
@@ -60,7 +60,7 @@ def _answer(line: str, place: str) -> dict[str, Any] | Unread:
         made: dict[str, Any] = {"id": name}
         if record.get("gbs"):
             # Memory depends on how many microbatches are alive, time on how many there are.
-            made = prediction_line(name, predict(published_job(record)))
+            made = prediction_line(name, predict(published_workload(record)))
         return {**made, "memory_gib": measured / GIB, "fits": fits}
     except MoefoldError as error:
         return Unread(name, str(error))

@@ -13,7 +13,7 @@ from typing import Any
 
 from moefold.blueprint.stages import unfolded
 from moefold.plan.shape import Attention
-from moefold.plan.workload import Cuts, Job, Numbers, Options
+from moefold.plan.workload import Dtypes, Options, ParallelDegrees, Workload
 
 Record = Mapping[str, Any]
 
@@ -73,28 +73,30 @@ def _completed_model(model: Record) -> dict[str, Any]:
     return made
 
 
-def with_details(record: Record, job: Job) -> Job:
-    """The job with what its program does untold."""
+def with_details(record: Record, workload: Workload) -> Workload:
+    """The job with what its program does no_action_callback."""
     flags = record.get("flags") or {}
     options = replace(
-        job.options,
-        sequence_parallel=_sequence_parallel(record, job.cuts),
+        workload.options,
+        sequence_parallel=_sequence_parallel(record, workload.degrees),
         flash=flags.get("attention_backend") != "unfused",
-        fused_loss=_fused_loss(record, job),
-        dropout=is_test_configuration(record) and not _is_latent(job) and record["model"].get("act") == "gelu",
-        imbalance=MOCK_IMBALANCE if _routes_mock_data(record) else job.options.imbalance,
+        fused_loss=_fused_loss(record, workload),
+        dropout=is_test_configuration(record) and not _is_latent(workload) and record["model"].get("act") == "gelu",
+        imbalance=MOCK_IMBALANCE if _routes_mock_data(record) else workload.options.imbalance,
         offloaded_layers=int(flags.get("cpu_offload_layers") or flags.get("activation_cpu_offload_layers") or 0),
     )
     options = _recomputed(record, options)
-    return replace(job, options=options, numbers=_numbers(record, job), cuts=_cuts(record, job.cuts))
+    return replace(
+        workload, options=options, dtypes=_dtypes(record, workload), degrees=_degrees(record, workload.degrees)
+    )
 
 
-def _cuts(record: Record, cuts: Cuts) -> Cuts:
+def _degrees(record: Record, degrees: ParallelDegrees) -> ParallelDegrees:
     """A stated number of shards counts ranks of dp; ranks of cp share their work."""
     shards = record["parallel"].get("fsdp")
-    if cuts.sharding != "zero3" or not isinstance(shards, int) or shards < 2:
-        return cuts
-    return replace(cuts, replicate=max(1, cuts.dp // shards))
+    if degrees.sharding != "zero3" or not isinstance(shards, int) or shards < 2:
+        return degrees
+    return replace(degrees, replicate=max(1, degrees.dp // shards))
 
 
 def _routes_mock_data(record: Record) -> bool:
@@ -103,26 +105,26 @@ def _routes_mock_data(record: Record) -> bool:
     return bool(record["model"].get("moe") and flags.get("mock_data") and not flags.get("routing"))
 
 
-def _is_latent(job: Job) -> bool:
-    return any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in job.model.layers)
+def _is_latent(workload: Workload) -> bool:
+    return any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in workload.model.layers)
 
 
-def _sequence_parallel(record: Record, cuts: Cuts) -> bool:
+def _sequence_parallel(record: Record, degrees: ParallelDegrees) -> bool:
     stated = (record.get("flags") or {}).get("sequence_parallel")
     if stated is None:
         return not is_test_configuration(record)
     return bool(stated)
 
 
-def _fused_loss(record: Record, job: Job) -> bool:
+def _fused_loss(record: Record, workload: Workload) -> bool:
     """Tuned Megatron runs overwrite the logits, compilers fuse; tests and torchtitan before 2025 do neither."""
     stated = (record.get("flags") or {}).get("cross_entropy_fusion")
     if stated is not None:
         return bool(stated)
-    if job.options.stack == "fsdp2":
+    if workload.options.framework == "fsdp2":
         system = str((record.get("flags") or {}).get("system"))
-        return "AutoModel" in system or (job.options.compiled and job.options.date > 2025.2)
-    return job.options.stack in ("megatron", "jax") and not is_test_configuration(record)
+        return "AutoModel" in system or (workload.options.compiled and workload.options.date > 2025.2)
+    return workload.options.framework in ("megatron", "jax") and not is_test_configuration(record)
 
 
 def _recomputed(record: Record, options: Options) -> Options:
@@ -138,25 +140,25 @@ def _recomputed(record: Record, options: Options) -> Options:
     return options
 
 
-def _numbers(record: Record, job: Job) -> Numbers:
-    numbers, flags = job.numbers, record.get("flags") or {}
+def _dtypes(record: Record, workload: Workload) -> Dtypes:
+    dtypes, flags = workload.dtypes, record.get("flags") or {}
     if flags.get("peft") == "lora":
         # Weights alone; adapters are small.
-        return replace(numbers, gradient_bytes=0.0, master_bytes=0.0, moments_bytes=0.0)
+        return replace(dtypes, gradient_bytes=0.0, master_bytes=0.0, moments_bytes=0.0)
     optimizer = str(flags.get("optimizer") or "")
     if "8bit" in optimizer:
-        numbers = replace(numbers, moments_bytes=2.0)
+        dtypes = replace(dtypes, moments_bytes=2.0)
     if "muon" in optimizer:
-        numbers = replace(numbers, moments_bytes=4.0)
-    if job.options.stack != "megatron" or not _is_tuned(record):
-        return numbers
+        dtypes = replace(dtypes, moments_bytes=4.0)
+    if workload.options.framework != "megatron" or not _is_tuned(record):
+        return dtypes
     # Presets of tuned runs reduce gradients as words, hold weights in eight bits where the format allows, and those of
     # mixtures hold moments as words.
     return replace(
-        numbers,
+        dtypes,
         gradient_bytes=2.0,
-        weight_bytes=1.0 if numbers.format in _NATIVE_FP8 else numbers.weight_bytes,
-        moments_bytes=4.0 if job.model.is_mixture else numbers.moments_bytes,
+        weight_bytes=1.0 if dtypes.format in _NATIVE_FP8 else dtypes.weight_bytes,
+        moments_bytes=4.0 if workload.model.is_mixture else dtypes.moments_bytes,
     )
 
 

@@ -18,16 +18,16 @@ from moefold.hardware.gpu import gpu_named
 from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, Recurrence
 from moefold.plan.workload import (
     Batch,
-    Cuts,
     Dispatcher,
+    Dtypes,
     Format,
+    Framework,
     Graphs,
-    Job,
-    Numbers,
     Options,
+    ParallelDegrees,
     Recomputed,
     Sharding,
-    Stack,
+    Workload,
 )
 
 Record = Mapping[str, Any]
@@ -64,16 +64,16 @@ _DISPATCHERS: dict[str, Dispatcher] = {"hybridep": "hybridep", "alltoall": "all_
 _VOCAB_MULTIPLE = 128
 
 
-def job_of_record(record: Record) -> Job:
+def workload_of_record(record: Record) -> Workload:
     """The job that a record describes."""
-    cuts = _cuts(record)
-    options = _options(record, cuts)
-    return Job(
+    degrees = _degrees(record)
+    options = _options(record, degrees)
+    return Workload(
         model=_model(record["model"]),
         cluster=_cluster(record),
-        cuts=cuts,
-        batch=_batch(record, cuts),
-        numbers=_numbers(record, options),
+        degrees=degrees,
+        batch=_batch(record, degrees),
+        dtypes=_dtypes(record, options),
         options=options,
     )
 
@@ -133,10 +133,10 @@ def _attention(model: Record, window: int) -> Attention:
         )
     if model["attn"] == "dsv4_hybrid":
         # One key and value of the head's width for all heads; tokens look at a window and a few compressed blocks.
-        width = model["qk_nope"] + model["qk_rope"]
-        return Attention(heads, 1, width, width, model["q_lora"], window=model["csa_window"] + model["idx_topk"])
-    width = model.get("head_dim") or model["hidden"] // heads
-    return Attention(heads, model.get("kv_heads") or heads, width, width, window=window)
+        dim = model["qk_nope"] + model["qk_rope"]
+        return Attention(heads, 1, dim, dim, model["q_lora"], window=model["csa_window"] + model["idx_topk"])
+    dim = model.get("head_dim") or model["hidden"] // heads
+    return Attention(heads, model.get("kv_heads") or heads, dim, dim, window=window)
 
 
 def _is_gated(model: Record) -> bool:
@@ -170,7 +170,7 @@ def _world(record: Record) -> int:
     return int((record.get("hardware") or record)["num_gpus"])
 
 
-def _cuts(record: Record) -> Cuts:
+def _degrees(record: Record) -> ParallelDegrees:
     parallel, flags = record["parallel"], record.get("flags") or {}
     tp, cp, pp = (parallel.get(axis) or 1 for axis in ("tp", "cp", "pp"))
     ep = parallel.get("ep") or 1
@@ -188,7 +188,7 @@ def _cuts(record: Record) -> Cuts:
     if pp > 1 and parallel.get("vpp") is None:
         vpp = _virtual(record, stages, pp, dp)
         schedule = "1f1b" if vpp == 1 else "interleaved"
-    return Cuts(tp, cp, pp, vpp, ep, etp, dp, schedule, stages, sharding, _copies(shards, dp * cp))
+    return ParallelDegrees(tp, cp, pp, vpp, ep, etp, dp, schedule, stages, sharding, _copies(shards, dp * cp))
 
 
 def _virtual(record: Record, stages: str | None, pp: int, dp: int) -> int:
@@ -230,16 +230,16 @@ def _sharding(fsdp: object, flags: Record) -> tuple[Sharding, int]:
     return "zero1", 0
 
 
-def _batch(record: Record, cuts: Cuts) -> Batch:
+def _batch(record: Record, degrees: ParallelDegrees) -> Batch:
     sequences = record.get("mbs") or 1
-    microbatches = max(1, round(record["gbs"] / (cuts.dp * sequences)))
+    microbatches = max(1, round(record["gbs"] / (degrees.dp * sequences)))
     return Batch(record["seq_len"], sequences, microbatches)
 
 
 # ---- the program ----
 
 
-def _stack(record: Record) -> Stack:
+def _framework(record: Record) -> Framework:
     system = str((record.get("flags") or {}).get("system") or "")
     if "JAX" in system:
         return "jax"
@@ -248,14 +248,14 @@ def _stack(record: Record) -> Stack:
     return "deepspeed" if "DeepSpeed" in system else "megatron"
 
 
-def _dispatcher(record: Record, cuts: Cuts) -> Dispatcher:
-    if not record["model"]["moe"] or cuts.ep == 1:
+def _dispatcher(record: Record, degrees: ParallelDegrees) -> Dispatcher:
+    if not record["model"]["moe"] or degrees.ep == 1:
         return "local"
     named = str((record.get("flags") or {}).get("dispatcher") or "")
     if named.startswith("deepep"):
         return "deepep"
     domain = (record.get("hardware") or {}).get("nvlink_domain") or 8
-    if not named and _date(record.get("date")) > 2025.6 and (domain > 8 or cuts.ep > domain):
+    if not named and _date(record.get("date")) > 2025.6 and (domain > 8 or degrees.ep > domain):
         # What tuned runs choose on racks, and between nodes, since there is a choice.
         return "hybridep" if domain > 8 else "deepep"
     return _DISPATCHERS.get(named, "all_to_all")
@@ -277,14 +277,14 @@ def _recompute(flags: Record) -> Iterator[Recomputed]:
         yield from _RECOMPUTED.get(name, ())
 
 
-def _options(record: Record, cuts: Cuts) -> Options:
+def _options(record: Record, degrees: ParallelDegrees) -> Options:
     flags = record.get("flags") or {}
     routing = str(flags.get("routing") or "")
     # A run without a forced balance sends its busiest rank more than the mean.
     natural = record["model"]["moe"] and not any(word in routing for word in ("balanced", "drop", "not stated"))
     return Options(
-        stack=_stack(record),
-        dispatcher=_dispatcher(record, cuts),
+        framework=_framework(record),
+        dispatcher=_dispatcher(record, degrees),
         ep_overlap=bool(flags.get("ep_overlap")),
         delay_wgrad=bool(flags.get("delay_wgrad")),
         recompute=frozenset(_recompute(flags)),
@@ -298,7 +298,7 @@ def _options(record: Record, cuts: Cuts) -> Options:
         optimizer_on_host=bool(flags.get("optimizer_offload") or flags.get("optimizer_state_offload")),
         imbalance=1.3 if natural and routing else 1.0,
         drops="drop" in routing and "dropless" not in routing,
-        compiled=bool(flags.get("compile")) or _stack(record) == "jax",
+        compiled=bool(flags.get("compile")) or _framework(record) == "jax",
         date=_date(record.get("date")),
     )
 
@@ -309,7 +309,7 @@ def _tensor_overlap(record: Record, flags: Record) -> bool:
     if stated is not None:
         return bool(stated)
     tuned = not record["model"]["moe"] or "dgxc" in str(record.get("source"))
-    return tuned and _stack(record) == "megatron"
+    return tuned and _framework(record) == "megatron"
 
 
 def _graphs(flags: Record) -> Graphs:
@@ -331,13 +331,13 @@ def _date(text: object) -> float:
     return 2000 + int(found.group(2)) + (month - 1) / 12
 
 
-def _numbers(record: Record, options: Options) -> Numbers:
+def _dtypes(record: Record, options: Options) -> Dtypes:
     flags, precision = record.get("flags") or {}, _FORMATS[record["precision"]]
     arguments = cast("Mapping[str, Any]", flags.get("precision_args") or {})
     gradients = 2.0 if "--grad-reduce-in-bf16" in arguments or flags.get("grad_reduce_in_fp32") is False else 4.0
-    if options.stack in ("fsdp2", "jax"):
+    if options.framework in ("fsdp2", "jax"):
         # Parameters are held once, in float32, and cast where they are used.
-        return Numbers(precision, weight_bytes=4.0, gradient_bytes=4.0, master_bytes=0.0, moments_bytes=8.0)
+        return Dtypes(precision, weight_bytes=4.0, gradient_bytes=4.0, master_bytes=0.0, moments_bytes=8.0)
     moments = 4.0 if flags.get("exp_avg_dtype") == "bf16" or arguments.get("--exp-avg-dtype") == "bf16" else 8.0
     weights = 1.0 if flags.get("fp8_param_gather") and precision != "bf16" else 2.0
-    return Numbers(precision, weights, gradients, 4.0, moments)
+    return Dtypes(precision, weights, gradients, 4.0, moments)

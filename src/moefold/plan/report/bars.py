@@ -38,11 +38,11 @@ def memory_section(prediction: Prediction) -> str:
 
 
 def _ranks(prediction: Prediction) -> Iterator[str]:
-    job, most = prediction.job, _MOST_RANKS
-    held = [memory_at(job, rank) for rank in shown(job.cuts.pp, most) if rank is not None]
+    workload, most = prediction.workload, _MOST_RANKS
+    held = [memory_at(workload, rank) for rank in shown(workload.degrees.pp, most) if rank is not None]
     scale = max(max(each.total for each in held), prediction.memory.capacity) * 1.02
     by_rank = {each.pipeline_rank: each for each in held}
-    for rank in shown(job.cuts.pp, most):
+    for rank in shown(workload.degrees.pp, most):
         if rank is None:
             yield "<span></span><span class=soft>...</span><span class=amount></span>"
         else:

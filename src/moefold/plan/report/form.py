@@ -17,7 +17,7 @@ from moefold.hardware.cluster import cluster_of
 from moefold.hardware.gpu import GPUS
 from moefold.plan.search.proposal import Question
 from moefold.plan.search.space import pinned
-from moefold.plan.workload import Stack
+from moefold.plan.workload import Framework
 from moefold.recipes.catalog import RECIPES, recipe
 
 ANY = "any"
@@ -59,7 +59,7 @@ _NUMBERS: Mapping[str, Number] = {
     "headroom": Number("memory to leave free", 0, 0.5, 0.01, slider=True),
     "mtbf_hours": Number("GPU hours per failure", 1, 1e9),
 }
-_STACKS: tuple[Stack, ...] = ("moefold", "megatron", "fsdp2")
+_FRAMEWORKS: tuple[Framework, ...] = ("moefold", "megatron", "fsdp2")
 
 SCRIPT = """
 const form = document.querySelector('form.ask');
@@ -77,7 +77,7 @@ def values_of(question: Question) -> dict[str, str]:
     values = {
         "run": question.name,
         "gpu": cluster.gpu.name,
-        "stack": question.stack,
+        "framework": question.framework,
         "gpus": str(cluster.num_gpus),
         "domain": str(cluster.domain),
         "nic": f"{cluster.nic_gb_s:g}",
@@ -93,7 +93,7 @@ def values_of(question: Question) -> dict[str, str]:
 
 def question_of_form(values: Mapping[str, str], first: Question) -> Question:
     """The question that these values ask; ``first`` is the one the server was started with."""
-    names = {"run": _runs(first), "gpu": tuple(GPUS), "stack": _STACKS}
+    names = {"run": _runs(first), "gpu": tuple(GPUS), "framework": _FRAMEWORKS}
     problems = [
         Problem(name, f"cannot be {values[name][:40]!r}", f"choose {', '.join(known)}")
         for name, known in names.items()
@@ -119,7 +119,7 @@ def question_of_form(values: Mapping[str, str], first: Question) -> Question:
             domain=int(numbers.get("domain", first.cluster.domain)),
             nic_gb_s=numbers.get("nic", first.cluster.nic_gb_s),
         ),
-        stack=next(stack for stack in _STACKS if stack == values.get("stack", first.stack)),
+        framework=next(framework for framework in _FRAMEWORKS if framework == values.get("framework", first.framework)),
         fixed=",".join(f"{choice}={value}" for choice, value in pins.items()),
         imbalance=numbers.get("imbalance", first.imbalance),
         headroom=numbers.get("headroom", first.headroom),
@@ -131,7 +131,7 @@ def form_html(values: Mapping[str, str], first: Question, problems: Sequence[str
     fields = [
         _select("run", "run", _runs(first), values),
         _select("gpu", "card", tuple(GPUS), values),
-        _select("stack", "program", _STACKS, values),
+        _select("framework", "program", _FRAMEWORKS, values),
         *(_number(name, number, values) for name, number in _NUMBERS.items()),
         *(_select(name, name, (ANY, *known), values) for name, known in _PINS.items()),
         "<button>plan</button>",

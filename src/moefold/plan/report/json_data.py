@@ -9,7 +9,7 @@ from moefold.plan.prediction import Prediction
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import Candidate, described
 from moefold.plan.search.what_if import Answer
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 
 def proposal_data(proposal: Proposal) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "gpus": question.cluster.num_gpus,
         "domain": question.cluster.domain,
         "nic_gb_s": question.cluster.nic_gb_s,
-        "stack": question.stack,
+        "framework": question.framework,
         "chosen": prediction_data(proposal.chosen),
         "runner_up": prediction_data(proposal.runner_up) if proposal.runner_up else None,
         "own": prediction_data(proposal.own) if proposal.own else None,
@@ -46,7 +46,7 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
 def prediction_data(prediction: Prediction) -> dict[str, Any]:
     memory, time = prediction.memory, prediction.time
     return {
-        "layout": layout_data(prediction.job),
+        "layout": layout_data(prediction.workload),
         "step_seconds": time.step_seconds,
         "interval": [time.low, time.high],
         "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
@@ -69,16 +69,16 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def layout_data(job: Job) -> dict[str, Any]:
-    cuts, options = job.cuts, job.options
-    return asdict(cuts) | {
-        "edp": cuts.edp,
-        "micro_batch": job.batch.sequences,
-        "microbatches": job.batch.microbatches,
-        "global_batch": job.batch.sequences * job.batch.microbatches * cuts.dp,
-        "seq_len": job.batch.seq_len,
-        "format": job.numbers.format,
-        "stack": options.stack,
+def layout_data(workload: Workload) -> dict[str, Any]:
+    degrees, options = workload.degrees, workload.options
+    return asdict(degrees) | {
+        "edp": degrees.edp,
+        "micro_batch": workload.batch.sequences,
+        "microbatches": workload.batch.microbatches,
+        "global_batch": workload.batch.sequences * workload.batch.microbatches * degrees.dp,
+        "seq_len": workload.batch.seq_len,
+        "format": workload.dtypes.format,
+        "framework": options.framework,
         "dispatcher": options.dispatcher,
         "ep_overlap": options.ep_overlap,
         "delay_wgrad": options.delay_wgrad,
@@ -90,7 +90,7 @@ def layout_data(job: Job) -> dict[str, Any]:
 def _candidate_data(candidate: Candidate) -> dict[str, Any]:
     return {
         "choice": described(candidate.choice),
-        "layout": layout_data(candidate.job),
+        "layout": layout_data(candidate.workload),
         "step_seconds": candidate.seconds,
         "memory_bytes": candidate.bytes,
     }

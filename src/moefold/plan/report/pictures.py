@@ -122,7 +122,7 @@ def pareto_figure(proposal: Proposal) -> str:
 
 
 def _named(proposal: Proposal) -> list[tuple[str, int, str, Prediction | None]]:
-    own = proposal.own if proposal.own and proposal.own.job != proposal.chosen.job else None
+    own = proposal.own if proposal.own and proposal.own.workload != proposal.chosen.workload else None
     # The chosen one is drawn last, on top.
     return [
         ("your own", 3, "mine", own),

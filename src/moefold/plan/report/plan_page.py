@@ -14,7 +14,7 @@ from moefold.plan.from_run import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.bars import memory_section, time_section
 from moefold.plan.report.pictures import goodput_figure, pareto_figure, timeline_figure
-from moefold.plan.search.candidates import choice_of_job
+from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import described
@@ -36,7 +36,7 @@ def page(proposal: Proposal, form: str = "", script: str = "") -> str:
         memory_section(proposal.chosen),
         _freed(proposal),
         time_section(proposal.chosen),
-        f'<div class="charts" style="margin-top:14px">{timeline_figure(step_timeline(proposal.chosen.job))}</div>',
+        f'<div class="charts" style="margin-top:14px">{timeline_figure(step_timeline(proposal.chosen.workload))}</div>',
         _others(proposal),
         _what_if(proposal),
         _goodput(proposal),
@@ -51,7 +51,7 @@ def _header(proposal: Proposal) -> str:
     cluster = question.cluster
     tone, fits = ("good", "fits") if chosen.memory.fits else ("bad", "does not fit")
     words = (
-        f"domain of {cluster.domain}, {cluster.nic_gb_s:g} GB/s network per GPU, {question.stack}; "
+        f"domain of {cluster.domain}, {cluster.nic_gb_s:g} GB/s network per GPU, {question.framework}; "
         f"global batch {question.run.data.global_batch:,} of {question.run.data.seq_len:,} tokens"
     )
     return (
@@ -81,9 +81,9 @@ def _cards(proposal: Proposal) -> str:
 
 
 def _why(proposal: Proposal) -> str:
-    chosen = described(choice_of_job(proposal.chosen.job))
+    chosen = described(choice_of_workload(proposal.chosen.workload))
     paragraphs = [f"<p><b>{escape(chosen)}</b></p>"]
-    paragraphs += [f"<p>{escape(words)}</p>" for words in (layout_words(proposal.chosen.job), *proposal.reasons)]
+    paragraphs += [f"<p>{escape(words)}</p>" for words in (layout_words(proposal.chosen.workload), *proposal.reasons)]
     if proposal.own_problem:
         paragraphs.append(f'<p class="warn">Your own layout cannot be: {escape(proposal.own_problem)}</p>')
     if proposal.beyond:
@@ -139,7 +139,7 @@ def _others(proposal: Proposal) -> str:
 
 def _compared(proposal: Proposal) -> str:
     named = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up)]
-    if proposal.own is not None and proposal.own.job != proposal.chosen.job:
+    if proposal.own is not None and proposal.own.workload != proposal.chosen.workload:
         named.append(("your own", proposal.own))
     found = [(name, each) for name, each in named if each is not None]
     head = ("", *(name for name, _ in found))
@@ -158,14 +158,19 @@ _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("memory", lambda p: format_bytes(p.memory.total)),
     ("of the card", lambda p: f"{p.memory.total / p.memory.capacity:.0%}"),
     ("wall", lambda p: p.wall),
-    ("tp x cp x pp x vpp", lambda p: f"{p.job.cuts.tp} x {p.job.cuts.cp} x {p.job.cuts.pp} x {p.job.cuts.vpp}"),
-    ("ep x etp, dp", lambda p: f"{p.job.cuts.ep} x {p.job.cuts.etp}, {p.job.cuts.dp}"),
-    ("microbatches", lambda p: f"{p.job.batch.microbatches} of {p.job.batch.sequences}"),
-    ("order", lambda p: p.job.cuts.schedule),
-    ("dispatcher", lambda p: p.job.options.dispatcher),
-    ("format", lambda p: p.job.numbers.format),
-    ("computed twice", lambda p: ", ".join(sorted(p.job.options.recompute)) or "nothing"),
-    ("graphs", lambda p: p.job.options.graphs),
+    (
+        "tp x cp x pp x vpp",
+        lambda p: (
+            f"{p.workload.degrees.tp} x {p.workload.degrees.cp} x {p.workload.degrees.pp} x {p.workload.degrees.vpp}"
+        ),
+    ),
+    ("ep x etp, dp", lambda p: f"{p.workload.degrees.ep} x {p.workload.degrees.etp}, {p.workload.degrees.dp}"),
+    ("microbatches", lambda p: f"{p.workload.batch.microbatches} of {p.workload.batch.sequences}"),
+    ("order", lambda p: p.workload.degrees.schedule),
+    ("dispatcher", lambda p: p.workload.options.dispatcher),
+    ("format", lambda p: p.workload.dtypes.format),
+    ("computed twice", lambda p: ", ".join(sorted(p.workload.options.recompute)) or "nothing"),
+    ("graphs", lambda p: p.workload.options.graphs),
 )
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from moefold.plan.from_run import folded
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import choice_of_job
+from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import seconds
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import described
@@ -47,8 +47,10 @@ def _headline(proposal: Proposal) -> Text:
     cluster = question.cluster
     text = Text()
     text.append(f"{question.name} on {cluster.num_gpus:,} {cluster.gpu.name}", style="bold")
-    text.append(f"  domain {cluster.domain}, {cluster.nic_gb_s:g} GB/s network, {question.stack}\n")
-    text.append(described(choice_of_job(chosen.job)) + "\n", style="bold green" if chosen.memory.fits else "bold red")
+    text.append(f"  domain {cluster.domain}, {cluster.nic_gb_s:g} GB/s network, {question.framework}\n")
+    text.append(
+        described(choice_of_workload(chosen.workload)) + "\n", style="bold green" if chosen.memory.fits else "bold red"
+    )
     time = chosen.time
     text.append(
         f"{seconds(time.step_seconds)} per step (80 % interval {seconds(time.low)} to "
@@ -70,7 +72,7 @@ def _choice_table(proposal: Proposal) -> Table:
     table = _table("", "step", "tokens/s/GPU", "memory", "of card", "wall", "layout")
     rows = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up), ("your own", proposal.own)]
     for name, found in rows:
-        if found is None or (name == "your own" and found.job == proposal.chosen.job):
+        if found is None or (name == "your own" and found.workload == proposal.chosen.workload):
             continue
         table.add_row(
             name,
@@ -79,7 +81,7 @@ def _choice_table(proposal: Proposal) -> Table:
             format_bytes(found.memory.total),
             _share(found),
             found.wall,
-            described(choice_of_job(found.job)),
+            described(choice_of_workload(found.workload)),
         )
     if proposal.own_problem:
         table.add_row("your own", "", "", "", "", "", Text(proposal.own_problem, style="red"))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from moefold.plan.search.space import Recompute, Space
 from moefold.plan.shape import Attention, Dense, Mixture
-from moefold.plan.workload import Batch, Cuts, Dispatcher, Format, Graphs, Job, Sharding
+from moefold.plan.workload import Batch, Dispatcher, Format, Graphs, ParallelDegrees, Sharding, Workload
 from moefold.schedule.names import SCHEDULES
 
 # Where several orders would do, the first of these is meant.
@@ -61,7 +61,7 @@ class Limits:
     # Every size that tensor parallelism cuts, with its name.
     over_tp: tuple[tuple[int, str], ...]
     experts: int
-    expert_widths: tuple[int, ...]
+    expert_hidden_dims: tuple[int, ...]
     # moefold's own rules, on top of those of every program.
     ours: bool
     # The program shards parameters as a matter of course.
@@ -69,29 +69,29 @@ class Limits:
     domain: int
 
 
-def limits_of(job: Job) -> Limits:
-    model = job.model
+def limits_of(workload: Workload) -> Limits:
+    model = workload.model
     mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)}
     feeds = {layer.feed for layer in model.layers}
-    ours = job.options.stack == "moefold"
+    ours = workload.options.framework == "moefold"
     sizes = {(mixer.heads, "heads") for mixer in mixers}
     sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
-    sizes |= {(feed.width, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
+    sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
     mixtures = [feed for feed in feeds if isinstance(feed, Mixture)]
-    sizes |= {(feed.shared_width, "columns of the shared expert") for feed in mixtures}
+    sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in mixtures}
     # Other programs fill the vocabulary up to a multiple.
     sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
     return Limits(
-        world=job.cluster.num_gpus,
-        sequences=round(job.global_tokens / job.batch.seq_len),
-        seq_len=job.batch.seq_len,
+        world=workload.cluster.num_gpus,
+        sequences=round(workload.global_tokens / workload.batch.seq_len),
+        seq_len=workload.batch.seq_len,
         depth=len(model.layers) + model.mtp,
         over_tp=tuple(sorted(sizes)),
         experts=min((feed.experts for feed in mixtures), default=1),
-        expert_widths=tuple(sorted({feed.width for feed in mixtures})),
+        expert_hidden_dims=tuple(sorted({feed.dim for feed in mixtures})),
         ours=ours,
-        shards=job.options.stack in ("moefold", "fsdp2", "jax"),
-        domain=job.cluster.usable_domain,
+        shards=workload.options.framework in ("moefold", "fsdp2", "jax"),
+        domain=workload.cluster.usable_domain,
     )
 
 
@@ -112,7 +112,7 @@ def why_illegal(choice: Choice, limits: Limits, space: Space) -> str | None:
         return f"{limits.experts} experts do not divide over ep"
     if stage % (choice.ep * choice.etp):
         return "ep*etp does not divide the ranks of a stage"
-    if any(width % choice.etp or (limits.ours and width // choice.etp % _ROW) for width in limits.expert_widths):
+    if any(dim % choice.etp or (limits.ours and dim // choice.etp % _ROW) for dim in limits.expert_hidden_dims):
         return "experts' columns do not divide over etp"
     if choice.pp * choice.vpp > limits.depth + 2:
         return f"more than {limits.depth + 2} stages for {limits.depth} layers, an embedding and a head"
@@ -171,14 +171,14 @@ def order_of_choice(choice: Choice, limits: Limits, space: Space) -> str | None:
     return None
 
 
-def job_of_choice(choice: Choice, template: Job, limits: Limits, space: Space) -> Job:
+def workload_of_choice(choice: Choice, template: Workload, limits: Limits, space: Space) -> Workload:
     """The template with this candidate's cuts, batch, format and options."""
     microbatches = microbatches_of(choice, limits)
     dp = limits.world // (choice.tp * choice.cp * choice.pp)
-    return Job(
+    return Workload(
         model=template.model,
         cluster=template.cluster,
-        cuts=Cuts(
+        degrees=ParallelDegrees(
             tp=choice.tp,
             cp=choice.cp,
             pp=choice.pp,
@@ -191,7 +191,7 @@ def job_of_choice(choice: Choice, template: Job, limits: Limits, space: Space) -
             replicate=choice.replicate,
         ),
         batch=Batch(limits.seq_len, choice.sequences, microbatches),
-        numbers=replace(template.numbers, format=choice.format),
+        dtypes=replace(template.dtypes, format=choice.format),
         options=replace(
             template.options,
             dispatcher=choice.dispatcher,
@@ -206,25 +206,25 @@ def job_of_choice(choice: Choice, template: Job, limits: Limits, space: Space) -
     )
 
 
-def choice_of_job(job: Job) -> Choice:
+def choice_of_workload(workload: Workload) -> Choice:
     """The candidate that is this job, as far as choices describe it."""
-    cuts, options = job.cuts, job.options
+    degrees, options = workload.degrees, workload.options
     return Choice(
-        cuts.tp,
-        cuts.cp,
-        cuts.pp,
-        cuts.vpp,
-        cuts.ep,
-        cuts.etp,
-        job.batch.sequences,
-        job.numbers.format,
+        degrees.tp,
+        degrees.cp,
+        degrees.pp,
+        degrees.vpp,
+        degrees.ep,
+        degrees.etp,
+        workload.batch.sequences,
+        workload.dtypes.format,
         options.dispatcher,
         options.ep_overlap,
         options.delay_wgrad,
         options.recompute,
         options.graphs,
-        cuts.sharding,
-        cuts.replicate,
+        degrees.sharding,
+        degrees.replicate,
     )
 
 

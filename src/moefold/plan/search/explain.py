@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moefold.plan.prediction import Prediction, Wall
-from moefold.plan.search.candidates import Choice, choice_of_job
+from moefold.plan.search.candidates import Choice, choice_of_workload
 from moefold.plan.search.what_if import Answer
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.units import format_bytes
 
 # Differences below this share of the whole are not worth a word.
@@ -51,23 +51,23 @@ def memory_differences(first: Prediction, second: Prediction) -> list[Difference
     return _differences(_held(first), _held(second))
 
 
-def layout_words(job: Job) -> str:
+def layout_words(workload: Workload) -> str:
     """The layout for someone who does not read its letters, and which of its groups leave a domain of fast links."""
-    cuts, batch, domain = job.cuts, job.batch, job.cluster.usable_domain
+    degrees, batch, domain = workload.degrees, workload.batch, workload.cluster.usable_domain
     parts = []
-    if cuts.pp > 1:
-        each = f" of {cuts.vpp} stages each" if cuts.vpp > 1 else ""
-        parts.append(f"a pipeline of {cuts.pp} ranks{each}")
-    if cuts.tp > 1:
-        parts.append(f"every layer cut over {cuts.tp}")
-    if cuts.cp > 1:
-        parts.append(f"every sequence over {cuts.cp}")
-    if cuts.ep * cuts.etp > 1:
-        spread = cuts.ep * cuts.etp
+    if degrees.pp > 1:
+        each = f" of {degrees.vpp} stages each" if degrees.vpp > 1 else ""
+        parts.append(f"a pipeline of {degrees.pp} ranks{each}")
+    if degrees.tp > 1:
+        parts.append(f"every layer cut over {degrees.tp}")
+    if degrees.cp > 1:
+        parts.append(f"every sequence over {degrees.cp}")
+    if degrees.ep * degrees.etp > 1:
+        spread = degrees.ep * degrees.etp
         where = "inside one domain" if spread <= domain else f"over {-(-spread // domain)} domains of fast links"
-        wide = f", each cut over {cuts.etp}" if cuts.etp > 1 else ""
-        parts.append(f"experts dealt over {cuts.ep} ranks{wide} ({where})")
-    parts.append(f"{cuts.dp} data-parallel copies of the attention, which shard {_SHARDED[cuts.sharding]}")
+        wide = f", each cut over {degrees.etp}" if degrees.etp > 1 else ""
+        parts.append(f"experts dealt over {degrees.ep} ranks{wide} ({where})")
+    parts.append(f"{degrees.dp} data-parallel copies of the attention, which shard {_SHARDED[degrees.sharding]}")
     size = "1 sequence" if batch.sequences == 1 else f"{batch.sequences} sequences"
     return f"That is {', '.join(parts)}. Each copy runs {batch.microbatches} microbatches of {size} per step."
 
@@ -91,7 +91,7 @@ def changed_choices(first: Choice, second: Choice) -> str:
 
 def versus(best: Prediction, other: Prediction, name: str) -> str:
     """One paragraph: the choice against another layout called `name`."""
-    choices = changed_choices(choice_of_job(best.job), choice_of_job(other.job))
+    choices = changed_choices(choice_of_workload(best.workload), choice_of_workload(other.workload))
     own, others = best.time.step_seconds, other.time.step_seconds
     share = others / own - 1
     if abs(share) < 0.0005:

@@ -14,7 +14,7 @@ from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.config.run import RunConfig
 from moefold.errors import ProblemsError
 from moefold.hardware.cluster import Cluster
-from moefold.plan.from_run import beyond_moefold, changes_to_run, job_of_run, launch_words, question_of_run
+from moefold.plan.from_run import beyond_moefold, changes_to_run, launch_words, question_of_run, workload_of_run
 from moefold.plan.memory.savings import savings
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
@@ -33,7 +33,7 @@ from moefold.plan.search.space import narrowed, usual_space
 from moefold.plan.search.what_if import Answer, answers
 from moefold.plan.stage_contents import contents_of
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Job, Numbers, Stack
+from moefold.plan.workload import Dtypes, Framework, Workload
 from moefold.units import format_bytes
 
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.
@@ -52,7 +52,7 @@ class Question:
     # What the name alone stands for, and the dotted keys that were changed in it.
     named: RunConfig | None = None
     dotted: Mapping[str, str] = field(default_factory=dict)
-    stack: Stack = "moefold"
+    framework: Framework = "moefold"
     fixed: str = ""
     searching: bool = True
     imbalance: float = 1.0
@@ -100,18 +100,20 @@ class Proposal:
 
 def propose(question: Question, progress: Progress | None = None) -> Proposal:
     own, problem = _own(question)
-    template = own or _with_stack(question_of_run(question.run, question.cluster, question.imbalance), question.stack)
+    template = own or _with_framework(
+        question_of_run(question.run, question.cluster, question.imbalance), question.framework
+    )
     result = None
     if question.searching:
         space = narrowed(usual_space(template), question.fixed)
         result = search(template, space, progress, own is not None, question.headroom)
     elif own is None:
         raise problem if problem is not None else AssertionError("a run without a layout has a problem")
-    chosen = predict(result.best.job if result else template)
+    chosen = predict(result.best.workload if result else template)
     own_prediction = predict(own) if own else None
     second = result.runner_up if result else None
-    runner_up = predict(second.job) if second else None
-    asked = tuple(answers(chosen.job))
+    runner_up = predict(second.workload) if second else None
+    asked = tuple(answers(chosen.workload))
     faults = _faults(question)
     found = goodput(faults)
     rate = chosen.tokens_per_second_per_gpu * question.cluster.num_gpus
@@ -125,8 +127,8 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         answers=asked,
         freed=tuple(_freed(chosen)),
         reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked)),
-        command=command_for(chosen.job, question),
-        beyond=tuple(beyond_moefold(chosen.job)),
+        command=command_for(chosen.workload, question),
+        beyond=tuple(beyond_moefold(chosen.workload)),
         faults=faults,
         goodput=found,
         days=days_for(question.tokens, rate, found.effective),
@@ -134,51 +136,51 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
 
 
 def _freed(chosen: Prediction) -> Iterator[Freed]:
-    for saving in savings(chosen.job):
-        slower = predict_time(saving.job).step_seconds / chosen.time.step_seconds - 1
+    for saving in savings(chosen.workload):
+        slower = predict_time(saving.workload).step_seconds / chosen.time.step_seconds - 1
         yield Freed(saving.name, saving.bytes, slower)
 
 
-def command_for(job: Job, question: Question) -> tuple[str, ...]:
+def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
     """The line that starts it. Stages are written out where the trainer would deal layers otherwise."""
-    num_stages = job.cuts.pp * job.cuts.vpp
-    if job.cuts.stages is None and num_stages > 1:
-        planned = stage_string(job)
+    num_stages = workload.degrees.pp * workload.degrees.vpp
+    if workload.degrees.stages is None and num_stages > 1:
+        planned = stage_string(workload)
         if planned != print_stages(balanced_stages(question.run.model, num_stages)):
-            job = replace(job, cuts=replace(job.cuts, stages=planned))
-    wanted = changes_to_run(job, question.named or question.run)
+            workload = replace(workload, degrees=replace(workload.degrees, stages=planned))
+    wanted = changes_to_run(workload, question.named or question.run)
     asked = {path: value for path, value in question.dotted.items() if path not in wanted}
     # Plans need no data; training does, and where it lies is for the user to say.
     tokens = () if question.run.data.sources else ("--data.train $DATA",)
-    return (*launch_words(job, question.name, asked | wanted), *tokens)
+    return (*launch_words(workload, question.name, asked | wanted), *tokens)
 
 
-def stage_string(job: Job) -> str:
+def stage_string(workload: Workload) -> str:
     """The layers of every stage as the prediction dealt them."""
-    stages = contents_of(job.model, job.cuts.pp * job.cuts.vpp, job.cuts.stages)
+    stages = contents_of(workload.model, workload.degrees.pp * workload.degrees.vpp, workload.degrees.stages)
     letters = "|".join(
         "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
         for stage in stages
     )
-    return print_stages(parse_stages(letters, len(job.model.layers), job.model.mtp))
+    return print_stages(parse_stages(letters, len(workload.model.layers), workload.model.mtp))
 
 
-def _own(question: Question) -> tuple[Job | None, ProblemsError | None]:
+def _own(question: Question) -> tuple[Workload | None, ProblemsError | None]:
     try:
-        job = job_of_run(question.run, question.cluster, question.imbalance)
+        workload = workload_of_run(question.run, question.cluster, question.imbalance)
     except ProblemsError as error:
         return None, error
-    return _with_stack(job, question.stack), None
+    return _with_framework(workload, question.framework), None
 
 
-def _with_stack(job: Job, stack: Stack) -> Job:
+def _with_framework(workload: Workload, framework: Framework) -> Workload:
     """The same work under another program, which keeps other things."""
-    if stack == "moefold":
-        return job
-    sharded = stack == "fsdp2"
-    numbers = job.numbers if sharded else Numbers(job.numbers.format)
-    cuts = replace(job.cuts, sharding="zero3" if sharded else "zero1", replicate=1)
-    return replace(job, numbers=numbers, cuts=cuts, options=replace(job.options, stack=stack))
+    if framework == "moefold":
+        return workload
+    sharded = framework == "fsdp2"
+    dtypes = workload.dtypes if sharded else Dtypes(workload.dtypes.format)
+    degrees = replace(workload.degrees, sharding="zero3" if sharded else "zero1", replicate=1)
+    return replace(workload, dtypes=dtypes, degrees=degrees, options=replace(workload.options, framework=framework))
 
 
 def _reasons(
@@ -191,7 +193,7 @@ def _reasons(
     said = [wall_words(chosen), what_would_move(chosen, asked)]
     if runner_up is not None:
         said.append(versus(chosen, runner_up, "The runner-up"))
-    if own is not None and own.job != chosen.job:
+    if own is not None and own.workload != chosen.workload:
         said.append(versus(chosen, own, "Your own layout"))
     spare = 1 - chosen.memory.total / chosen.memory.capacity
     if 0 <= spare < _TIGHT:

@@ -24,18 +24,18 @@ from moefold.plan.memory.peak import predict_memory
 from moefold.plan.search.candidates import (
     Choice,
     Limits,
-    choice_of_job,
+    choice_of_workload,
     first_choice,
-    job_of_choice,
     layouts,
     limits_of,
     neighbours,
     presets,
     why_illegal,
+    workload_of_choice,
 )
 from moefold.plan.search.space import Recompute, Space, usual_space
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.units import format_bytes
 
 Item = TypeVar("Item")
@@ -56,7 +56,7 @@ class Candidate:
     """A choice with what was predicted for it."""
 
     choice: Choice
-    job: Job
+    workload: Workload
     seconds: float
     bytes: float
 
@@ -89,7 +89,7 @@ def grid_of(choice: Choice) -> tuple[int, ...]:
 
 
 def search(
-    template: Job,
+    template: Workload,
     space: Space | None = None,
     progress: Progress | None = None,
     from_own: bool = True,
@@ -111,7 +111,7 @@ def search(
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         _climb(looked, start)
     ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
-    own = looked.timed.get(choice_of_job(template))
+    own = looked.timed.get(choice_of_workload(template))
     found = (len(coarse), len(looked.held), len(looked.timed))
     return Result(ranked, pareto(ranked), own, *found, time.monotonic() - began)
 
@@ -128,7 +128,7 @@ def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
 class _Looked:
     """What has been asked already."""
 
-    def __init__(self, template: Job, limits: Limits, space: Space, headroom: float) -> None:
+    def __init__(self, template: Workload, limits: Limits, space: Space, headroom: float) -> None:
         self.template, self.limits, self.space = template, limits, space
         self.held: dict[Choice, float] = {}
         self.timed: dict[Choice, Candidate] = {}
@@ -136,12 +136,12 @@ class _Looked:
         self.capacity = template.cluster.gpu.memory_bytes
         self.milestones = _milestones(space.recompute)
 
-    def job(self, choice: Choice) -> Job:
-        return job_of_choice(choice, self.template, self.limits, self.space)
+    def workload(self, choice: Choice) -> Workload:
+        return workload_of_choice(choice, self.template, self.limits, self.space)
 
     def fits(self, choice: Choice) -> bool:
         if choice not in self.held:
-            memory = predict_memory(self.job(choice))
+            memory = predict_memory(self.workload(choice))
             self.capacity = memory.capacity * self.usable
             self.held[choice] = memory.total
         return self.held[choice] <= self.capacity
@@ -149,8 +149,8 @@ class _Looked:
     def time(self, choice: Choice) -> Candidate | None:
         """None if it does not fit."""
         if choice not in self.timed and self.fits(choice):
-            job = self.job(choice)
-            self.timed[choice] = Candidate(choice, job, predict_time(job).step_seconds, self.held[choice])
+            workload = self.workload(choice)
+            self.timed[choice] = Candidate(choice, workload, predict_time(workload).step_seconds, self.held[choice])
         return self.timed.get(choice)
 
     def lightest(self, choice: Choice) -> Candidate | None:
@@ -212,7 +212,7 @@ def described(choice: Choice) -> str:
 
 def _sweep(looked: _Looked, say: Progress, from_own: bool) -> list[Candidate]:
     starts = list(layouts(looked.limits, looked.space))
-    own = choice_of_job(looked.template)
+    own = choice_of_workload(looked.template)
     if from_own and why_illegal(own, looked.limits, looked.space) is None and _within(own, looked.space):
         starts.append(own)
     found = (looked.lightest(start) for start in _counted(starts, "grids", say))

@@ -17,7 +17,7 @@ from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
 from moefold.plan.shape import Attention, Mixture, ModelShape
-from moefold.plan.workload import Dispatcher, Format, Graphs, Job, Options, Recomputed, Sharding
+from moefold.plan.workload import Dispatcher, Format, Graphs, Options, Recomputed, Sharding, Workload
 from moefold.schedule.names import SCHEDULES
 
 Recompute = frozenset[Recomputed]
@@ -70,12 +70,12 @@ class Space:
 CHOICES = tuple(field.name for field in fields(Space))
 
 
-def usual_space(job: Job) -> Space:
+def usual_space(workload: Workload) -> Space:
     """What is worth trying for this job's program, card, model and batch."""
-    model, cluster, batch = job.model, job.cluster, job.batch
-    sequences = round(job.global_tokens / batch.seq_len)
-    ours = job.options.stack == "moefold"
-    sharded = job.options.stack in ("moefold", "fsdp2", "jax")
+    model, cluster, batch = workload.model, workload.cluster, workload.batch
+    sequences = round(workload.global_tokens / batch.seq_len)
+    ours = workload.options.framework == "moefold"
+    sharded = workload.options.framework in ("moefold", "fsdp2", "jax")
     depth = len(model.layers) + model.mtp
     share = max(1, batch.seq_len // _SHORTEST_SHARE)
     return Space(
@@ -87,12 +87,12 @@ def usual_space(job: Job) -> Space:
         ep=_divisors(_experts(model), cluster.num_gpus),
         etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_mixture else (1,),
         sequences=_doubling(min(_MOST_SEQUENCES, sequences)),
-        format=(job.numbers.format,) if ours else _formats(cluster.gpu, job.numbers.format),
-        dispatcher=_dispatchers(model, job.options),
+        format=(workload.dtypes.format,) if ours else _formats(cluster.gpu, workload.dtypes.format),
+        dispatcher=_dispatchers(model, workload.options),
         ep_overlap=(True, False) if model.is_mixture else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
-        graphs=("full", "partial", "none") if job.options.stack == "megatron" else ("none",),
+        graphs=("full", "partial", "none") if workload.options.framework == "megatron" else ("none",),
         sharding=("zero3",) if sharded else ("zero1", "zero3"),
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
     )
@@ -168,13 +168,13 @@ def _experts(model: ModelShape) -> int:
 
 
 def _dispatchers(model: ModelShape, options: Options) -> tuple[Dispatcher, ...]:
-    stack = options.stack
+    framework = options.framework
     if not model.is_mixture:
         return ("local",)
-    if stack == "moefold":
+    if framework == "moefold":
         # With capacities, slots may be padded, and then counts must be known beforehand.
         return tuple(name for name in RUN_DISPATCHERS if not (options.drops and name in COUNT_ROWS))
-    return ("hybridep", "deepep", "all_to_all", "all_gather") if stack == "megatron" else ("deepep", "all_to_all")
+    return ("hybridep", "deepep", "all_to_all", "all_gather") if framework == "megatron" else ("deepep", "all_to_all")
 
 
 def _formats(gpu: Gpu, asked: Format) -> tuple[Format, ...]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import Choice, choice_of_job, job_of_choice, limits_of, why_illegal
+from moefold.plan.search.candidates import Choice, choice_of_workload, limits_of, why_illegal, workload_of_choice
 from moefold.plan.search.space import Space, usual_space
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 _RACK, _NODE = 72, 8
 
@@ -33,79 +33,79 @@ class Answer:
         return 1 - self.prediction.time.step_seconds / than.time.step_seconds if self.prediction else 0.0
 
 
-def answers(job: Job) -> list[Answer]:
+def answers(workload: Workload) -> list[Answer]:
     """Every question that makes sense for this job."""
-    return [*_about_machine(job), *_about_layout(job), *_about_program(job)]
+    return [*_about_machine(workload), *_about_layout(workload), *_about_program(workload)]
 
 
-def _about_machine(job: Job) -> Iterator[Answer]:
-    cluster, gpu = job.cluster, job.cluster.gpu
+def _about_machine(workload: Workload) -> Iterator[Answer]:
+    cluster, gpu = workload.cluster, workload.cluster.gpu
     if cluster.machine is not None:
         # Measured as a whole: nobody knows what another network would change.
         return
-    if job.model.is_mixture or job.cuts.tp > 1:
+    if workload.model.is_mixture or workload.degrees.tp > 1:
         for domain in (_RACK, _NODE):
-            changed = replace(job, cluster=replace(cluster, domain=domain))
+            changed = replace(workload, cluster=replace(cluster, domain=domain))
             if domain != cluster.domain and changed.cluster.usable_domain <= cluster.num_gpus:
                 yield Answer(f"the NVLink domain were {domain}", "machine", predict(changed))
     twice = replace(cluster, nic_gb_s=2 * cluster.nic_gb_s)
-    yield Answer("the network were twice as fast", "machine", predict(replace(job, cluster=twice)))
+    yield Answer("the network were twice as fast", "machine", predict(replace(workload, cluster=twice)))
     links = replace(cluster, gpu=replace(gpu, link_gb_s=2 * gpu.link_gb_s))
-    yield Answer("NVLink were twice as fast", "machine", predict(replace(job, cluster=links)))
+    yield Answer("NVLink were twice as fast", "machine", predict(replace(workload, cluster=links)))
     # With the power that it takes: cards sustain a share of their peak that depends on their watts.
     rate = {name: 2 * getattr(gpu, name) for name in ("bf16_tflops", "fp8_tflops", "fp4_tflops", "watts")}
     products = replace(cluster, gpu=replace(gpu, **rate))
-    yield Answer("products were twice as fast", "machine", predict(replace(job, cluster=products)))
+    yield Answer("products were twice as fast", "machine", predict(replace(workload, cluster=products)))
 
 
-def _about_layout(job: Job) -> Iterator[Answer]:
-    own, space = choice_of_job(job), usual_space(job)
+def _about_layout(workload: Workload) -> Iterator[Answer]:
+    own, space = choice_of_workload(workload), usual_space(workload)
     for name, label in (("ep", "EP"), ("tp", "TP"), ("pp", "PP"), ("vpp", "VPP"), ("cp", "CP"), ("sequences", "MBS")):
         size = getattr(own, name)
         for other in dict.fromkeys((size // 2, size * 2)):
-            if other >= 1 and other != size and _worth_asking(job, name, other):
-                yield _changed(job, own._replace(**{name: other}), space, f"{label} {other}", "layout")
+            if other >= 1 and other != size and _worth_asking(workload, name, other):
+                yield _changed(workload, own._replace(**{name: other}), space, f"{label} {other}", "layout")
 
 
-def _worth_asking(job: Job, name: str, size: int) -> bool:
+def _worth_asking(workload: Workload, name: str, size: int) -> bool:
     if name == "ep":
-        return job.model.is_mixture
+        return workload.model.is_mixture
     if name == "vpp":
-        return job.cuts.pp > 1
-    return name != "cp" or job.cuts.cp > 1 or job.batch.seq_len >= 16_384
+        return workload.degrees.pp > 1
+    return name != "cp" or workload.degrees.cp > 1 or workload.batch.seq_len >= 16_384
 
 
-def _about_program(job: Job) -> Iterator[Answer]:
-    own, space = choice_of_job(job), usual_space(job)
+def _about_program(workload: Workload) -> Iterator[Answer]:
+    own, space = choice_of_workload(workload), usual_space(workload)
     if own.recompute:
-        yield _changed(job, own._replace(recompute=frozenset()), space, "nothing were computed twice", "program")
+        yield _changed(workload, own._replace(recompute=frozenset()), space, "nothing were computed twice", "program")
     if own.ep * own.etp > 1:
         hidden = "exchanges were not hidden" if own.ep_overlap else "exchanges were hidden behind other microbatches"
-        yield _changed(job, own._replace(ep_overlap=not own.ep_overlap), space, hidden, "program")
+        yield _changed(workload, own._replace(ep_overlap=not own.ep_overlap), space, hidden, "program")
         for dispatcher in space.dispatcher:
             if dispatcher not in (own.dispatcher, "local"):
                 yield _changed(
-                    job, own._replace(dispatcher=dispatcher), space, f"the dispatcher were {dispatcher}", "program"
+                    workload, own._replace(dispatcher=dispatcher), space, f"the dispatcher were {dispatcher}", "program"
                 )
     for graphs in space.graphs:
         if graphs != own.graphs:
             words = "kernels were launched one by one" if graphs == "none" else f"graphs were {graphs}"
-            yield _changed(job, own._replace(graphs=graphs), space, words, "program")
+            yield _changed(workload, own._replace(graphs=graphs), space, words, "program")
     for format in space.format:
         if format != own.format:
-            yield _changed(job, own._replace(format=format), space, f"products were in {format}", "program")
-    balanced = replace(job, options=replace(job.options, imbalance=job.options.imbalance + 0.3))
-    if job.model.is_mixture and not job.options.drops:
+            yield _changed(workload, own._replace(format=format), space, f"products were in {format}", "program")
+    balanced = replace(workload, options=replace(workload.options, imbalance=workload.options.imbalance + 0.3))
+    if workload.model.is_mixture and not workload.options.drops:
         words = f"the busiest rank got {balanced.options.imbalance:.1f} times the mean"
         yield Answer(words, "program", predict(balanced))
 
 
-def _changed(job: Job, choice: Choice, space: Space, question: str, about: str) -> Answer:
-    limits = limits_of(job)
+def _changed(workload: Workload, choice: Choice, space: Space, question: str, about: str) -> Answer:
+    limits = limits_of(workload)
     reason = why_illegal(choice, limits, space)
     if reason is not None:
         return Answer(question, about, reason=reason)
-    changed = job_of_choice(choice, job, limits, space)
-    same_stages = (choice.pp, choice.vpp) == (job.cuts.pp, job.cuts.vpp)
-    cuts = replace(changed.cuts, stages=job.cuts.stages if same_stages else None)
-    return Answer(question, about, predict(replace(changed, cuts=cuts)))
+    changed = workload_of_choice(choice, workload, limits, space)
+    same_stages = (choice.pp, choice.vpp) == (workload.degrees.pp, workload.degrees.vpp)
+    degrees = replace(changed.degrees, stages=workload.degrees.stages if same_stages else None)
+    return Answer(question, about, predict(replace(changed, degrees=degrees)))

@@ -19,7 +19,7 @@ from moefold.plan.traffic import (
     reach,
     tensor_bytes,
 )
-from moefold.plan.workload import Job, Options
+from moefold.plan.workload import Options, Workload
 
 # A kernel inside a recorded graph costs the host and the card this share of one outside.
 _GRAPHED = 0.06
@@ -132,7 +132,7 @@ def loads(layer: Layer, sizes: Sizes, options: Options) -> tuple[Load, Load, Loa
 
 
 def _recomputed(options: Options) -> frozenset[str]:
-    again = _AGAIN_MOEFOLD if options.stack == "moefold" else _AGAIN
+    again = _AGAIN_MOEFOLD if options.framework == "moefold" else _AGAIN
     return frozenset().union(*(again.get(name, frozenset()) for name in options.recompute))
 
 
@@ -142,18 +142,18 @@ def _graphed(options: Options) -> frozenset[str]:
     return frozenset().union(*(_SCOPES.get(name, frozenset()) for name in options.graph_parts))
 
 
-def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
+def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
     """One microbatch through one layer."""
-    options, cuts = job.options, job.cuts
+    options, degrees = workload.options, workload.degrees
     before, after, backward = loads(layer, sizes, options)
     again = 1.0 if "full" in options.recompute else 0.0
     mixture = layer.feed if isinstance(layer.feed, Mixture) else None
-    one_exchange = exchange(exchange_bytes(job, mixture), job, c) if mixture else 0.0
+    one_exchange = exchange(exchange_bytes(workload, mixture), workload, c) if mixture else 0.0
     repeated = 1.0 if again or "experts" in options.recompute else 0.0
     hide = c.expert_hidden if options.ep_overlap else 0.0
-    tensor = _tensor(job, layer, c)
+    tensor = _tensor(workload, layer, c)
     exposed = c.tensor_hidden if options.tp_overlap else c.tensor_exposed
-    context = _context(job, layer, c) * c.context_exposed
+    context = _context(workload, layer, c) * c.context_exposed
     sync = _sync(options, mixture, c)
     gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
 
@@ -185,7 +185,7 @@ def layer_passes(job: Job, layer: Layer, sizes: Sizes, rates: Rates, c: Constant
     passes = Passes(
         forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
-    return _with_sharding(job, layer, passes, c) if cuts.sharding == "zero3" and cuts.pp == 1 else passes
+    return _with_sharding(workload, layer, passes, c) if degrees.sharding == "zero3" and degrees.pp == 1 else passes
 
 
 def part_passes(part: Part, rates: Rates) -> Passes:
@@ -204,35 +204,39 @@ def _sync(options: Options, mixture: Mixture | None, c: Constants) -> float:
     return c.sync_us * 1e-6 * (1.0 if options.dispatcher in ("deepep", "hybridep") else 2.0)
 
 
-def _tensor(job: Job, layer: Layer, c: Constants) -> float:
-    size = max(job.cuts.tp, job.cuts.etp)
+def _tensor(workload: Workload, layer: Layer, c: Constants) -> float:
+    size = max(workload.degrees.tp, workload.degrees.etp)
     if size == 1:
         return 0.0
-    where = reach(size, 1, job.cluster.usable_domain)
-    total = tensor_bytes(job, layer) * size / (size - 1)
+    where = reach(size, 1, workload.cluster.usable_domain)
+    total = tensor_bytes(workload, layer) * size / (size - 1)
     calls = 4 if layer.mixer is not None and layer.feed is not None else 2
-    return calls * ring(total / calls, where, job.cluster, c)
+    return calls * ring(total / calls, where, workload.cluster, c)
 
 
-def _context(job: Job, layer: Layer, c: Constants) -> float:
-    if job.cuts.cp == 1:
+def _context(workload: Workload, layer: Layer, c: Constants) -> float:
+    if workload.degrees.cp == 1:
         return 0.0
-    where = reach(job.cuts.cp, job.cuts.tp, job.cluster.usable_domain)
-    total = context_bytes(job, layer) * job.cuts.cp / (job.cuts.cp - 1)
-    return ring(total, where, job.cluster, c)
+    where = reach(workload.degrees.cp, workload.degrees.tp, workload.cluster.usable_domain)
+    total = context_bytes(workload, layer) * workload.degrees.cp / (workload.degrees.cp - 1)
+    return ring(total, where, workload.cluster, c)
 
 
-def _with_sharding(job: Job, layer: Layer, passes: Passes, c: Constants) -> Passes:
+def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constants) -> Passes:
     """Parameters are gathered before each pass and gradients scattered after the second, beside the computation."""
-    held = layer_parameters(layer, job.model.width)
-    cuts = job.cuts
-    dense = held.dense / cuts.tp + held.whole
-    experts = held.experts / (cuts.ep * cuts.etp)
-    dense_where, expert_where = data_reach(job), expert_data_reach(job)
-    gather = ring(2.0 * dense, dense_where, job.cluster, c) + ring(2.0 * experts, expert_where, job.cluster, c)
+    held = layer_parameters(layer, workload.model.dim)
+    degrees = workload.degrees
+    dense = held.dense / degrees.tp + held.whole
+    experts = held.experts / (degrees.ep * degrees.etp)
+    dense_where, expert_where = data_reach(workload), expert_data_reach(workload)
+    gather = ring(2.0 * dense, dense_where, workload.cluster, c) + ring(
+        2.0 * experts, expert_where, workload.cluster, c
+    )
     # FSDP2 adds gradients up in float32, Megatron in the format in which it computed them.
-    width = 4.0 if job.options.stack == "fsdp2" else 2.0
-    scatter = ring(width * dense, dense_where, job.cluster, c) + ring(width * experts, expert_where, job.cluster, c)
+    dim = 4.0 if workload.options.framework == "fsdp2" else 2.0
+    scatter = ring(dim * dense, dense_where, workload.cluster, c) + ring(
+        dim * experts, expert_where, workload.cluster, c
+    )
 
     def one(seconds: Seconds, moved: float) -> Seconds:
         shown = slower(seconds.total, moved) - seconds.total + c.contention * min(moved, seconds.total)

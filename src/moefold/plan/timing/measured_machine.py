@@ -24,19 +24,19 @@ from moefold.plan.shape_params import layer_parameters
 from moefold.plan.timing.layer_time import Load, Passes, Seconds, loads
 from moefold.plan.timing.throughput import Rates
 from moefold.plan.traffic import context_bytes, exchange_bytes, stage_bytes, tensor_bytes
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 
-def layer_on_machine(job: Job, layer: Layer, sizes: Sizes, rates: Rates) -> Passes:
+def layer_on_machine(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates) -> Passes:
     """One microbatch through one layer, each rank with a core of its own; `machine_step.py` lets them share."""
-    machine = job.cluster.machine
+    machine = workload.cluster.machine
     assert machine is not None
-    before, after, backward = loads(layer, sizes, job.options)
-    tensor, sums = _tensor(job, machine, layer), _sums(job, machine, layer)
-    expert = _experts(job, machine, layer)
-    context = _context(job, machine, layer)
-    gather, scatter = sharding_seconds(job, machine, *_held(job, layer))
-    repeats = 1.0 if "full" in job.options.recompute or "attention" in job.options.recompute else 0.0
+    before, after, backward = loads(layer, sizes, workload.options)
+    tensor, sums = _tensor(workload, machine, layer), _sums(workload, machine, layer)
+    expert = _experts(workload, machine, layer)
+    context = _context(workload, machine, layer)
+    gather, scatter = sharding_seconds(workload, machine, *_held(workload, layer))
+    repeats = 1.0 if "full" in workload.options.recompute or "attention" in workload.options.recompute else 0.0
 
     def own(load: Load, *, back: bool) -> Seconds:
         compute = rates.compute(load.work, backward=back)
@@ -54,77 +54,79 @@ def layer_on_machine(job: Job, layer: Layer, sizes: Sizes, rates: Rates) -> Pass
     return Passes(own(before, back=False).plus(own(after, back=False)).plus(there), own(backward, back=True).plus(back))
 
 
-def ends_on_machine(job: Job, embedding: bool, head: bool) -> Passes:
+def ends_on_machine(workload: Workload, embedding: bool, head: bool) -> Passes:
     """What the embedding and the head exchange: rows of theirs that are sharded, tokens where the vocabulary is cut."""
-    machine, model, tp = job.cluster.machine, job.model, job.cuts.tp
+    machine, model, tp = workload.cluster.machine, workload.model, workload.degrees.tp
     assert machine is not None
     tables = (embedding or head) if model.tied else embedding + head
-    gather, scatter = sharding_seconds(job, machine, tables * model.width * model.vocab / tp, 0.0)
+    gather, scatter = sharding_seconds(workload, machine, tables * model.dim * model.vocab / tp, 0.0)
     tokens = 0.0
     if tp > 1:
-        moved = job.numbers.word * job.batch.tokens / job.cuts.cp * model.width * (tp - 1) / tp
-        tokens = (embedding + head) * machine.seconds("tokens", moved, tp, job.cluster.num_gpus)
+        moved = workload.dtypes.word * workload.batch.tokens / workload.degrees.cp * model.dim * (tp - 1) / tp
+        tokens = (embedding + head) * machine.seconds("tokens", moved, tp, workload.cluster.num_gpus)
     # They stay gathered from forward to backward.
     return Passes(Seconds(tensor=tokens, sharded=gather), Seconds(tensor=tokens, sharded=scatter))
 
 
-def sharding_seconds(job: Job, machine: Machine, dense: float, experts: float) -> tuple[float, float]:
+def sharding_seconds(workload: Workload, machine: Machine, dense: float, experts: float) -> tuple[float, float]:
     """Gathering so many parameters of one module and its experts, and summing their gradients, once each."""
-    cuts, world = job.cuts, job.cluster.num_gpus
-    if cuts.sharding != "zero3" or cuts.pp * cuts.vpp > 1:
+    degrees, world = workload.degrees, workload.cluster.num_gpus
+    if degrees.sharding != "zero3" or degrees.pp * degrees.vpp > 1:
         return 0.0, 0.0
     gather = scatter = 0.0
-    for number, group in ((dense, cuts.dp * cuts.cp), (experts, cuts.edp)):
+    for number, group in ((dense, degrees.dp * degrees.cp), (experts, degrees.edp)):
         if number and group > 1:
-            moved = number * job.numbers.weight_bytes * (group - 1) / group
+            moved = number * workload.dtypes.weight_bytes * (group - 1) / group
             gather += machine.seconds("parameters", moved, group, world)
             scatter += machine.seconds("gradients", moved, group, world)
     return gather, scatter
 
 
-def _held(job: Job, layer: Layer) -> tuple[float, float]:
-    held, cuts = layer_parameters(layer, job.model.width), job.cuts
-    return held.dense / cuts.tp + held.whole, held.experts / (cuts.ep * cuts.etp)
+def _held(workload: Workload, layer: Layer) -> tuple[float, float]:
+    held, degrees = layer_parameters(layer, workload.model.dim), workload.degrees
+    return held.dense / degrees.tp + held.whole, held.experts / (degrees.ep * degrees.etp)
 
 
-def _tensor(job: Job, machine: Machine, layer: Layer) -> float:
-    size = max(job.cuts.tp, job.cuts.etp)
+def _tensor(workload: Workload, machine: Machine, layer: Layer) -> float:
+    size = max(workload.degrees.tp, workload.degrees.etp)
     if size == 1:
         return 0.0
     calls = 0
-    if job.cuts.tp > 1:
-        shared = isinstance(layer.feed, Mixture) and not layer.feed.shared_width
+    if workload.degrees.tp > 1:
+        shared = isinstance(layer.feed, Mixture) and not layer.feed.shared_hidden_dim
         calls += 2 * (layer.mixer is not None) + 2 * (layer.feed is not None and not shared)
-    if isinstance(layer.feed, Mixture) and job.cuts.etp > 1:
+    if isinstance(layer.feed, Mixture) and workload.degrees.etp > 1:
         calls += 3
-    return machine.seconds("tokens", tensor_bytes(job, layer), size, job.cluster.num_gpus, calls)
+    return machine.seconds("tokens", tensor_bytes(workload, layer), size, workload.cluster.num_gpus, calls)
 
 
-def _sums(job: Job, machine: Machine, layer: Layer) -> float:
+def _sums(workload: Workload, machine: Machine, layer: Layer) -> float:
     """A balance loss adds up counts over the ranks that share a microbatch's tokens."""
     if not isinstance(layer.feed, Mixture):
         return 0.0
-    world = job.cluster.num_gpus
-    return sum(machine.seconds("sum", 0.0, size, world) for size in (job.cuts.tp, job.cuts.cp) if size > 1)
+    world = workload.cluster.num_gpus
+    return sum(
+        machine.seconds("sum", 0.0, size, world) for size in (workload.degrees.tp, workload.degrees.cp) if size > 1
+    )
 
 
-def _experts(job: Job, machine: Machine, layer: Layer) -> float:
+def _experts(workload: Workload, machine: Machine, layer: Layer) -> float:
     """Forward; backward is the same."""
-    if not isinstance(layer.feed, Mixture) or job.cuts.ep == 1:
+    if not isinstance(layer.feed, Mixture) or workload.degrees.ep == 1:
         return 0.0
-    world, ep = job.cluster.num_gpus, job.cuts.ep
-    moved = exchange_bytes(job, layer.feed).inside
-    if job.options.dispatcher == "all_gather":
+    world, ep = workload.cluster.num_gpus, workload.degrees.ep
+    moved = exchange_bytes(workload, layer.feed).inside
+    if workload.options.dispatcher == "all_gather":
         return machine.seconds("tokens", 2 * moved, ep, world, 4)
     return machine.seconds("exchange", moved, ep, world) / 2
 
 
-def _context(job: Job, machine: Machine, layer: Layer) -> float:
+def _context(workload: Workload, machine: Machine, layer: Layer) -> float:
     """Forward, and twice as much backward."""
-    cp = job.cuts.cp
+    cp = workload.degrees.cp
     if cp == 1 or not isinstance(layer.mixer, Attention):
         return 0.0
-    return machine.seconds("context", context_bytes(job, layer), cp, job.cluster.num_gpus)
+    return machine.seconds("context", context_bytes(workload, layer), cp, workload.cluster.num_gpus)
 
 
 # Losses, balance, counts, the norm, objections, requests to stop: small sums over all ranks.
@@ -133,25 +135,25 @@ _SUMS = 8
 _MODULES, _PARAMETERS = 2, 10
 
 
-def messages_on_machine(job: Job, machine: Machine) -> float:
+def messages_on_machine(workload: Workload, machine: Machine) -> float:
     """Streams and gradients that a rank waits for. Ends of the pipeline have only one neighbour."""
-    cuts = job.cuts
-    if cuts.pp == 1:
+    degrees = workload.degrees
+    if degrees.pp == 1:
         return 0.0
-    received = (2 * cuts.vpp - 2 / cuts.pp) * job.batch.microbatches
-    return received * machine.seconds("send", stage_bytes(job), 2, job.cluster.num_gpus)
+    received = (2 * degrees.vpp - 2 / degrees.pp) * workload.batch.microbatches
+    return received * machine.seconds("send", stage_bytes(workload), 2, workload.cluster.num_gpus)
 
 
-def reduction_on_machine(job: Job, machine: Machine, dense: float, experts: float) -> float:
+def reduction_on_machine(workload: Workload, machine: Machine, dense: float, experts: float) -> float:
     """Pipelines gather before the first microbatch and sum after the last."""
-    cuts, world = job.cuts, job.cluster.num_gpus
-    if cuts.pp * cuts.vpp == 1:
+    degrees, world = workload.degrees, workload.cluster.num_gpus
+    if degrees.pp * degrees.vpp == 1:
         return 0.0
-    layers = len(job.model.layers) / cuts.pp
+    layers = len(workload.model.layers) / degrees.pp
     total = 0.0
-    for number, group, share in ((dense, cuts.dp * cuts.cp, 0.8), (experts, cuts.edp, 0.2)):
+    for number, group, share in ((dense, degrees.dp * degrees.cp, 0.8), (experts, degrees.edp, 0.2)):
         if number and group > 1:
-            moved = number * job.numbers.weight_bytes * (group - 1) / group
+            moved = number * workload.dtypes.weight_bytes * (group - 1) / group
             total += machine.seconds("parameters", moved, group, world, layers * _MODULES / 2)
             total += machine.seconds("gradients", moved, group, world) + machine.seconds(
                 "sum", 0.0, group, world, layers * _PARAMETERS * share
@@ -159,8 +161,8 @@ def reduction_on_machine(job: Job, machine: Machine, dense: float, experts: floa
     return total
 
 
-def fixed_on_machine(job: Job, machine: Machine) -> float:
-    world = job.cluster.num_gpus
+def fixed_on_machine(workload: Workload, machine: Machine) -> float:
+    world = workload.cluster.num_gpus
     return machine.seconds("sum", 0.0, world, world, _SUMS) if world > 1 else 0.0
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from moefold.hardware.cluster import Cluster
 from moefold.plan.timing.constants import Constants
 from moefold.plan.traffic import ExchangeBytes, Reach
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
 
@@ -36,12 +36,12 @@ def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
     return float(max(inside if where.inside > 1 else 0.0, outside) + latency(cluster, c, crosses=True))
 
 
-def exchange(sent: ExchangeBytes, job: Job, c: Constants) -> float:
+def exchange(sent: ExchangeBytes, workload: Workload, c: Constants) -> float:
     """One dispatch or one combine. Fast links and the network work at the same time; the slower one counts."""
     if not sent.inside and not sent.outside:
         return 0.0
-    cluster = job.cluster
-    fused = job.options.dispatcher in ("deepep", "hybridep")
+    cluster = workload.cluster
+    fused = workload.options.dispatcher in ("deepep", "hybridep")
     link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
     network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c, dedup=fused)
     inside, outside = sent.inside / link, sent.outside / network

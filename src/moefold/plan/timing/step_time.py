@@ -30,7 +30,7 @@ from moefold.plan.timing.measured_machine import (
 from moefold.plan.timing.network_time import PARTS, bubble_units, ring
 from moefold.plan.timing.throughput import Rates, rates_of
 from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
 
@@ -56,16 +56,16 @@ class StepTime:
         return self.busy.total + self.bubble + self.messages + self.reduction + self.optimizer + self.fixed
 
 
-def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
+def step_time(workload: Workload, c: Constants = CURRENT) -> StepTime:
     """The closed form, which the search uses; a test holds it against the simulated order."""
-    sizes = sizes_of(job)
-    rates = rates_of(job, c, float(job.batch.seq_len))
-    cuts, count = job.cuts, job.batch.microbatches
-    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, written_stages(job))
-    each = stage_passes(job, stages, sizes, rates, c)
+    sizes = sizes_of(workload)
+    rates = rates_of(workload, c, float(workload.batch.seq_len))
+    degrees, count = workload.degrees, workload.batch.microbatches
+    stages = stages_of_shape(workload.model, degrees.pp * degrees.vpp, written_stages(workload))
+    each = stage_passes(workload, stages, sizes, rates, c)
     totals = [passes.total for passes in each]
-    holder = place(cuts.pp, cuts.vpp, schedule_named(cuts.schedule).placement)
-    per_rank = [0.0] * cuts.pp
+    holder = place(degrees.pp, degrees.vpp, schedule_named(degrees.schedule).placement)
+    per_rank = [0.0] * degrees.pp
     for rank, which in zip(holder, stages.which):
         per_rank[rank] += totals[which]
     slowest = per_rank.index(max(per_rank))
@@ -74,50 +74,52 @@ def step_time(job: Job, c: Constants = CURRENT) -> StepTime:
         if rank == slowest:
             busy = busy.plus(each[which])
     bubble = 0.0
-    if cuts.pp > 1:
+    if degrees.pp > 1:
         # One of the other ranks' stages, on average, takes this long for one microbatch.
-        other = (sum(per_rank) - per_rank[slowest]) / ((cuts.pp - 1) * cuts.vpp)
-        bubble = bubble_units(cuts.schedule, cuts.pp, cuts.vpp) / PARTS * other
-    if job.cluster.machine is not None:
-        return _on_machine(job, job.cluster.machine, busy, bubble, per_rank)
-    reduction, hidden = _reduction(job, busy.total, c)
+        other = (sum(per_rank) - per_rank[slowest]) / ((degrees.pp - 1) * degrees.vpp)
+        bubble = bubble_units(degrees.schedule, degrees.pp, degrees.vpp) / PARTS * other
+    if workload.cluster.machine is not None:
+        return _on_machine(workload, workload.cluster.machine, busy, bubble, per_rank)
+    reduction, hidden = _reduction(workload, busy.total, c)
     return StepTime(
         _NOTHING.plus(busy, count),
         bubble,
-        _messages(job, c),
+        _messages(workload, c),
         reduction,
         hidden,
-        _optimizer(job, rates),
+        _optimizer(workload, rates),
         c.step_ms * 1e-3,
     )
 
 
-def _on_machine(job: Job, machine: Machine, busy: Passes, bubble: float, per_rank: list[float]) -> StepTime:
+def _on_machine(workload: Workload, machine: Machine, busy: Passes, bubble: float, per_rank: list[float]) -> StepTime:
     """The same where ranks share the cores of a computer that was measured."""
-    count, crowd = job.batch.microbatches, machine.slowdown(job.cluster.num_gpus)
+    count, crowd = workload.batch.microbatches, machine.slowdown(workload.cluster.num_gpus)
     factor = stretch(per_rank, bubble, count, crowd)
-    dense, experts = _held(job)
+    dense, experts = _held(workload)
     return StepTime(
         busy=_NOTHING.plus(stretched(busy, factor), count),
         bubble=factor * bubble,
-        messages=messages_on_machine(job, machine),
-        reduction=reduction_on_machine(job, machine, dense, experts),
+        messages=messages_on_machine(workload, machine),
+        reduction=reduction_on_machine(workload, machine, dense, experts),
         hidden_reduction=0.0,
-        optimizer=crowd * _own(job, dense, experts) * machine.update_ns * 1e-9,
-        fixed=fixed_on_machine(job, machine),
+        optimizer=crowd * _own(workload, dense, experts) * machine.update_ns * 1e-9,
+        fixed=fixed_on_machine(workload, machine),
     )
 
 
-def stage_passes(job: Job, stages: Stages, sizes: Sizes, rates: Rates, c: Constants) -> list[Passes]:
+def stage_passes(workload: Workload, stages: Stages, sizes: Sizes, rates: Rates, c: Constants) -> list[Passes]:
     """Forward and backward of one microbatch on each different stage."""
     times: dict[int, Passes] = {}
 
     def of(layer: Layer) -> Passes:
         # Equal layers of a model are few objects; looking them up by identity saves hashing them.
         if id(layer) not in times:
-            measured = job.cluster.machine is not None
+            measured = workload.cluster.machine is not None
             times[id(layer)] = (
-                layer_on_machine(job, layer, sizes, rates) if measured else layer_passes(job, layer, sizes, rates, c)
+                layer_on_machine(workload, layer, sizes, rates)
+                if measured
+                else layer_passes(workload, layer, sizes, rates, c)
             )
         return times[id(layer)]
 
@@ -125,52 +127,54 @@ def stage_passes(job: Job, stages: Stages, sizes: Sizes, rates: Rates, c: Consta
         total = _NOTHING
         for layer, number in contents.layers:
             total = total.plus(of(layer), number)
-        head = part_passes(head_of(job.model.vocab, sizes), rates)
+        head = part_passes(head_of(workload.model.vocab, sizes), rates)
         if contents.embedding:
             total = total.plus(part_passes(embedding_of(sizes), rates))
         if contents.mtp:
-            ahead = of(job.model.layers[-1]).plus(part_passes(join_of(sizes), rates)).plus(head)
+            ahead = of(workload.model.layers[-1]).plus(part_passes(join_of(sizes), rates)).plus(head)
             total = total.plus(ahead, contents.mtp)
-        if job.cluster.machine is not None:
-            total = total.plus(ends_on_machine(job, contents.embedding, contents.head))
+        if workload.cluster.machine is not None:
+            total = total.plus(ends_on_machine(workload, contents.embedding, contents.head))
         return total.plus(head) if contents.head else total
 
     return [stage(contents) for contents in stages.different]
 
 
-def _messages(job: Job, c: Constants) -> float:
-    cuts = job.cuts
-    if cuts.pp == 1:
+def _messages(workload: Workload, c: Constants) -> float:
+    degrees = workload.degrees
+    if degrees.pp == 1:
         return 0.0
-    outside = pipeline_leaves_domain(cuts, job.cluster.usable_domain)
-    rate = job.cluster.nic_gb_s * c.ring_nic if outside else job.cluster.gpu.link_gb_s * c.ring_link
-    once = stage_bytes(job) / (rate * 1e9) + c.latency_us * 1e-6
-    return float(2 * cuts.vpp * job.batch.microbatches * once * c.stage_exposed)
+    outside = pipeline_leaves_domain(degrees, workload.cluster.usable_domain)
+    rate = workload.cluster.nic_gb_s * c.ring_nic if outside else workload.cluster.gpu.link_gb_s * c.ring_link
+    once = stage_bytes(workload) / (rate * 1e9) + c.latency_us * 1e-6
+    return float(2 * degrees.vpp * workload.batch.microbatches * once * c.stage_exposed)
 
 
-def _reduction(job: Job, window: float, c: Constants) -> tuple[float, float]:
+def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, float]:
     """Gradients are scattered and parameters gathered once per step, mostly beside the last and first microbatch."""
-    cuts = job.cuts
-    if cuts.sharding == "zero3" and cuts.pp == 1:
+    degrees = workload.degrees
+    if degrees.sharding == "zero3" and degrees.pp == 1:
         return 0.0, 0.0
-    dense, experts = _held(job)
-    weight = min(2.0, job.numbers.weight_bytes) if cuts.sharding != "none" else job.numbers.gradient_bytes
-    grad = job.numbers.gradient_bytes
-    if cuts.sharding == "none":
-        grad = weight = 2.0 if job.numbers.format in ("fp16", "bf16") else 4.0
-    moved = ring(dense * (grad + weight), data_reach(job), job.cluster, c) + ring(
-        experts * (grad + weight), expert_data_reach(job), job.cluster, c
+    dense, experts = _held(workload)
+    weight = min(2.0, workload.dtypes.weight_bytes) if degrees.sharding != "none" else workload.dtypes.gradient_bytes
+    grad = workload.dtypes.gradient_bytes
+    if degrees.sharding == "none":
+        grad = weight = 2.0 if workload.dtypes.format in ("fp16", "bf16") else 4.0
+    moved = ring(dense * (grad + weight), data_reach(workload), workload.cluster, c) + ring(
+        experts * (grad + weight), expert_data_reach(workload), workload.cluster, c
     )
-    if not job.options.gradient_overlap or cuts.sharding == "none":
+    if not workload.options.gradient_overlap or degrees.sharding == "none":
         return moved, 0.0
     shown = max(c.data_exposed * moved, moved - window)
     return shown, moved - shown
 
 
-def _held(job: Job) -> tuple[float, float]:
+def _held(workload: Workload) -> tuple[float, float]:
     """Parameters of the rank that holds most: dense and experts."""
-    cuts = job.cuts
-    return _held_by(job.model, cuts.pp, cuts.vpp, written_stages(job), cuts.tp, cuts.ep * cuts.etp)
+    degrees = workload.degrees
+    return _held_by(
+        workload.model, degrees.pp, degrees.vpp, written_stages(workload), degrees.tp, degrees.ep * degrees.etp
+    )
 
 
 @lru_cache(maxsize=10_000)
@@ -181,33 +185,33 @@ def _held_by(
     for index, contents in enumerate(contents_of(model, pp * vpp, written)):
         own = ranks[index % pp]
         for layer, number in contents.layers:
-            held = layer_parameters(layer, model.width)
+            held = layer_parameters(layer, model.dim)
             own[0] += number * (held.dense / tp + held.whole)
             own[1] += number * held.experts / expert_cuts
-        own[0] += (contents.embedding + contents.head) * model.width * model.vocab / tp
+        own[0] += (contents.embedding + contents.head) * model.dim * model.vocab / tp
     dense, experts = max(ranks, key=sum)
     return dense, experts
 
 
-def _own(job: Job, dense: float, experts: float) -> float:
+def _own(workload: Workload, dense: float, experts: float) -> float:
     """Parameters that a rank updates of those it holds."""
-    cuts = job.cuts
-    shards = 1 if cuts.sharding == "none" else cuts.dp * cuts.cp
-    edp = 1 if cuts.sharding == "none" else cuts.edp
+    degrees = workload.degrees
+    shards = 1 if degrees.sharding == "none" else degrees.dp * degrees.cp
+    edp = 1 if degrees.sharding == "none" else degrees.edp
     return dense / shards + experts / edp
 
 
-def _optimizer(job: Job, rates: Rates) -> float:
-    dense, experts = _held(job)
-    own = _own(job, dense, experts)
-    if job.options.optimizer_on_host:
-        return own * 16.0 / (job.cluster.gpu.host_gb_s * 1e9)
+def _optimizer(workload: Workload, rates: Rates) -> float:
+    dense, experts = _held(workload)
+    own = _own(workload, dense, experts)
+    if workload.options.optimizer_on_host:
+        return own * 16.0 / (workload.cluster.gpu.host_gb_s * 1e9)
     return (own * _OPTIMIZER_BYTES + (dense + experts) * 4.0) * rates.traffic
 
 
-def predict_time(job: Job, c: Constants = CURRENT) -> TimePrediction:
+def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
     """The step with its lines."""
-    step = step_time(job, c)
+    step = step_time(workload, c)
     f, b = step.busy.forward, step.busy.backward
     both = f.plus(b)
     lines = (
@@ -226,7 +230,7 @@ def predict_time(job: Job, c: Constants = CURRENT) -> TimePrediction:
         TimeLine("optimizer", "optimizer", step.optimizer),
         TimeLine("host", "fixed time of a step", step.fixed),
     )
-    low, high = INTERVALS["mixture" if job.model.is_mixture else "dense"]
+    low, high = INTERVALS["mixture" if workload.model.is_mixture else "dense"]
     return TimePrediction(
         step.total, low * step.total, high * step.total, tuple(line for line in lines if line.seconds)
     )

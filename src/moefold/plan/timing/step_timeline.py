@@ -16,7 +16,7 @@ from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.layer_time import Passes, Seconds
 from moefold.plan.timing.step_time import stage_passes
 from moefold.plan.timing.throughput import rates_of
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, Timeline, simulate
@@ -45,28 +45,28 @@ class StepTimeline:
         return sum(share * weight for share, weight in zip(shares, weights)) / len(shares)
 
 
-def step_timeline(job: Job, most_boxes: int = MOST_BOXES) -> StepTimeline:
-    cuts = job.cuts
-    stages = stages_of_shape(job.model, cuts.pp * cuts.vpp, written_stages(job))
-    rates = rates_of(job, CURRENT, float(job.batch.seq_len))
-    passes = stage_passes(job, stages, sizes_of(job), rates, CURRENT)
+def step_timeline(workload: Workload, most_boxes: int = MOST_BOXES) -> StepTimeline:
+    degrees = workload.degrees
+    stages = stages_of_shape(workload.model, degrees.pp * degrees.vpp, written_stages(workload))
+    rates = rates_of(workload, CURRENT, float(workload.batch.seq_len))
+    passes = stage_passes(workload, stages, sizes_of(workload), rates, CURRENT)
     each = [passes[which] for which in stages.which]
-    shown = _shown(job, most_boxes)
-    order = schedule_named(cuts.schedule).build(cuts.pp, cuts.vpp, shown)
+    shown = _shown(workload, most_boxes)
+    order = schedule_named(degrees.schedule).build(degrees.pp, degrees.vpp, shown)
     durations = Durations(
         forward=[stage.forward.total for stage in each],
         # Input and weight gradients cost about the same.
         backward_input=[stage.backward.total / 2 for stage in each],
         backward_weight=[stage.backward.total / 2 for stage in each],
     )
-    return StepTimeline(simulate(order, durations), shown, job.batch.microbatches, _shares(each))
+    return StepTimeline(simulate(order, durations), shown, workload.batch.microbatches, _shares(each))
 
 
-def _shown(job: Job, most_boxes: int) -> int:
+def _shown(workload: Workload, most_boxes: int) -> int:
     """Whole rounds of the pipeline, at least one."""
-    cuts, count = job.cuts, job.batch.microbatches
-    fits = max(cuts.pp, most_boxes // (2 * cuts.vpp) // cuts.pp * cuts.pp, 2)
-    needed = schedule_named(cuts.schedule).microbatches_per_stage * cuts.pp * cuts.vpp
+    degrees, count = workload.degrees, workload.batch.microbatches
+    fits = max(degrees.pp, most_boxes // (2 * degrees.vpp) // degrees.pp * degrees.pp, 2)
+    needed = schedule_named(degrees.schedule).microbatches_per_stage * degrees.pp * degrees.vpp
     return min(count, max(fits, needed))
 
 

@@ -14,7 +14,7 @@ from moefold.errors import ConfigError, Problem
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
-from moefold.plan.workload import Job
+from moefold.plan.workload import Workload
 
 # Cards are compared with this one, in 1e12 FLOP/s of bf16 per watt.
 _H100 = 989 / 700
@@ -61,26 +61,26 @@ class Rates:
         )
 
 
-def rates_of(job: Job, c: Constants, length: float) -> Rates:
+def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
     """`length`: tokens of a sequence; longer ones attend faster."""
-    if job.cluster.machine is not None:
-        _check_measured(job)
-        return measured_rates(job.cluster.machine)
-    gpu, form = job.cluster.gpu, job.numbers.format
-    program = _program(job, c) * _age(job, c)
+    if workload.cluster.machine is not None:
+        _check_measured(workload)
+        return measured_rates(workload.cluster.machine)
+    gpu, form = workload.cluster.gpu, workload.dtypes.format
+    program = _program(workload, c) * _age(workload, c)
     bandwidth = gpu.memory_tb_s * 1e12 * c.traffic
     passes = _CONVERSION.get(form, 1.0)
-    fused = c.compiled if job.options.compiled else 1.0
+    fused = c.compiled if workload.options.compiled else 1.0
     gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
     # Measured attention rates are alike shares of the peak on the usual card of each architecture; a card that has
     # fewer watts for the same arithmetic is slower. The newest cards have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
     gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
-    if job.options.stack == "fsdp2":
+    if workload.options.framework == "fsdp2":
         # torch's ring attention runs its steps one by one and merges them in eager mode.
-        gain /= (1 + c.ring_fsdp2) ** log2(job.cuts.cp)
+        gain /= (1 + c.ring_fsdp2) ** log2(workload.degrees.cp)
     attention = program / (gpu.bf16_tflops * 1e12 * gain)
-    products = program * _product(job, c, form)
+    products = program * _product(workload, c, form)
     host = 1e-6 * program * (c.launch_grace if gpu.per_node == 4 else 1.0)
     return Rates(
         gemm=products,
@@ -97,15 +97,15 @@ def rates_of(job: Job, c: Constants, length: float) -> Rates:
     )
 
 
-def _check_measured(job: Job) -> None:
+def _check_measured(workload: Workload) -> None:
     """A machine's table says how fast moefold is there in float32, and nothing else."""
     problems = []
-    if job.numbers.format != "float32":
-        told = f"is {job.numbers.format}, but the machine was measured in float32"
+    if workload.dtypes.format != "float32":
+        told = f"is {workload.dtypes.format}, but the machine was measured in float32"
         problems.append(Problem("precision.compute", told, "use float32, or plan without --machine"))
-    if job.options.stack != "moefold":
-        told = f"is {job.options.stack}, but the machine was measured with moefold"
-        problems.append(Problem("stack", told, "use moefold, or plan without --machine"))
+    if workload.options.framework != "moefold":
+        told = f"is {workload.options.framework}, but the machine was measured with moefold"
+        problems.append(Problem("framework", told, "use moefold, or plan without --machine"))
     if problems:
         raise ConfigError(*problems)
 
@@ -128,9 +128,9 @@ def measured_rates(machine: Machine) -> Rates:
     )
 
 
-def _product(job: Job, c: Constants, form: str) -> float:
+def _product(workload: Workload, c: Constants, form: str) -> float:
     """Seconds per FLOP of a large product. Cards with more arithmetic per watt sustain less of it."""
-    gpu = job.cluster.gpu
+    gpu = workload.cluster.gpu
     share = float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power)
     share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
     eight = gpu.fp8_tflops or gpu.bf16_tflops
@@ -142,15 +142,15 @@ def _product(job: Job, c: Constants, form: str) -> float:
     return 1 / (eight * 1e12 * share * c.gemm_fp8 * newer)
 
 
-def _program(job: Job, c: Constants) -> float:
+def _program(workload: Workload, c: Constants) -> float:
     """Time on card and host against Megatron's."""
-    name = _PROGRAM.get(job.options.stack)
+    name = _PROGRAM.get(workload.options.framework)
     return float(getattr(c, name)) if name else 1.0
 
 
-def _age(job: Job, c: Constants) -> float:
+def _age(workload: Workload, c: Constants) -> float:
     """Programs and their kernels get better every year; a job without a date is of today."""
-    years = max(-1.0, min(2.0, _TODAY - job.options.date)) if job.options.date else 0.0
+    years = max(-1.0, min(2.0, _TODAY - workload.options.date)) if workload.options.date else 0.0
     return float((1 + c.year) ** years)
 
 

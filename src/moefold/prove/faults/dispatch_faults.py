@@ -9,14 +9,14 @@ from torch import Tensor
 
 import moefold.moe.dedup_permute
 import moefold.moe.dispatch.dedup_exchange
-from moefold.moe.dedup_permute import Pairs
-from moefold.moe.dispatch.dedup_exchange import Hop, Landed
+from moefold.moe.dedup_permute import TokenRankMap
+from moefold.moe.dispatch.dedup_exchange import DedupExchange, Received
 from moefold.prove.faults.parallel_faults import put, wrap
 
 
 def one_choice_per_row() -> None:
-    def make(go: Callable[..., Landed]) -> Callable[..., Landed]:
-        def go_and_forget(self: Hop, x_tD: Tensor, routing: Any) -> Landed:
+    def make(go: Callable[..., Received]) -> Callable[..., Received]:
+        def go_and_forget(self: DedupExchange, x_tD: Tensor, routing: Any) -> Received:
             landed = go(self, x_tD, routing)
             if self.name == "across":
                 return landed
@@ -27,10 +27,10 @@ def one_choice_per_row() -> None:
 
         return go_and_forget
 
-    wrap(Hop, "go", make)
+    wrap(DedupExchange, "go", make)
 
 
-def _first_pair(rows_ND: Tensor, pairs: Pairs) -> Tensor:
+def _first_pair(rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
     """Of each source row that has pairs; all have here."""
     return rows_ND.index_select(0, pairs.pair_N.index_select(0, pairs.first_t))
 
@@ -43,19 +43,19 @@ def gradient_of_one_copy() -> None:
 
 
 def weights_gradient_of_one_rank() -> None:
-    put(moefold.moe.dispatch.dedup_exchange, "sum_pairs", _first_pair)
+    put(moefold.moe.dispatch.dedup_exchange, "reduce_token_values", _first_pair)
 
 
 def hosts_not_added_up() -> None:
     def make(home: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def first_home(self: Hop, answers_SD: Tensor, way: Any, pairs: Pairs) -> Tensor:
+        def first_home(self: DedupExchange, answers_SD: Tensor, way: Any, pairs: TokenRankMap) -> Tensor:
             if self.name != "across":
                 return home(self, answers_SD, way, pairs)
-            back_ND = moefold.moe.dispatch.dedup_exchange.exchange_rows(
+            back_ND = moefold.moe.dispatch.dedup_exchange.all_to_all_rows(
                 answers_SD, send=way.recv, recv=way.send, group=self.group
             )
             return _first_pair(back_ND, pairs)
 
         return first_home
 
-    wrap(Hop, "home", make)
+    wrap(DedupExchange, "home", make)

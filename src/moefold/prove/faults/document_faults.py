@@ -23,7 +23,7 @@ import moefold.parallel.ring_attention
 import moefold.pipeline.step
 import moefold.prove.proof_batches
 import moefold.prove.rank
-from moefold.comm.collectives import gather_plain, sum_plain
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
 from moefold.nn.batch import Batch
@@ -93,20 +93,20 @@ def documents_see_each_other() -> None:
 
 
 def positions_count_what_a_rank_holds() -> None:
-    def make(share_of: Callable[..., Batch]) -> Callable[..., Batch]:
+    def make(context_shard: Callable[..., Batch]) -> Callable[..., Batch]:
         def counted(batch: Batch, index: int) -> Batch:
-            share = share_of(batch, index)
-            return replace(share, positions_T=torch.arange(share.num_tokens))
+            local_model = context_shard(batch, index)
+            return replace(local_model, positions_T=torch.arange(local_model.num_tokens))
 
         return counted
 
-    wrap(moefold.prove.proof_batches, "share_of", make)
+    wrap(moefold.prove.proof_batches, "context_shard", make)
 
 
 def gathered_tokens_in_the_order_of_ranks() -> None:
     def whole(self: TokenShards, x_t: Tensor, batch: Batch) -> Tensor:
-        held_T = gather_plain(x_t, self._sizes(batch.num_tokens), self.tp)
-        return gather_plain(held_T, batch.held_sizes, self.contexts[batch.context_size])
+        held_T = all_gather_no_grad(x_t, self._sizes(batch.num_tokens), self.tp)
+        return all_gather_no_grad(held_T, batch.held_sizes, self.contexts[batch.context_size])
 
     put(TokenShards, "whole", whole)
 
@@ -118,7 +118,7 @@ def _look_ahead(change: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], 
     def make(look: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tokens_N, labels_N, lengths, by: look(tokens_N, labels_N, *change(lengths, by))
 
-    wrap(moefold.nn.batch, "look_ahead", make)
+    wrap(moefold.nn.batch, "mtp_targets", make)
 
 
 def looks_one_token_too_far_ahead() -> None:
@@ -166,7 +166,7 @@ def loss_of_one_context_rank_only() -> None:
 
 def labels_not_counted_over_context_ranks() -> None:
     def count(mine: int, groups: Groups) -> int:
-        return int(sum_plain(torch.tensor(mine), groups["dp"]))
+        return int(all_reduce_no_grad(torch.tensor(mine), groups["dp"]))
 
     put(moefold.prove.rank, "count_step_labels", count)
 
@@ -218,7 +218,7 @@ def sequences_weighed_by_their_tokens() -> None:
 def balance_over_one_context_share() -> None:
     def make(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda self, counts, reach, batch: (
-            sum_plain(counts, self.tp) if reach == "microbatch" else add(self, counts, reach, batch)
+            all_reduce_no_grad(counts, self.tp) if reach == "microbatch" else add(self, counts, reach, batch)
         )
 
     wrap(TokenShards, "sum_counts", make)

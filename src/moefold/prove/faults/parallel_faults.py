@@ -26,13 +26,13 @@ import moefold.prove.init_values
 import moefold.prove.rank
 from moefold.attention.rotary import Rotary
 from moefold.blueprint.parameters import ParameterSpec
-from moefold.comm.collectives import gather_rows, gather_same, sum_partial
+from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
 from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import Arrived
 from moefold.moe.experts import Experts
 from moefold.moe.routing_policies import CapacityDrop
-from moefold.parallel.param_shards import Held
+from moefold.parallel.param_shards import ParamShard
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 
 
@@ -154,49 +154,49 @@ def weight_gradient_lost() -> None:
 def gathered_weights_gradient_not_summed() -> None:
     def gather(rows: Tensor, sizes: Any, group: Any) -> Tensor:
         return (
-            gather_same(rows, sizes, group)
+            all_gather_replicated(rows, sizes, group)
             if rows.dtype == torch.float64 and rows.shape[1] < 4
-            else gather_rows(rows, sizes, group)
+            else all_gather_rows(rows, sizes, group)
         )
 
-    put(moefold.moe.dispatch.all_gather, "gather_rows", gather)
+    put(moefold.moe.dispatch.all_gather, "all_gather_rows", gather)
 
 
 def split_experts_not_added() -> None:
     def reduce(partial: Tensor, sizes: Any, group: Any) -> Tensor:
         return partial.split(sizes)[group.index]
 
-    put(moefold.moe.dispatch.all_to_all, "reduce_rows", reduce)
+    put(moefold.moe.dispatch.all_to_all, "reduce_scatter_rows", reduce)
 
 
 def split_bias_added_by_all() -> None:
     wrap(
         moefold.parallel.parallelize,
         "seams_of",
-        lambda seams: lambda *given: replace(seams(*given), bias_share=1.0),
+        lambda seams: lambda *given: replace(seams(*given), bias_scale=1.0),
     )
 
 
 def norm_counts_copies() -> None:
-    put(moefold.pipeline.step, "spoken_for", lambda gradients, held: list(gradients.values()))
+    put(moefold.pipeline.step, "primary_shards", lambda gradients, held: list(gradients.values()))
 
 
 def norm_misses_a_shard() -> None:
-    def make(spoken_for: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        def first_experts_only(gradients: dict[str, Tensor], held: dict[str, Held]) -> list[Tensor]:
+    def make(primary_shards: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        def first_experts_only(gradients: dict[str, Tensor], held: dict[str, ParamShard]) -> list[Tensor]:
             kept = {n: g for n, g in gradients.items() if ".experts." not in n or held[n].box[0].start == 0}
-            return spoken_for(kept, held)
+            return primary_shards(kept, held)
 
         return first_experts_only
 
-    wrap(moefold.pipeline.step, "spoken_for", make)
+    wrap(moefold.pipeline.step, "primary_shards", make)
 
 
 def norm_of_this_rank_only() -> None:
-    def norm(spoken_for: list[Tensor], world: Any) -> Tensor:
-        return torch.stack([part.double().square().sum() for part in spoken_for]).sum().sqrt()
+    def norm(primary_shards: list[Tensor], world: Any) -> Tensor:
+        return torch.stack([part.double().square().sum() for part in primary_shards]).sum().sqrt()
 
-    put(moefold.pipeline.step, "gradient_norm", norm)
+    put(moefold.pipeline.step, "grad_norm_of", norm)
 
 
 def bias_from_local_load() -> None:
@@ -237,17 +237,21 @@ def vocabulary_offset_forgotten() -> None:
 
 def loss_gradient_once_per_rank() -> None:
     def merge(self: VocabShards, lse_T: Tensor) -> Tensor:
-        return gather_rows(lse_T.unsqueeze(0), (1,) * self.tp.size, self.tp).logsumexp(0)
+        return all_gather_rows(lse_T.unsqueeze(0), (1,) * self.tp.size, self.tp).logsumexp(0)
 
     put(VocabShards, "merge_logsumexp", merge)
 
 
 def target_gradient_once_per_rank() -> None:
-    put(VocabShards, "merge_sum", lambda self, x_T: sum_partial(x_T, self.tp))
+    put(VocabShards, "merge_sum", lambda self, x_T: all_reduce_partial(x_T, self.tp))
 
 
 def gather_forgets_other_ranks_gradients() -> None:
-    put(TokenShards, "gather", lambda self, x_tD, batch: gather_same(x_tD, self._sizes(batch.num_tokens), self.tp))
+    put(
+        TokenShards,
+        "gather",
+        lambda self, x_tD, batch: all_gather_replicated(x_tD, self._sizes(batch.num_tokens), self.tp),
+    )
 
 
 def partial_sums_averaged() -> None:

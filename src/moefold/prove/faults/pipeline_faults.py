@@ -17,9 +17,9 @@ import moefold.pipeline.pipeline_state
 import moefold.pipeline.runtime
 import moefold.pipeline.step
 from moefold.model.decoder import Decoder
-from moefold.nn.matmul_policy import Deferral
-from moefold.parallel.param_shards import Held
-from moefold.pipeline.pipeline_state import Flight
+from moefold.nn.matmul_policy import WeightGradQueue
+from moefold.parallel.param_shards import ParamShard
+from moefold.pipeline.pipeline_state import PipelineState
 from moefold.prove.faults.parallel_faults import put, wrap
 from moefold.schedule.actions import Action, Kind
 
@@ -31,23 +31,23 @@ def tied_weight_not_summed_over_stages() -> None:
 
 
 def tied_weight_twice_in_the_norm() -> None:
-    def spoken_for(gradients: dict[str, Tensor], held: dict[str, Held]) -> list[Tensor]:
+    def primary_shards(gradients: dict[str, Tensor], held: dict[str, ParamShard]) -> list[Tensor]:
         return [g for name, g in gradients.items() if all(group.index == 0 for group in held[name].copies)]
 
-    put(moefold.pipeline.step, "spoken_for", spoken_for)
+    put(moefold.pipeline.step, "primary_shards", primary_shards)
 
 
 def _put_off(times: int, which: Callable[[object], bool]) -> None:
     """Weight gradients of these are put off so many times, instead of once."""
 
     def make(put_one: Callable[..., None]) -> Callable[..., None]:
-        def put_off(self: Deferral, weight: Any, gradient: Any) -> None:
+        def put_off(self: WeightGradQueue, weight: Any, gradient: Any) -> None:
             for _ in range(times if which(self._key) else 1):
                 put_one(self, weight, gradient)
 
         return put_off
 
-    wrap(Deferral, "put", make)
+    wrap(WeightGradQueue, "put", make)
 
 
 def _is_microbatch_1(key: object) -> bool:
@@ -70,12 +70,12 @@ def weight_gradients_of_overlapped_pairs_lost() -> None:
 def _received_gradients(change: Callable[[Action, Received], Received]) -> None:
     receive = moefold.pipeline.runtime.receive_backward
 
-    def receive_and_change(flight: Flight, action: Action) -> None:
+    def receive_and_change(flight: PipelineState, action: Action) -> None:
         receive(flight, action)
         key = (action.stage, action.microbatch)
         flight.gradients[key] = change(action, flight.gradients[key])
 
-    moefold.pipeline.runtime._CARRY_OUT[Kind.RECV_B] = receive_and_change
+    moefold.pipeline.runtime._RUN_ACTION[Kind.RECV_B] = receive_and_change
 
 
 def gradient_of_the_microbatch_before() -> None:
@@ -98,7 +98,7 @@ def streams_of_two_microbatches_swapped() -> None:
     receive = moefold.pipeline.runtime.receive_forward
     first: dict[int, Any] = {}
 
-    def receive_first(flight: Flight, action: Action) -> None:
+    def receive_first(flight: PipelineState, action: Action) -> None:
         receive(flight, action)
         arrived = flight.inputs[action.stage, action.microbatch]
         kept = first.setdefault(action.stage, arrived)
@@ -106,15 +106,15 @@ def streams_of_two_microbatches_swapped() -> None:
             for now, earlier in zip((arrived.x_tD, *arrived.ahead_tD), (kept.x_tD, *kept.ahead_tD), strict=True):
                 now.data.copy_(earlier.data)
 
-    moefold.pipeline.runtime._CARRY_OUT[Kind.RECV_F] = receive_first
+    moefold.pipeline.runtime._RUN_ACTION[Kind.RECV_F] = receive_first
 
 
 def balance_of_middle_stages_forgotten() -> None:
     """Only the stage that has the language loss has an objective; the others follow their output's gradient alone."""
 
     def make(objective_of: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-        def of_last_stage(share: Any, output: Any, batch: Any) -> Tensor | None:
-            return objective_of(share, output if output.stream is None else output._replace(reports=()), batch)
+        def of_last_stage(local_model: Any, output: Any, batch: Any) -> Tensor | None:
+            return objective_of(local_model, output if output.hidden is None else output._replace(reports=()), batch)
 
         return of_last_stage
 
@@ -131,9 +131,9 @@ def earlier_counts_of_another_layer() -> None:
 
 def losses_ahead_added_not_averaged() -> None:
     def make(losses_of: Callable[..., Any]) -> Callable[..., Any]:
-        def added(share: Any, output: Any, batch: Any) -> Any:
-            loss, ahead, balance = losses_of(share, output, batch)
-            return loss, None if ahead is None else ahead * share.run.model.num_mtp, balance
+        def added(local_model: Any, output: Any, batch: Any) -> Any:
+            loss, ahead, balance = losses_of(local_model, output, batch)
+            return loss, None if ahead is None else ahead * local_model.run.model.num_mtp, balance
 
         return added
 

@@ -1,6 +1,6 @@
 """One line per interval that a person can read and `grep` can take apart.
 
-    step=120/300 loss=2.4312 balance.sequence=0.0103 norm=0.812 rate=3.00e-04 tokens/s=12.3K tflops=0.021 ...
+    step=120/300 loss=2.4312 balance.sequence=0.0103 grad_norm=0.812 lr=3.00e-04 tokens/s=12.3K tflops=0.021 ...
 
 Every field is `name=value` without blanks, in a fixed order, so `grep -o ' loss=[^ ]*'` is a loss curve. Loss, speed,
 waiting and load are those of the whole interval, norm and rate those of its last step. A skipped step has a line of its
@@ -90,8 +90,8 @@ def interval_line(records: Sequence[StepRecord], meter: Meter, eta: float) -> st
         "step": f"{last.step}/{last.steps}",
         "loss": _mean([record.loss for record in taken]),
         **{f"balance.{name}": _mean([record.balance.get(name, math.nan) for record in taken]) for name in last.balance},
-        "norm": f"{last.norm:.3g}",
-        "rate": f"{last.rate:.2e}",
+        "grad_norm": f"{last.grad_norm:.3g}",
+        "lr": f"{last.lr:.2e}",
         "tokens/s": format_count(speed.tokens_per_s),
         "tflops": f"{speed.tflops:.3g}",
         "mfu": "unknown" if speed.mfu is None else f"{speed.mfu:.1%}",

@@ -128,8 +128,8 @@ def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:
     """Only finite numbers; names are grouped by what stands before the slash."""
     found = {
         "train/loss": record.loss,
-        "train/norm": record.norm,
-        "train/rate": record.rate,
+        "train/grad_norm": record.grad_norm,
+        "train/lr": record.lr,
         "train/skipped": float(record.skipped is not None),
         **{f"balance/{name}": value for name, value in record.balance.items()},
         "speed/tokens_per_s": speed.tokens_per_s,

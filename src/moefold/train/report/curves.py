@@ -17,7 +17,7 @@ _TIME_COLORS = {"compute": 1, "waiting for data": 4, "saving": 3, "other": 5}
 def learning(history: History) -> str:
     steps, marks = history.steps, [step for step, _ in history.skipped]
     span = (float(steps[0]), float(steps[-1]))
-    loss, norm, rate = (thin(steps, history.column(name)) for name in ("loss", "norm", "rate"))
+    loss, grad_norm, lr = (thin(steps, history.column(name)) for name in ("loss", "grad_norm", "lr"))
     band = f"each point is {loss.per_bucket:,} steps, the band their lowest and highest" if loss.per_bucket > 1 else ""
     note = "; ".join(filter(None, (band, "red ticks are skipped steps" if marks else "")))
     at, values = (np.array([row[i] for row in history.validation], float) for i in (0, 1))
@@ -25,8 +25,10 @@ def learning(history: History) -> str:
     balance = [Series(name, thin(steps, column), 1 + i % 5) for i, (name, column) in enumerate(history.balance.items())]
     charts = [
         line_chart("Loss", [Series("training", loss), validation], note=note, marks=marks, x_range=span),
-        line_chart("Gradient norm before the clip", [Series("norm", norm)], log=True, marks=marks, x_range=span),
-        line_chart("Learning rate", [Series("rate", rate)], from_zero=True, x_range=span),
+        line_chart(
+            "Gradient norm before the clip", [Series("grad_norm", grad_norm)], log=True, marks=marks, x_range=span
+        ),
+        line_chart("Learning rate", [Series("lr", lr)], from_zero=True, x_range=span),
         line_chart(_balance_title(balance), balance, from_zero=True, x_range=span),
     ]
     return f'<h2>Learning</h2><div class="charts">{"".join(charts)}</div>'

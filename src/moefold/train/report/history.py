@@ -33,8 +33,8 @@ _MOST_REASONS = 200
 # Column name -> where a step's line has it.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
-    "norm": ("norm",),
-    "rate": ("rate",),
+    "grad_norm": ("grad_norm",),
+    "lr": ("lr",),
     "tokens": ("tokens",),
     "dropped": ("dropped",),
     "memory": ("memory_bytes",),

@@ -14,14 +14,14 @@ from torch import Tensor
 from moefold.blueprint.stages import StageSpec
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
-from moefold.model.decoder import DecoderOutput, Stream
+from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
-from moefold.nn.phase import Lane, Phase
-from moefold.parallel.parallelize import Share
+from moefold.nn.phase import Phase, Stream
+from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back
 from moefold.pipeline.phase_autograd import map_tensors, record, step_back, tensors_of
 from moefold.pipeline.pipeline_state import add_sums, no_sums, objective_of
-from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.runtime import run_schedule
 
 # Without a module that looks ahead, every parameter is used once per microbatch. One that is used twice gets both
 # gradients in one sum from autograd, and one after the other from a tape: the same up to rounding.
@@ -47,10 +47,10 @@ class Run(NamedTuple):
     """What a microbatch left: its output, and every gradient it asked for."""
 
     output: DecoderOutput
-    given: Stream | None
+    given: HiddenState | None
 
 
-def _share(model: ModelConfig, recompute: tuple[str, ...] = ()) -> Share:
+def _share(model: ModelConfig, recompute: tuple[str, ...] = ()) -> LocalModel:
     return share_on(staged_run(model, recompute=recompute, schedule="1f1b_overlapped"))
 
 
@@ -59,41 +59,41 @@ def _stage(name: str, model: ModelConfig) -> StageSpec:
     return replace(stage, mtp=tuple(range(model.num_mtp))) if stage.loss else stage
 
 
-def _given(share: Share, stage: StageSpec, batch: Batch, seed: int) -> Stream | None:
+def _given(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> HiddenState | None:
     """Random leaves where the stage before would leave its stream."""
     if stage.embedding:
         return None
     generator = torch.Generator().manual_seed(seed)
-    x_tD = torch.randn(batch.num_tokens, share.run.model.width, dtype=torch.float64, generator=generator)
-    return Stream(x_tD.requires_grad_())
+    x_tD = torch.randn(batch.num_tokens, local_model.run.model.dim, dtype=torch.float64, generator=generator)
+    return HiddenState(x_tD.requires_grad_())
 
 
 def _asked(output: DecoderOutput, seed: int) -> tuple[Tensor, ...]:
     """Random gradients where the next stage would ask for some."""
     generator = torch.Generator().manual_seed(seed)
-    streams = () if output.stream is None else (output.stream.x_tD, *output.stream.ahead_tD)
+    streams = () if output.hidden is None else (output.hidden.x_tD, *output.hidden.ahead_tD)
     return tuple(torch.randn(x.shape, dtype=x.dtype, generator=generator) for x in streams)
 
 
-def _counts(share: Share) -> Tensor:
-    return no_sums(share).counts_ME
+def _counts(local_model: LocalModel) -> Tensor:
+    return no_sums(local_model).counts_ME
 
 
-def _plain(share: Share, stage: StageSpec, batch: Batch, seed: int) -> Run:
+def _plain(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> Run:
     """The twin: the module's own forward, and one call of autograd."""
-    given = _given(share, stage, batch, seed)
-    output = share.model(batch, _counts(share), stage, given)
-    objective, asked = objective_of(share, output, batch), _asked(output, seed)
+    given = _given(local_model, stage, batch, seed)
+    output = local_model.model(batch, _counts(local_model), stage, given)
+    objective, asked = objective_of(local_model, output, batch), _asked(output, seed)
     roots = [] if objective is None else [objective]
-    if output.stream is not None:
-        roots += [output.stream.x_tD, *output.stream.ahead_tD]
+    if output.hidden is not None:
+        roots += [output.hidden.x_tD, *output.hidden.ahead_tD]
     torch.autograd.backward(roots, [None] * (len(roots) - len(asked)) + list(asked))
     return Run(output, given)
 
 
-def _taped(share: Share, stage: StageSpec, batch: Batch, seed: int) -> Run:
-    given = _given(share, stage, batch, seed)
-    output, tape = run_taped(share, batch, _counts(share), stage, given)
+def _taped(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> Run:
+    given = _given(local_model, stage, batch, seed)
+    output, tape = run_taped(local_model, batch, _counts(local_model), stage, given)
     tape_back(tape, _asked(output, seed))
     return Run(output, given)
 
@@ -106,8 +106,8 @@ def _values(run: Run) -> dict[str, Tensor]:
     return found
 
 
-def _gradients(share: Share) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in share.model.named_parameters() if p.grad is not None}
+def _gradients(local_model: LocalModel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in local_model.model.named_parameters() if p.grad is not None}
 
 
 def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], *, to_the_bit: bool = True) -> None:
@@ -130,9 +130,9 @@ class _Pair(NamedTuple):
 def test_a_recorded_phase_cuts_the_graph_on_both_sides() -> None:
     x, y = torch.tensor([2.0], requires_grad=True), torch.tensor([3.0], requires_grad=True)
     still, count = torch.tensor([5.0]), torch.tensor([1])
-    phase = Phase("p", Lane.COMM, lambda carry: _Pair(carry.left * carry.right[0] * still, [carry.right[1], count]))
+    phase = Phase("p", Stream.COMM, lambda carry: _Pair(carry.left * carry.right[0] * still, [carry.right[1], count]))
     result, recorded = record(phase, _Pair(x * 1, [y * 1, still]))
-    assert recorded.lane is Lane.COMM and isinstance(result, _Pair)
+    assert recorded.stream is Stream.COMM and isinstance(result, _Pair)
     assert [leaf.is_leaf for leaf in recorded.leaves] == [True, True]
     # Only what asks for a gradient is on the tape.
     assert [made.item() for made in recorded.outputs] == [30.0]
@@ -143,7 +143,7 @@ def test_a_recorded_phase_cuts_the_graph_on_both_sides() -> None:
 
 def test_what_nobody_asks_about_has_no_gradient() -> None:
     x, y = (torch.tensor([2.0], requires_grad=True) for _ in range(2))
-    _, recorded = record(Phase("p", Lane.COMPUTE, lambda pair: (pair[0] * 3, pair[1] * 3)), (x, y))
+    _, recorded = record(Phase("p", Stream.COMPUTE, lambda pair: (pair[0] * 3, pair[1] * 3)), (x, y))
     left, right = step_back(recorded, [torch.tensor([1.0]), None])
     assert left is not None and left.item() == 3.0 and right is None
     assert step_back(recorded, [None, None]) == [left, None]
@@ -151,7 +151,7 @@ def test_what_nobody_asks_about_has_no_gradient() -> None:
 
 def test_handing_on_what_was_given_is_a_phase_too() -> None:
     x = torch.tensor([2.0], requires_grad=True)
-    result, recorded = record(Phase("p", Lane.COMPUTE, lambda x: (x, x * 2)), x)
+    result, recorded = record(Phase("p", Stream.COMPUTE, lambda x: (x, x * 2)), x)
     assert torch.equal(result[0], x)
     (gradient,) = step_back(recorded, [torch.tensor([1.0]), torch.tensor([10.0])])
     assert gradient is not None and gradient.item() == 21.0
@@ -199,32 +199,34 @@ class Watched(NamedTuple):
         return self.inner.take(future, lambda: False)
 
 
-def _overlapped(share: Share, ahead: StageSpec, back: StageSpec, put_off_as: object | None) -> tuple[Run, Run]:
+def _overlapped(
+    local_model: LocalModel, ahead: StageSpec, back: StageSpec, put_off_as: object | None
+) -> tuple[Run, Run]:
     """The first microbatch's backward beside the second's forward; then the second's backward."""
-    first, second = microbatches(share.run, SHAPES)
-    sums = no_sums(share)
-    given = _given(share, back, first, 1)
-    output, tape = run_taped(share, first, sums.counts_ME, back, given)
-    sums = add_sums(sums, share, output, first)
-    next_given = _given(share, ahead, second, 2)
+    first, second = microbatches(local_model.run, SHAPES)
+    sums = no_sums(local_model)
+    given = _given(local_model, back, first, 1)
+    output, tape = run_taped(local_model, first, sums.counts_ME, back, given)
+    sums = add_sums(sums, local_model, output, first)
+    next_given = _given(local_model, ahead, second, 2)
     next_output, next_tape = run_overlapped(
-        share, second, sums.counts_ME, ahead, next_given, tape, _asked(output, 1), put_off_as
+        local_model, second, sums.counts_ME, ahead, next_given, tape, _asked(output, 1), put_off_as
     )
-    assert share.deferral is not None
-    share.deferral.run_all()
+    assert local_model.weight_grads is not None
+    local_model.weight_grads.run_all()
     tape_back(next_tape, _asked(next_output, 2))
     return Run(output, given), Run(next_output, next_given)
 
 
-def _in_turn(share: Share, ahead: StageSpec, back: StageSpec) -> tuple[Run, Run]:
+def _in_turn(local_model: LocalModel, ahead: StageSpec, back: StageSpec) -> tuple[Run, Run]:
     """The twin: forward, backward, forward, backward, all on tapes."""
-    first, second = microbatches(share.run, SHAPES)
-    sums = no_sums(share)
+    first, second = microbatches(local_model.run, SHAPES)
+    sums = no_sums(local_model)
     runs = []
     for stage, batch, seed in ((back, first, 1), (ahead, second, 2)):
-        given = _given(share, stage, batch, seed)
-        output, tape = run_taped(share, batch, sums.counts_ME, stage, given)
-        sums = add_sums(sums, share, output, batch)
+        given = _given(local_model, stage, batch, seed)
+        output, tape = run_taped(local_model, batch, sums.counts_ME, stage, given)
+        sums = add_sums(sums, local_model, output, batch)
         tape_back(tape, _asked(output, seed))
         runs.append(Run(output, given))
     return runs[0], runs[1]
@@ -264,22 +266,22 @@ def test_how_long_an_exchange_takes_changes_no_bit(schedule: str, model: str) ->
     batches = microbatches(run, ((5, 1, 4), (7,), (1,), (2, 2), (8,)))
     found = {}
     for name, wait in waits.items():
-        share = share_on(run)
+        local_model = share_on(run)
         log: list[str] = []
-        share = replace(share, comm_lane=Watched(share.comm_lane, log, wait))
-        carry_out(share, batches)
+        local_model = replace(local_model, comm_stream=Watched(local_model.comm_stream, log, wait))
+        run_schedule(local_model, batches)
         assert "exchange" in log and ("weight gradient" in log) is (name != "never")
-        found[name] = _gradients(share)
+        found[name] = _gradients(local_model)
     for name in ("always", "at times"):
         assert_equal(found[name], found["never"])
 
 
 def test_exchanges_of_both_are_under_way_together() -> None:
     """Each side gives the turn to the other when its tokens leave, and the walk is the same every time."""
-    share = _share(MODELS["mla"])
+    local_model = _share(MODELS["mla"])
     log: list[str] = []
-    share = replace(share, comm_lane=Watched(share.comm_lane, log, lambda: False))
+    local_model = replace(local_model, comm_stream=Watched(local_model.comm_stream, log, lambda: False))
     whole = _stage("whole", MODELS["mla"])
-    _overlapped(share, whole, whole, None)
+    _overlapped(local_model, whole, whole, None)
     # Dispatch beside combine's backward, then combine beside dispatch's backward.
     assert log == ["exchange", "exchange", "wait", "exchange", "wait", "exchange", "wait", "wait"]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.moe.load_balancing import BalanceLosses, balance_losses, update_expert_bias
-from moefold.moe.routing_policies import Choice
+from moefold.moe.routing_policies import TopKAssignment
 from moefold.nn.batch import Batch, TokenSets, whole_batch
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.parallel_interfaces import LocalTokens
 
 EXPERTS, TOP_K, STEP_TOKENS, STEP_SEQUENCES = 6, 2, 60, 13
 ALL_ON = BalanceConfig(microbatch=0.5, sequence=0.25, global_batch=2.0, device=3.0, device_groups=3, z=0.125)
@@ -35,14 +35,19 @@ def batch_of(num_tokens: int = 20, sequences: int = 4, microbatches: int = 2) ->
     )
 
 
-def draw(num_tokens: int = 20) -> tuple[Tensor, Choice]:
+def draw(num_tokens: int = 20) -> tuple[Tensor, TopKAssignment]:
     torch.manual_seed(3)
     logits = torch.randn(num_tokens, EXPERTS, dtype=torch.float64, requires_grad=True)
-    return logits, Choice(torch.rand(num_tokens, EXPERTS).argsort(1)[:, :TOP_K])
+    return logits, TopKAssignment(torch.rand(num_tokens, EXPERTS).argsort(1)[:, :TOP_K])
 
 
 def by_definition(
-    p: Tensor, choice: Choice, sets: TokenSets, groups: list[list[int]], earlier: list[int], mean: str = "tokens"
+    p: Tensor,
+    choice: TopKAssignment,
+    sets: TokenSets,
+    groups: list[list[int]],
+    earlier: list[int],
+    mean: str = "tokens",
 ) -> Tensor:
     """sum_s w_s sum_g (mean of f over g) * (sum of P over g), f_e = E c_e / (K n_s), P_e = mean of p_e.
 
@@ -63,7 +68,7 @@ def by_definition(
 
 
 def expected(
-    logits: Tensor, choice: Choice, batch: Batch, kind: str, mean: str, earlier: Tensor | None
+    logits: Tensor, choice: TopKAssignment, batch: Batch, kind: str, mean: str, earlier: Tensor | None
 ) -> BalanceLosses:
     scores = logits.exp() if kind == "softmax" else logits.sigmoid()
     p = scores / scores.sum(1, keepdim=True)
@@ -90,7 +95,7 @@ def test_losses_and_gradients_equal_the_definition(kind: Any, mean: Any, earlier
     balance = replace(ALL_ON, sequence_mean=mean)
     config, batch = replace(CONFIG, router=RouterConfig(score=kind), balance=balance), batch_of()
     logits, choice = draw()
-    ours = balance_losses(config, logits, choice, batch, WholeTokens(), earlier)
+    ours = balance_losses(config, logits, choice, batch, LocalTokens(), earlier)
     theirs = expected(logits, choice, batch, kind, mean, earlier)
     for name, a, b in zip(BalanceLosses._fields, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
@@ -105,11 +110,13 @@ def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
     batch, earlier = batch_of(7, 1, 1), torch.tensor([7, 0, 3, 1, 0, 9])
 
     def part(tokens: CutTokens) -> BalanceLosses:
-        mine = Choice(tokens.mine(choice.expert_tK))
+        mine = TopKAssignment(tokens.local_shard(choice.expert_tK))
         first = tokens.rank == 0  # what came earlier happened to be all on the first rank
-        return balance_losses(CONFIG, tokens.mine(logits), mine, batch, tokens, earlier if first else earlier * 0)
+        return balance_losses(
+            CONFIG, tokens.local_shard(logits), mine, batch, tokens, earlier if first else earlier * 0
+        )
 
-    whole = torch.stack(balance_losses(CONFIG, logits, choice, batch, WholeTokens(), earlier))
+    whole = torch.stack(balance_losses(CONFIG, logits, choice, batch, LocalTokens(), earlier))
     parts = torch.stack([torch.stack(losses) for losses in on_threads(7, world, part)]).sum(0)
     torch.testing.assert_close(parts, whole)
     grads = [torch.autograd.grad(losses, logits, torch.arange(5.0).double())[0] for losses in (parts, whole)]
@@ -117,7 +124,7 @@ def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
 
 
 def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
-    class Silent(WholeTokens):
+    class Silent(LocalTokens):
         def sum_counts(self, counts: Tensor, reach: str, batch: Batch) -> Tensor:
             raise AssertionError("no loss, no exchange")
 
@@ -129,14 +136,14 @@ def test_a_loss_that_is_off_is_zero_and_asks_nobody() -> None:
 def test_a_loss_per_sequence_needs_their_number() -> None:
     logits, choice = draw()
     with pytest.raises(ValueError, match="step_sequences"):
-        balance_losses(CONFIG, logits, choice, replace(batch_of(), step_sequences=None), WholeTokens(), None)
+        balance_losses(CONFIG, logits, choice, replace(batch_of(), step_sequences=None), LocalTokens(), None)
 
 
 def test_counts_meet_where_their_tokens_are() -> None:
     """Only the global batch asks everyone; other data-parallel ranks hold other microbatches."""
     asked = []
 
-    class Listening(WholeTokens):
+    class Listening(LocalTokens):
         def sum_counts(self, counts: Tensor, reach: str, batch: Batch) -> Tensor:
             asked.append(reach)
             return counts
@@ -150,9 +157,9 @@ def test_counts_meet_where_their_tokens_are() -> None:
 
 def test_an_even_load_costs_exactly_the_coefficient() -> None:
     logits = torch.zeros(12, EXPERTS, dtype=torch.float64)
-    choice = Choice(torch.arange(24).view(12, 2) % EXPERTS)
+    choice = TopKAssignment(torch.arange(24).view(12, 2) % EXPERTS)
     batch = replace(batch_of(12, 1, 1), step_tokens=12, step_sequences=1)
-    losses = balance_losses(CONFIG, logits, choice, batch, WholeTokens(), None)
+    losses = balance_losses(CONFIG, logits, choice, batch, LocalTokens(), None)
     assert [round(loss.item(), 12) for loss in losses[:4]] == [0.5, 0.25, 2.0, 3.0]
 
 

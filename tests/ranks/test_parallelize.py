@@ -10,7 +10,7 @@ from tests.support import on_ranks
 
 from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
-from moefold.parallel.parallelize import take_share
+from moefold.parallel.parallelize import build_local_model
 from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
 
@@ -22,13 +22,13 @@ def test_boxes_are_what_ranks_hold_and_speakers_cover_each_parameter_once(degree
     run = replace(RECIPES["qwen3_30b_a3b_proxy"](), parallel=ParallelConfig(**degrees))
 
     def work(groups: Groups) -> dict[str, list[int]]:
-        share = take_share(run, groups, torch.device("cpu"))
+        local_model = build_local_model(run, groups, torch.device("cpu"))
         sizes: dict[str, list[int]] = {}
-        for name, parameter in share.model.named_parameters():
-            held = share.held[name]
+        for name, parameter in local_model.model.named_parameters():
+            held = local_model.held[name]
             part = local_part(parameter)
             assert list(part.shape) == [box.stop - box.start for box in held.box], name
-            sizes[name] = [part.numel() if held.speaks else 0, torch.Size(held.shape).numel()]
+            sizes[name] = [part.numel() if held.is_primary else 0, torch.Size(held.shape).numel()]
         return sizes
 
     answers = on_ranks(work, 4, **degrees)

@@ -43,7 +43,7 @@ from moefold.topology.folded_layout import fold
 MODELS = {name: make().model for name, make in RECIPES.items()}
 MODELS["with a module ahead"] = replace(MODELS["debug_mla"], num_mtp=2)
 MODELS["tied"] = replace(MODELS["debug_tiny"], tied_embeddings=True)
-MODELS["latent experts"] = replace(MODELS["debug_tiny"], moe=MoEConfig(latent_width=16, shared_width=8))
+MODELS["latent experts"] = replace(MODELS["debug_tiny"], moe=MoEConfig(latent_dim=16, shared_hidden_dim=8))
 MODELS["dense"] = ModelConfig(moe=None)
 
 
@@ -61,7 +61,7 @@ def test_work_is_what_the_flop_count_says(name: str, length: int) -> None:
 
 def test_messages_by_hand() -> None:
     """Keys and values, forward and again backward in the compute format, and their gradients in float32."""
-    model = ModelConfig(100, 10, 3, GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6), moe=None, dense_width=7)
+    model = ModelConfig(100, 10, 3, GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6), moe=None, dense_hidden_dim=7)
     run, pace = RunConfig(model=model), Pace(flops=1e6, link_bytes=1e3, message=0.5, layer=2.0)
     seconds = 3 * forward_flops_per_token(model, 64).total - 3 * forward_flops_per_token(model, 64).attention_core
     seconds /= 1e6
@@ -97,7 +97,7 @@ def test_the_defaults_are_near_deepseek_v3() -> None:
 
 def test_a_run_plans_with_its_models_cost() -> None:
     lengths = documents(0, 5.7, 4096, 32)
-    data = DataConfig(4096, 32, 1, "packed")
+    data = DataConfig(4096, 32, 1, "bin_packed")
     for parallel in (ParallelConfig(cp=4, dynamic_cp=True), ParallelConfig(cp=4)):
         run = replace(recipe("deepseek_v3"), data=data, parallel=parallel)
         layout, cost = fold(parallel, 4), cost_of(run)
@@ -108,7 +108,7 @@ def test_a_run_plans_with_its_models_cost() -> None:
 def test_a_document_as_long_as_a_microbatch_is_held_by_all_ranks() -> None:
     """Four ranks hold five tokens, though none holds five quarters."""
     parallel = ParallelConfig(cp=4, dynamic_cp=True)
-    run = RunConfig(data=DataConfig(5, 2, 1, "packed"), parallel=parallel)
+    run = RunConfig(data=DataConfig(5, 2, 1, "bin_packed"), parallel=parallel)
     assert 4 in [wave.context for wave in plan_for(run, [5, 1], fold(parallel, 4)).waves]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moefold.attention.sdpa import attend, attend_naive
+from moefold.attention.sdpa import attend, attend_reference
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -23,7 +23,7 @@ SHAPES = {
     "latent": ((7, 7, 7), 4, 4, 6, 4),
     "wide values": ((5,), 2, 1, 4, 6),
     "one token": ((1, 1, 1), 2, 1, 4, 4),
-    "packed": ((5, 1, 9, 0, 5, 2), 4, 2, 4, 4),
+    "bin_packed": ((5, 1, 9, 0, 5, 2), 4, 2, 4, 4),
     "packed latent": ((3, 12, 3, 1), 2, 2, 6, 4),
     "longer than a piece": ((150, 3, 301, 150), 2, 1, 4, 4),
 }
@@ -40,7 +40,7 @@ def test_fused_equals_naive(shape: tuple[Any, ...], window: int | None, with_sin
     leaves = [*inputs, sinks] if sinks is not None else inputs
     grad = _random(tokens, heads, value_dim).detach()
     fast = attend(*inputs, lengths, 0.3, window, sinks)
-    naive = attend_naive(*inputs, lengths, 0.3, window, sinks)
+    naive = attend_reference(*inputs, lengths, 0.3, window, sinks)
     torch.testing.assert_close(fast, naive, rtol=1e-11, atol=1e-12)
     fast_grads, naive_grads = torch.autograd.grad(fast, leaves, grad), torch.autograd.grad(naive, leaves, grad)
     for a, b in zip(fast_grads, naive_grads, strict=True):
@@ -49,7 +49,7 @@ def test_fused_equals_naive(shape: tuple[Any, ...], window: int | None, with_sin
 
 def test_naive_is_what_the_definition_says() -> None:
     q, k, v, sinks = (_random(*s).detach() for s in ((6, 2, 3), (6, 1, 3), (6, 1, 2), (2,)))
-    out = attend_naive(q, k, v, (3, 3), 0.5, 2, sinks)
+    out = attend_reference(q, k, v, (3, 3), 0.5, 2, sinks)
     for sequence in range(2):
         for token in range(3):
             for head in range(2):
@@ -66,7 +66,7 @@ def test_fused_equals_naive_in_short_formats(dtype: torch.dtype, window: int | N
     lengths = (5, 9, 5, 1)
     q, k, v = (_random(sum(lengths), heads, 8).detach().to(dtype) for heads in (4, 2, 2))
     sinks = _random(4).detach()
-    fast, naive = attend(q, k, v, lengths, 0.3, window, sinks), attend_naive(q, k, v, lengths, 0.3, window, sinks)
+    fast, naive = attend(q, k, v, lengths, 0.3, window, sinks), attend_reference(q, k, v, lengths, 0.3, window, sinks)
     assert fast.dtype == dtype
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close(fast, naive, rtol=tolerance, atol=tolerance)
@@ -74,7 +74,7 @@ def test_fused_equals_naive_in_short_formats(dtype: torch.dtype, window: int | N
 
 def test_no_tokens_leave_zeros_behind_and_not_nothing() -> None:
     leaves = [_random(0, 4, 6), _random(0, 2, 6), _random(0, 2, 4), _random(4)]
-    for op in (attend, attend_naive):
+    for op in (attend, attend_reference):
         out = op(*leaves[:3], (), 0.3, None, leaves[3])
         assert out.shape == (0, 4, 4)
         for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig
 from moefold.moe.dispatch.base import Arrived, Routing
-from moefold.moe.experts import ExpertEngine, Experts
-from moefold.moe.grouped_experts import KernelExperts, SortedExperts
+from moefold.moe.experts import ExpertBackend, Experts
+from moefold.moe.grouped_experts import GroupedExperts, KernelGroupedExperts
 from moefold.moe.moe_kernels import torch_kernels, triton_kernels
 from moefold.nn.grouped_mm import sequential
-from moefold.nn.matmul_policy import NativeProducts
+from moefold.nn.matmul_policy import NativeMatmul
 
 WIDTH, SOURCES, E, K = 16, 7, 4, 3
 
 
 def config(weight_at: str, bias: bool, activation: str) -> MoEConfig:
     return MoEConfig(
-        num_experts=E, expert_width=8, top_k=K, weight_at=weight_at, expert_bias=bias, activation=activation
+        num_experts=E, expert_hidden_dim=8, top_k=K, weight_at=weight_at, expert_bias=bias, activation=activation
     )  # type: ignore[arg-type]
 
 
@@ -38,7 +38,7 @@ def arrive(dtype: torch.dtype, slots: int | None) -> Arrived:
     return Arrived(rows, Routing(expert, weight, kept), counts, counts.tolist(), slots, None)
 
 
-def run(engine: ExpertEngine, moe: MoEConfig, dtype: torch.dtype, slots: int | None) -> list[Tensor]:
+def run(engine: ExpertBackend, moe: MoEConfig, dtype: torch.dtype, slots: int | None) -> list[Tensor]:
     torch.manual_seed(0)
     experts = Experts(moe, WIDTH, engine).to(dtype)
     for parameter in experts.parameters():
@@ -57,13 +57,13 @@ CASES = list(product(("activation", "output"), (False, True), ("swiglu", "clampe
 def test_as_between_torch_operations(
     kernels: str, weight_at: str, bias: bool, activation: str, slots: int | None
 ) -> None:
-    moe, products = config(weight_at, bias, activation), NativeProducts()
+    moe, products = config(weight_at, bias, activation), NativeMatmul()
     dtype, scope, made = torch.float64, nullcontext, torch_kernels
     if kernels == "triton":
         scope, made, dtype = _interpreting(), triton_kernels, torch.float32
     with scope():
-        found = run(KernelExperts(moe, products, sequential, made()), moe, dtype, slots)
-    wanted = run(SortedExperts(moe, products, sequential), moe, dtype, slots)
+        found = run(KernelGroupedExperts(moe, products, sequential, made()), moe, dtype, slots)
+    wanted = run(GroupedExperts(moe, products, sequential), moe, dtype, slots)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

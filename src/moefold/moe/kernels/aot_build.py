@@ -1,6 +1,7 @@
 """Compile every kernel for cards that are not here, and read off what each binary uses.
 
-`python -m moefold.ops.kernels.aot_build` prints the tables, `--into docs/kernels.md` brings those in the page up to date.
+`python -m moefold.moe.kernels.aot_build` prints the tables, `--into docs/kernels.md` brings those in the page up to
+date.
 
 Triton lowers a kernel to PTX and its assembler `ptxas` turns that into a binary for one architecture. Neither needs a
 card. Registers and spilled bytes are known to the assembler only, so it is asked a second time, in words. A kernel file
@@ -25,7 +26,8 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moefold.ops import kernels
+from moefold.moe import kernels as moe_kernels
+from moefold.ops import kernels as op_kernels
 from moefold.ops.kernels.aot_specs import Build
 from moefold.tables import markdown_table, text_table
 
@@ -61,8 +63,13 @@ class Built:
 
 def specializations() -> tuple[Build, ...]:
     """What every kernel file wants built."""
-    names = sorted(found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name.endswith("_triton"))
-    modules = [importlib.import_module(f"{kernels.__name__}.{name}") for name in names]
+    found = sorted(
+        (module.name, package.__name__)
+        for package in (moe_kernels, op_kernels)
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.name.endswith("_triton")
+    )
+    modules = [importlib.import_module(f"{package}.{name}") for name, package in found]
     return tuple(build for module in modules for build in module.BUILDS)
 
 
@@ -141,9 +148,9 @@ def _number(pattern: str, words: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m moefold.ops.kernels.aot_build",
+        prog="python -m moefold.moe.kernels.aot_build",
         description="Build every GPU kernel without a GPU; print what each uses.",
-        epilog="example: python -m moefold.ops.kernels.aot_build --only permute --target sm_90a",
+        epilog="example: python -m moefold.moe.kernels.aot_build --only permute --target sm_90a",
     )
     parser.add_argument("--only", default="", metavar="WORD", help="kernels with this word in their name")
     parser.add_argument("--target", choices=TARGETS, action="append", help="default: all of them")

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.moe.dedup_permute import add_up_rows, pairs_of, pairs_of_choices, spread_rows, wanted_by
+from moefold.moe.dedup_permute import (
+    gather_tokens,
+    reduce_tokens,
+    token_rank_map,
+    token_rank_map_of_assignments,
+    token_rank_mask,
+)
 
 
 @pytest.mark.parametrize(("rows", "places", "choices"), [(0, 3, 2), (1, 1, 1), (7, 4, 3), (50, 3, 8), (20, 8, 1)])
@@ -14,17 +20,17 @@ def test_pairs_equal_a_loop(rows: int, places: int, choices: int, dropping: bool
     generator = torch.Generator().manual_seed(rows)
     place = torch.randint(places, (rows, choices), generator=generator)
     kept = torch.rand(rows, choices, generator=generator) < 0.4 if dropping else None
-    wanted = wanted_by(place, kept, places)
+    wanted = token_rank_mask(place, kept, places)
     wishes = {
         (int(place[row, k]), row) for row in range(rows) for k in range(choices) if kept is None or bool(kept[row, k])
     }
-    pairs = pairs_of(wanted, len(wishes))
+    pairs = token_rank_map(wanted, len(wishes))
     assert pairs.source_N.tolist() == [row for _, row in sorted(wishes)]
 
     x = torch.randn(rows, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    spread = spread_rows(x, pairs)
+    spread = gather_tokens(x, pairs)
     torch.testing.assert_close(spread, x[pairs.source_N])
-    home = add_up_rows(spread, pairs)
+    home = reduce_tokens(spread, pairs)
     torch.testing.assert_close(home, x * wanted.sum(1, keepdim=True))
     home.sum().backward()
     torch.testing.assert_close(x.grad, wanted.sum(1, keepdim=True).double().expand(rows, 5))
@@ -33,10 +39,10 @@ def test_pairs_equal_a_loop(rows: int, places: int, choices: int, dropping: bool
 def test_narrow_rows_are_added_up_in_wide_numbers() -> None:
     """256 ones and then 256 halves in bfloat16 would stay at 256 if each partial sum were rounded."""
     place = torch.arange(512)[None]
-    pairs = pairs_of(wanted_by(place, None, 512), 512)
+    pairs = token_rank_map(token_rank_mask(place, None, 512), 512)
     ones = torch.ones(512, 1, dtype=torch.bfloat16)
     ones[256:] = 0.5
-    assert float(add_up_rows(ones, pairs)) == 384.0
+    assert float(reduce_tokens(ones, pairs)) == 384.0
 
 
 @pytest.mark.parametrize(
@@ -45,9 +51,9 @@ def test_narrow_rows_are_added_up_in_wide_numbers() -> None:
 def test_a_pair_for_every_choice(rows: int, choices: int, share: float) -> None:
     generator = torch.Generator().manual_seed(choices)
     order = torch.randperm(rows * choices, generator=generator)[: int(share * rows * choices)]
-    pairs = pairs_of_choices(order, rows, choices)
+    pairs = token_rank_map_of_assignments(order, rows, choices)
     x = torch.randn(rows, 5, dtype=torch.float64, generator=generator)
-    torch.testing.assert_close(spread_rows(x, pairs), x[order // choices])
+    torch.testing.assert_close(gather_tokens(x, pairs), x[order // choices])
     answers = torch.randn(len(order), 5, dtype=torch.float64, generator=generator)
     expected = torch.zeros_like(x).index_add_(0, order // choices, answers)
-    torch.testing.assert_close(add_up_rows(answers, pairs), expected)
+    torch.testing.assert_close(reduce_tokens(answers, pairs), expected)

@@ -22,10 +22,10 @@ from moefold.moe.experts import Experts
 from moefold.moe.router import Router
 from moefold.nn.grouped_mm import BACKENDS
 from moefold.nn.layers import FeedForward
-from moefold.nn.matmul_policy import Deferral, DeferredProducts, NativeProducts, Products
-from moefold.parallel.parallelize import Share
+from moefold.nn.matmul_policy import MatmulPolicy, NativeMatmul, SplitBackwardMatmul, WeightGradQueue
+from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import objective_of
-from moefold.pipeline.runtime import carry_out
+from moefold.pipeline.runtime import run_schedule
 
 EVERYTHING = ("attention", "feed_forward", "experts")
 ATTENTIONS = {"gqa": GQAConfig(qk_norm="head", qkv_bias=True), "mla": MLAConfig()}
@@ -59,15 +59,15 @@ def gemms_of(work: Callable[[], object]) -> Counter[str]:
 # ---- one product ----
 
 
-def _products(deferral: Deferral | None) -> Products:
-    return NativeProducts() if deferral is None else DeferredProducts(deferral)
+def _products(weight_grads: WeightGradQueue | None) -> MatmulPolicy:
+    return NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
 
 
-def _linear(products: Products, backend: str, x: Tensor, weight: Tensor) -> Tensor:
+def _linear(products: MatmulPolicy, backend: str, x: Tensor, weight: Tensor) -> Tensor:
     return products.linear(x, weight)
 
 
-def _grouped(rows_per_expert: list[int], products: Products, backend: str, x: Tensor, weight: Tensor) -> Tensor:
+def _grouped(rows_per_expert: list[int], products: MatmulPolicy, backend: str, x: Tensor, weight: Tensor) -> Tensor:
     return products.grouped(BACKENDS[backend], x, weight, torch.tensor(rows_per_expert), rows_per_expert)
 
 
@@ -103,16 +103,16 @@ def test_a_product_has_the_bits_of_its_twin(
 ) -> None:
     times = CASES[case][0]
     results = []
-    for deferral in (None, Deferral()):
+    for weight_grads in (None, WeightGradQueue()):
         x, weight = _leaves(case, params, compute)
         for factor in (1.0, 3.0):  # twice: gradients add up
-            y = times(_products(deferral), backend, x, weight)
-            with deferral.putting_off(factor) if deferral is not None and put_off else nullcontext():
+            y = times(_products(weight_grads), backend, x, weight)
+            with weight_grads.deferring(factor) if weight_grads is not None and put_off else nullcontext():
                 y.backward(torch.full_like(y, factor))
-            if deferral is not None:
-                assert deferral.is_empty is not put_off
-                deferral.run_until(factor)
-                assert deferral.is_empty
+            if weight_grads is not None:
+                assert weight_grads.is_empty is not put_off
+                weight_grads.run_until(factor)
+                assert weight_grads.is_empty
         assert weight.grad is not None and weight.grad.dtype == params
         results.append((y, x.grad, weight.grad))
     for got, want in zip(*results):
@@ -123,14 +123,17 @@ def test_what_needs_no_gradient_gets_no_matmul() -> None:
     for backend, case in (("sequential", "linear"), ("grouped", "grouped")):
         times = CASES[case][0]
         for x_counts, weight_counts in ((True, False), (False, True), (True, True)):
-            deferral = Deferral()
+            weight_grads = WeightGradQueue()
             x, weight = _leaves(case, torch.float32, torch.float32)
             x.requires_grad_(x_counts)
             weight.requires_grad_(weight_counts)
-            y = times(_products(deferral), backend, x, weight)
-            with deferral.putting_off("later"):
+            y = times(_products(weight_grads), backend, x, weight)
+            with weight_grads.deferring("later"):
                 assert sum(gemms_of(lambda y=y: y.sum().backward()).values()) == x_counts
-            assert sum(gemms_of(lambda deferral=deferral: deferral.run_until("later")).values()) == weight_counts
+            assert (
+                sum(gemms_of(lambda weight_grads=weight_grads: weight_grads.run_until("later")).values())
+                == weight_counts
+            )
             assert (x.grad is not None, weight.grad is not None) == (x_counts, weight_counts)
 
 
@@ -138,25 +141,25 @@ def test_without_gradients_nothing_is_kept() -> None:
     for case in ("linear", "grouped"):
         x, weight = _leaves(case, torch.float64, torch.float64)
         with torch.no_grad():
-            y = CASES[case][0](_products(Deferral()), "sequential", x, weight)
+            y = CASES[case][0](_products(WeightGradQueue()), "sequential", x, weight)
         assert y.grad_fn is None
 
 
 def test_the_oldest_goes_first_whatever_is_asked_for() -> None:
-    deferral, done = Deferral(), []
+    weight_grads, done = WeightGradQueue(), []
     weight = nn.Parameter(torch.zeros(1))
 
     def gradient(number: int) -> Callable[[], Tensor]:
         return lambda: (done.append(number), torch.ones(1))[1]
 
     for number, key in enumerate("aabbc"):
-        with deferral.putting_off(key):
-            deferral.put(weight, gradient(number))
-    deferral.run_until("b")
-    assert done == [0, 1, 2, 3] and not deferral.is_empty
-    deferral.run_until("b")
-    assert deferral.run_one() and not deferral.run_one()
-    assert done == [0, 1, 2, 3, 4] and deferral.is_empty
+        with weight_grads.deferring(key):
+            weight_grads.put(weight, gradient(number))
+    weight_grads.run_until("b")
+    assert done == [0, 1, 2, 3] and not weight_grads.is_empty
+    weight_grads.run_until("b")
+    assert weight_grads.run_one() and not weight_grads.run_one()
+    assert done == [0, 1, 2, 3, 4] and weight_grads.is_empty
     assert weight.grad is not None and weight.grad.item() == 5
 
 
@@ -170,21 +173,21 @@ STAGES = [
 ]
 
 
-def _share(schedule: str, attention: str, precision: PrecisionConfig, recompute: tuple[str, ...]) -> Share:
+def _share(schedule: str, attention: str, precision: PrecisionConfig, recompute: tuple[str, ...]) -> LocalModel:
     model = replace(MODEL, attention=ATTENTIONS[attention])
     return share_on(staged_run(model, precision, recompute, schedule=schedule))
 
 
-def _objective(share: Share) -> Tensor:
+def _objective(local_model: LocalModel) -> Tensor:
     """Embedding, dense layer, mixture, module that looks ahead, losses: all in one stage."""
-    (batch,) = microbatches(share.run, ((5, 1, 4),))
-    objective = objective_of(share, share.model(batch), batch)
+    (batch,) = microbatches(local_model.run, ((5, 1, 4),))
+    objective = objective_of(local_model, local_model.model(batch), batch)
     assert objective is not None
     return objective
 
 
-def _gradients(share: Share) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in share.model.named_parameters() if p.grad is not None}
+def _gradients(local_model: LocalModel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in local_model.model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("attention", "backend", "recompute"), STAGES)
@@ -195,14 +198,14 @@ def test_both_halves_together_execute_the_matmuls_of_the_whole(
     native, whole, split = (
         _share(schedule, attention, precision, recompute) for schedule in ("1f1b", "zb_h1", "zb_h1")
     )
-    assert native.deferral is None and split.deferral is not None
+    assert native.weight_grads is None and split.weight_grads is not None
     expected = gemms_of(_objective(native).backward)
     unsplit = gemms_of(_objective(whole).backward)
     objective = _objective(split)
-    with split.deferral.putting_off("weights"):
+    with split.weight_grads.deferring("weights"):
         inputs = gemms_of(objective.backward)
-    weights = gemms_of(lambda: split.deferral.run_until("weights"))
-    assert split.deferral.is_empty
+    weights = gemms_of(lambda: split.weight_grads.run_until("weights"))
+    assert split.weight_grads.is_empty
     assert inputs + weights == unsplit
     assert sum(weights.values()) == num_weight_gradients(split, backend)
     # The plain loop over experts keeps the input of each product just before it, so that a recomputation, which stops
@@ -213,9 +216,9 @@ def test_both_halves_together_execute_the_matmuls_of_the_whole(
     assert_equal_gradients(_gradients(whole), _gradients(native))
 
 
-def num_weight_gradients(share: Share, backend: str) -> int:
+def num_weight_gradients(local_model: LocalModel, backend: str) -> int:
     """One for each weight that a product takes; one per expert where the loop is plain."""
-    single = sum(p.ndim > 1 for name, p in share.model.named_parameters() if is_a_product(name))
+    single = sum(p.ndim > 1 for name, p in local_model.model.named_parameters() if is_a_product(name))
     return single + 2 * NUM_MIXTURES * ((4 if backend == "sequential" else 1) - 1)
 
 
@@ -239,7 +242,10 @@ def test_a_whole_step_executes_as_many_matmuls_with_its_backwards_split(
     plain, split = (_share(schedule, attention, precision, recompute) for schedule in ("1f1b", "zb_h1"))
     batches = microbatches(plain.run, SHAPES)
     sums = []
-    expected, found = (gemms_of(lambda share=share: sums.append(carry_out(share, batches))) for share in (plain, split))
+    expected, found = (
+        gemms_of(lambda local_model=local_model: sums.append(run_schedule(local_model, batches)))
+        for local_model in (plain, split)
+    )
     spared = len(SHAPES) * NUM_MIXTURES * (4 - 1) if recompute and backend == "sequential" else 0
     assert sum(found.values()) == sum(expected.values()) - spared
     assert torch.equal(sums[0].loss, sums[1].loss) and torch.equal(sums[0].counts_ME, sums[1].counts_ME)
@@ -264,10 +270,10 @@ def entries(model: nn.Module) -> Iterator[Counter[str]]:
 def test_a_recomputed_phase_is_computed_once_more_per_microbatch(attention: str, schedule: str) -> None:
     shares = [_share(schedule, attention, EXACT, recompute) for recompute in ((), EVERYTHING)]
     batches = microbatches(shares[0].run, SHAPES)
-    for share, times in zip(shares, (1, 2)):
-        with entries(share.model) as seen:
-            carry_out(share, batches)
-        for name, module in share.model.named_modules():
+    for local_model, times in zip(shares, (1, 2)):
+        with entries(local_model.model) as seen:
+            run_schedule(local_model, batches)
+        for name, module in local_model.model.named_modules():
             if isinstance(module, (GroupedQueryAttention, LatentAttention, Experts, FeedForward)):
                 assert seen[name] == times * len(SHAPES), name
             # Nothing is routed, and nothing sent, twice.
@@ -278,7 +284,11 @@ def test_a_recomputed_phase_is_computed_once_more_per_microbatch(attention: str,
 
 def test_a_gradient_that_was_put_off_keeps_nothing_alive() -> None:
     """Its inputs may be leaves of a recorded phase; the first gradient of a weight stays until the step ends."""
-    weight, leaf, deferral = torch.nn.Parameter(torch.zeros(3)), torch.ones(3, requires_grad=True), Deferral()
-    deferral.put(weight, lambda: leaf * 2)
-    deferral.run_all()
+    weight, leaf, weight_grads = (
+        torch.nn.Parameter(torch.zeros(3)),
+        torch.ones(3, requires_grad=True),
+        WeightGradQueue(),
+    )
+    weight_grads.put(weight, lambda: leaf * 2)
+    weight_grads.run_all()
     assert weight.grad is not None and weight.grad.grad_fn is None

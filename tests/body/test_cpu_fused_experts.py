@@ -13,19 +13,19 @@ from torch import Tensor
 from moefold.config.moe import MoEConfig
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.dispatch.local import LocalDispatcher
-from moefold.moe.expert_backends import engine_named
+from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
 from moefold.moe.padded_permutation import STEP, lay_out_rows, rounded_up
 from moefold.moe.permute import count_choices
-from moefold.nn.matmul_policy import Deferral, NativeProducts
-from moefold.ops.activations import plain_swiglu
+from moefold.nn.matmul_policy import NativeMatmul, WeightGradQueue
+from moefold.ops.activations import swiglu_reference
 from moefold.ops.glu import AutogradGate, SwigluGate
-from moefold.ops.segments import add_up, add_up_by_loop
+from moefold.ops.segments import segment_sum, segment_sum_reference
 
 
 class Case(NamedTuple):
     config: MoEConfig
-    width: int
+    dim: int
     tokens: int
     # How unevenly experts are liked, and how many choices are dropped; None drops none.
     skew: float
@@ -39,7 +39,7 @@ def draw(seed: int) -> Case:
     config = MoEConfig(
         num_experts=experts,
         top_k=chance.randint(1, min(experts, 6)),
-        expert_width=chance.choice([4, 7, 16, 32, 48]),
+        expert_hidden_dim=chance.choice([4, 7, 16, 32, 48]),
         activation=chance.choice(["swiglu", "swiglu", "clamped_swiglu"]),
         expert_bias=chance.random() < 0.25,
     )
@@ -51,9 +51,9 @@ def _dropped(chance: random.Random) -> float | None:
     return chance.choice([None, None, 0.3, 1.0])
 
 
-def build(case: Case, name: str, dtype: torch.dtype, deferral: Deferral | None = None) -> Experts:
+def build(case: Case, name: str, dtype: torch.dtype, weight_grads: WeightGradQueue | None = None) -> Experts:
     torch.manual_seed(case.seed)
-    experts = Experts(case.config, case.width, engine_named(name, NativeProducts(), deferral)(case.config))
+    experts = Experts(case.config, case.dim, expert_backend(name, NativeMatmul(), weight_grads)(case.config))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return experts.to(dtype)
@@ -66,7 +66,7 @@ def route(case: Case, dtype: torch.dtype) -> tuple[Tensor, Routing]:
     score_tE = (torch.randn(case.tokens, config.num_experts) + liked_E).softmax(-1)
     weight_tK, expert_tK = score_tE.topk(config.top_k)
     kept_tK = None if case.dropped is None else torch.rand(weight_tK.shape) >= case.dropped
-    x_tD = torch.randn(case.tokens, case.width).to(dtype)
+    x_tD = torch.randn(case.tokens, case.dim).to(dtype)
     weight_tK = weight_tK.to(torch.promote_types(dtype, torch.float32))
     return x_tD.requires_grad_(), Routing(expert_tK, weight_tK.requires_grad_(), kept_tK)
 
@@ -132,15 +132,15 @@ def outcome_of_rounded(experts: Experts, case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dropped", [None, 0.4])
 def test_weight_gradients_can_wait(dropped: float | None) -> None:
-    case = Case(MoEConfig(num_experts=5, top_k=2, expert_width=16, expert_bias=True), 24, 70, 1.0, dropped, 3)
+    case = Case(MoEConfig(num_experts=5, top_k=2, expert_hidden_dim=16, expert_bias=True), 24, 70, 1.0, dropped, 3)
     at_once = outcome(build(case, "fused", torch.float32), case, torch.float32)
-    deferral = Deferral()
-    experts = build(case, "fused", torch.float32, deferral)
-    with deferral.putting_off("later"):
+    weight_grads = WeightGradQueue()
+    experts = build(case, "fused", torch.float32, weight_grads)
+    with weight_grads.deferring("later"):
         first = outcome(experts, case, torch.float32)
     assert "gate_up" not in first and "down" not in first
-    deferral.run_until("later")
-    assert deferral.is_empty and experts.gate_up.grad is not None and experts.down.grad is not None
+    weight_grads.run_until("later")
+    assert weight_grads.is_empty and experts.gate_up.grad is not None and experts.down.grad is not None
     later = {**first, "gate_up": experts.gate_up.grad, "down": experts.down.grad}
     assert all(torch.equal(later[name], tensor) for name, tensor in at_once.items())
 
@@ -163,7 +163,7 @@ def test_the_gate_written_out_equals_autograd() -> None:
     torch.manual_seed(0)
     gate_up, dact, weight = torch.randn(9, 12).double(), torch.randn(9, 6).double(), torch.rand(9).double()
     found = []
-    for gate in (SwigluGate(), AutogradGate(plain_swiglu)):
+    for gate in (SwigluGate(), AutogradGate(swiglu_reference)):
         act, dgate_up, again = torch.empty(9, 6).double(), torch.empty(9, 12).double(), torch.empty(9, 6).double()
         gate.forward(gate_up, act)
         dweight = gate.backward(gate_up, dact.clone(), weight, dgate_up, again)
@@ -190,7 +190,7 @@ def bytes_kept(name: str, config: MoEConfig) -> int:
 
 
 def test_only_the_first_product_and_the_maps_are_kept() -> None:
-    config = MoEConfig(num_experts=8, top_k=4, expert_width=32)
+    config = MoEConfig(num_experts=8, top_k=4, expert_hidden_dim=32)
     rows = 256 * 4
     padded = rows + 8 * (STEP - 1)
     # gate and up in bfloat16; the row of each choice, its source, its weight; where each token begins.
@@ -199,11 +199,11 @@ def test_only_the_first_product_and_the_maps_are_kept() -> None:
 
 
 def test_the_output_bias_is_added_by_share() -> None:
-    case = Case(MoEConfig(num_experts=4, top_k=2, expert_width=8, expert_bias=True), 16, 40, 1.0, None, 7)
+    case = Case(MoEConfig(num_experts=4, top_k=2, expert_hidden_dim=8, expert_bias=True), 16, 40, 1.0, None, 7)
     whole, without = build(case, "fused", torch.float64), build(case, "fused", torch.float64)
-    without.bias_share = 0.0
+    without.bias_scale = 0.0
     plain = build(case._replace(config=replace(case.config)), "sequential", torch.float64)
-    plain.bias_share = 0.0
+    plain.bias_scale = 0.0
     assert error(outcome(without, case, torch.float64)["y"], outcome(plain, case, torch.float64)["y"]) < 1e-12
     assert error(outcome(whole, case, torch.float64)["y"], outcome(plain, case, torch.float64)["y"]) > 1e-3
 
@@ -214,7 +214,7 @@ def test_sums_of_rows_equal_a_loop(dtype: torch.dtype, weighed: bool) -> None:
     torch.manual_seed(0)
     rows, row = torch.randn(9, 5).to(dtype), torch.tensor([8, 0, 0, 3, 7, 2])
     first, weight = torch.tensor([0, 0, 2, 5, 6]), torch.rand(6) if weighed else None
-    torch.testing.assert_close(add_up(rows, row, first, weight), add_up_by_loop(rows, row, first, weight))
+    torch.testing.assert_close(segment_sum(rows, row, first, weight), segment_sum_reference(rows, row, first, weight))
     none = torch.zeros(0, dtype=torch.int64)
-    assert add_up(rows, none, none, None).shape == (0, 5)
-    assert (add_up(rows, none, torch.zeros(3, dtype=torch.int64), None) == 0).all()
+    assert segment_sum(rows, none, none, None).shape == (0, 5)
+    assert (segment_sum(rows, none, torch.zeros(3, dtype=torch.int64), None) == 0).all()

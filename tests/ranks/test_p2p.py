@@ -9,12 +9,12 @@ import torch
 from tests.support import on_ranks
 from torch import Tensor
 
-from moefold.comm.p2p import Expected, Pipes, sum_among
+from moefold.comm.p2p import Expected, P2PChannels, sum_among
 from moefold.comm.process_groups import Groups
 
 
-def _pipes(groups: Groups, expected: list[Expected], dtype: torch.dtype = torch.float64, ahead: int = 2) -> Pipes:
-    return Pipes(groups["pp"], dtype, torch.device("cpu"), deque(expected), posted_ahead=ahead)
+def _pipes(groups: Groups, expected: list[Expected], dtype: torch.dtype = torch.float64, ahead: int = 2) -> P2PChannels:
+    return P2PChannels(groups["pp"], dtype, torch.device("cpu"), deque(expected), posted_ahead=ahead)
 
 
 def _message(sender: int, number: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:

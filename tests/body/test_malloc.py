@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from moefold.comm import spawn as launch
-from moefold.ops.host_probe import look_around
+from moefold.ops.host_probe import probe_host
 
 FAULTS = """
 import resource, sys
-from moefold.ops.malloc import keep_heap
+from moefold.ops.malloc import disable_malloc_trim
 import torch
 if sys.argv[1] == "kept":
-    assert keep_heap()
+    assert disable_malloc_trim()
 work = lambda: torch.ones(12 << 20).add_(1)
 # Aligned buffers do not fit into what was freed at first.
 for _ in range(12):
@@ -32,14 +32,14 @@ def faults(how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(not look_around().keeps_heap, reason="another C library or allocator")
+@pytest.mark.skipif(not probe_host().malloc_trim_disabled, reason="another C library or allocator")
 def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     assert faults("kept") < 100 < faults("handed back")
 
 
 def test_the_launcher_keeps_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(launch, "keep_heap", lambda: asked.append(True))
+    monkeypatch.setattr(launch, "disable_malloc_trim", lambda: asked.append(True))
     monkeypatch.delenv("RANK", raising=False)
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)

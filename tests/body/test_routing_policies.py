@@ -10,9 +10,16 @@ from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from moefold.moe.capacity import capacity_of
-from moefold.moe.routing_policies import SELECTORS, CapacityDrop, Choice, ReplaySelect, TopK, build_selector
+from moefold.moe.routing_policies import (
+    ROUTING_POLICIES,
+    CapacityDrop,
+    ReplayRouting,
+    TopKAssignment,
+    TopKRouting,
+    build_routing_policy,
+)
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.parallel_interfaces import WholeTokens
+from moefold.nn.parallel_interfaces import LocalTokens
 
 CONFIG = MoEConfig(num_experts=8, top_k=2)
 
@@ -38,7 +45,7 @@ def draw(num_tokens: int) -> tuple[Tensor, Tensor]:
 
 def choose(config: MoEConfig, num_tokens: int = 11, bias: Tensor | None = None) -> tuple[Tensor, list[list[int]]]:
     logits, scores = draw(num_tokens)
-    choice = build_selector(config).select(logits, scores, bias, batch_of(num_tokens), WholeTokens())
+    choice = build_routing_policy(config).select(logits, scores, bias, batch_of(num_tokens), LocalTokens())
     return scores, choice.expert_tK.tolist()
 
 
@@ -62,7 +69,7 @@ def test_choosing_on_logits_or_scores() -> None:
     bias = torch.linspace(-0.3, 0.3, 8, dtype=torch.float64)
     for when, values in (("before_topk", scores), ("after_topk", logits)):
         config = replace(CONFIG, router=RouterConfig(score_when=when))  # type: ignore[arg-type]
-        choice = TopK(config).select(logits, scores, bias, batch_of(11), WholeTokens())
+        choice = TopKRouting(config).select(logits, scores, bias, batch_of(11), LocalTokens())
         assert torch.equal(choice.expert_tK, (values + bias).topk(2).indices)
 
 
@@ -71,8 +78,8 @@ def test_sinkhorn_chooses_more_evenly_than_topk() -> None:
     logits = torch.randn(64, 8, dtype=torch.float64) + torch.linspace(0, 3, 8)
     spread = {}
     for kind in ("topk", "sinkhorn"):
-        selector = build_selector(replace(CONFIG, router=RouterConfig(kind=kind)))  # type: ignore[arg-type]
-        expert = selector.select(logits, logits.softmax(-1), None, batch_of(64, 2), WholeTokens()).expert_tK
+        routing_policy = build_routing_policy(replace(CONFIG, router=RouterConfig(kind=kind)))  # type: ignore[arg-type]
+        expert = routing_policy.select(logits, logits.softmax(-1), None, batch_of(64, 2), LocalTokens()).expert_tK
         spread[kind] = expert.flatten().bincount(minlength=8).max().item()
     assert spread["sinkhorn"] < 24 < spread["topk"]
 
@@ -81,27 +88,27 @@ def test_sinkhorn_chooses_more_evenly_than_topk() -> None:
 def test_every_expert_chooses_its_capacity_in_every_microbatch(capacity: CapacityConfig | None) -> None:
     config = replace(CONFIG, router=RouterConfig(kind="expert_choice"), capacity=capacity)
     logits, scores = draw(22)
-    choice = build_selector(config).select(logits, scores, None, batch_of(22, 2), WholeTokens())
+    choice = build_routing_policy(config).select(logits, scores, None, batch_of(22, 2), LocalTokens())
     assert choice.kept_tK is not None
     taken = capacity_of(11, 0.5 if capacity else 1.0, 2, 8)
     assert (choice.kept_tK.view(2, 11, 8).sum(1) == taken).all()
 
 
 def test_replay_repeats() -> None:
-    choice = Choice(torch.zeros(3, 2, dtype=torch.int64))
-    assert ReplaySelect(choice).select(*draw(3), None, batch_of(3), WholeTokens()) is choice
+    choice = TopKAssignment(torch.zeros(3, 2, dtype=torch.int64))
+    assert ReplayRouting(choice).select(*draw(3), None, batch_of(3), LocalTokens()) is choice
 
 
-@pytest.mark.parametrize("kind", SELECTORS)
+@pytest.mark.parametrize("kind", ROUTING_POLICIES)
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_no_cut_changes_a_choice(kind: Any, world: int) -> None:
     """Seven tokens: uneven shares, and none for the last of eight."""
-    selector = build_selector(replace(CONFIG, router=RouterConfig(kind=kind)))
+    routing_policy = build_routing_policy(replace(CONFIG, router=RouterConfig(kind=kind)))
     logits, scores = draw(7)
-    whole = selector.select(logits, scores, None, batch_of(7), WholeTokens())
+    whole = routing_policy.select(logits, scores, None, batch_of(7), LocalTokens())
 
-    def part(tokens: CutTokens) -> Choice:
-        return selector.select(tokens.mine(logits), tokens.mine(scores), None, batch_of(7), tokens)
+    def part(tokens: CutTokens) -> TopKAssignment:
+        return routing_policy.select(tokens.local_shard(logits), tokens.local_shard(scores), None, batch_of(7), tokens)
 
     parts = on_threads(7, world, part)
     assert torch.equal(torch.cat([choice.expert_tK for choice in parts]), whole.expert_tK)
@@ -109,12 +116,12 @@ def test_no_cut_changes_a_choice(kind: Any, world: int) -> None:
         assert torch.equal(torch.cat([c.kept_tK for c in parts if c.kept_tK is not None]), whole.kept_tK)
 
 
-@pytest.mark.parametrize("kind", SELECTORS)
+@pytest.mark.parametrize("kind", ROUTING_POLICIES)
 def test_microbatches_side_by_side_choose_as_they_would_alone(kind: Any) -> None:
-    selector, (logits, scores) = build_selector(replace(CONFIG, router=RouterConfig(kind=kind))), draw(26)
-    together = selector.select(logits, scores, None, batch_of(26, 2), WholeTokens())
+    routing_policy, (logits, scores) = build_routing_policy(replace(CONFIG, router=RouterConfig(kind=kind))), draw(26)
+    together = routing_policy.select(logits, scores, None, batch_of(26, 2), LocalTokens())
     halves = zip(logits.split(13), scores.split(13), strict=True)
-    alone = [selector.select(half, score, None, batch_of(13), WholeTokens()) for half, score in halves]
+    alone = [routing_policy.select(half, score, None, batch_of(13), LocalTokens()) for half, score in halves]
     assert torch.equal(together.expert_tK, torch.cat([choice.expert_tK for choice in alone]))
     if together.kept_tK is not None:
         assert torch.equal(together.kept_tK, torch.cat([c.kept_tK for c in alone if c.kept_tK is not None]))
@@ -130,8 +137,8 @@ def test_no_cut_changes_who_is_dropped(scope: Any, drop: Any, per: Any, world: i
     dropper, (_, scores) = CapacityDrop(CONFIG, capacity), draw(27)
     prob, expert = scores.topk(2)
     batch = batch_of(27, shards=world)
-    whole = dropper.kept(expert, prob, batch, WholeTokens())
-    parts = on_threads(27, world, lambda t: dropper.kept(t.mine(expert), t.mine(prob), batch, t))
+    whole = dropper.kept(expert, prob, batch, LocalTokens())
+    parts = on_threads(27, world, lambda t: dropper.kept(t.local_shard(expert), t.local_shard(prob), batch, t))
     assert torch.equal(torch.cat(list(parts)), whole)
     assert not whole.all()
 
@@ -139,8 +146,8 @@ def test_no_cut_changes_who_is_dropped(scope: Any, drop: Any, per: Any, world: i
 def test_microbatches_side_by_side_drop_as_they_would_alone() -> None:
     dropper, (_, scores) = CapacityDrop(CONFIG, CapacityConfig(factor=0.75)), draw(26)
     prob, expert = scores.topk(2)
-    together = dropper.kept(expert, prob, batch_of(26, 2), WholeTokens())
+    together = dropper.kept(expert, prob, batch_of(26, 2), LocalTokens())
     alone = [
-        dropper.kept(e, p, batch_of(13), WholeTokens()) for e, p in zip(expert.split(13), prob.split(13), strict=True)
+        dropper.kept(e, p, batch_of(13), LocalTokens()) for e, p in zip(expert.split(13), prob.split(13), strict=True)
     ]
     assert torch.equal(together, torch.cat(alone))

@@ -10,13 +10,13 @@ import pytest
 from moefold.blueprint.param_counts import count_parameters
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.flops import forward_flops_per_token, training_flops_per_token
-from moefold.plan.model_flops import needed_flops_per_token
+from moefold.plan.model_flops import model_flops_per_token
 from moefold.plan.op_costs import head_of, parts_of, sizes_of
 from moefold.plan.shape import Mixture, from_config
 from moefold.plan.shape_params import model_parameters
 from moefold.plan.timing.network_time import bubble_units, simulated_units
 from moefold.plan.traffic import distinct, exchange_bytes, reach
-from moefold.plan.workload import Batch, Cuts, Job, Options
+from moefold.plan.workload import Batch, Options, ParallelDegrees, Workload
 from moefold.recipes.catalog import RECIPES
 
 MODELS = {name: make().model for name, make in RECIPES.items() if make().model.moe is not None}
@@ -31,19 +31,25 @@ def test_a_shape_has_the_blueprints_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shape_needs_the_models_arithmetic(name: str) -> None:
     model = MODELS[name]
-    assert needed_flops_per_token(from_config(model), 4096) == pytest.approx(training_flops_per_token(model, 4096))
+    assert model_flops_per_token(from_config(model), 4096) == pytest.approx(training_flops_per_token(model, 4096))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_work_is_the_models_arithmetic_where_memory_costs_nothing(name: str) -> None:
     model = replace(MODELS[name], num_mtp=0)
     shape = from_config(model)
-    job = Job(shape, cluster_of("H100", 1), Cuts(), Batch(4096, 1, 1), options=Options(dispatcher="local", drops=True))
-    sizes = replace(sizes_of(job), balance=0.0)
+    workload = Workload(
+        shape,
+        cluster_of("H100", 1),
+        ParallelDegrees(),
+        Batch(4096, 1, 1),
+        options=Options(dispatcher="local", drops=True),
+    )
+    sizes = replace(sizes_of(workload), balance=0.0)
     parts = [part for layer in shape.layers for part in parts_of(layer, sizes)] + [head_of(shape.vocab, sizes)]
     flops = sum(p.forward.gemm_flops + p.forward.grouped_flops + p.forward.attention_flops for p in parts)
     needed = forward_flops_per_token(model, 4096)
-    gate = 2.0 * model.width * model.num_layers  # of shared experts, which shapes leave out
+    gate = 2.0 * model.dim * model.num_layers  # of shared experts, which shapes leave out
     assert flops / 4096 == pytest.approx(needed.total, abs=gate)
     back = sum(p.backward.gemm_flops + p.backward.grouped_flops for p in parts)
     forward = sum(p.forward.gemm_flops + p.forward.grouped_flops for p in parts)
@@ -55,8 +61,8 @@ def test_fewer_rows_per_expert_cost_more_than_their_share() -> None:
     layer = shape.layers[-1]
 
     def grouped(tokens: int) -> float:
-        job = Job(shape, cluster_of("H100", 64), Cuts(ep=64, dp=64), Batch(tokens, 1, 1))
-        return sum(part.forward.grouped_flops for part in parts_of(layer, sizes_of(job)))
+        workload = Workload(shape, cluster_of("H100", 64), ParallelDegrees(ep=64, dp=64), Batch(tokens, 1, 1))
+        return sum(part.forward.grouped_flops for part in parts_of(layer, sizes_of(workload)))
 
     assert grouped(512) > grouped(4096) / 8
     assert grouped(65536) == pytest.approx(16 * grouped(4096), rel=0.05)
@@ -76,7 +82,7 @@ def test_deduplicated_bytes_are_those_of_even_choices(ep: int, top_k: int) -> No
 def test_exchanges_go_where_the_ranks_are() -> None:
     mixture = Mixture(256, 8, 2048)
     shape = replace(from_config(MODELS["deepseek_v3"]), layers=from_config(MODELS["deepseek_v3"]).layers)
-    inside = Job(shape, cluster_of("GB200", 256), Cuts(ep=64, dp=256), Batch(4096, 1, 1))
+    inside = Workload(shape, cluster_of("GB200", 256), ParallelDegrees(ep=64, dp=256), Batch(4096, 1, 1))
     assert exchange_bytes(inside, mixture).outside == 0
     across = replace(inside, cluster=cluster_of("H100", 256))
     sent = exchange_bytes(across, mixture)

@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import pytest
 
-from moefold.config.optim import OptimConfig, RatesConfig
-from moefold.optim.lr_schedule import rate_at
+from moefold.config.optim import LRScheduleConfig, OptimConfig
+from moefold.optim.lr_schedule import lr_at
 
 STEPS = 100
 
 
 def rates(**words: object) -> list[float]:
-    optim = OptimConfig(rate=2.0, rates=RatesConfig(**words))
-    return [rate_at(step, STEPS, optim) for step in range(1, STEPS + 1)]
+    optim = OptimConfig(lr=2.0, lr_schedule=LRScheduleConfig(**words))
+    return [lr_at(step, STEPS, optim) for step in range(1, STEPS + 1)]
 
 
 def test_warmup_rises_to_the_peak_in_equal_steps() -> None:

@@ -19,9 +19,15 @@ from moefold.nn.batch import IGNORED, Batch, whole_batch
 
 LENGTHS, SLOT, VOCAB = (5, 12, 1, 9), 12, 50
 BALANCE = BalanceConfig(microbatch=0.1, sequence=0.2, global_batch=0.3, device=0.4, device_groups=4, z=0.5)
-MOE = MoEConfig(shared_width=16, balance=BALANCE)
+MOE = MoEConfig(shared_hidden_dim=16, balance=BALANCE)
 MODEL = ModelConfig(
-    vocab_size=VOCAB, width=32, num_layers=2, num_dense_layers=1, dense_width=48, moe=MOE, attention=GQAConfig(window=4)
+    vocab_size=VOCAB,
+    dim=32,
+    num_layers=2,
+    num_dense_layers=1,
+    dense_hidden_dim=48,
+    moe=MOE,
+    attention=GQAConfig(window=4),
 )
 CAPACITY = CapacityConfig(factor=0.7)
 MIXTURES = {
