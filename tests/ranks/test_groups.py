@@ -60,5 +60,5 @@ def test_a_silent_rank_is_named_when_the_time_is_up() -> None:
         while rank == 1:
             pass
 
-    with pytest.raises(RankError, match="no answer within 1 s"):
+    with pytest.raises(RankError, match="no result within 1 s"):
         spawn_ranks(work, 2, seconds=1.0)

@@ -9,7 +9,7 @@ import torch
 from tests.support import on_ranks
 from torch import Tensor
 
-from moefold.comm.p2p import Expected, P2PChannels, sum_among
+from moefold.comm.p2p import Expected, P2PChannels, all_reduce_p2p
 from moefold.comm.process_groups import Groups
 
 
@@ -137,7 +137,7 @@ def test_members_get_the_same_bits_and_others_take_no_part(members: tuple[int, .
         pp = groups["pp"]
         if pp.index in members:
             mine = parts[pp.index].clone()
-            assert torch.equal(sum_among(mine, members, pp), want)
+            assert torch.equal(all_reduce_p2p(mine, members, pp), want)
             assert torch.equal(mine, parts[pp.index])
 
     on_ranks(work, 4, pp=4)
@@ -160,10 +160,10 @@ def test_any_tensor_can_be_summed(make: object) -> None:
     def work(groups: Groups) -> None:
         pp = groups["pp"]
         x = make()
-        total = sum_among(x * (pp.index + 1), (0, 1), pp)
+        total = all_reduce_p2p(x * (pp.index + 1), (0, 1), pp)
         assert total.shape == x.shape and torch.equal(total, x * 3)
         # As it lies, too: gradients are summed in whatever layout they have.
-        assert torch.equal(sum_among(x, (0, 1), pp), x * 2)
+        assert torch.equal(all_reduce_p2p(x, (0, 1), pp), x * 2)
 
     on_ranks(work, 2, pp=2)
 
@@ -173,7 +173,7 @@ def test_narrow_numbers_are_added_up_in_wide_ones() -> None:
 
     def work(groups: Groups) -> None:
         mine = torch.tensor([(256.0, 1.0, 1.0)[groups["pp"].index]]).bfloat16()
-        assert sum_among(mine, (0, 1, 2), groups["pp"]).item() == 258.0
+        assert all_reduce_p2p(mine, (0, 1, 2), groups["pp"]).item() == 258.0
 
     on_ranks(work, 3, pp=3)
 
@@ -185,7 +185,7 @@ def test_several_sums_follow_each_other() -> None:
         pp = groups["pp"]
         for number, members in enumerate(((0, 1), (1, 2), (0, 2), (0, 1, 2))):
             if pp.index in members:
-                total = sum_among(torch.full((1000,), float(pp.index + number)), members, pp)
+                total = all_reduce_p2p(torch.full((1000,), float(pp.index + number)), members, pp)
                 assert total.unique().tolist() == [sum(members) + number * len(members)]
 
     on_ranks(work, 3, pp=3)

@@ -22,7 +22,7 @@ def test_rows_arrive_from_as_far_behind(world: int, dtype: torch.dtype) -> None:
         for places in (*range(-world + 1, 0), *range(1, world)):
             behind = (cp.index - places) % world
             # Rank r has r rows: uneven, and nothing at all from rank 0.
-            arrived = shift(_rows(cp.index, cp.index, dtype), behind, cp, places=places).wait()
+            arrived = shift(_rows(cp.index, cp.index, dtype), behind, cp, distance=places).wait()
             torch.testing.assert_close(arrived, _rows(behind, behind, dtype))
 
     on_ranks(work, world, cp=world)
@@ -35,7 +35,7 @@ def test_several_under_way_do_not_mix() -> None:
         large = torch.full((1 << 18,), float(cp.index))
         first = shift(large, 1 << 18, cp)
         second = shift(large + 2, 1 << 18, cp)
-        back = shift(large[:5] + 4, 5, cp, places=-1, tag=1)
+        back = shift(large[:5] + 4, 5, cp, distance=-1, tag=1)
         assert back.wait().tolist() == [other + 4.0] * 5
         assert set(second.wait().tolist()) == {other + 2.0}
         assert set(first.wait().tolist()) == {float(other)}

@@ -1,1 +1,1 @@
-"""Ranks, groups and the few collectives everything else is made of."""
+"""Process groups, collectives, point-to-point transfers, and the start of ranks."""

@@ -1,16 +1,13 @@
-"""Rows spread over ranks, gathered and added up, each crossing with the gradient its use demands.
+"""Collectives on tensors of rows: rank i holds ``sizes[i]`` consecutive rows of the full tensor.
 
-Rank i holds ``sizes[i]`` consecutive rows of the whole.
+An all-gather has two backwards. If the ranks do *different* work with the gathered rows, each holds a partial gradient
+and backward is a reduce-scatter (``all_gather_rows``). If all ranks repeat the *same* work, each holds the full
+gradient, a sum would count it once per rank, and backward is a slice (``all_gather_replicated``). An all-reduce has the
+same two cases: ``all_reduce_partial`` feeds different work, ``all_reduce_replicated`` feeds replicated work.
 
-Gathering is one movement with two meanings. If the ranks go on to do *different* work with the gathered rows, each
-holds a part of the gradient and backward must add the parts up (``all_gather_rows``). If they all go on to do the
-*same* work, each already holds the whole gradient and adding them up would count it once per rank
-(``all_gather_replicated``). Adding up has the same two faces: ``all_reduce_partial`` feeds different work,
-``all_reduce_replicated`` feeds the same work.
+Sums over ranks of 16-bit tensors are computed and sent in float32, so that no digits are lost.
 
-Sums over ranks of 16-bit numbers are carried in float32: a sum must not lose digits because it crossed a wire.
-
-Rows change owners: an all-to-all with uneven counts, and the exchange of the counts themselves.
+``all_to_all_rows`` moves uneven numbers of rows, ``all_to_all_counts`` the counts themselves.
 """
 
 from __future__ import annotations
@@ -27,178 +24,178 @@ from moefold.errors import ExchangeError
 Sizes = tuple[int, ...]
 
 # torch 2.13 renamed both and warns about the old names; 2.11 knows only those.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def all_gather_rows(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """All rows, for work that differs between ranks; backward adds gradients up and cuts them (reduce-scatter)."""
-    return rows if group.alone else _GatherRows.apply(rows, sizes, group)
+    """All rows, for work that differs between ranks; backward is a reduce-scatter."""
+    return rows if group.alone else _AllGatherRows.apply(rows, sizes, group)
 
 
 def reduce_scatter_rows(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """Everyone's partial sums of all rows, added up, cut to mine; backward gathers."""
-    return partial if group.alone else _ReduceRows.apply(partial, sizes, group)
+    """Sum the ranks' partial rows and keep this rank's shard; backward is an all-gather."""
+    return partial if group.alone else _ReduceScatterRows.apply(partial, sizes, group)
 
 
 def all_gather_replicated(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """All rows, for work that every rank repeats; backward keeps this rank's rows of the gradient."""
-    return rows if group.alone else _GatherSame.apply(rows, sizes, group)
+    """All rows, for work that every rank repeats; backward slices this rank's rows of the gradient."""
+    return rows if group.alone else _AllGatherReplicated.apply(rows, sizes, group)
 
 
 def all_reduce_partial(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, for work that differs between them; backward sums too."""
-    return x if group.alone else _SumPartial.apply(x, group)
+    """The sum over ranks, for work that differs between them; backward is an all-reduce."""
+    return x if group.alone else _AllReducePartial.apply(x, group)
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, for work that every rank repeats; backward hands the gradient through."""
-    return x if group.alone else _SumSame.apply(x, group)
+    """The sum over ranks, for work that every rank repeats; backward is the identity."""
+    return x if group.alone else _AllReduceReplicated.apply(x, group)
 
 
 def all_gather_no_grad(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """All rows, outside of any gradient."""
-    return rows if group.alone else _gather(rows.detach(), sizes, group)
+    """All rows, without autograd."""
+    return rows if group.alone else _all_gather(rows.detach(), sizes, group)
 
 
 def reduce_scatter_no_grad(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """Everyone's partial sums of all rows, added up, cut to mine, outside of any gradient."""
-    return partial if group.alone else _reduce(partial.detach(), sizes, group)
+    """Sum the ranks' partial rows and keep this rank's shard, without autograd."""
+    return partial if group.alone else _reduce_scatter(partial.detach(), sizes, group)
 
 
 def all_reduce_no_grad(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, outside of any gradient."""
-    return x if group.alone else _sum(x.detach(), group)
+    """The sum over ranks, without autograd."""
+    return x if group.alone else _all_reduce(x.detach(), group)
 
 
-class _GatherRows(torch.autograd.Function):
+class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return _gather(rows, sizes, group)
+        return _all_gather(rows, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce(grad, ctx.sizes, ctx.group), None, None
+        return _reduce_scatter(grad, ctx.sizes, ctx.group), None, None
 
 
-class _ReduceRows(torch.autograd.Function):
+class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return _reduce(partial, sizes, group)
+        return _reduce_scatter(partial, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _gather(grad, ctx.sizes, ctx.group), None, None
+        return _all_gather(grad, ctx.sizes, ctx.group), None, None
 
 
-class _GatherSame(torch.autograd.Function):
+class _AllGatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
         ctx.sizes, ctx.index = sizes, group.index
-        return _gather(rows, sizes, group)
+        return _all_gather(rows, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.split(ctx.sizes)[ctx.index], None, None
 
 
-class _SumPartial(torch.autograd.Function):
+class _AllReducePartial(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _sum(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
-class _SumSame(torch.autograd.Function):
+class _AllReduceReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _sum(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def _gather(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    mine = _padded(rows, max(sizes))
+def _all_gather(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    mine = _pad_rows(rows, max(sizes))
     group.ledger.record("all_gather", group.name, mine)
-    everyone = mine.new_empty(group.size * max(sizes), *mine.shape[1:])
-    _all_gather(everyone, mine, group=group.handle)
-    return _strip(everyone, sizes)
+    gathered = mine.new_empty(group.size * max(sizes), *mine.shape[1:])
+    _all_gather_single(gathered, mine, group=group.handle)
+    return _strip_padding(gathered, sizes)
 
 
-def _reduce(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    wide = partial.float() if partial.element_size() < 4 else partial
+def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    acc = partial.float() if partial.element_size() < 4 else partial
     if min(sizes) != max(sizes):
-        wide = torch.cat([_padded(part, max(sizes)) for part in wide.split(sizes)])
-    group.ledger.record("reduce_scatter", group.name, wide)
-    mine = wide.new_empty(max(sizes), *wide.shape[1:])
-    _reduce_scatter(mine, wide.contiguous(), group=group.handle)
+        acc = torch.cat([_pad_rows(part, max(sizes)) for part in acc.split(sizes)])
+    group.ledger.record("reduce_scatter", group.name, acc)
+    mine = acc.new_empty(max(sizes), *acc.shape[1:])
+    _reduce_scatter_single(mine, acc.contiguous(), group=group.handle)
     return mine[: sizes[group.index]].to(partial.dtype)
 
 
-def _sum(x: Tensor, group: Group) -> Tensor:
-    wide = x.to(torch.float32, copy=True) if x.is_floating_point() and x.element_size() < 4 else x.clone()
-    group.ledger.record("all_reduce", group.name, wide)
-    dist.all_reduce(wide, group=group.handle)
-    return wide.to(x.dtype)
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    acc = x.to(torch.float32, copy=True) if x.is_floating_point() and x.element_size() < 4 else x.clone()
+    group.ledger.record("all_reduce", group.name, acc)
+    dist.all_reduce(acc, group=group.handle)
+    return acc.to(x.dtype)
 
 
-def _padded(rows: Tensor, size: int) -> Tensor:
-    """Collectives want equal pieces, so short ones travel with a zero row at their end."""
+def _pad_rows(rows: Tensor, size: int) -> Tensor:
+    """Collectives need equal sizes, so shorter shards are padded with zero rows."""
     missing = size - rows.shape[0]
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows.contiguous()
 
 
-def _strip(everyone: Tensor, sizes: Sizes) -> Tensor:
+def _strip_padding(gathered: Tensor, sizes: Sizes) -> Tensor:
     longest = max(sizes)
     if min(sizes) == longest:
-        return everyone
-    return torch.cat([everyone[i * longest : i * longest + size] for i, size in enumerate(sizes)])
+        return gathered
+    return torch.cat([gathered[i * longest : i * longest + size] for i, size in enumerate(sizes)])
 
 
 def all_to_all_rows(rows: Tensor, *, send: Sizes, recv: Sizes, group: Group) -> Tensor:
     """Send ``send[i]`` consecutive rows to peer i and return the ``recv[i]`` rows it sent us.
 
-    Backward is the same exchange with ``send`` and ``recv`` swapped.
+    Backward is the same all-to-all with ``send`` and ``recv`` swapped.
     """
     if sum(send) != rows.shape[0]:
         raise ExchangeError(
-            f"all_to_all_rows over {group.name}: the counts to send add up to {sum(send)}, there are {rows.shape[0]} "
+            f"all_to_all_rows over {group.name}: the send counts add up to {sum(send)} but there are {rows.shape[0]} "
             f"rows (send={list(send)}, group size {group.size})"
         )
-    return rows if group.alone else _ExchangeRows.apply(rows, send, recv, group)
+    return rows if group.alone else _AllToAllRows.apply(rows, send, recv, group)
 
 
 def all_to_all_counts(counts: Tensor, group: Group) -> Tensor:
-    """Peer i gets the i-th equal slice of ``counts``; returns what the peers sent, in their order."""
+    """Peer i gets the i-th equal slice of ``counts``; returns the peers' slices in rank order."""
     if group.alone:
         return counts
     group.ledger.record("all_to_all", group.name, counts)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts.contiguous(), group=group.handle)
-    return theirs
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts.contiguous(), group=group.handle)
+    return received
 
 
-class _ExchangeRows(torch.autograd.Function):
+class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: Sizes, recv: Sizes, group: Group) -> Tensor:
         ctx.send, ctx.recv, ctx.group = send, recv, group
-        return _move(rows, send, recv, group)
+        return _all_to_all(rows, send, recv, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _move(grad, ctx.recv, ctx.send, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.recv, ctx.send, ctx.group), None, None, None
 
 
-def _move(rows: Tensor, send: Sizes, recv: Sizes, group: Group) -> Tensor:
+def _all_to_all(rows: Tensor, send: Sizes, recv: Sizes, group: Group) -> Tensor:
     group.ledger.record("all_to_all", group.name, rows)
-    arrived = rows.new_empty(sum(recv), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), list(recv), list(send), group=group.handle)
-    return arrived
+    received = rows.new_empty(sum(recv), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(recv), list(send), group=group.handle)
+    return received

@@ -1,7 +1,7 @@
-"""Every collective, written down: what, over which group, how many bytes.
+"""Counts of every collective: operation, group, calls and bytes.
 
-A formula for communication is worth as much as the measurement it was held against. The ledger is that measurement: it
-counts the bytes this rank hands to a collective, forward and backward, by operation and group.
+The planner's communication formulas are tested against these counts: the bytes this rank passes to each collective,
+forward and backward, by operation and group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Traffic(NamedTuple):
-    """What one operation over one group has moved so far."""
+    """Calls and bytes of one operation over one group so far."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -21,12 +21,12 @@ class Traffic(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Adds up calls and bytes; one per run, handed to the groups."""
+    """Sums of calls and bytes; one per run, shared by all groups of the rank."""
 
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
 
     def record(self, operation: str, group: str, sent: Tensor) -> None:
-        """``sent`` is the tensor this rank contributes; its size is what counts, not the wire's algorithm."""
+        """``sent`` is the tensor this rank passes in; its size is counted, independent of the backend's algorithm."""
         before = self.traffic.get((operation, group), Traffic())
         self.traffic[operation, group] = Traffic(
             before.calls + 1, before.bytes_sent + sent.numel() * sent.element_size()

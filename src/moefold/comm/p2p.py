@@ -1,15 +1,13 @@
-"""Messages between pipeline ranks, in sequence.
+"""Point-to-point transfers: pipeline messages, and shifts around a ring.
 
-A message has no name: what a rank sends to another arrives in the order of sending, and the order of receives was made
-to match before anything started. A send does not wait for its receiver. Receives are posted a little ahead of their
-use, in the same sequence, so that a message travels while the rank still computes.
+``P2PChannels``: messages carry no tags. Between two ranks they arrive in the order of sending, and the schedule has
+ordered the receives to match. A send does not wait for its receiver. Receives are posted a few messages ahead of their
+use, in the same order, so that a transfer overlaps with computation.
 
-Ranks in a circle: everyone hands something to the rank some places on and is handed something from as far behind.
-
-Nothing waits until it must: ``shift`` starts the transfer and returns at once, the caller computes, and ``wait`` hands
-over what has arrived. All ranks shift in the same order, and a send and its receive start together, so that two ranks
-that send to each other do not wait for each other. What nobody needs is not sent: both ends know the sizes, and a shift
-of no rows is no message.
+``shift``: every rank of a ring sends to the rank ``distance`` after it and receives from the one ``distance`` before
+it. The call starts the transfer and returns; ``Shift.wait`` returns the received rows. All ranks shift in the same
+order, and each starts its send and its receive together, so that two ranks that send to each other cannot deadlock.
+Both ends know the sizes, and an empty transfer is skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from moefold.ops.fp32_linear import upcast
 
 @dataclass(frozen=True)
 class Expected:
-    """A message to come: from which peer, and what its tensors look like."""
+    """A message to receive: its peer and the shapes of its tensors."""
 
     peer: int
     shapes: tuple[tuple[int, ...], ...]
@@ -43,10 +41,10 @@ class P2PChannels:
     dtype: torch.dtype
     device: torch.device
     expected: deque[Expected]
-    # How many messages are awaited at a time.
+    # How many receives are posted at a time.
     posted_ahead: int = 2
     _posted: deque[list[tuple[Tensor, Any]]] = field(default_factory=deque)
-    _leaving: list[tuple[Tensor, Any]] = field(default_factory=list)
+    _pending_sends: list[tuple[Tensor, Any]] = field(default_factory=list)
 
     def send(self, tensors: Sequence[Tensor], peer: int) -> None:
         for tensor in tensors:
@@ -54,24 +52,24 @@ class P2PChannels:
             self.group.ledger.record("send", self.group.name, tensor)
             if tensor.numel():
                 work = dist.isend(tensor, self.group.ranks[peer], group=self.group.connected)
-                self._leaving.append((tensor, work))
-        self._leaving = [(tensor, work) for tensor, work in self._leaving if not work.is_completed()]
+                self._pending_sends.append((tensor, work))
+        self._pending_sends = [(tensor, work) for tensor, work in self._pending_sends if not work.is_completed()]
 
     def receive(self) -> list[Tensor]:
         """The next message."""
         self._post(1)
-        arrived = self._posted.popleft()
+        message = self._posted.popleft()
         self._post(self.posted_ahead)
-        for _, work in arrived:
+        for _, work in message:
             if work is not None:
                 work.wait()
-        return [tensor for tensor, _ in arrived]
+        return [tensor for tensor, _ in message]
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
-        for _, work in self._leaving:
+        """Wait until all sends have completed."""
+        for _, work in self._pending_sends:
             work.wait()
-        self._leaving.clear()
+        self._pending_sends.clear()
 
     def _post(self, count: int) -> None:
         while len(self._posted) < count and self.expected:
@@ -85,8 +83,8 @@ class P2PChannels:
         return tensor, dist.irecv(tensor, self.group.ranks[peer], group=self.group.connected)
 
 
-def sum_among(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
-    """The sum over some members of a group, added in their order so that all of them get the same bits."""
+def all_reduce_p2p(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
+    """The sum over some members of a group, added in member order so that all of them get the same bits."""
     x = x.contiguous()
     parts: list[Tensor] = []
     works: list[Any] = []
@@ -108,29 +106,28 @@ def sum_among(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
 
 @dataclass
 class Shift:
-    """A transfer under way. It keeps what is being sent alive until the wait."""
+    """A transfer in progress. It keeps the sent tensor alive until the wait."""
 
-    _arriving: Tensor
+    _received: Tensor
     _sent: Tensor | None
     _works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """The rows of the rank behind."""
+        """The received rows."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], None
-        return self._arriving
+        return self._received
 
 
-def shift(rows: Tensor, arriving: int, group: Group, *, places: int = 1, tag: int = 0) -> Shift:
-    """Send all rows to the rank ``places`` on (negative: back), and receive ``arriving`` rows of the same kind.
+def shift(rows: Tensor, num_received: int, group: Group, *, distance: int = 1, tag: int = 0) -> Shift:
+    """Send all rows to the rank ``distance`` after this one (negative: before), and receive ``num_received`` rows.
 
     Transfers between the same two ranks arrive in the order they were sent, per ``tag``.
     """
-    here = group.index
-    to, source = (group.ranks[(here + step) % group.size] for step in (places, -places))
+    to, source = (group.ranks[(group.index + step) % group.size] for step in (distance, -distance))
     rows = rows.contiguous()
-    buffer = rows.new_empty(arriving, *rows.shape[1:])
+    buffer = rows.new_empty(num_received, *rows.shape[1:])
     transfers = []
     if rows.numel():
         group.ledger.record("send", group.name, rows)

@@ -1,11 +1,8 @@
-"""A named set of ranks that talk to each other.
+"""From a layout's rank lists to process groups: those this rank is in, each distinct list once, none of size 1.
 
-From a layout's rank lists to process groups: only those this rank is in, each distinct list once, none of size 1.
-
-Making a group is a promise between its members, and with local synchronisation torch names it by how many groups a
-member has made before. The names below are therefore walked in one fixed order on every rank. Grids are regular, so
-whether a list has size 1, or repeats an earlier one, is the same question with the same answer on every rank, and the
-counts stay equal.
+With local synchronisation, torch names a new group by how many groups the member has made before, so all members must
+have made equally many. The names are therefore walked in one fixed order on every rank. Grids are regular: whether a
+list has size 1 or repeats an earlier one is the same on every rank, so the counts stay equal.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks, this rank's place among them, and the handle to reach them; a lone rank has no handle."""
+    """The ranks, this rank's index among them, and torch's process group; None for a group of one rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -38,7 +35,7 @@ class Group:
 
     @property
     def connected(self) -> ProcessGroup:
-        """The handle, where the caller has made sure that there are peers."""
+        """The handle, where the caller knows that the group has more than one rank."""
         assert self.handle is not None, f"group {self.name} has one rank and no handle"
         return self.handle
 
@@ -47,7 +44,7 @@ class Group:
         return len(self.ranks) == 1
 
 
-# What dispatchers talk over; the last two are an ep group's ranks with one number on every host, and those of one host.
+# The groups of dispatchers. ep_across: one rank of each host of an ep group; ep_inside: its ranks on one host.
 TOKEN_GROUPS = ("ep", "etp", "expert_block", "ep_across", "ep_inside")
 
 
@@ -66,11 +63,11 @@ class Groups:
         ep_inner: int = 1,
         own_stream: bool = False,
     ) -> None:
-        """``inner`` neighbours of a context group trade heads where context parallelism is hierarchical. ``ep_inner``
-        neighbours of an ep group share a host where tokens travel in two levels.
+        """``inner``: consecutive ranks of a context group that all-to-all heads in hierarchical context parallelism.
+        ``ep_inner``: consecutive ranks of an ep group on one host, for two-level dispatch.
 
-        ``own_stream`` gives the groups that carry tokens to experts connections of their own: two threads that used one
-        would mix their messages up.
+        ``own_stream`` makes separate process groups for dispatchers: their collectives run on another thread, and two
+        threads must not share a process group.
         """
         self.layout, self.rank, self._ledger, self._timeout = layout, rank, ledger, timeout
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -83,7 +80,7 @@ class Groups:
         for name, ranks in (("ep_across", across), ("ep_inside", inside)):
             stream = on_stream if own_stream else made
             self._groups[name] = self._group(name, ranks, stream, shared=stream is made)
-        # This rank's context group of every size that a microbatch may be cut over, whole and in two levels.
+        # This rank's context group of every size that a microbatch may be sharded over, flat and in two levels.
         self.contexts: dict[int, Group] = {}
         self.nested_contexts: dict[int, tuple[Group, Group]] = {}
         for size in layout.context_sizes(dynamic_cp):
@@ -103,21 +100,21 @@ class Groups:
         shared: bool = True,
     ) -> Group:
         if len(ranks) > 1 and ranks not in made:
-            made[ranks] = _open(ranks, self.layout.world if shared else None, self._timeout)
+            made[ranks] = _new_group(ranks, self.layout.world if shared else None, self._timeout)
         return Group(name, ranks, ranks.index(self.rank), made.get(ranks), self._ledger)
 
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]
 
     def device_mesh(self, device_type: str, replicate: str, shard: str) -> DeviceMesh | None:
-        """The mesh that sharded data parallelism wants; two-dimensional when copies are kept; None when alone."""
+        """The mesh for FSDP, two-dimensional (HSDP) if there are replicas; None if this rank is alone."""
         outer, inner = self[replicate], self[shard]
         if outer.alone and inner.alone:
             return None
         if outer.alone:
             return DeviceMesh.from_group(inner.connected, device_type, mesh_dim_names=(shard,))
         if inner.alone:
-            # Copies without shards: torch still wants a shard dimension, so this one gets a group of its own.
+            # Replicas without shards: torch still needs a shard dimension, so this rank gets a group of size 1.
             lone = dist.new_group([self.rank], use_local_synchronization=True)
             ranks = torch.tensor(outer.ranks).unsqueeze(1)
             return DeviceMesh.from_group([outer.connected, lone], device_type, ranks, mesh_dim_names=(replicate, shard))
@@ -127,8 +124,8 @@ class Groups:
         )
 
 
-def _open(ranks: tuple[int, ...], world: int | None, timeout: timedelta) -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], world: int | None, timeout: timedelta) -> dist.ProcessGroup:
     if len(ranks) == world:
-        assert dist.group.WORLD is not None, "the default group is made by the launcher"
+        assert dist.group.WORLD is not None, "the launcher must have made the default process group"
         return dist.group.WORLD
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

@@ -27,7 +27,7 @@ from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
 from moefold.comm.collectives import all_reduce_no_grad
-from moefold.comm.p2p import sum_among
+from moefold.comm.p2p import all_reduce_p2p
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.model import ModelConfig
 
@@ -115,7 +115,7 @@ def finish_gradients(model: nn.Module, held: dict[str, ParamShard], pp: Group) -
         _sum_in_place(parts, group)
     for name, gradient in gradients.items():
         if len(held[name].stages) > 1:
-            gradient.copy_(sum_among(gradient, held[name].stages, pp))
+            gradient.copy_(all_reduce_p2p(gradient, held[name].stages, pp))
     return gradients
 
 

@@ -141,7 +141,7 @@ def _backward(
         if step.places > 0:
             if returning is not None:
                 returning.add()
-            back = shift(theirs, step.num_sent, ring.group, places=-step.places, tag=_GRADIENTS)
+            back = shift(theirs, step.num_sent, ring.group, distance=-step.places, tag=_GRADIENTS)
             returning = _Returning(back, step, home, last)
             del theirs
         if last:
@@ -204,7 +204,7 @@ def _passing(
         rows = [torch.cat((k[a:b, heads.kv], v[a:b, heads.kv]), dim=-1) for a, b in step.sent]
         dim = heads.kv.stop - heads.kv.start, k.shape[-1] + v.shape[-1]
         packed = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else k.new_empty(0, *dim)
-        return shift(packed, step.num_arriving, ring.group, places=step.places, tag=tag)
+        return shift(packed, step.num_arriving, ring.group, distance=step.places, tag=tag)
 
     under_way = start_next()
     for heads in slices:

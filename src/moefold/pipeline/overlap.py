@@ -80,7 +80,7 @@ def run_overlapped(
     while sides:
         for side in list(sides):
             if side.pending is not None:
-                side.walk.take(stream.take(side.pending, weight_grads.run_one))
+                side.walk.take(stream.wait(side.pending, weight_grads.run_one))
                 side.pending = None
             for phase_lane, work in side.steps:
                 if phase_lane is Stream.COMM:

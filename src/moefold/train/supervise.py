@@ -87,7 +87,7 @@ def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks
                 work,
                 world,
                 seconds=inf,
-                patience=ranks.patience,
+                collective_timeout=ranks.patience,
                 grace=0.3,
                 deadline=ranks.deadline,
                 in_rank=ranks.stop.install,

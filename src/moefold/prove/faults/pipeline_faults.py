@@ -27,7 +27,7 @@ Received = tuple[Tensor, ...]
 
 
 def tied_weight_not_summed_over_stages() -> None:
-    put(moefold.parallel.param_shards, "sum_among", lambda x, members, group: x.clone())
+    put(moefold.parallel.param_shards, "all_reduce_p2p", lambda x, members, group: x.clone())
 
 
 def tied_weight_twice_in_the_norm() -> None:
