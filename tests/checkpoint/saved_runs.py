@@ -50,7 +50,13 @@ def fill_moments(local_model: LocalModel, optimizer: AdamW, seed: int, steps: fl
             state[kind] = torch.zeros_like(parameter.detach())
             into = torch.empty_like(local_part(state[kind]))
             busy_values(
-                "matrix", seed, f"{kind}/{name}", local_model.held[name].shape, local_model.held[name].box, 1.0, into
+                "matrix",
+                seed,
+                f"{kind}/{name}",
+                local_model.param_shards[name].shape,
+                local_model.param_shards[name].box,
+                1.0,
+                into,
             )
             local_part(state[kind]).copy_(into)
         optimizer.state[parameter] = state

@@ -90,7 +90,7 @@ def started(config: ModelConfig, parallel: ParallelConfig, world: int, rank: int
     run = RunConfig(model=config, parallel=parallel, seed=SEED, precision=precision)
     share = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=30)), torch.device("cpu"))
     return {
-        name: (local_part(value.detach()).clone(), share.held[name].box)
+        name: (local_part(value.detach()).clone(), share.param_shards[name].box)
         for name, value in share.model.named_parameters()
     }
 

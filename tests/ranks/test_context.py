@@ -17,9 +17,9 @@ from moefold.attention.sdpa import attend_reference
 from moefold.batching.zigzag import places
 from moefold.comm.process_groups import Group, Groups
 from moefold.parallel import ring_attention as context_ring
-from moefold.parallel.context_parallel import ContextCore, PerLayerCore, by_heads, by_ring
+from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.ring_attention import ring_attend
-from moefold.parallel.ring_plan import around
+from moefold.parallel.ring_plan import ring_steps
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def sets(cp: Group, inner: int) -> tuple[Group, Group]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-@pytest.mark.parametrize("ways", [by_ring, by_heads])
+@pytest.mark.parametrize("ways", [ring_groups, ulysses_groups])
 def test_ring_and_heads_equal_the_whole(ways: Any, world: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
         for case in CASES.values():
-            check(ContextCore(ways({cp.size: cp})), case, cp)
+            check(ContextParallelCore(ways({cp.size: cp})), case, cp)
 
     on_ranks(work, world, cp=world)
 
@@ -126,7 +126,7 @@ def test_ring_and_heads_equal_the_whole(ways: Any, world: int) -> None:
 def test_hierarchical_equals_the_whole(world: int, inner: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
-        core = ContextCore({cp.size: sets(cp, inner)})
+        core = ContextParallelCore({cp.size: sets(cp, inner)})
         for case in CASES.values():
             check(core, case, cp)
 
@@ -138,9 +138,9 @@ def test_random_microbatches(world: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
         cores = (
-            ContextCore(by_ring({world: cp})),
-            ContextCore(by_heads({world: cp})),
-            ContextCore({world: sets(cp, 2)}),
+            ContextParallelCore(ring_groups({world: cp})),
+            ContextParallelCore(ulysses_groups({world: cp})),
+            ContextParallelCore({world: sets(cp, 2)}),
         )
         draw = Random(world)
         for _ in range(12):
@@ -163,12 +163,12 @@ def test_random_microbatches(world: int) -> None:
 
 def test_heads_that_go_around_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group of heads is a round of its own, long runs are cut at the window, and the answer is the same."""
-    monkeypatch.setattr(context_ring, "SMALLEST_MESSAGE", 1)
+    monkeypatch.setattr(context_ring, "MIN_MESSAGE_BYTES", 1)
 
     def work(groups: Groups) -> None:
         cp = groups["cp"]
         for case in (*CASES.values(), Case((700, 90), 4, 2, 2, 2, 130, True)):
-            check(ContextCore(by_ring({2: cp})), case, cp)
+            check(ContextParallelCore(ring_groups({2: cp})), case, cp)
 
     on_ranks(work, 2, cp=2)
 
@@ -178,7 +178,7 @@ def test_the_plain_twin_of_the_parts() -> None:
         cp = groups["cp"]
 
         def core(q: Tensor, k: Tensor, v: Tensor, batch: LocalModel, **how: Any) -> Tensor:
-            steps = around(batch.lengths, 2, 1, cp.index, how["window"])
+            steps = ring_steps(batch.lengths, 2, 1, cp.index, how["window"])
             sinks, scale, window = how["sinks_H"], how["scale"], how["window"]
             return ring_attend(
                 q, k, v, sinks, group=cp, steps=steps, scale=scale, window=window, mean_tokens=9, parts=PLAIN
@@ -208,7 +208,7 @@ def test_short_formats(dtype: torch.dtype) -> None:
             return attend_reference(q, k, v, lengths, 0.4, case.window, sinks)
 
         exact = run(naive, [x.double() for x in whole], grad.double(), case.lengths)
-        for core in (ContextCore(by_ring({2: cp})), ContextCore(by_heads({2: cp}))):
+        for core in (ContextParallelCore(ring_groups({2: cp})), ContextParallelCore(ulysses_groups({2: cp}))):
 
             def call(q: Tensor, k: Tensor, v: Tensor, batch: LocalModel, sinks: Tensor, core: Any = core) -> Tensor:
                 return core(q, k, v, batch, scale=0.4, window=case.window, sinks_H=sinks)
@@ -234,7 +234,9 @@ def test_sizes_and_ways_differ_by_batch_and_layer() -> None:
         two = Group("cp2", (first, first + 1), four.index % 2, pairs[first // 2], four.ledger)
         one = Group("cp1", (four.index,), 0, None, four.ledger)
         contexts = {4: four, 2: two}
-        core = PerLayerCore(full=ContextCore(by_heads(contexts)), windowed=ContextCore(by_ring(contexts)))
+        core = PerLayerCore(
+            full=ContextParallelCore(ulysses_groups(contexts)), windowed=ContextParallelCore(ring_groups(contexts))
+        )
         for group in (four, two):
             check(core, CASES["bin_packed"], group)
             check(core, CASES["packed, window, sinks"], group)
@@ -259,7 +261,7 @@ def test_only_what_is_read_travels() -> None:
             whole, _ = case.draw(torch.float32)
             before = cp.ledger.of("send", "cp").bytes_sent
             mine = [held(x, case.lengths, cp.index, 4) for x in whole[:3]]
-            ContextCore(by_ring({4: cp}))(
+            ContextParallelCore(ring_groups({4: cp}))(
                 *mine, LocalModel(case.lengths, 4, cp.index), scale=1.0, window=window, sinks_H=None
             )
             sent.append(cp.ledger.of("send", "cp").bytes_sent - before)

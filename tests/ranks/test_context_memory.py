@@ -15,7 +15,7 @@ from moefold.comm.process_groups import Group, Groups
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel import ring_attention as context_ring
-from moefold.parallel.context_parallel import ContextCore, by_ring
+from moefold.parallel.context_parallel import ContextParallelCore, ring_groups
 from moefold.topology.folded_layout import fold
 
 # heads, kv heads, qk dim, v dim, format, sinks
@@ -35,7 +35,9 @@ def peak(cp: Group, tokens: int, shape: tuple[Any, ...]) -> int:
         sinks = torch.randn(num_heads, requires_grad=True) if with_sinks and cp.size > 1 else None
         grad = torch.randn(tokens, num_heads, value_dim, dtype=dtype)
         local_model = LocalModel((tokens * cp.size,), cp.size, cp.index)
-        out = ContextCore(by_ring({cp.size: cp}))(*leaves, local_model, scale=0.3, window=None, sinks_H=sinks)
+        out = ContextParallelCore(ring_groups({cp.size: cp}))(
+            *leaves, local_model, scale=0.3, window=None, sinks_H=sinks
+        )
         torch.autograd.grad(out, leaves, grad)
     return memory.peak
 
@@ -57,7 +59,7 @@ def peaks(tokens: int, shape: tuple[Any, ...]) -> list[int]:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_memory_is_flat(shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """One process's fused attention is the measure: no ring takes more than a tenth on top."""
-    monkeypatch.setattr(context_ring, "SMALLEST_MESSAGE", 1 << 10)
+    monkeypatch.setattr(context_ring, "MIN_MESSAGE_BYTES", 1 << 10)
     alone, *around = peaks(256, shape)
     print(f"peak bytes on 1, 2, 4 and 8 ranks, 256 tokens each: {alone}, {around}")
     assert max(around) <= 1.1 * alone

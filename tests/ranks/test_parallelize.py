@@ -25,7 +25,7 @@ def test_boxes_are_what_ranks_hold_and_speakers_cover_each_parameter_once(degree
         local_model = build_local_model(run, groups, torch.device("cpu"))
         sizes: dict[str, list[int]] = {}
         for name, parameter in local_model.model.named_parameters():
-            held = local_model.held[name]
+            held = local_model.param_shards[name]
             part = local_part(parameter)
             assert list(part.shape) == [box.stop - box.start for box in held.box], name
             sizes[name] = [part.numel() if held.is_primary else 0, torch.Size(held.shape).numel()]

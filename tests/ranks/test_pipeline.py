@@ -83,7 +83,7 @@ def assert_like_one_process(run: RunConfig, world: int, shapes: tuple[tuple[Leng
                 torch.testing.assert_close(value, reference, rtol=1e-11, atol=1e-12)
             for name, gradient in got.gradients.items():
                 whole = want.gradients[name]
-                part, scale = whole[local_model.held[name].box], whole.abs().max().item()
+                part, scale = whole[local_model.param_shards[name].box], whole.abs().max().item()
                 torch.testing.assert_close(gradient, part, rtol=0, atol=1e-10 * scale, msg=f"{name}")
         return list(found[0].gradients)
 
@@ -171,9 +171,9 @@ def _bits(tensor: Tensor) -> str:
 def _shared(local_model: LocalModel) -> dict[str, list[Any]]:
     """The digest and the place of everything that more than one stage holds."""
     return {
-        name: [_bits(local_part(parameter)), str(local_model.held[name].box)]
+        name: [_bits(local_part(parameter)), str(local_model.param_shards[name].box)]
         for name, parameter in local_model.model.named_parameters()
-        if len(local_model.held[name].stages) > 1
+        if len(local_model.param_shards[name].pp_ranks) > 1
     }
 
 

@@ -22,7 +22,7 @@ from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.permute import group_by_expert, put_back, take_rows, take_weights
 from moefold.nn.batch import context_shard, whole_batch
-from moefold.parallel.context_parallel import ContextCore, by_ring
+from moefold.parallel.context_parallel import ContextParallelCore, ring_groups
 from moefold.parallel.param_shards import DATA_GROUPS
 
 # Rows of a parameter.
@@ -36,7 +36,7 @@ def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, T
     whole = whole_batch(
         tokens, tokens, (length,) * number * size, context_size=size, step_labels=1, step_tokens=1, step_sequences=1
     )
-    batch, core = context_shard(whole, groups[size].index), ContextCore(by_ring(groups))
+    batch, core = context_shard(whole, groups[size].index), ContextParallelCore(ring_groups(groups))
     q = torch.randn(length * number, heads, dim, requires_grad=True)
     k, v = (torch.randn(length * number, kv_heads, dim, requires_grad=True) for _ in range(2))
     own = (length,) * number

@@ -140,8 +140,8 @@ def _update(local_model: LocalModel, optimizer: Optimizer) -> Trial:
     """What ends a step: the norm, the bound, and the optimizer's own."""
 
     def update() -> None:
-        gradients = finish_gradients(local_model.model, local_model.held, local_model.groups["pp"])
-        norm = grad_norm_of(primary_shards(gradients, local_model.held), local_model.groups["world"])
+        gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
+        norm = grad_norm_of(primary_shards(gradients, local_model.param_shards), local_model.groups["world"])
         clip_gradients(gradients.values(), norm, local_model.run.optim.clip_norm)
         optimizer.step()
 

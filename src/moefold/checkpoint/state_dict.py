@@ -49,7 +49,7 @@ def chunks_of(local_model: LocalModel, optimizer: Optimizer | None) -> list[Chun
 def _spoken(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
     kinds = _state_kinds(optimizer)
     for name, parameter in local_model.model.named_parameters():
-        held = local_model.held[name]
+        held = local_model.param_shards[name]
         if not held.is_primary:
             continue
         yield Chunk(f"parameter/{name}", held.shape, held.box, local_part(parameter.detach()))
@@ -70,7 +70,7 @@ def tensors_elsewhere(local_model: LocalModel, optimizer: Optimizer | None) -> d
     kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[local_model.run.precision.params]
     found: dict[str, TensorSpec] = {}
     for spec in parameters(local_model.run.model):
-        if spec.name not in local_model.held:
+        if spec.name not in local_model.param_shards:
             found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
             for kind, single in kinds.items():
                 found[f"{kind}/{spec.name}"] = TensorSpec(*((torch.float32, ()) if single else (dtype, spec.shape)))
@@ -143,7 +143,7 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
 
 def _weights_wanted(local_model: LocalModel) -> Iterator[ChunkSpec]:
     for name, parameter in local_model.model.named_parameters():
-        held = local_model.held[name]
+        held = local_model.param_shards[name]
         yield ChunkSpec(f"parameter/{name}", parameter.dtype, held.shape, held.box)
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
@@ -153,7 +153,7 @@ def _weights_wanted(local_model: LocalModel) -> Iterator[ChunkSpec]:
 def _states_wanted(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
     """A kind of state is there for all parameters or for none."""
     for name, parameter in local_model.model.named_parameters():
-        held, spec = local_model.held[name], offered.get(f"{kind}/{name}")
+        held, spec = local_model.param_shards[name], offered.get(f"{kind}/{name}")
         if spec is not None and spec.shape == ():
             yield ChunkSpec(f"{kind}/{name}", torch.float32, (), ())
         else:

@@ -1,1 +1,1 @@
-"""A model written for one device becomes one rank's share of a parallel one."""
+"""From a model written for one device to one rank's shard of it: tensor, context, expert and data parallelism."""

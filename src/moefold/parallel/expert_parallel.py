@@ -1,4 +1,4 @@
-"""Which dispatcher carries tokens to experts under a layout."""
+"""From a run and its layout to the dispatcher of its MoE layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moefold.topology.shares import share_sizes
 
 
 def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> Dispatcher:
-    """Local where all experts are whole on this rank, else the one the run names; ``host`` knows the counts."""
+    """Local where this rank has all experts, else the one the run names; ``host`` supplies the split sizes."""
     moe = run.model.moe
     assert moe is not None
     if groups["expert_block"].alone:
@@ -45,7 +45,7 @@ def _all_gather(run: RunConfig, moe: MoEConfig, groups: Groups, host: SplitSizeS
 
 
 def padded_rows(run: RunConfig, groups: Groups) -> int | None:
-    """Rows that every rank gives every expert in padded mode: what the largest set it may meet is allowed.
+    """Rows per expert that every rank sends in padded mode: the capacity for the largest set of tokens that can occur.
 
     With capacities counted over the whole microbatch, all of an expert's rows may come from one rank's shard.
     """
@@ -59,7 +59,7 @@ def padded_rows(run: RunConfig, groups: Groups) -> int | None:
 
 
 def shapes_are_fixed(run: RunConfig) -> bool:
-    """Whether every microbatch has the same tokens on the same ranks."""
+    """Whether every microbatch puts the same number of tokens on each rank."""
     return run.data.packing in ("concat", "padded")
 
 
@@ -70,7 +70,7 @@ def shard_sizes(run: RunConfig) -> tuple[tuple[int, ...], ...]:
 
 
 def most_microbatch_tokens(run: RunConfig, groups: Groups) -> int:
-    """With dynamic context sizes the bound is one rank's, and a microbatch may be cut over all of them."""
+    """With dynamic context sizes the bound is per rank, and a microbatch may be sharded over all of them."""
     tokens = run.data.micro_batch * run.data.seq_len
     return tokens * groups.layout.size("dp") if run.parallel.dynamic_cp else tokens
 

@@ -1,16 +1,14 @@
-"""Sharded data parallelism on two grids: dense parameters over (dp, cp), experts over edp.
+"""FSDP on two grids: dense parameters over (dp, cp), experts over edp.
 
 Gradients are sums. The loss was divided once, by the global number of labels, so every reduction here is a plain sum:
 divide factor 1, forced sum. Groups of one rank are left out: a parameter with no peers stays a plain tensor.
 
-Parameters gathered once per step, and gradients reduced once, for pipelines.
+FSDP by default unshards a layer for every microbatch, forward and backward, and reduces its gradients every time. A
+pipeline runs many microbatches through few layers and defers weight gradients. It therefore unshards all parameters
+before the first microbatch (``unshard_for_step``), accumulates full gradients, and reduces once per parameter at the
+end of the step (``reduce_for_step``). Between steps parameters and optimizer states are sharded as usual.
 
-Sharded data parallelism on its own gathers a layer's parameters for every microbatch, forward and backward, and reduces
-its gradients every time. A pipeline runs many microbatches through few layers, and puts weight gradients off, so here
-everything is gathered before the first microbatch, gradients add up in full, and one reduction per parameter ends the
-step. At rest, parameters and optimizer states are cut as ever.
-
-Only torch's public interface is used: gather, give back, and hand the sharded parameter its gradient.
+Only torch's public interface is used: unshard, reshard, and assign the sharded parameter's gradient.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ from moefold.parallel.param_shards import DATA_GROUPS
 
 
 def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool) -> None:
-    """Wrap experts, then blocks, then the rest; outer wraps leave alone what inner ones took.
+    """Wrap experts, then blocks, then the rest; an outer wrap skips parameters that an inner one has.
 
-    ``once`` leaves gathering and reducing to whoever runs the step (`once.py`).
+    With ``once``, FSDP neither reshards nor reduces by itself: ``unshard_for_step`` and ``reduce_for_step`` do.
     """
     dense = groups.device_mesh(device_type, *DATA_GROUPS["attention"])
     expert = groups.device_mesh(device_type, *DATA_GROUPS["expert"])
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
     for module in experts:
         _shard(module, expert, groups["expert_shard"].size, set(), once)
-    loose = {parameter for module in experts for parameter in module.parameters()} if expert is None else set()
+    unsharded = {parameter for module in experts for parameter in module.parameters()} if expert is None else set()
     for module in (*model.layers.values(), *model.mtp.values(), model):
-        _shard(module, dense, groups["dense_shard"].size, loose, once)
+        _shard(module, dense, groups["dense_shard"].size, unsharded, once)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -52,24 +50,24 @@ def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool
                 module.set_reshard_after_backward(False, recurse=False)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh | None, ways: int, loose: set[nn.Parameter], once: bool) -> None:
+def _shard(module: nn.Module, mesh: DeviceMesh | None, shard_size: int, ignored: set[nn.Parameter], once: bool) -> None:
     if mesh is not None:
-        placement = _placement(ways)
+        placement = _placement(shard_size)
         fully_shard(
             module,
             mesh=mesh,
             shard_placement_fn=placement,
-            ignored_params=loose,
+            ignored_params=ignored,
             reshard_after_forward=False if once else None,
         )
 
 
-def _placement(ways: int) -> Callable[[nn.Parameter], Shard]:
-    return lambda parameter: Shard(shard_dim(tuple(parameter.shape), ways))
+def _placement(shard_size: int) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(shard_dim(tuple(parameter.shape), shard_size))
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Give back gathered parameters after a forward that no backward follows; backward does it by itself."""
+    """Reshard after a forward without backward; FSDP's backward reshards by itself."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -83,27 +81,25 @@ def unshard_for_step(model: Decoder) -> None:
 
 @torch.no_grad()
 def reduce_for_step(model: Decoder, groups: Groups) -> None:
-    """Give the gathered parameters back, and leave on each sharded one its part of the summed gradient."""
+    """Reshard, and set each sharded parameter's ``.grad`` to its shard of the summed gradient."""
     full: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
-            raise RuntimeError(f"{name} got no gradient; every parameter takes part in every step, if only with zeros")
+            raise RuntimeError(f"{name} has no gradient; every parameter must get one in every step, zeros included")
         full[name], parameter.grad = parameter.grad, None
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_all(model)
     for name, parameter in model.named_parameters():
-        part = _reduced(full.pop(name), *(groups[group] for group in DATA_GROUPS[grid_of(name)]))
+        gradient = _reduced(full.pop(name), *(groups[group] for group in DATA_GROUPS[grid_of(name)]))
         if isinstance(parameter, DTensor):
-            part = DTensor.from_local(
-                part,
+            gradient = DTensor.from_local(
+                gradient,
                 parameter.device_mesh,
                 parameter.placements,
                 run_check=False,
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-        parameter.grad = part
+        parameter.grad = gradient
 
 
 def _reduced(gradient: Tensor, replicate: Group, shard: Group) -> Tensor:

@@ -1,11 +1,11 @@
-"""From a run and this rank's groups to this rank's share of the model, in one fixed order.
+"""From a run and this rank's groups to this rank's shard of the model, in one fixed order.
 
-1. Build the whole model on the meta device, with seams that reach this rank's groups: no memory yet.
-2. Cut every parameter to this rank's tensor- and expert-parallel part, as the blueprint says.
-3. Shard over data parallelism, still without memory.
-4. Give the remaining parts memory and first values, which depend on their global place only.
+1. Build the modules of this rank's stages on the meta device, with parallel interfaces on its groups: no memory yet.
+2. Resize every parameter to this rank's tensor- and expert-parallel shard, as the blueprint says.
+3. Apply FSDP, still without memory.
+4. Allocate and initialise the shards; an element's value depends only on its index in the global tensor.
 
-So no rank ever holds more than its own part, and the order in which things happen is this function, not a convention.
+So no rank ever allocates more than its own shard.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.nn.init import Box, init_values
 from moefold.nn.matmul_policy import NativeMatmul, SplitBackwardMatmul, WeightGradQueue
-from moefold.parallel.context_parallel import ContextCore, PerLayerCore, by_heads, by_ring
+from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.expert_parallel import dispatcher_for
 from moefold.parallel.fsdp import shard_over_data
-from moefold.parallel.param_shards import ParamShard, cut_parameters, local_part, param_shards
+from moefold.parallel.param_shards import ParamShard, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.stage_placement import parts_by_rank
-from moefold.precision.dtypes import TORCH_FORMATS, hold_in
+from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import fold
 
@@ -47,16 +47,16 @@ InitValues = Callable[[str, int, str, tuple[int, ...], Box, float, Tensor], None
 
 @dataclass(frozen=True)
 class LocalModel:
-    """One rank's part of a run's model."""
+    """One rank's shard of a run's model."""
 
     run: RunConfig
     groups: Groups
     model: Decoder
-    held: dict[str, ParamShard]
-    # All stages of the pipeline; the model has the parts that this rank's stages need.
+    param_shards: dict[str, ParamShard]
+    # All stages of the pipeline; the model has the modules of this rank's stages.
     stages: tuple[StageSpec, ...]
     device: torch.device
-    # Where weight gradients wait, and where exchanges run beside compute, if the schedule asks for either.
+    # The queue of deferred weight gradients, and the stream for all-to-alls, if the schedule uses them.
     weight_grads: WeightGradQueue | None = None
     comm_stream: CommStream | None = None
 
@@ -66,7 +66,7 @@ class LocalModel:
 
 
 def reshard_per_step(run: RunConfig) -> bool:
-    """Whether parameters stay gathered for a step: with several stages, and where phases run outside of modules."""
+    """Whether parameters stay unsharded for a step: with several stages, and where phases run outside of modules."""
     schedule = schedule_named(run.parallel.schedule)
     return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
 
@@ -86,32 +86,35 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
 
 
 def build_local_model(
-    run: RunConfig, groups: Groups, device: torch.device, start: InitValues = init_values
+    run: RunConfig, groups: Groups, device: torch.device, init: InitValues = init_values
 ) -> LocalModel:
-    """Build this rank's share; ``start`` decides the first values."""
+    """Build this rank's shard; ``init`` computes the initial values."""
     local = build_on_meta(run, groups, device)
     local.model.to_empty(device=device)
-    fill(run, local.model, local.held, start)
+    init_local_model(run, local.model, local.param_shards, init)
     return local
 
 
 def build_on_meta(
     run: RunConfig, groups: Groups, device: torch.device, host: SplitSizeSource = SYNC_SPLIT_SIZES
 ) -> LocalModel:
-    """The share without memory: all of it is on the meta device. ``host`` tells dispatchers how many rows travel."""
-    everyone = parts_by_rank(run)
-    held = param_shards(run.model, groups, everyone)
+    """This rank's shard on the meta device, without memory. ``host`` supplies dispatchers' split sizes."""
+    parts_of_rank = parts_by_rank(run)
+    param_shards = build_param_shards(run.model, groups, parts_of_rank)
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run.precision, device.type)
     seams = seams_of(run, groups, weight_grads, host, kernels)
     with torch.device("meta"):
-        model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], seams, everyone[groups["pp"].index])
-    hold_in(model, TORCH_FORMATS[run.precision.params])
-    cut_parameters(model, held)
+        dtype = TORCH_FORMATS[run.precision.compute]
+        model = build_decoder(run.model, dtype, seams, parts_of_rank[groups["pp"].index])
+    set_param_dtype(model, TORCH_FORMATS[run.precision.params])
+    resize_to_local(model, param_shards)
     shard_over_data(model, groups, device.type, reshard_per_step(run))
     stream = CommStream(device) if schedule.overlaps else None
-    return LocalModel(run, groups, model, held, stages_of(run.model, run.parallel), device, weight_grads, stream)
+    return LocalModel(
+        run, groups, model, param_shards, stages_of(run.model, run.parallel), device, weight_grads, stream
+    )
 
 
 def seams_of(
@@ -128,7 +131,7 @@ def seams_of(
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         products=products,
         experts=expert_backend(run.precision.experts, products, weight_grads, kernels),
-        # The bias of a split expert is added on one of the ranks that hold its parts.
+        # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
         core=core_for(run, groups),
         kernels=kernels,
@@ -137,36 +140,37 @@ def seams_of(
 
 
 @torch.no_grad()
-def fill(run: RunConfig, model: Decoder, held: dict[str, ParamShard], start: InitValues) -> None:
-    """Write first values into every parameter's part and every buffer."""
+def init_local_model(run: RunConfig, model: Decoder, param_shards: dict[str, ParamShard], init: InitValues) -> None:
+    """Initialise every parameter's shard and every buffer."""
     tensors = dict(model.named_parameters())
     for spec in parameters(run.model):
-        if spec.name not in held:
+        if spec.name not in param_shards:
             continue
-        part = local_part(tensors[spec.name])
-        values = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        start(spec.kind, run.seed, spec.name, spec.shape, held[spec.name].box, init_std(run.model, spec.name), values)
-        part.copy_(values)
+        shard = local_part(tensors[spec.name])
+        values = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+        box, std = param_shards[spec.name].box, init_std(run.model, spec.name)
+        init(spec.kind, run.seed, spec.name, spec.shape, box, std, values)
+        shard.copy_(values)
     state = dict(model.named_buffers())
     for spec in local_buffers(run, model):
         whole = tuple(slice(0, size) for size in spec.shape)
-        start(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, state[spec.name])
+        init(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, state[spec.name])
 
 
 def local_buffers(run: RunConfig, model: Decoder) -> list[ParameterSpec]:
-    """The buffers that this rank holds."""
-    here = {name for name, _ in model.named_buffers()}
-    return [spec for spec in buffers(run.model) if spec.name in here]
+    """The buffers of this rank's modules."""
+    names = {name for name, _ in model.named_buffers()}
+    return [spec for spec in buffers(run.model) if spec.name in names]
 
 
 def core_for(run: RunConfig, groups: Groups) -> AttentionCore:
-    """Local where whole sequences are here, else what the run names for each type of layer."""
+    """Local without context parallelism, else what the run names for each type of layer."""
     if max(groups.contexts) == 1:
         return LocalCore()
     context = run.parallel.context
     cores = {
-        "ring": ContextCore(by_ring(groups.contexts)),
-        "all_to_all": ContextCore(by_heads(groups.contexts)),
-        "hierarchical": ContextCore(groups.nested_contexts),
+        "ring": ContextParallelCore(ring_groups(groups.contexts)),
+        "all_to_all": ContextParallelCore(ulysses_groups(groups.contexts)),
+        "hierarchical": ContextParallelCore(groups.nested_contexts),
     }
     return PerLayerCore(cores[context.full], cores[context.windowed])

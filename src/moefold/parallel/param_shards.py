@@ -1,17 +1,14 @@
-"""Which region of each global parameter this rank holds, once every cut has been made.
+"""Which shard of each global parameter this rank holds, and the reductions its gradient needs beyond FSDP's.
 
-The blueprint says how tensor and expert parallelism cut a parameter; sharded data parallelism then cuts what is left
-along one more dim. The result is always a box: one slice per dim of the global tensor. Initialisation fills that box,
-the proof compares it, a checkpoint writes it.
+The blueprint says how tensor and expert parallelism shard a parameter; FSDP then shards the rest along one more dim.
+The result is always a box: one slice per dim of the global tensor. Initialisation fills that box, the proof compares
+it, a checkpoint writes it.
 
-What is left to add up after backward.
-
-Sharded data parallelism has summed every gradient over the ranks that hold other batches. Some parameters are also
-repeated on ranks that did *different* work with the *same* batch: norms, router and latent projections see only their
-tensor-parallel rank's tokens; a head norm sees only its heads; the bias of a split expert is added on one rank only.
-Each such repetition is listed in ``ParamShard.partial``, and one sum per group settles them all. A parameter that
-several pipeline ranks hold, a tied embedding for one, is last: its holders add up what each of their stages asked of
-it.
+FSDP sums every gradient over the ranks that hold other batches. Some parameters are also replicated on ranks that did
+*different* work with the *same* batch: norms, router and latent projections see only their tensor-parallel rank's
+tokens; a head norm sees only its heads; the bias of a split expert is added on one rank only. Each such group is in
+``ParamShard.partial_groups``, and ``finish_gradients`` does one all-reduce per group. Last come parameters on several
+pipeline ranks, such as a tied embedding: their gradients are summed over these ranks.
 """
 
 from __future__ import annotations
@@ -33,102 +30,109 @@ from moefold.config.model import ModelConfig
 
 Box = tuple[slice, ...]
 
-# The groups that sharded data parallelism uses, by the grid a parameter lives on: (copies, shards).
+# The groups that FSDP uses, by the parameter's grid: (replicate, shard).
 DATA_GROUPS = {"attention": ("dense_replicate", "dense_shard"), "expert": ("expert_replicate", "expert_shard")}
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """This rank's part of one parameter."""
+    """This rank's shard of one parameter."""
 
     name: str
     shape: tuple[int, ...]
-    # The part that tensor and expert parallelism leave to this rank, and the part of that which it keeps at rest.
-    cut: Box
+    # The rank's shard under tensor and expert parallelism (what FSDP unshards to), and its shard under FSDP as well.
+    unsharded_box: Box
     box: Box
-    # Groups over which this part is repeated: exactly one of their ranks speaks for it when things are added up.
-    copies: tuple[Group, ...]
-    # Groups whose ranks feed the same parameter with different work, beyond data parallelism: gradients must be summed.
-    partial: tuple[Group, ...]
-    # The pipeline ranks that hold this parameter, and whether this rank is the first of them.
-    stages: tuple[int, ...]
-    is_first_stage: bool
+    # Groups over which this shard is replicated: exactly one of their ranks is primary, and counts in norms and files.
+    replica_groups: tuple[Group, ...]
+    # Groups whose ranks hold partial gradients of the same shard, beyond data parallelism: these are all-reduced.
+    partial_groups: tuple[Group, ...]
+    # The pipeline ranks that have this parameter, and whether this rank is the first of them.
+    pp_ranks: tuple[int, ...]
+    is_first_pp_rank: bool
 
     @property
     def is_primary(self) -> bool:
-        return self.is_first_stage and all(group.index == 0 for group in self.copies)
+        return self.is_first_pp_rank and all(group.index == 0 for group in self.replica_groups)
 
 
-def param_shards(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[Parts]) -> dict[str, ParamShard]:
-    """What this rank holds; ``parts_of_rank`` has the parts of every pipeline rank."""
-    here = groups["pp"].index
-    held = {}
+def build_param_shards(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[Parts]) -> dict[str, ParamShard]:
+    """This rank's shards by parameter name; ``parts_of_rank`` has the modules of every pipeline rank."""
+    param_shards = {}
     for spec in parameters(model):
-        holders = tuple(rank for rank, parts in enumerate(parts_of_rank) if parts.holds(spec.name))
-        if here in holders:
-            held[spec.name] = _held(spec, groups, holders)
-    return held
+        pp_ranks = tuple(rank for rank, parts in enumerate(parts_of_rank) if parts.holds(spec.name))
+        if groups["pp"].index in pp_ranks:
+            param_shards[spec.name] = _param_shard(spec, groups, pp_ranks)
+    return param_shards
 
 
-def _held(spec: ParameterSpec, groups: Groups, holders: tuple[int, ...]) -> ParamShard:
-    cut = local_slices(spec, groups.layout, groups.rank)
+def _param_shard(spec: ParameterSpec, groups: Groups, pp_ranks: tuple[int, ...]) -> ParamShard:
+    unsharded_box = local_slices(spec, groups.layout, groups.rank)
     replicate, shard = (groups[group] for group in DATA_GROUPS[grid_of(spec.name)])
     partial = tuple(groups[axis] for axis in partial_axes(spec))
-    is_first = groups["pp"].index == holders[0]
-    return ParamShard(spec.name, spec.shape, cut, _shard(cut, shard), (replicate, *partial), partial, holders, is_first)
+    return ParamShard(
+        spec.name,
+        spec.shape,
+        unsharded_box,
+        _fsdp_box(unsharded_box, shard),
+        replica_groups=(replicate, *partial),
+        partial_groups=partial,
+        pp_ranks=pp_ranks,
+        is_first_pp_rank=groups["pp"].index == pp_ranks[0],
+    )
 
 
-def _shard(cut: Box, shard: Group) -> Box:
-    """Cut the box along the dim the blueprint picks, in chunks as torch cuts them: full ones first, then the rest."""
-    sizes = tuple(part.stop - part.start for part in cut)
+def _fsdp_box(unsharded_box: Box, shard: Group) -> Box:
+    """Shard the box along the dim the blueprint picks, in chunks as ``torch.chunk``: full ones first, then the rest."""
+    sizes = tuple(part.stop - part.start for part in unsharded_box)
     dim = shard_dim(sizes, shard.size)
     chunk = -(-sizes[dim] // shard.size)
     start = min(chunk * shard.index, sizes[dim])
     stop = min(start + chunk, sizes[dim])
-    first = cut[dim].start
-    return (*cut[:dim], slice(first + start, first + stop), *cut[dim + 1 :])
+    first = unsharded_box[dim].start
+    return (*unsharded_box[:dim], slice(first + start, first + stop), *unsharded_box[dim + 1 :])
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The numbers this rank really has."""
+    """A DTensor's local tensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_parameters(model: nn.Module, held: dict[str, ParamShard]) -> None:
-    """Replace every parameter of a model on the meta device by one of this rank's size."""
+def resize_to_local(model: nn.Module, param_shards: dict[str, ParamShard]) -> None:
+    """Replace every parameter of a model on the meta device by one of this rank's size under tp and ep."""
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
-        sizes = [part.stop - part.start for part in held[name].cut]
+        sizes = [part.stop - part.start for part in param_shards[name].unsharded_box]
         empty = torch.empty(sizes, dtype=parameter.dtype, device=parameter.device)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
 
 
 @torch.no_grad()
-def finish_gradients(model: nn.Module, held: dict[str, ParamShard], pp: Group) -> dict[str, Tensor]:
-    """Sum partial gradients; returns this rank's part of every gradient by name."""
+def finish_gradients(model: nn.Module, param_shards: dict[str, ParamShard], pp: Group) -> dict[str, Tensor]:
+    """All-reduce partial gradients; returns this rank's shard of every gradient by name."""
     gradients = {name: local_gradient(name, parameter) for name, parameter in model.named_parameters()}
-    waiting: dict[str, tuple[Group, list[Tensor]]] = {}
+    by_group: dict[str, tuple[Group, list[Tensor]]] = {}
     for name, gradient in gradients.items():
-        for group in held[name].partial:
-            waiting.setdefault(group.name, (group, []))[1].append(gradient)
-    for group, parts in waiting.values():
-        _sum_in_place(parts, group)
+        for group in param_shards[name].partial_groups:
+            by_group.setdefault(group.name, (group, []))[1].append(gradient)
+    for group, partials in by_group.values():
+        _all_reduce_flat(partials, group)
     for name, gradient in gradients.items():
-        if len(held[name].stages) > 1:
-            gradient.copy_(all_reduce_p2p(gradient, held[name].stages, pp))
+        if len(param_shards[name].pp_ranks) > 1:
+            gradient.copy_(all_reduce_p2p(gradient, param_shards[name].pp_ranks, pp))
     return gradients
 
 
 def local_gradient(name: str, parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        raise RuntimeError(f"{name} got no gradient; every parameter takes part in every step, if only with zeros")
+        raise RuntimeError(f"{name} has no gradient; every parameter must get one in every step, zeros included")
     return local_part(parameter.grad)
 
 
-def _sum_in_place(parts: list[Tensor], group: Group) -> None:
-    """One message for many small tensors."""
+def _all_reduce_flat(tensors: list[Tensor], group: Group) -> None:
+    """All-reduce many small tensors in place, in one message."""
     if group.alone:
         return
-    total = all_reduce_no_grad(torch.cat([part.flatten() for part in parts]), group)
-    for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
-        part.copy_(summed.view_as(part))
+    total = all_reduce_no_grad(torch.cat([tensor.flatten() for tensor in tensors]), group)
+    for tensor, summed in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(summed.view_as(tensor))

@@ -1,14 +1,12 @@
-"""Ring attention: queries stay, keys and values go around, and a token reads them as they pass.
+"""Ring attention: queries stay, keys and values go around the ring.
 
-T tokens on this rank, H query heads, G key/value heads, d query and key entries, v value entries.
+At each step a rank attends to the keys it has received while those of the next step are in transfer. Partial outputs
+are merged by their log-sum-exp; the merged output and its log-sum-exp are saved. Backward sends the keys around again,
+and the gradient for another rank's keys is sent back to it while the next block is computed. Gradients are sent in
+float32, so that their sum loses no digits.
 
-At each step a rank attends to the keys at hand while those of the next step are under way. Parts merge by their
-log-sum-exp; the whole output and its log-sum-exp are kept. Backward sends the keys around again, and what a rank adds
-to the gradient of another's keys goes back to their owner while the next block is computed. Gradients travel wide: a
-sum must not lose digits because it crossed a wire.
-
-Heads go around one group after the other. What is under way at a time is then a fraction of a rank's keys and values,
-and the memory of a rank does not depend on how many ranks there are.
+Key/value heads go around in groups, one group after the other. A transfer then holds a fraction of a rank's keys and
+values, and memory per rank does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,56 +21,56 @@ from moefold.attention.mask_blocks import Sight, Stack, band
 from moefold.attention.partial_attention import Parts, merge_, merge_sinks_, parts_for, sink_gradients
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
-from moefold.parallel.ring_plan import Step
+from moefold.parallel.ring_plan import RingStep
 from moefold.topology.shares import share_sizes, share_starts
 
-# Heads are not cut further when a group's keys and values would be smaller than this: a message has a price of its own.
-SMALLEST_MESSAGE = 1 << 16
+# A head group's keys and values have at least this many bytes: small messages are dominated by latency.
+MIN_MESSAGE_BYTES = 1 << 16
 
-# Forward of one microbatch and backward of another may be under way at once; their messages must not mix.
+# Tags: the forward of one microbatch and the backward of another may run concurrently; messages must not mix.
 _FORWARD, _BACKWARD, _GRADIENTS = 1, 2, 3
 
 
 class Ring(NamedTuple):
-    """All that forward and backward need to know besides their tensors."""
+    """What forward and backward need besides tensors."""
 
     group: Group
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
     scale: float
     window: int | None
-    # Into how many groups the key/value heads are cut; the same on all ranks.
-    num_slices: int
+    # Into how many groups the key/value heads are split; the same on all ranks.
+    num_head_groups: int
     parts: Parts
 
 
-class _Heads(NamedTuple):
-    """A group of key/value heads and the query heads that look at them."""
+class _HeadGroup(NamedTuple):
+    """A group of key/value heads and the query heads that attend to them."""
 
     q: slice
     kv: slice
 
 
 def ring_attend(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
+    q_SHC: Tensor,
+    k_SJC: Tensor,
+    v_SJU: Tensor,
     sinks_H: Tensor | None,
     *,
     group: Group,
-    steps: tuple[Step, ...],
+    steps: tuple[RingStep, ...],
     scale: float,
     window: int | None,
     mean_tokens: int,
     parts: Parts | None = None,
 ) -> Tensor:
-    """[T, H, v]: what the tokens of this rank read from those of all ranks of the circle.
+    """[S, H, U]: attention of this rank's queries over the keys of all ranks of the ring.
 
-    ``mean_tokens`` is the tokens per rank, on average: all ranks must cut heads alike.
+    ``mean_tokens`` is the mean number of tokens per rank: all ranks must split heads alike.
     """
-    num_bytes = mean_tokens * k_TGd.shape[1] * (k_TGd.shape[2] + v_TGv.shape[2]) * k_TGd.element_size()
-    num_slices = min(max(1, k_TGd.shape[1]), max(1, num_bytes // SMALLEST_MESSAGE))
-    ring = Ring(group, steps, scale, window, num_slices, parts or parts_for(q_THd.device))
-    return _RingAttend.apply(q_THd, k_TGd, v_TGv, sinks_H, ring)
+    num_bytes = mean_tokens * k_SJC.shape[1] * (k_SJC.shape[2] + v_SJU.shape[2]) * k_SJC.element_size()
+    num_head_groups = min(max(1, k_SJC.shape[1]), max(1, num_bytes // MIN_MESSAGE_BYTES))
+    ring = Ring(group, steps, scale, window, num_head_groups, parts or parts_for(q_SHC.device))
+    return _RingAttend.apply(q_SHC, k_SJC, v_SJU, sinks_H, ring)
 
 
 class _RingAttend(torch.autograd.Function):
@@ -91,24 +89,24 @@ class _RingAttend(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:2], v.shape[-1])
-    lse = q.new_empty(q.shape[:2], dtype=_wide(q))
-    for heads, step, k_now, v_now in _passing(k, v, ring, _slices(q, k, ring), _FORWARD):
-        if step.places == 0:
-            sum_out = torch.zeros_like(out[:, heads.q], dtype=_wide(q))
+    lse = q.new_empty(q.shape[:2], dtype=_acc_dtype(q))
+    for heads, step, k_now, v_now in _kv_around_ring(k, v, ring, _head_groups(q, k, ring), _FORWARD):
+        if step.distance == 0:
+            sum_out = torch.zeros_like(out[:, heads.q], dtype=_acc_dtype(q))
             sum_lse = torch.full_like(lse[:, heads.q], -torch.inf)
         for stack in step.stacks:
-            q_B, k_B, v_B = _taken(stack, (q[:, heads.q],), (k_now, v_now))
-            part = ring.parts.attend(q_B, k_B, v_B, **_sight(stack, ring, q.device))
-            out_B, lse_B = stack.q.take(sum_out), stack.q.take(sum_lse)
-            merge_(out_B, lse_B, *(x.transpose(1, 2) for x in part))
-            stack.q.put(sum_out, out_B)
-            stack.q.put(sum_lse, lse_B)
-            del part, out_B, lse_B
+            q_BHnC, k_BJmC, v_BJmU = _gather_blocks(stack, (q[:, heads.q],), (k_now, v_now))
+            part = ring.parts.attend(q_BHnC, k_BJmC, v_BJmU, **_mask_args(stack, ring, q.device))
+            out_BnHU, lse_BnH = stack.q.take(sum_out), stack.q.take(sum_lse)
+            merge_(out_BnHU, lse_BnH, *(x.transpose(1, 2) for x in part))
+            stack.q.put(sum_out, out_BnHU)
+            stack.q.put(sum_lse, lse_BnH)
+            del part, out_BnHU, lse_BnH
         if step is ring.steps[-1]:
             if sinks is not None:
                 merge_sinks_(sum_out, sum_lse, sinks[heads.q])
             out[:, heads.q], lse[:, heads.q] = sum_out, sum_lse
-        del k_now, v_now  # before the next ones take their place
+        del k_now, v_now  # freed before the next ones are received
     return out, lse
 
 
@@ -117,50 +115,53 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dsinks = None if sinks is None else torch.empty_like(sinks)
-    returning: _Returning | None = None
-    for heads, step, k_now, v_now in _passing(k, v, ring, _slices(q, k, ring), _BACKWARD):
-        if step.places == 0:
-            q_sum, home = _Sum(dq, heads.q), (_Sum(dk, heads.kv), _Sum(dv, heads.kv))
-            add_k, add_v = (own.total for own in home)
+    grad_return: _GradReturn | None = None
+    for heads, step, k_now, v_now in _kv_around_ring(k, v, ring, _head_groups(q, k, ring), _BACKWARD):
+        if step.distance == 0:
+            q_sum = _GradAccumulator(dq, heads.q)
+            kv_grads = (_GradAccumulator(dk, heads.kv), _GradAccumulator(dv, heads.kv))
+            add_k, add_v = (accumulator.total for accumulator in kv_grads)
             if sinks is not None and dsinks is not None:
                 at = heads.q
                 dsinks[at] = sink_gradients(grad[:, at], out[:, at], lse[:, at], sinks[at])
         else:
-            theirs = k.new_zeros(*k_now.shape[:2], k.shape[-1] + v.shape[-1], dtype=_wide(k))
-            add_k, add_v = theirs.split((k.shape[-1], v.shape[-1]), dim=-1)
+            their_grads = k.new_zeros(*k_now.shape[:2], k.shape[-1] + v.shape[-1], dtype=_acc_dtype(k))
+            add_k, add_v = their_grads.split((k.shape[-1], v.shape[-1]), dim=-1)
         for stack in step.stacks:
             mine = (x[:, heads.q] for x in (grad, q, out, lse))
-            grad_B, q_B, out_B, lse_B, k_B, v_B = _taken(stack, mine, (k_now, v_now))
-            how = _sight(stack, ring, q.device)
-            dq_B, dk_B, dv_B = ring.parts.gradients(grad_B, q_B, k_B, v_B, out_B, lse_B, **how)
-            stack.q.add(q_sum.total, dq_B.transpose(1, 2))
-            stack.k.add(add_k, dk_B.transpose(1, 2))
-            stack.k.add(add_v, dv_B.transpose(1, 2))
-            del dq_B, dk_B, dv_B
+            grad_BHnU, q_BHnC, out_BHnU, lse_BHn, k_BJmC, v_BJmU = _gather_blocks(stack, mine, (k_now, v_now))
+            mask_args = _mask_args(stack, ring, q.device)
+            dq_BHnC, dk_BJmC, dv_BJmU = ring.parts.gradients(
+                grad_BHnU, q_BHnC, k_BJmC, v_BJmU, out_BHnU, lse_BHn, **mask_args
+            )
+            stack.q.add(q_sum.total, dq_BHnC.transpose(1, 2))
+            stack.k.add(add_k, dk_BJmC.transpose(1, 2))
+            stack.k.add(add_v, dv_BJmU.transpose(1, 2))
+            del dq_BHnC, dk_BJmC, dv_BJmU
         last = step is ring.steps[-1]
-        if step.places > 0:
-            if returning is not None:
-                returning.add()
-            back = shift(theirs, step.num_sent, ring.group, distance=-step.places, tag=_GRADIENTS)
-            returning = _Returning(back, step, home, last)
-            del theirs
+        if step.distance > 0:
+            if grad_return is not None:
+                grad_return.add()
+            back = shift(their_grads, step.num_sent, ring.group, distance=-step.distance, tag=_GRADIENTS)
+            grad_return = _GradReturn(back, step, kv_grads, last)
+            del their_grads
         if last:
             q_sum.write()
         del k_now, v_now, add_k, add_v
-    if returning is None:
-        for own in home:
-            own.write()
+    if grad_return is None:
+        for accumulator in kv_grads:
+            accumulator.write()
     else:
-        returning.add()
+        grad_return.add()
     return dq, dk, dv, dsinks
 
 
-class _Sum:
-    """The gradient of a group of heads: added up wide, and written where it belongs when all has arrived."""
+class _GradAccumulator:
+    """The gradient of a head group, accumulated in float32 (or float64) and written to its slice when complete."""
 
     def __init__(self, whole: Tensor, heads: slice) -> None:
         self.target = whole[:, heads]
-        wide = _wide(whole)
+        wide = _acc_dtype(whole)
         self.total = self.target.zero_() if whole.dtype == wide else torch.zeros_like(self.target, dtype=wide)
 
     def write(self) -> None:
@@ -168,78 +169,78 @@ class _Sum:
             self.target.copy_(self.total)
 
 
-class _Returning(NamedTuple):
-    """Gradients of my keys and values on their way home from the member that has read them."""
+class _GradReturn(NamedTuple):
+    """The transfer of this rank's key and value gradients from the member that has read the keys."""
 
     shift: Shift
-    step: Step
-    home: tuple[_Sum, _Sum]
+    step: RingStep
+    kv_grads: tuple[_GradAccumulator, _GradAccumulator]
     complete: bool
 
     def add(self) -> None:
         row = 0
-        parts = self.shift.wait().split([own.target.shape[-1] for own in self.home], dim=-1)
-        for start, stop in self.step.sent:
-            for own, part in zip(self.home, parts):
-                own.total[start:stop] += part[row : row + stop - start]
+        parts = self.shift.wait().split([accumulator.target.shape[-1] for accumulator in self.kv_grads], dim=-1)
+        for start, stop in self.step.sent_spans:
+            for accumulator, part in zip(self.kv_grads, parts):
+                accumulator.total[start:stop] += part[row : row + stop - start]
             row += stop - start
         if self.complete:
-            for own in self.home:
-                own.write()
+            for accumulator in self.kv_grads:
+                accumulator.write()
 
 
-def _passing(
-    k: Tensor, v: Tensor, ring: Ring, slices: list[_Heads], tag: int
-) -> Iterator[tuple[_Heads, Step, Tensor, Tensor]]:
-    """Keys and values as they pass by: group of heads after group, each from my own on around the circle.
+def _kv_around_ring(
+    k: Tensor, v: Tensor, ring: Ring, head_groups: list[_HeadGroup], tag: int
+) -> Iterator[tuple[_HeadGroup, RingStep, Tensor, Tensor]]:
+    """For each head group and each step of the ring, the keys and values; the rank's own first.
 
-    While the caller works with some, the next are under way.
+    The next transfer runs while the caller computes.
     """
-    ahead = iter([(heads, step) for heads in slices for step in ring.steps[1:]])
+    transfers = iter([(heads, step) for heads in head_groups for step in ring.steps[1:]])
 
     def start_next() -> Shift | None:
-        heads, step = next(ahead, (None, None))
+        heads, step = next(transfers, (None, None))
         if heads is None or step is None:
             return None
-        rows = [torch.cat((k[a:b, heads.kv], v[a:b, heads.kv]), dim=-1) for a, b in step.sent]
+        rows = [torch.cat((k[a:b, heads.kv], v[a:b, heads.kv]), dim=-1) for a, b in step.sent_spans]
         dim = heads.kv.stop - heads.kv.start, k.shape[-1] + v.shape[-1]
         packed = rows[0] if len(rows) == 1 else torch.cat(rows) if rows else k.new_empty(0, *dim)
-        return shift(packed, step.num_arriving, ring.group, distance=step.places, tag=tag)
+        return shift(packed, step.num_received, ring.group, distance=step.distance, tag=tag)
 
-    under_way = start_next()
-    for heads in slices:
+    pending = start_next()
+    for heads in head_groups:
         yield heads, ring.steps[0], k[:, heads.kv], v[:, heads.kv]
         for step in ring.steps[1:]:
-            assert under_way is not None, "one transfer is started for each step"
-            arrived = under_way.wait()
-            under_way = start_next()
-            k_now, v_now = arrived.split((k.shape[-1], v.shape[-1]), dim=-1)
+            assert pending is not None, "one transfer is started for each step"
+            received = pending.wait()
+            pending = start_next()
+            k_now, v_now = received.split((k.shape[-1], v.shape[-1]), dim=-1)
             yield heads, step, k_now, v_now
-            del arrived, k_now, v_now
+            del received, k_now, v_now
 
 
-def _slices(q: Tensor, k: Tensor, ring: Ring) -> list[_Heads]:
-    sizes = share_sizes(k.shape[1], ring.num_slices)
+def _head_groups(q: Tensor, k: Tensor, ring: Ring) -> list[_HeadGroup]:
+    sizes = share_sizes(k.shape[1], ring.num_head_groups)
     per_kv = q.shape[1] // k.shape[1] if k.shape[1] else 0
-    starts = share_starts(k.shape[1], ring.num_slices)
+    starts = share_starts(k.shape[1], ring.num_head_groups)
     return [
-        _Heads(slice(start * per_kv, (start + size) * per_kv), slice(start, start + size))
+        _HeadGroup(slice(start * per_kv, (start + size) * per_kv), slice(start, start + size))
         for start, size in zip(starts, sizes)
     ]
 
 
-def _taken(stack: Stack, of_queries: Iterable[Tensor], of_keys: Iterable[Tensor]) -> list[Tensor]:
+def _gather_blocks(stack: Stack, of_queries: Iterable[Tensor], of_keys: Iterable[Tensor]) -> list[Tensor]:
     """[B, heads, rows, ...] of each."""
     taken = [stack.q.take(x) for x in of_queries] + [stack.k.take(x) for x in of_keys]
     return [x.transpose(1, 2) for x in taken]
 
 
-def _sight(stack: Stack, ring: Ring, device: torch.device) -> dict[str, Any]:
+def _mask_args(stack: Stack, ring: Ring, device: torch.device) -> dict[str, Any]:
     mask = None
     if stack.sight is Sight.BAND:
         mask = band(stack.q.num, stack.k.num, stack.offset, ring.window, device)
     return {"scale": ring.scale, "causal": stack.sight is Sight.CAUSAL, "mask_nm": mask}
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _acc_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
-"""Who reads whose keys under context parallelism, worked out from the lengths of the documents alone.
+"""Which keys travel at each step of ring attention, computed from the lengths of the documents alone.
 
-Ranks that share documents form a circle of *members*; a member is one rank, or a set of neighbouring ranks that have
-pooled their tokens. At step s of c, member i reads from member i - s and is read by member i + s. Every rank can work
-out both sides, so nobody has to ask, and only the rows that will be read travel: with zigzag chunks a later member
-needs the early half of an earlier one's keys, and a window needs next to nothing.
+Ranks that share documents form a ring of *members*; a member is one rank, or several consecutive ranks that have
+all-to-all'ed heads and so hold each other's tokens. At step s of c, member i reads the keys of member i - s, and member
+i + s reads those of i. Every rank computes both sides without communication, and only the rows that will be read are
+sent: with zigzag chunks a later member needs the early half of an earlier one's keys, and a window needs few rows.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ Lengths = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Step:
-    """What happens at one distance around the circle."""
+class RingStep:
+    """The transfer and the attention blocks at one distance around the ring."""
 
-    places: int
-    # Of my rows: those that the member this many places on will read.
-    sent: tuple[Span, ...]
-    # How many rows come from the member as far behind, and what my queries see of them.
-    num_arriving: int
+    distance: int
+    # This member's rows that the member at ``distance`` after it will read.
+    sent_spans: tuple[Span, ...]
+    # How many rows come from the member at ``distance`` before it, and the blocks in which queries attend to them.
+    num_received: int
     stacks: tuple[Stack, ...]
 
     @property
     def num_sent(self) -> int:
-        return sum(stop - start for start, stop in self.sent)
+        return sum(stop - start for start, stop in self.sent_spans)
 
 
 @lru_cache(maxsize=128)
-def around(lengths: Lengths, size: int, inner: int, member: int, window: int | None) -> tuple[Step, ...]:
-    """The steps of a member of the circle, its own keys first; ``inner`` of ``size`` ranks make one member."""
+def ring_steps(lengths: Lengths, size: int, inner: int, member: int, window: int | None) -> tuple[RingStep, ...]:
+    """The steps of a ring member, its own keys first; ``inner`` of ``size`` ranks make one member."""
     members = size // inner
-    held = [held_runs(lengths, range(i * inner, (i + 1) * inner), size) for i in range(members)]
-    own = Step(0, (), 0, stacks(blocks(held[member], held[member], window)))
-    return own, *(_step(held, member, places, window) for places in range(1, members))
+    runs_of_member = [token_runs(lengths, range(i * inner, (i + 1) * inner), size) for i in range(members)]
+    own = RingStep(0, (), 0, stacks(blocks(runs_of_member[member], runs_of_member[member], window)))
+    return own, *(_step(runs_of_member, member, distance, window) for distance in range(1, members))
 
 
-def held_runs(lengths: Lengths, ranks: Iterable[int], size: int) -> tuple[Run, ...]:
-    """The tokens of these ranks together, ascending; chunks that touch are one run."""
+def token_runs(lengths: Lengths, ranks: Iterable[int], size: int) -> tuple[Run, ...]:
+    """The tokens of these ranks together, ascending; adjacent chunks are joined into one run."""
     numbers = sorted(number for rank in ranks for number in chunks_of(rank, size))
     pieces = {length: chunks(length, size) for length in set(lengths)}
     runs: list[Run] = []
@@ -63,19 +63,22 @@ def held_runs(lengths: Lengths, ranks: Iterable[int], size: int) -> tuple[Run, .
     return tuple(runs)
 
 
-def _step(held: list[tuple[Run, ...]], member: int, places: int, window: int | None) -> Step:
-    on, behind = held[(member + places) % len(held)], held[(member - places) % len(held)]
-    seen = blocks(held[member], behind, window)
-    arriving = _rows_read(seen)
-    return Step(
-        places,
-        _rows_read(blocks(on, held[member], window)),
+def _step(runs_of_member: list[tuple[Run, ...]], member: int, distance: int, window: int | None) -> RingStep:
+    on, behind = (
+        runs_of_member[(member + distance) % len(runs_of_member)],
+        runs_of_member[(member - distance) % len(runs_of_member)],
+    )
+    seen = blocks(runs_of_member[member], behind, window)
+    arriving = _key_spans(seen)
+    return RingStep(
+        distance,
+        _key_spans(blocks(on, runs_of_member[member], window)),
         sum(stop - start for start, stop in arriving),
-        stacks(_as_sent(seen, arriving)),
+        stacks(_reindex_keys(seen, arriving)),
     )
 
 
-def _rows_read(seen: Iterable[Block]) -> tuple[Span, ...]:
+def _key_spans(seen: Iterable[Block]) -> tuple[Span, ...]:
     """The rows of keys that occur in some block, as few ascending spans."""
     spans: list[Span] = []
     for start, stop in sorted((block.k_row, block.k_row + block.num_k) for block in seen):
@@ -86,8 +89,8 @@ def _rows_read(seen: Iterable[Block]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _as_sent(seen: Iterable[Block], spans: tuple[Span, ...]) -> list[Block]:
-    """The same blocks, over keys of which only these spans are there."""
+def _reindex_keys(seen: Iterable[Block], spans: tuple[Span, ...]) -> list[Block]:
+    """The same blocks, with key rows counted in the received tensor, which has only these spans."""
     starts = [start for start, _ in spans]
     before = [0]
     for start, stop in spans:

@@ -1,10 +1,8 @@
-"""Tensor and sequence parallelism: the seams of ``nn/parallel_interfaces.py`` on real groups.
+"""Tensor and sequence parallelism: the interfaces of ``nn/parallel_interfaces.py`` on process groups.
 
-N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width.
-
-Between attention and feed-forward the tokens of a microbatch are cut over the tp ranks, in contiguous shares that need
-not be equal. Matmuls that are cut by heads or hidden width need all tokens, so they stand between a ``gather`` and a
-``reduce``. The head and the loss are cut by vocabulary; every tp rank ends with the same loss.
+Between attention and feed-forward the tokens of a microbatch are sharded over the tp ranks, in contiguous shards that
+need not be equal. Matmuls that are sharded by heads or hidden dim need all tokens, so they stand between a ``gather``
+and a ``reduce``. The head and the loss are sharded by vocabulary; every tp rank computes the same loss.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from moefold.topology.shares import share_sizes
 
 
 class TokenShards:
-    """The tokens of a microbatch, cut over the context ranks that share it, and each share over the tp ranks."""
+    """The tokens of a microbatch, sharded over its context ranks, and each context shard over the tp ranks."""
 
     def __init__(self, groups: Groups) -> None:
         self.tp, self.stage, self.contexts = groups["tp"], groups["stage"], groups.contexts
@@ -36,23 +34,23 @@ class TokenShards:
     def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
         return all_gather_rows(x_tD, self._sizes(batch.num_tokens), self.tp)
 
-    def reduce(self, x_TD: Tensor) -> Tensor:
-        return reduce_scatter_rows(x_TD, self._sizes(x_TD.shape[0]), self.tp)
+    def reduce(self, x_SD: Tensor) -> Tensor:
+        return reduce_scatter_rows(x_SD, self._sizes(x_SD.shape[0]), self.tp)
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         if x_t.dtype == torch.bool:
             return self.all_gather(x_t.byte(), batch).bool()
-        held_T = all_gather_no_grad(x_t, self._sizes(batch.num_tokens), self.tp)
+        held_S = all_gather_no_grad(x_t, self._sizes(batch.num_tokens), self.tp)
         if batch.context_size == 1:
-            return held_T
-        by_rank_N = all_gather_no_grad(held_T, batch.held_sizes, self.contexts[batch.context_size])
-        return torch.empty_like(by_rank_N).index_copy_(0, batch.order_N, by_rank_N)
+            return held_S
+        by_rank_T = all_gather_no_grad(held_S, batch.held_sizes, self.contexts[batch.context_size])
+        return torch.empty_like(by_rank_T).index_copy_(0, batch.order_N, by_rank_T)
 
-    def local_shard(self, x_N: Tensor, batch: Batch) -> Tensor:
-        return self.tp_shard(x_N if batch.place_T is None else x_N[batch.place_T])
+    def local_shard(self, x_T: Tensor, batch: Batch) -> Tensor:
+        return self.tp_shard(x_T if batch.place_T is None else x_T[batch.place_T])
 
-    def tp_shard(self, x_T: Tensor) -> Tensor:
-        return x_T.split(self._sizes(x_T.shape[0]))[self.tp.index]
+    def tp_shard(self, x_S: Tensor) -> Tensor:
+        return x_S.split(self._sizes(x_S.shape[0]))[self.tp.index]
 
     def sum_heads(self, x: Tensor) -> Tensor:
         return all_reduce_partial(x, self.tp)
@@ -68,7 +66,7 @@ class TokenShards:
 
 
 class VocabShards:
-    """The vocabulary, cut over the tp ranks in equal contiguous parts."""
+    """The vocabulary, sharded over the tp ranks in equal contiguous ranges."""
 
     def __init__(self, tp: Group) -> None:
         self.tp = tp
@@ -76,9 +74,9 @@ class VocabShards:
     def first_row(self, num_rows: int) -> int:
         return self.tp.index * num_rows
 
-    def merge_logsumexp(self, lse_T: Tensor) -> Tensor:
-        parts_PT = all_gather_replicated(lse_T.unsqueeze(0), (1,) * self.tp.size, self.tp)
-        return parts_PT.logsumexp(0)
+    def merge_logsumexp(self, lse_S: Tensor) -> Tensor:
+        parts_WS = all_gather_replicated(lse_S.unsqueeze(0), (1,) * self.tp.size, self.tp)
+        return parts_WS.logsumexp(0)
 
-    def merge_sum(self, x_T: Tensor) -> Tensor:
-        return all_reduce_replicated(x_T, self.tp)
+    def merge_sum(self, x_S: Tensor) -> Tensor:
+        return all_reduce_replicated(x_S, self.tp)

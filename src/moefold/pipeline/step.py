@@ -62,9 +62,9 @@ def run_step(
     sums = over_ranks(run_schedule(local_model, batches, on_action), local_model.groups)
     if local_model.reshard_per_step:
         reduce_for_step(local_model.model, local_model.groups)
-    gradients = finish_gradients(local_model.model, local_model.held, local_model.groups["pp"])
+    gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
     look(gradients)
-    grad_norm = grad_norm_of(primary_shards(gradients, local_model.held), local_model.groups["world"])
+    grad_norm = grad_norm_of(primary_shards(gradients, local_model.param_shards), local_model.groups["world"])
     if (reason := skip_reason(sums, grad_norm)) is not None:
         return StepResult(sums, grad_norm, reason)
     clip_gradients(gradients.values(), grad_norm, local_model.run.optim.clip_norm)
@@ -87,9 +87,9 @@ def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
     return sums.loss
 
 
-def primary_shards(gradients: dict[str, Tensor], held: dict[str, ParamShard]) -> list[Tensor]:
+def primary_shards(gradients: dict[str, Tensor], param_shards: dict[str, ParamShard]) -> list[Tensor]:
     """The parts that enter the norm here; whatever several ranks repeat enters on one of them."""
-    return [gradient for name, gradient in gradients.items() if held[name].is_primary]
+    return [gradient for name, gradient in gradients.items() if param_shards[name].is_primary]
 
 
 def over_ranks(sums: StepSums, groups: Groups) -> StepSums:

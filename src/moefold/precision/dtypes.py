@@ -17,7 +17,7 @@ TORCH_FORMATS: dict[Format, torch.dtype] = {
 }
 
 
-def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+def set_param_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters in ``dtype``; statistics never narrower than float32, where a small step would be rounded away."""
     model.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)

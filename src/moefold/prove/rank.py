@@ -57,8 +57,8 @@ def _parts(
     return {
         f"{what}/{name}": difference(
             local_part(tensor.detach()),
-            expected[f"{what}/{name}"][local_model.held[name].box],
-            local_model.held[name].is_primary,
+            expected[f"{what}/{name}"][local_model.param_shards[name].box],
+            local_model.param_shards[name].is_primary,
         )
         for name, tensor in tensors.items()
     }

@@ -18,7 +18,7 @@ from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.optim.adamw import UNDECAYED
-from moefold.precision.dtypes import TORCH_FORMATS, hold_in
+from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proving_precision
 from moefold.prove.init_values import busy_values
 from moefold.prove.proof_batches import labels_of_batch, wave_batch
@@ -54,7 +54,7 @@ def reference_model(case: Case) -> Decoder:
     run = case.run
     engine = proving_precision(run.precision.compute).experts
     model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], one_process_seams(engine))
-    hold_in(model, TORCH_FORMATS[run.precision.params])
+    set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for spec in (*parameters(run.model), *buffers(run.model)):

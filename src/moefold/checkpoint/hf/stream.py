@@ -93,8 +93,8 @@ def _row_by_row(part: Tensor, gathers: list[_Gather]) -> Iterator[tuple[list[int
 
 def _gathers(local_model: LocalModel, spec: ParameterSpec) -> list[_Gather]:
     """How this parameter's cuts are undone, innermost first."""
-    groups, held = local_model.groups, local_model.held[spec.name]
-    sizes = [cut.stop - cut.start for cut in held.cut]
+    groups, held = local_model.groups, local_model.param_shards[spec.name]
+    sizes = [cut.stop - cut.start for cut in held.unsharded_box]
     shard = groups[DATA_GROUPS[grid_of(spec.name)][1]]
     dim = shard_dim(tuple(sizes), shard.size)
     chunk = -(-sizes[dim] // shard.size)

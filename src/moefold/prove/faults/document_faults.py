@@ -28,7 +28,7 @@ from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
 from moefold.nn.batch import Batch
 from moefold.parallel.tensor_parallel import TokenShards
-from moefold.parallel.ulysses import HeadTrade
+from moefold.parallel.ulysses import HeadAllToAll
 from moefold.pipeline.pipeline_state import StepSums
 from moefold.prove.cases import Case
 from moefold.prove.faults.parallel_faults import put, wrap
@@ -52,7 +52,7 @@ def keys_of_the_neighbour_before() -> None:
 
         return late
 
-    wrap(moefold.parallel.ring_attention, "_passing", make)
+    wrap(moefold.parallel.ring_attention, "_kv_around_ring", make)
 
 
 def _overlaid(now: Tensor, before: Tensor) -> Tensor:
@@ -71,17 +71,17 @@ def parts_merged_without_rescaling() -> None:
 def key_gradients_not_brought_home() -> None:
     def add(self: Any) -> None:
         self.shift.wait()
-        for own in self.home if self.complete else ():
+        for own in self.kv_grads if self.complete else ():
             own.write()
 
-    put(moefold.parallel.ring_attention._Returning, "add", add)
+    put(moefold.parallel.ring_attention._GradReturn, "add", add)
 
 
 def heads_come_back_in_another_order() -> None:
-    def make(to_tokens: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, seen: to_tokens(self, seen).roll(self.num_heads // self.group.size, 1)
+    def make(heads_to_tokens: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, seen: heads_to_tokens(self, seen).roll(self.num_heads // self.group.size, 1)
 
-    wrap(HeadTrade, "to_tokens", make)
+    wrap(HeadAllToAll, "heads_to_tokens", make)
 
 
 # ---- where tokens stand ----
@@ -104,11 +104,11 @@ def positions_count_what_a_rank_holds() -> None:
 
 
 def gathered_tokens_in_the_order_of_ranks() -> None:
-    def whole(self: TokenShards, x_t: Tensor, batch: Batch) -> Tensor:
+    def all_gather(self: TokenShards, x_t: Tensor, batch: Batch) -> Tensor:
         held_T = all_gather_no_grad(x_t, self._sizes(batch.num_tokens), self.tp)
         return all_gather_no_grad(held_T, batch.held_sizes, self.contexts[batch.context_size])
 
-    put(TokenShards, "whole", whole)
+    put(TokenShards, "all_gather", all_gather)
 
 
 # ---- what lies ahead ----

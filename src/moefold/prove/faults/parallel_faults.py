@@ -178,14 +178,14 @@ def split_bias_added_by_all() -> None:
 
 
 def norm_counts_copies() -> None:
-    put(moefold.pipeline.step, "primary_shards", lambda gradients, held: list(gradients.values()))
+    put(moefold.pipeline.step, "primary_shards", lambda gradients, param_shards: list(gradients.values()))
 
 
 def norm_misses_a_shard() -> None:
     def make(primary_shards: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        def first_experts_only(gradients: dict[str, Tensor], held: dict[str, ParamShard]) -> list[Tensor]:
-            kept = {n: g for n, g in gradients.items() if ".experts." not in n or held[n].box[0].start == 0}
-            return primary_shards(kept, held)
+        def first_experts_only(gradients: dict[str, Tensor], param_shards: dict[str, ParamShard]) -> list[Tensor]:
+            kept = {n: g for n, g in gradients.items() if ".experts." not in n or param_shards[n].box[0].start == 0}
+            return primary_shards(kept, param_shards)
 
         return first_experts_only
 
@@ -263,7 +263,7 @@ def full_width_norm_over_own_heads() -> None:
 
 
 def shards_in_the_wrong_order() -> None:
-    put(TokenShards, "share", lambda self, x_T: x_T.split(self._sizes(len(x_T)))[self.tp.size - 1 - self.tp.index])
+    put(TokenShards, "tp_shard", lambda self, x_T: x_T.split(self._sizes(len(x_T)))[self.tp.size - 1 - self.tp.index])
 
 
 def capacity_of_the_shard() -> None:

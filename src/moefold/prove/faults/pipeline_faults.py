@@ -31,8 +31,10 @@ def tied_weight_not_summed_over_stages() -> None:
 
 
 def tied_weight_twice_in_the_norm() -> None:
-    def primary_shards(gradients: dict[str, Tensor], held: dict[str, ParamShard]) -> list[Tensor]:
-        return [g for name, g in gradients.items() if all(group.index == 0 for group in held[name].copies)]
+    def primary_shards(gradients: dict[str, Tensor], param_shards: dict[str, ParamShard]) -> list[Tensor]:
+        return [
+            g for name, g in gradients.items() if all(group.index == 0 for group in param_shards[name].replica_groups)
+        ]
 
     put(moefold.pipeline.step, "primary_shards", primary_shards)
 
