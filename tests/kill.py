@@ -119,8 +119,8 @@ class Point(NamedTuple):
 
 POINTS = {
     "reading data": Point(lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 3, 0),
-    "inside an exchange": Point(lambda n, die: _before(moefold.comm.collectives, "_move", n, die), 40, 0),
-    "inside a sum": Point(lambda n, die: _before(moefold.comm.collectives, "_sum", n, die), 20, 0),
+    "inside an exchange": Point(lambda n, die: _before(moefold.comm.collectives, "_all_to_all", n, die), 40, 0),
+    "inside a sum": Point(lambda n, die: _before(moefold.comm.collectives, "_all_reduce", n, die), 20, 0),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
     "mid-optimizer": Point(_mid_optimizer, 3, 0),
     "before the bias moves": Point(lambda n, die: _before(moefold.pipeline.step, "move_expert_biases", n, die), 3, 0),

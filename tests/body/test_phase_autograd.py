@@ -18,9 +18,9 @@ from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Phase, Stream
 from moefold.parallel.parallelize import LocalModel
-from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back
-from moefold.pipeline.phase_autograd import map_tensors, record, step_back, tensors_of
-from moefold.pipeline.pipeline_state import add_sums, no_sums, objective_of
+from moefold.pipeline.overlap import backward_recorded, run_overlapped, run_recorded
+from moefold.pipeline.phase_autograd import backward_phase, iter_tensors, map_tensors, record
+from moefold.pipeline.pipeline_state import add_sums, objective_of, zero_sums
 from moefold.pipeline.runtime import run_schedule
 
 # Without a module that looks ahead, every parameter is used once per microbatch. One that is used twice gets both
@@ -76,7 +76,7 @@ def _asked(output: DecoderOutput, seed: int) -> tuple[Tensor, ...]:
 
 
 def _counts(local_model: LocalModel) -> Tensor:
-    return no_sums(local_model).counts_ME
+    return zero_sums(local_model).counts_ME
 
 
 def _plain(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> Run:
@@ -93,13 +93,13 @@ def _plain(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -
 
 def _taped(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> Run:
     given = _given(local_model, stage, batch, seed)
-    output, tape = run_taped(local_model, batch, _counts(local_model), stage, given)
-    tape_back(tape, _asked(output, seed))
+    output, tape = run_recorded(local_model, batch, _counts(local_model), stage, given)
+    backward_recorded(tape, _asked(output, seed))
     return Run(output, given)
 
 
 def _values(run: Run) -> dict[str, Tensor]:
-    found = {f"output {number}": value.detach() for number, value in enumerate(tensors_of(run.output))}
+    found = {f"output {number}": value.detach() for number, value in enumerate(iter_tensors(run.output))}
     if run.given is not None:
         assert run.given.x_tD.grad is not None
         found["gradient of the stream"] = run.given.x_tD.grad
@@ -136,7 +136,7 @@ def test_a_recorded_phase_cuts_the_graph_on_both_sides() -> None:
     assert [leaf.is_leaf for leaf in recorded.leaves] == [True, True]
     # Only what asks for a gradient is on the tape.
     assert [made.item() for made in recorded.outputs] == [30.0]
-    gradients = step_back(recorded, [torch.tensor([10.0])])
+    gradients = backward_phase(recorded, [torch.tensor([10.0])])
     assert [gradient.item() for gradient in gradients if gradient is not None] == [150.0, 100.0]
     assert x.grad is None and y.grad is None
 
@@ -144,25 +144,25 @@ def test_a_recorded_phase_cuts_the_graph_on_both_sides() -> None:
 def test_what_nobody_asks_about_has_no_gradient() -> None:
     x, y = (torch.tensor([2.0], requires_grad=True) for _ in range(2))
     _, recorded = record(Phase("p", Stream.COMPUTE, lambda pair: (pair[0] * 3, pair[1] * 3)), (x, y))
-    left, right = step_back(recorded, [torch.tensor([1.0]), None])
+    left, right = backward_phase(recorded, [torch.tensor([1.0]), None])
     assert left is not None and left.item() == 3.0 and right is None
-    assert step_back(recorded, [None, None]) == [left, None]
+    assert backward_phase(recorded, [None, None]) == [left, None]
 
 
 def test_handing_on_what_was_given_is_a_phase_too() -> None:
     x = torch.tensor([2.0], requires_grad=True)
     result, recorded = record(Phase("p", Stream.COMPUTE, lambda x: (x, x * 2)), x)
     assert torch.equal(result[0], x)
-    (gradient,) = step_back(recorded, [torch.tensor([1.0]), torch.tensor([10.0])])
+    (gradient,) = backward_phase(recorded, [torch.tensor([1.0]), torch.tensor([10.0])])
     assert gradient is not None and gradient.item() == 21.0
 
 
 def test_any_structure_of_tensors_is_walked() -> None:
     value = _Pair(torch.tensor(1), [(torch.tensor(2), None), "word", 7, (torch.tensor(3),)])
-    assert [tensor.item() for tensor in tensors_of(value)] == [1, 2, 3]
+    assert [tensor.item() for tensor in iter_tensors(value)] == [1, 2, 3]
     doubled = map_tensors(value, lambda tensor: tensor * 2)
     assert isinstance(doubled, _Pair) and isinstance(doubled.right, list)
-    assert [tensor.item() for tensor in tensors_of(doubled)] == [2, 4, 6]
+    assert [tensor.item() for tensor in iter_tensors(doubled)] == [2, 4, 6]
     assert doubled.right[1:3] == ["word", 7] and doubled.right[0][1] is None
 
 
@@ -182,68 +182,66 @@ def test_a_tape_has_the_bits_of_autograd(model: str, stage: str, recompute: tupl
 
 
 class Watched(NamedTuple):
-    """A lane that says what happens on it, and whose exchanges take as long as it is told."""
+    """A comm stream that logs what happens on it, and whose work takes as long as ``busy`` says."""
 
     inner: Any
     log: list[str]
-    wait: Callable[[], bool]
+    busy: Callable[[], bool]
 
     def submit(self, work: Callable[[], Any]) -> Any:
         self.log.append("exchange")
         return self.inner.submit(work)
 
-    def take(self, future: Any, meanwhile: Callable[[], bool]) -> Any:
+    def wait(self, future: Any, meanwhile: Callable[[], bool]) -> Any:
         self.log.append("wait")
-        while self.wait() and meanwhile():
+        while self.busy() and meanwhile():
             self.log.append("weight gradient")
-        return self.inner.take(future, lambda: False)
+        return self.inner.wait(future, lambda: False)
 
 
-def _overlapped(
-    local_model: LocalModel, ahead: StageSpec, back: StageSpec, put_off_as: object | None
-) -> tuple[Run, Run]:
+def _overlapped(local_model: LocalModel, ahead: StageSpec, back: StageSpec, defer_as: object | None) -> tuple[Run, Run]:
     """The first microbatch's backward beside the second's forward; then the second's backward."""
     first, second = microbatches(local_model.run, SHAPES)
-    sums = no_sums(local_model)
+    sums = zero_sums(local_model)
     given = _given(local_model, back, first, 1)
-    output, tape = run_taped(local_model, first, sums.counts_ME, back, given)
+    output, tape = run_recorded(local_model, first, sums.counts_ME, back, given)
     sums = add_sums(sums, local_model, output, first)
     next_given = _given(local_model, ahead, second, 2)
     next_output, next_tape = run_overlapped(
-        local_model, second, sums.counts_ME, ahead, next_given, tape, _asked(output, 1), put_off_as
+        local_model, second, sums.counts_ME, ahead, next_given, tape, _asked(output, 1), defer_as
     )
     assert local_model.weight_grads is not None
     local_model.weight_grads.run_all()
-    tape_back(next_tape, _asked(next_output, 2))
+    backward_recorded(next_tape, _asked(next_output, 2))
     return Run(output, given), Run(next_output, next_given)
 
 
 def _in_turn(local_model: LocalModel, ahead: StageSpec, back: StageSpec) -> tuple[Run, Run]:
     """The twin: forward, backward, forward, backward, all on tapes."""
     first, second = microbatches(local_model.run, SHAPES)
-    sums = no_sums(local_model)
+    sums = zero_sums(local_model)
     runs = []
     for stage, batch, seed in ((back, first, 1), (ahead, second, 2)):
         given = _given(local_model, stage, batch, seed)
-        output, tape = run_taped(local_model, batch, sums.counts_ME, stage, given)
+        output, tape = run_recorded(local_model, batch, sums.counts_ME, stage, given)
         sums = add_sums(sums, local_model, output, batch)
-        tape_back(tape, _asked(output, seed))
+        backward_recorded(tape, _asked(output, seed))
         runs.append(Run(output, given))
     return runs[0], runs[1]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=["kept", "recompute"])
-@pytest.mark.parametrize("put_off_as", [None, "later"])
+@pytest.mark.parametrize("defer_as", [None, "later"])
 @pytest.mark.parametrize(
     ("ahead", "back"), [("whole", "whole"), ("middle", "last"), ("first", "middle"), ("last", "empty")]
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_two_at_once_have_the_bits_of_one_after_the_other(
-    model: str, ahead: str, back: str, put_off_as: str | None, recompute: tuple[str, ...]
+    model: str, ahead: str, back: str, defer_as: str | None, recompute: tuple[str, ...]
 ) -> None:
     together, in_turn = (_share(MODELS[model], recompute) for _ in range(2))
     stages = _stage(ahead, MODELS[model]), _stage(back, MODELS[model])
-    got, want = _overlapped(together, *stages, put_off_as), _in_turn(in_turn, *stages)
+    got, want = _overlapped(together, *stages, defer_as), _in_turn(in_turn, *stages)
     for one, other in zip(got, want):
         assert_equal(_values(one), _values(other))
     assert_equal(_gradients(together), _gradients(in_turn))

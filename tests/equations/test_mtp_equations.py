@@ -120,7 +120,7 @@ def test_a_step_is_the_published_equation(divisor: Literal["tokens", "labels"]) 
     found = {name: parameter.grad for name, parameter in share.model.named_parameters()}
     main, ahead = written_out(share.model, batches, divisor)
     torch.testing.assert_close(sums.loss, main.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(sums.ahead, ahead.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(sums.mtp_loss, ahead.detach(), rtol=1e-12, atol=0)
     named = dict(share.model.named_parameters())
     expected = torch.autograd.grad(main + ahead, list(named.values()))
     for name, gradient in zip(named, expected, strict=True):
@@ -145,4 +145,4 @@ def test_the_divisor_is_the_paper_s_by_default() -> None:
     sums, counts = sums_of(share.model, tokens, labels)
     assert counts == [6, 5, 4]
     want = WEIGHT / DEPTHS * (sums[1].item() / length + sums[2].item() / length)
-    assert math.isclose(float(run_schedule(share, [batch]).ahead), want, rel_tol=1e-12)
+    assert math.isclose(float(run_schedule(share, [batch]).mtp_loss), want, rel_tol=1e-12)

@@ -76,13 +76,13 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
     """Median step time and exposed share of it, and what tells whether gradients are equal."""
     run, exposed = run_config(schedule), Exposed()
     main = threading.get_ident()
-    move, counts = exchange._move, exchange.all_to_all_counts
+    move, counts = exchange._all_to_all, exchange.all_to_all_counts
 
     def only_on_main(call: Callable[..., Any]) -> Callable[..., Any]:
         timed = exposed.timed(call)
         return lambda *args, **words: (timed if threading.get_ident() == main else call)(*args, **words)
 
-    exchange._move = only_on_main(move)
+    exchange._all_to_all = only_on_main(move)
     all_to_all.all_to_all_counts = only_on_main(counts)
 
     def take(self: Any, future: Any, meanwhile: Callable[[], bool]) -> Any:

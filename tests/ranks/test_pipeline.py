@@ -56,7 +56,7 @@ def run_steps(local_model: LocalModel, steps: Sequence[Sequence[Batch]]) -> list
             lambda found, seen=seen: seen.update((n, g.clone()) for n, g in found.items()),
         )
         sums = result.sums
-        done.append(Step(sums.loss, sums.ahead, result.grad_norm, sums.counts_ME, seen))
+        done.append(Step(sums.loss, sums.mtp_loss, result.grad_norm, sums.counts_ME, seen))
     return done
 
 
@@ -278,5 +278,5 @@ def test_a_step_and_a_validation_keep_nothing(schedule: str, monkeypatch: pytest
     run_schedule(local_model, batches)
     run_forward_only(local_model, batches)
     for flight in flights:
-        assert not (flight.inputs or flight.forwards or flight.leaving or flight.gradients)
+        assert not (flight.inputs or flight.forwards or flight.pending_sends or flight.gradients)
     assert len(flights) == 2 and (local_model.weight_grads is None or local_model.weight_grads.is_empty)

@@ -49,7 +49,7 @@ def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
             sums = result.sums
             counts = sums.counts_ME.flatten().tolist()
             told.append(
-                [float(sums.loss), float(sums.ahead), float(result.grad_norm), *map(float, sums.balance), *counts]
+                [float(sums.loss), float(sums.mtp_loss), float(result.grad_norm), *map(float, sums.balance), *counts]
             )
         last = step_batches(samples, 3 * BATCH, run, local_model.groups, CPU)
         return [*told, [float(evaluate(local_model, last.batches)), float(last.tokens)]]

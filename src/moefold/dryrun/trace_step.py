@@ -23,7 +23,7 @@ from moefold.dryrun.storage_tracker import Watch
 from moefold.nn.batch import Ahead, Batch, TokenSets
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import Key, PipelineState, flat
-from moefold.pipeline.runtime import OnAction, no_action_callback
+from moefold.pipeline.runtime import OnAction
 from moefold.pipeline.step import run_step
 from moefold.schedule.actions import TRANSFERS, Action, Kind
 
@@ -55,7 +55,7 @@ class Seen:
 
 
 def rehearse(
-    local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], on_action: OnAction = no_action_callback
+    local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], on_action: OnAction | None = None
 ) -> Seen:
     """Run one step and watch it. Optimizer states exist from the second step on, so let one go before."""
     # What is freed by counting references is freed at the same moment every time; what a collector finds is not.
@@ -72,7 +72,9 @@ def rehearse(
 
 
 class _Watcher:
-    def __init__(self, local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], also: OnAction) -> None:
+    def __init__(
+        self, local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], also: OnAction | None
+    ) -> None:
         self.also, self.batches = also, batches
         self.local_model, self.wires = local_model, Wires(local_model.groups)
         self.watch = Watch(self.wires.overhear)
@@ -102,7 +104,8 @@ class _Watcher:
         self.of_action.append((action, gained(book, self._before)))
         self._before, self._since = book, self.watch.num_seen
         self.watch.mark(" beside ".join(_said(part) for part in action.parts))
-        self.also(flight, action)
+        if self.also is not None:
+            self.also(flight, action)
 
     def look(self, gradients: dict[str, Tensor]) -> None:
         for gradient in gradients.values():

@@ -1,1 +1,1 @@
-"""Carrying out an order of microbatches: one stage or many, one after the other or two at once."""
+"""The pipeline runtime: runs a schedule's actions, of one stage or many, sequential or overlapped."""

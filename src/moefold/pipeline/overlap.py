@@ -1,10 +1,10 @@
-"""One microbatch's forward phases against another's backward phases.
+"""Run one microbatch's forward phases interleaved with another's backward phases.
 
-Two microbatches have nothing to do with each other, so while one's tokens travel to experts the other computes. Both
-are walked in turn: each runs its compute phases up to the next exchange, starts that on the communication lane, and
-gives the turn to the other. The walk depends on the phases alone and never on timing, so that all ranks meet in the
-same collectives in the same order. While a rank still has to wait, it computes weight gradients that were put off;
-those are taken oldest first, so that their sums do not depend on timing either.
+The two microbatches are independent, so each can compute while the other's all-to-all runs. Both phase sequences
+advance in turn: each runs its compute phases up to its next communication phase, submits that to the comm stream, and
+yields to the other. The interleaving depends on the phases alone and never on timing, so that all ranks issue the same
+collectives in the same order. While a rank has to wait, it computes deferred weight gradients; these are taken oldest
+first, so that their sums do not depend on timing either.
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from moefold.model.decoder import DecoderOutput, HiddenState
 from moefold.nn.batch import Batch
 from moefold.nn.phase import Phase, Stream
 from moefold.parallel.parallelize import LocalModel
-from moefold.pipeline.phase_autograd import Gradients, Recorded, map_tensors, record, step_back
-from moefold.pipeline.pipeline_state import objective_of
+from moefold.pipeline.phase_autograd import Gradients, Recorded, backward_phase, map_tensors, record
+from moefold.pipeline.pipeline_state import hidden_tensors, objective_of
+
+# A phase that is ready to run, and the stream it runs on.
+ReadyPhase = tuple[Stream, Callable[[], Any]]
 
 
-class Tape(NamedTuple):
-    """A recorded forward of one stage, and the stream it was given."""
+class RecordedForward(NamedTuple):
+    """The recorded phases of one stage's forward, and the tensors of its input hidden state."""
 
-    entry: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
     phases: tuple[Recorded, ...]
 
 
-def run_taped(
+def run_recorded(
     local_model: LocalModel, batch: Batch, earlier_ME: Tensor, stage: StageSpec, hidden: HiddenState | None
-) -> tuple[DecoderOutput, Tape]:
+) -> tuple[DecoderOutput, RecordedForward]:
     """A forward by itself, recorded for a backward that may be overlapped."""
-    walk = _Forward(local_model, batch, earlier_ME, stage, hidden)
-    for _, work in walk:
-        walk.take(work())
-    return walk.result()
+    phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
+    for _, work in phases:
+        phases.set_result(work())
+    return phases.output()
 
 
-def tape_back(tape: Tape, gradients: tuple[Tensor, ...]) -> None:
-    """A recorded backward by itself; leaves the gradients on the stream that the stage was given."""
-    walk = _Backward(tape, gradients, _as_it_is)
-    for _, work in walk:
-        walk.take(work())
-    walk.finish()
+def backward_recorded(forward: RecordedForward, gradients: tuple[Tensor, ...]) -> None:
+    """A recorded backward by itself; sets ``.grad`` of the stage's input hidden state."""
+    phases = _BackwardPhases(forward, gradients, None)
+    for _, work in phases:
+        phases.set_result(work())
+    phases.finish()
 
 
 def run_overlapped(
@@ -57,111 +60,116 @@ def run_overlapped(
     earlier_ME: Tensor,
     stage: StageSpec,
     hidden: HiddenState | None,
-    tape: Tape,
+    forward: RecordedForward,
     gradients: tuple[Tensor, ...],
-    put_off_as: object | None,
-) -> tuple[DecoderOutput, Tape]:
-    """The forward of one microbatch and the backward of another, whose tape and output gradients are given.
+    defer_as: object | None,
+) -> tuple[DecoderOutput, RecordedForward]:
+    """The forward of one microbatch, and the backward of another's recorded ``forward`` from its output ``gradients``.
 
-    Weight gradients are put off and computed while both wait. Those that are left at the end fill the next pair's
-    waits, unless ``put_off_as`` names the action that will compute them.
+    Weight gradients are deferred and computed while both wait. The rest is computed in the next pair's waits, unless
+    ``defer_as`` names the action that will compute them.
     """
     weight_grads, stream = local_model.weight_grads, local_model.comm_stream
     assert weight_grads is not None and stream is not None
-    key = object() if put_off_as is None else put_off_as
+    key = object() if defer_as is None else defer_as
 
     def deferring(work: Callable[[], Any]) -> Any:
         with weight_grads.deferring(key):
             return work()
 
-    ahead = _Forward(local_model, batch, earlier_ME, stage, hidden)
-    back = _Backward(tape, gradients, deferring)
-    sides: list[_Side] = [_Side(back, iter(back)), _Side(ahead, iter(ahead))]
-    while sides:
-        for side in list(sides):
-            if side.pending is not None:
-                side.walk.take(stream.wait(side.pending, weight_grads.run_one))
-                side.pending = None
-            for phase_lane, work in side.steps:
-                if phase_lane is Stream.COMM:
-                    side.pending = stream.submit(work)
+    forward_phases = _ForwardPhases(local_model, batch, earlier_ME, stage, hidden)
+    backward_phases = _BackwardPhases(forward, gradients, deferring)
+    running = [_Running(backward_phases, iter(backward_phases)), _Running(forward_phases, iter(forward_phases))]
+    while running:
+        for each in list(running):
+            if each.pending is not None:
+                each.phases.set_result(stream.wait(each.pending, weight_grads.run_one))
+                each.pending = None
+            for phase_stream, work in each.ready:
+                if phase_stream is Stream.COMM:
+                    each.pending = stream.submit(work)
                     break
-                side.walk.take(work())
+                each.phases.set_result(work())
             else:
-                sides.remove(side)
-    if put_off_as is None:
+                running.remove(each)
+    if defer_as is None:
         weight_grads.run_before(key)
-    back.finish()
-    return ahead.result()
+    backward_phases.finish()
+    return forward_phases.output()
 
 
-class _Side:
-    """One of the two walks, and the exchange it waits for."""
+class _Running:
+    """One of the two interleaved sequences, and the communication phase it waits for."""
 
-    def __init__(self, walk: _Forward | _Backward, steps: Iterator[tuple[Stream, Callable[[], Any]]]) -> None:
-        self.walk, self.steps = walk, steps
+    def __init__(self, phases: _ForwardPhases | _BackwardPhases, ready: Iterator[ReadyPhase]) -> None:
+        self.phases, self.ready = phases, ready
         self.pending: Future[Any] | None = None
 
 
-class _Forward:
-    """The phases of a stage's forward, one at a time; each step's result must be taken before the next."""
+class _ForwardPhases:
+    """Iterates over the phases of a stage's forward; each result must be set before the next phase is taken."""
 
     def __init__(
         self, local_model: LocalModel, batch: Batch, earlier_ME: Tensor, stage: StageSpec, hidden: HiddenState | None
     ) -> None:
         self.carry: Any = DecoderOutput(hidden)
-        self.entry = () if hidden is None else (hidden.x_tD, *hidden.ahead_tD)
+        self.inputs = () if hidden is None else hidden_tensors(hidden)
         self.recorded: list[Recorded] = []
-        judge = Phase("objective", Stream.COMPUTE, partial(_with_objective, local_model, batch))
-        self.phases = (*local_model.model.phases(batch, earlier_ME, stage), judge)
+        objective = Phase("objective", Stream.COMPUTE, partial(_with_objective, local_model, batch))
+        self.phases = (*local_model.model.phases(batch, earlier_ME, stage), objective)
 
-    def __iter__(self) -> Iterator[tuple[Stream, Callable[[], Any]]]:
+    def __iter__(self) -> Iterator[ReadyPhase]:
         for phase in self.phases:
             yield phase.stream, partial(record, phase, self.carry)
 
-    def take(self, result: tuple[Any, Recorded]) -> None:
+    def set_result(self, result: tuple[Any, Recorded]) -> None:
         self.carry, recorded = result
         self.recorded.append(recorded)
 
-    def result(self) -> tuple[DecoderOutput, Tape]:
+    def output(self) -> tuple[DecoderOutput, RecordedForward]:
         output, _ = self.carry
-        return output, Tape(self.entry, tuple(self.recorded))
+        return output, RecordedForward(self.inputs, tuple(self.recorded))
 
 
 def _with_objective(
     local_model: LocalModel, batch: Batch, output: DecoderOutput
 ) -> tuple[DecoderOutput, Tensor | None]:
-    """The output and what is to be made small; only the stream and the objective pass gradients on."""
+    """The output and this stage's local loss; gradients flow only through the hidden state and the loss."""
     objective = objective_of(local_model, output, batch)
-    plain = output._replace(
+    detached = output._replace(
         reports=map_tensors(output.reports, Tensor.detach),
         loss_sum=map_tensors(output.loss_sum, Tensor.detach),
         ahead_loss_sums=map_tensors(output.ahead_loss_sums, Tensor.detach),
     )
-    return plain, objective
+    return detached, objective
 
 
-class _Backward:
-    """The same phases in reverse, from the gradients of the stage's output."""
+class _BackwardPhases:
+    """Iterates over the recorded phases in reverse, from the gradients of the stage's output.
 
-    def __init__(self, tape: Tape, gradients: tuple[Tensor, ...], around: Callable[[Callable[[], Any]], Any]) -> None:
-        self.tape, self.around = tape, around
-        last = tape.phases[-1].outputs
-        # The objective, where there is one, comes last and counts as it is.
-        self.gradients: Gradients = [*gradients, *(torch.ones_like(made) for made in last[len(gradients) :])]
+    ``around`` wraps the backward of compute phases, to defer their weight gradients.
+    """
 
-    def __iter__(self) -> Iterator[tuple[Stream, Callable[[], Any]]]:
-        for recorded in reversed(self.tape.phases):
-            work = partial(step_back, recorded, self.gradients)
-            yield recorded.stream, work if recorded.stream is Stream.COMM else partial(self.around, work)
+    def __init__(
+        self,
+        forward: RecordedForward,
+        gradients: tuple[Tensor, ...],
+        around: Callable[[Callable[[], Any]], Any] | None,
+    ) -> None:
+        self.forward, self.around = forward, around
+        outputs = forward.phases[-1].outputs
+        # The local loss, if the stage has one, is the last output; its gradient is 1.
+        self.gradients: Gradients = [*gradients, *(torch.ones_like(loss) for loss in outputs[len(gradients) :])]
 
-    def take(self, gradients: Gradients) -> None:
+    def __iter__(self) -> Iterator[ReadyPhase]:
+        for recorded in reversed(self.forward.phases):
+            work = partial(backward_phase, recorded, self.gradients)
+            around = None if recorded.stream is Stream.COMM else self.around
+            yield recorded.stream, work if around is None else partial(around, work)
+
+    def set_result(self, gradients: Gradients) -> None:
         self.gradients = gradients
 
     def finish(self) -> None:
-        for given, gradient in zip(self.tape.entry, self.gradients, strict=True):
-            given.grad = gradient
-
-
-def _as_it_is(work: Callable[[], Any]) -> Any:
-    return work()
+        for tensor, gradient in zip(self.forward.inputs, self.gradients, strict=True):
+            tensor.grad = gradient

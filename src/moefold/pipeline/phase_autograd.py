@@ -1,7 +1,7 @@
-"""A forward recorded phase by phase, so that its backward can be run phase by phase.
+"""Record a forward phase by phase, so that its backward can be run phase by phase.
 
-Between two phases the graph is cut: what a phase is given are leaves of its own, on which its backward leaves the
-gradients that the phase before it continues from. Nothing else changes; the phases are those of the plain forward.
+The autograd graph is cut between phases: a phase's inputs are detached leaves, and its backward leaves on them the
+gradients with which the backward of the previous phase starts. The phases themselves are those of the plain forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moefold.nn.phase import Phase, Stream
 
 
 class Recorded(NamedTuple):
-    """One phase that has run: the leaves it was given and the tensors it made, both where a gradient passes."""
+    """One phase that has run: its input leaves and its output tensors, those that require a gradient."""
 
     stream: Stream
     leaves: tuple[Tensor, ...]
@@ -36,20 +36,20 @@ def record(phase: Phase, carry: Any) -> tuple[Any, Recorded]:
         return leaves[-1]
 
     result = phase.run(map_tensors(carry, cut))
-    outputs = tuple(tensor for tensor in tensors_of(result) if tensor.requires_grad)
+    outputs = tuple(tensor for tensor in iter_tensors(result) if tensor.requires_grad)
     return result, Recorded(phase.stream, tuple(leaves), outputs)
 
 
-def step_back(recorded: Recorded, gradients: Gradients) -> Gradients:
-    """From the gradients of what a phase made to those of what it was given."""
-    pairs = [(made, grad) for made, grad in zip(recorded.outputs, gradients, strict=True) if grad is not None]
+def backward_phase(recorded: Recorded, gradients: Gradients) -> Gradients:
+    """From the gradients of a phase's outputs to those of its inputs."""
+    pairs = [(output, grad) for output, grad in zip(recorded.outputs, gradients, strict=True) if grad is not None]
     if pairs:
-        torch.autograd.backward([made for made, _ in pairs], [grad for _, grad in pairs])
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     return [leaf.grad for leaf in recorded.leaves]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure of tuples and lists with other tensors in it; everything else is left as it is."""
+    """Apply ``change`` to the tensors in nested tuples and lists; other values are kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
@@ -58,9 +58,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return [map_tensors(part, change) for part in value] if isinstance(value, list) else value
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def iter_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from tensors_of(part)
+            yield from iter_tensors(part)

@@ -1,9 +1,7 @@
-"""One step under way on one rank: which microbatches are where, and what they have added up to.
-
-t tokens of this rank, D width, M mixtures of the model, E experts.
+"""The state of one step on one rank: inputs, saved forwards and gradients by stage and microbatch, and sums.
 
 The divisors of the step (labels, tokens) are in the batches: they were counted over all ranks before the first
-forward. What backward yields is therefore already this rank's part of a sum, and nothing is divided again.
+forward. Gradients are therefore this rank's terms of a sum, and are not divided again.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ Key = tuple[int, int]
 
 
 class StepSums(NamedTuple):
-    """What the forwards of a step added up to: losses per label of the step, balance losses per token of it."""
+    """Sums over the forwards of a step: losses divided by the step's labels, balance losses by its tokens."""
 
     loss: Tensor
-    # Of the modules that look further ahead, their weight included.
-    ahead: Tensor
+    # Of the MTP modules, scaled by their weight.
+    mtp_loss: Tensor
     balance: BalanceLosses
     # Assignments before dropping, after it, and of the plain top-k, as in ``RoutingReport``.
     counts_ME: Tensor
@@ -52,13 +50,13 @@ class PipelineState:
     local_model: LocalModel
     order: Order
     batches: Sequence[Batch]
-    pipes: P2PChannels | None
+    channels: P2PChannels | None
     sums: StepSums
-    # What a stage was given (its gradient is left on these tensors), and what backward needs of its forward.
+    # A stage's input hidden state (its gradient goes to ``.grad``), and what its backward needs of its forward.
     inputs: dict[Key, HiddenState] = field(default_factory=dict)
     forwards: dict[Key, Any] = field(default_factory=dict)
-    # Streams and gradients that are to be sent, and gradients that have arrived.
-    leaving: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    # Hidden states and gradients to be sent, and gradients of a stage's output that have been received.
+    pending_sends: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def peer(self, stage: int) -> int:
@@ -69,17 +67,17 @@ def init_state(
     local_model: LocalModel, order: Order, batches: Sequence[Batch], actions: Sequence[Action]
 ) -> PipelineState:
     group = local_model.groups["pp"]
-    pipes = None
+    channels = None
     if not group.alone:
         dtype, device = TORCH_FORMATS[local_model.run.precision.compute], batches[0].tokens_T.device
-        pipes = P2PChannels(group, dtype, device, deque(_expected(local_model, order, batches, actions)))
-    return PipelineState(local_model, order, batches, pipes, no_sums(local_model))
+        channels = P2PChannels(group, dtype, device, deque(_expected(local_model, order, batches, actions)))
+    return PipelineState(local_model, order, batches, channels, zero_sums(local_model))
 
 
 def _expected(
     local_model: LocalModel, order: Order, batches: Sequence[Batch], actions: Sequence[Action]
 ) -> list[Expected]:
-    """Every message this rank will receive. A stage's input and its gradient have the shape of the stream there."""
+    """Every message this rank will receive. A stage's input and its gradient have the hidden state's shape."""
     messages = []
     for action in actions:
         if action.kind is Kind.RECV_F:
@@ -96,41 +94,41 @@ def _expected(
     return messages
 
 
-def no_sums(local_model: LocalModel) -> StepSums:
+def zero_sums(local_model: LocalModel) -> StepSums:
     wide = torch.promote_types(TORCH_FORMATS[local_model.run.precision.compute], torch.float32)
-    none = torch.zeros((), dtype=wide, device=local_model.device)
+    zero = torch.zeros((), dtype=wide, device=local_model.device)
     experts = 0 if local_model.run.model.moe is None else local_model.run.model.moe.num_experts
     counts_ME = torch.zeros(len(local_model.model.mixtures), experts, dtype=torch.int64, device=local_model.device)
-    return StepSums(none, none, BalanceLosses(*[none] * 5), counts_ME, counts_ME, counts_ME)
+    return StepSums(zero, zero, BalanceLosses(*[zero] * 5), counts_ME, counts_ME, counts_ME)
 
 
 def losses_of(
     local_model: LocalModel, output: DecoderOutput, batch: Batch
 ) -> tuple[Tensor | None, Tensor | None, BalanceLosses | None]:
-    """Each kind of loss that this stage has, ready to be added up."""
+    """This stage's terms of the loss, the MTP loss and the balance losses; None where it has none."""
     model = local_model.run.model
     loss = None if output.loss_sum is None else output.loss_sum / batch.step_labels
-    ahead = None
+    mtp_loss = None
     if output.ahead_loss_sums:
         scaled = [part * scale for part, scale in zip(output.ahead_loss_sums, loss_scales(model, batch), strict=True)]
-        ahead = sum(scaled[1:], scaled[0])
+        mtp_loss = sum(scaled[1:], scaled[0])
     balance = None
     if output.reports:
         kinds = zip(*(report.losses for _, report in output.reports), strict=True)
         balance = BalanceLosses(*(torch.stack(parts).sum() for parts in kinds))
-    return loss, ahead, balance
+    return loss, mtp_loss, balance
 
 
 def objective_of(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Tensor | None:
-    """What this stage's parameters are to make small, beyond what the next stage asks; None if nothing."""
-    loss, ahead, balance = losses_of(local_model, output, batch)
-    terms = [term for term in (loss, ahead, *(balance or ())) if term is not None and term.requires_grad]
+    """This stage's local loss; None if it has none. Its other gradients come from the next stage."""
+    loss, mtp_loss, balance = losses_of(local_model, output, batch)
+    terms = [term for term in (loss, mtp_loss, *(balance or ())) if term is not None and term.requires_grad]
     return sum(terms[1:], terms[0]) if terms else None
 
 
 @torch.no_grad()
 def add_sums(sums: StepSums, local_model: LocalModel, output: DecoderOutput, batch: Batch) -> StepSums:
-    loss, ahead, balance = losses_of(local_model, output, batch)
+    loss, mtp_loss, balance = losses_of(local_model, output, batch)
     counts_ME, kept_ME, plain_ME = sums.counts_ME, sums.kept_ME, sums.plain_ME
     if output.reports:
         counts_ME, kept_ME, plain_ME = counts_ME.clone(), kept_ME.clone(), plain_ME.clone()
@@ -140,7 +138,7 @@ def add_sums(sums: StepSums, local_model: LocalModel, output: DecoderOutput, bat
             plain_ME[row] += report.plain_E
     return StepSums(
         sums.loss if loss is None else sums.loss + loss,
-        sums.ahead if ahead is None else sums.ahead + ahead,
+        sums.mtp_loss if mtp_loss is None else sums.mtp_loss + mtp_loss,
         sums.balance
         if balance is None
         else BalanceLosses(*(a + b for a, b in zip(sums.balance, balance, strict=True))),
@@ -151,10 +149,10 @@ def add_sums(sums: StepSums, local_model: LocalModel, output: DecoderOutput, bat
 
 
 def as_leaf(hidden: Sequence[Tensor]) -> HiddenState:
-    """A stream as the next stage's own leaves, on which its gradient will be left."""
+    """The hidden state as leaves of the next stage's graph; backward sets their ``.grad``."""
     x_tD, *ahead_tD = (tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in hidden)
     return HiddenState(x_tD, tuple(ahead_tD))
 
 
-def flat(hidden: HiddenState) -> tuple[Tensor, ...]:
+def hidden_tensors(hidden: HiddenState) -> tuple[Tensor, ...]:
     return (hidden.x_tD, *hidden.ahead_tD)

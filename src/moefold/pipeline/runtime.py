@@ -1,7 +1,7 @@
-"""One loop carries out an order: whatever the schedule, whatever the number and shapes of microbatches.
+"""One loop runs the actions of any schedule, for any number and shapes of microbatches.
 
-Every kind of action is one function. A step without a pipeline is the order of one rank; validation is an order without
-its backward half. Microbatches may have different shapes: both sides of a boundary know them from the batch.
+Each kind of action is one function. A step without a pipeline is a schedule of one rank; validation runs the forward
+actions only. Microbatches may have different shapes: both sides of a stage boundary know them from the batch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch
 from moefold.parallel.parallelize import LocalModel
-from moefold.pipeline.overlap import run_overlapped, run_taped, tape_back
+from moefold.pipeline.overlap import backward_recorded, run_overlapped, run_recorded
 from moefold.pipeline.pipeline_state import (
     Key,
     PipelineState,
     StepSums,
     add_sums,
     as_leaf,
-    flat,
+    hidden_tensors,
     init_state,
     objective_of,
 )
@@ -30,45 +30,40 @@ from moefold.schedule.actions import Action, Kind, Order
 from moefold.schedule.names import schedule_named
 from moefold.schedule.passes import executable
 
-# Told after each action.
+# Called after each action.
 OnAction = Callable[[PipelineState, Action], None]
 
 
-def no_action_callback(state: PipelineState, action: Action) -> None:
-    """Does not want to know."""
-
-
-def run_schedule(
-    local_model: LocalModel, batches: Sequence[Batch], on_action: OnAction = no_action_callback
-) -> StepSums:
-    """Forward and backward over all microbatches; gradients add up in the parameters."""
+def run_schedule(local_model: LocalModel, batches: Sequence[Batch], on_action: OnAction | None = None) -> StepSums:
+    """Forward and backward over all microbatches; gradients accumulate in the parameters' ``.grad``."""
     order = _order(local_model, len(batches))
     actions = order.actions[local_model.groups["pp"].index]
     state = init_state(local_model, order, batches, actions)
     for action in actions:
         _RUN_ACTION[action.kind](state, action)
-        on_action(state, action)
+        if on_action is not None:
+            on_action(state, action)
     if local_model.weight_grads is not None:
         local_model.weight_grads.run_all()
-    if state.pipes is not None:
-        state.pipes.finish()
+    if state.channels is not None:
+        state.channels.finish()
     return state.sums
 
 
 @torch.no_grad()
 def run_forward_only(local_model: LocalModel, batches: Sequence[Batch]) -> StepSums:
-    """The forward half alone."""
+    """The forward actions only."""
     order = _order(local_model, len(batches))
     actions = tuple(_forward_half(order.actions[local_model.groups["pp"].index]))
     state = init_state(local_model, order, batches, actions)
     for action in actions:
         _RUN_ACTION[action.kind](state, action)
         if action.kind is Kind.FORWARD:
-            # No backward will come for them.
+            # No backward follows.
             state.forwards.clear()
             state.inputs.pop((action.stage, action.microbatch), None)
-    if state.pipes is not None:
-        state.pipes.finish()
+    if state.channels is not None:
+        state.channels.finish()
     return state.sums
 
 
@@ -91,41 +86,41 @@ def forward(state: PipelineState, action: Action) -> None:
     )
     hidden = state.inputs.get(key)
     if schedule_named(local_model.run.parallel.schedule).overlaps and torch.is_grad_enabled():
-        after_forward(state, key, *run_taped(local_model, batch, state.sums.plain_ME, stage, hidden))
+        after_forward(state, key, *run_recorded(local_model, batch, state.sums.plain_ME, stage, hidden))
     else:
-        # Where everything is gathered already, what surrounds the module's call has nothing to do.
+        # Where parameters are unsharded for the whole step, FSDP's forward hooks are skipped.
         run = local_model.model.forward if local_model.reshard_per_step else local_model.model
         output: DecoderOutput = run(batch, state.sums.plain_ME, stage, hidden)
         after_forward(state, key, output, (output.hidden, objective_of(local_model, output, batch)))
 
 
-def after_forward(state: PipelineState, key: Key, output: DecoderOutput, kept: Any) -> None:
-    """Count what the stage did, and hand its stream on; ``kept`` is what its backward will need."""
+def after_forward(state: PipelineState, key: Key, output: DecoderOutput, saved: Any) -> None:
+    """Add to the sums and pass the hidden state on; ``saved`` is what the stage's backward needs."""
     stage, microbatch = key
-    state.forwards[key] = kept
+    state.forwards[key] = saved
     state.sums = add_sums(state.sums, state.local_model, output, state.batches[microbatch])
     if output.hidden is None:
         return
     if state.order.crosses(stage):
-        state.leaving[key] = flat(output.hidden)
+        state.pending_sends[key] = hidden_tensors(output.hidden)
     else:
-        state.inputs[stage + 1, microbatch] = as_leaf(flat(output.hidden))
+        state.inputs[stage + 1, microbatch] = as_leaf(hidden_tensors(output.hidden))
 
 
 def backward(state: PipelineState, action: Action) -> None:
     key = (action.stage, action.microbatch)
-    kept = state.forwards.pop(key)
+    saved = state.forwards.pop(key)
     if schedule_named(state.local_model.run.parallel.schedule).overlaps:
         if action.kind is Kind.BACKWARD and state.local_model.weight_grads is not None:
-            # What pairs have left comes first, so that sums have one order.
+            # Weight gradients that earlier pairs have deferred come first, so that sums have one order.
             state.local_model.weight_grads.run_all()
-        tape_back(kept, state.gradients.pop(key, ()))
+        backward_recorded(saved, state.gradients.pop(key, ()))
     else:
-        hidden, objective = kept
+        hidden, objective = saved
         roots: list[Tensor] = [] if objective is None else [objective]
         grads: list[Tensor | None] = [None] * len(roots)
         if hidden is not None:
-            roots += flat(hidden)
+            roots += hidden_tensors(hidden)
             grads += state.gradients.pop(key)
         torch.autograd.backward(roots, grads)
     after_backward(state, key)
@@ -133,12 +128,12 @@ def backward(state: PipelineState, action: Action) -> None:
 
 def after_backward(state: PipelineState, key: Key) -> None:
     stage, microbatch = key
-    given = state.inputs.pop(key, None)
-    if given is None:
+    hidden = state.inputs.pop(key, None)
+    if hidden is None:
         return
-    gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in flat(given))
+    gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in hidden_tensors(hidden))
     if state.order.crosses(stage - 1):
-        state.leaving[key] = gradients
+        state.pending_sends[key] = gradients
     else:
         state.gradients[stage - 1, microbatch] = gradients
 
@@ -164,38 +159,37 @@ def send_backward(state: PipelineState, action: Action) -> None:
 
 
 def _send(state: PipelineState, action: Action, to_stage: int) -> None:
-    assert state.pipes is not None
-    state.pipes.send(state.leaving.pop((action.stage, action.microbatch)), state.peer(to_stage))
+    assert state.channels is not None
+    state.channels.send(state.pending_sends.pop((action.stage, action.microbatch)), state.peer(to_stage))
 
 
 def receive_forward(state: PipelineState, action: Action) -> None:
-    assert state.pipes is not None
-    state.inputs[action.stage, action.microbatch] = as_leaf(state.pipes.receive())
+    assert state.channels is not None
+    state.inputs[action.stage, action.microbatch] = as_leaf(state.channels.receive())
 
 
 def receive_backward(state: PipelineState, action: Action) -> None:
-    assert state.pipes is not None
-    state.gradients[action.stage, action.microbatch] = tuple(state.pipes.receive())
+    assert state.channels is not None
+    state.gradients[action.stage, action.microbatch] = tuple(state.channels.receive())
 
 
 def overlapped(state: PipelineState, action: Action) -> None:
-    """A forward and a backward at once, each the other's pastime while its tokens travel."""
+    """A forward and a backward of two microbatches at once; each hides the other's all-to-all."""
     assert action.pair is not None
-    ahead, back = action.pair
-    key, back_key = (ahead.stage, ahead.microbatch), (back.stage, back.microbatch)
-    put_off = back.kind is Kind.BACKWARD_INPUT
-    output, kept = run_overlapped(
+    fwd, bwd = action.pair
+    fwd_key, bwd_key = (fwd.stage, fwd.microbatch), (bwd.stage, bwd.microbatch)
+    output, saved = run_overlapped(
         state.local_model,
-        state.batches[ahead.microbatch],
+        state.batches[fwd.microbatch],
         state.sums.plain_ME,
-        state.local_model.stages[ahead.stage],
-        state.inputs.get(key),
-        state.forwards.pop(back_key),
-        state.gradients.pop(back_key, ()),
-        put_off_as=back_key if put_off else None,
+        state.local_model.stages[fwd.stage],
+        state.inputs.get(fwd_key),
+        state.forwards.pop(bwd_key),
+        state.gradients.pop(bwd_key, ()),
+        defer_as=bwd_key if bwd.kind is Kind.BACKWARD_INPUT else None,
     )
-    after_forward(state, key, output, kept)
-    after_backward(state, back_key)
+    after_forward(state, fwd_key, output, saved)
+    after_backward(state, bwd_key)
 
 
 _RUN_ACTION: dict[Kind, Callable[[PipelineState, Action], None]] = {

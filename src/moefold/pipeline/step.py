@@ -1,7 +1,4 @@
-"""One optimizer step on one rank's share: gradients of every microbatch, one norm, one bounded update.
-
-M mixtures of the model, E experts.
-"""
+"""One optimizer step on one rank's shard: gradients of all microbatches, one grad norm, one clipped update."""
 
 from __future__ import annotations
 
@@ -22,40 +19,32 @@ from moefold.parallel.fsdp import reduce_for_step, reshard_all, unshard_for_step
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import StepSums
-from moefold.pipeline.runtime import OnAction, no_action_callback, run_forward_only, run_schedule
+from moefold.pipeline.runtime import OnAction, run_forward_only, run_schedule
 
 
 class StepResult(NamedTuple):
-    """``skipped`` says why the update was not taken; then nothing has changed."""
+    """``skipped`` says why there was no update; then parameters and optimizer states are unchanged."""
 
     sums: StepSums
     grad_norm: Tensor
     skipped: str | None = None
 
 
-# Sees the gradients before they are clipped.
-Look = Callable[[dict[str, Tensor]], None]
-# Asked with the step's sums and norm, which all ranks hold alike: a reason not to take the step, or None.
+# Called with the gradients by name, before they are clipped.
+OnGradients = Callable[[dict[str, Tensor]], None]
+# From the step's sums and grad norm, which are the same on all ranks: a reason to skip the update, or None.
 SkipReason = Callable[[StepSums, Tensor], str | None]
-
-
-def ignore_gradients(gradients: dict[str, Tensor]) -> None:
-    """Does not want to see them."""
-
-
-def never(sums: StepSums, grad_norm: Tensor) -> None:
-    """Has no objection."""
 
 
 def run_step(
     local_model: LocalModel,
     optimizer: Optimizer,
     batches: Sequence[Batch],
-    look: Look = ignore_gradients,
-    skip_reason: SkipReason = never,
-    on_action: OnAction = no_action_callback,
+    on_gradients: OnGradients | None = None,
+    skip_reason: SkipReason | None = None,
+    on_action: OnAction | None = None,
 ) -> StepResult:
-    """Forward and backward over ``batches``, then one clipped update and the loss-free bias's move."""
+    """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
     optimizer.zero_grad()
     if local_model.reshard_per_step:
         unshard_for_step(local_model.model)
@@ -63,9 +52,11 @@ def run_step(
     if local_model.reshard_per_step:
         reduce_for_step(local_model.model, local_model.groups)
     gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
-    look(gradients)
+    if on_gradients is not None:
+        on_gradients(gradients)
     grad_norm = grad_norm_of(primary_shards(gradients, local_model.param_shards), local_model.groups["world"])
-    if (reason := skip_reason(sums, grad_norm)) is not None:
+    reason = None if skip_reason is None else skip_reason(sums, grad_norm)
+    if reason is not None:
         return StepResult(sums, grad_norm, reason)
     clip_gradients(gradients.values(), grad_norm, local_model.run.optim.clip_norm)
     optimizer.step()
@@ -74,7 +65,7 @@ def run_step(
 
 
 def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
-    """The loss per label of these batches, on every rank; nothing is kept and nothing changes."""
+    """The loss per label of these batches, on every rank; no gradients, no updates."""
     training = local_model.model.training
     local_model.model.eval()
     try:
@@ -88,39 +79,40 @@ def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
 
 
 def primary_shards(gradients: dict[str, Tensor], param_shards: dict[str, ParamShard]) -> list[Tensor]:
-    """The parts that enter the norm here; whatever several ranks repeat enters on one of them."""
+    """The gradients of shards for which this rank is the primary replica; these enter its grad norm."""
     return [gradient for name, gradient in gradients.items() if param_shards[name].is_primary]
 
 
 def over_ranks(sums: StepSums, groups: Groups) -> StepSums:
-    """Tensor-parallel ranks all hold their tokens' whole loss, but each only its own tokens' balance and counts.
+    """Sum over the world. The loss is replicated over tp, so it is summed over the other axes only; balance losses and
+    counts are of the rank's own tokens.
 
-    Each of them adds up its own: a loss that is wrong on one of them alone must not be overlooked.
+    Each tp rank reduces its own copy of the loss, so that a loss that is wrong on one tp rank shows there.
     """
     world = groups["world"]
-    losses = torch.stack((sums.loss, sums.ahead))
+    losses = torch.stack((sums.loss, sums.mtp_loss))
     for axis in ("dp", "cp", "pp"):
         losses = all_reduce_no_grad(losses, groups[axis])
-    loss, ahead = losses
+    loss, mtp_loss = losses
     balance = BalanceLosses(*all_reduce_no_grad(torch.stack(sums.balance), world))
     counts_3ME = all_reduce_no_grad(torch.stack((sums.counts_ME, sums.kept_ME, sums.plain_ME)), world)
-    return StepSums(loss, ahead, balance, *counts_3ME)
+    return StepSums(loss, mtp_loss, balance, *counts_3ME)
 
 
 @torch.no_grad()
 def move_expert_biases(model: Decoder, kept_ME: Tensor) -> None:
-    """The loss-free bias moves against the load of the whole step, the same on every rank."""
+    """Update the loss-free bias against the load of the whole step, identically on every rank."""
     for row, router in model.routers().items():
         if router.expert_bias is not None:
             router.expert_bias.copy_(update_expert_bias(router.expert_bias, kept_ME[row], router.bias_update_rate))
 
 
 def count_step_labels(mine: int, groups: Groups) -> int:
-    """The labels of the whole step: the one divisor of the loss, counted once, before the first forward."""
+    """The labels of the whole step: the divisor of the loss, counted before the first forward."""
     (labels,) = count_over_step((mine,), groups)
     return labels
 
 
 def count_over_step(mine: Sequence[int], groups: Groups) -> tuple[int, ...]:
-    """Several counts of the whole step at once."""
+    """Counts of the whole step, summed over dp and cp in one call each."""
     return tuple(all_reduce_no_grad(all_reduce_no_grad(torch.tensor(mine), groups["dp"]), groups["cp"]).tolist())

@@ -79,7 +79,7 @@ def _whole(
     sums = result.sums
     mine = {
         "loss": sums.loss,
-        "ahead": sums.ahead,
+        "ahead": sums.mtp_loss,
         "grad_norm": result.grad_norm,
         "counts": sums.counts_ME,
         "kept": sums.kept_ME,

@@ -157,7 +157,7 @@ def loss_of_one_context_rank_only() -> None:
     def make(over_ranks: Callable[..., StepSums]) -> Callable[..., StepSums]:
         def of_first(sums: StepSums, groups: Groups) -> StepSums:
             heard = float(groups["cp"].index == 0)
-            return over_ranks(sums._replace(loss=sums.loss * heard, ahead=sums.ahead * heard), groups)
+            return over_ranks(sums._replace(loss=sums.loss * heard, mtp_loss=sums.mtp_loss * heard), groups)
 
         return of_first
 
