@@ -39,7 +39,7 @@ kernels_named("torch", "cpu")
 
 @pytest.fixture
 def here() -> HostInfo:
-    return dataclasses.replace(probe_host(), cards=(HOPPER,), packages={"triton": "3.9.0"})
+    return dataclasses.replace(probe_host(), gpus=(HOPPER,), packages={"triton": "3.9.0"})
 
 
 def test_moefold_imports_without_triton() -> None:
@@ -63,7 +63,7 @@ def test_the_twins_work_everywhere() -> None:
 
 def test_kernels_are_refused_without_a_gpu() -> None:
     with pytest.raises(BackendError) as refused:
-        kernels_named("triton", "cpu", here=dataclasses.replace(probe_host(), cards=()))
+        kernels_named("triton", "cpu", here=dataclasses.replace(probe_host(), gpus=()))
     assert str(refused.value) == (
         "precision.kernels: triton cannot do map_rows: runs on cuda, not on cpu; what works here on cpu: torch; "
         "`moefold doctor` shows all"
@@ -80,20 +80,20 @@ def test_kernels_are_given_with_one(here: HostInfo) -> None:
 
 def test_native_changes_activations_only(here: HostInfo) -> None:
     found = kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler="cc"))
-    changed = {job for job in (*JOBS, "gate") if getattr(found, job) is not getattr(MOE_IN_TORCH, job)}
-    assert changed == {"gate", "weighted_activation"}
-    with pytest.raises(BackendError, match=r"native cannot do gate: there is no C compiler.*works here on cpu: torch"):
+    changed = {job for job in (*JOBS, "glu") if getattr(found, job) is not getattr(MOE_IN_TORCH, job)}
+    assert changed == {"glu", "weighted_activation"}
+    with pytest.raises(BackendError, match=r"native cannot do glu: there is no C compiler.*works here on cpu: torch"):
         kernels_named("native", "cpu", "bfloat16", dataclasses.replace(here, compiler=None))
 
 
 @pytest.mark.parametrize(
     ("change", "number_format", "reason"),
     (
-        ({"cards": ()}, None, "there is no GPU here"),
-        ({"cards": (HOPPER, TURING)}, None, "T4 has compute capability 7.5, 8.0 is needed"),
+        ({"gpus": ()}, None, "there is no GPU here"),
+        ({"gpus": (HOPPER, TURING)}, None, "T4 has compute capability 7.5, 8.0 is needed"),
         ({"packages": {}}, None, "triton is not installed"),
         ({}, "float64", "takes float32 and bfloat16, not float64"),
-        ({"packages": {}, "cards": ()}, None, "there is no GPU here; triton is not installed"),
+        ({"packages": {}, "gpus": ()}, None, "there is no GPU here; triton is not installed"),
         ({}, "bfloat16", ""),
     ),
 )

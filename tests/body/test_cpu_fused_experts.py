@@ -19,7 +19,7 @@ from moefold.moe.padded_permutation import STEP, lay_out_rows, rounded_up
 from moefold.moe.permute import count_choices
 from moefold.nn.matmul_policy import NativeMatmul, WeightGradQueue
 from moefold.ops.activations import swiglu_reference
-from moefold.ops.glu import AutogradGate, SwigluGate
+from moefold.ops.glu import AutogradGLU, SwiGLU
 from moefold.ops.segments import segment_sum, segment_sum_reference
 
 
@@ -163,7 +163,7 @@ def test_the_gate_written_out_equals_autograd() -> None:
     torch.manual_seed(0)
     gate_up, dact, weight = torch.randn(9, 12).double(), torch.randn(9, 6).double(), torch.rand(9).double()
     found = []
-    for gate in (SwigluGate(), AutogradGate(swiglu_reference)):
+    for gate in (SwiGLU(), AutogradGLU(swiglu_reference)):
         act, dgate_up, again = torch.empty(9, 6).double(), torch.empty(9, 12).double(), torch.empty(9, 6).double()
         gate.forward(gate_up, act)
         dweight = gate.backward(gate_up, dact.clone(), weight, dgate_up, again)

@@ -43,7 +43,7 @@ def test_chunks_of_logits_as_the_twin(seed: int) -> None:
             kernel.add_stats(logits[:, begin : begin + chunk], target, begin, lse, target_logit)
         for begin in begins:
             part = gradient[:, begin : begin + chunk]
-            kernel.turn_into_gradient(part, target, begin, lse, *grads)
+            kernel.logits_to_gradient(part, target, begin, lse, *grads)
     found = [lse, target_logit, gradient]
     wanted = run(lambda x: twin(x, target), [logits.float()], grads)
     for name, ours, reference in zip(("lse", "target logit", "d logits"), found, wanted, strict=True):
@@ -104,7 +104,7 @@ def test_an_ignored_row_is_cleared_without_being_read() -> None:
     logits[1] = 0.0
     numbers = torch.zeros(2), torch.tensor([0.0, 1.0]), torch.tensor([0.0, -1.0])
     with interpreting():
-        kernel.turn_into_gradient(logits, target, 0, *numbers)
+        kernel.logits_to_gradient(logits, target, 0, *numbers)
     assert (logits[0] == 0).all() and not logits.isnan().any()
 
 
@@ -135,7 +135,7 @@ def test_moves_the_bytes_it_says() -> None:
             kernel.add_stats(part, target, begin, lse, target_logit)
         moved[0] += counted[0]
         with counting_bytes() as counted:
-            kernel.turn_into_gradient(part, target, begin, lse, *grads)
+            kernel.logits_to_gradient(part, target, begin, lse, *grads)
         moved[1] += counted[0]
     assert moved[0] == tokens * kernel.stats_traffic(vocabulary, chunk).moved
     assert moved[1] == tokens * kernel.gradient_traffic(vocabulary, chunk).moved

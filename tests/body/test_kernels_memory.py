@@ -70,9 +70,9 @@ CALLS: dict[str, tuple[Callable[[MoEKernels], object], ...]] = {
         lambda k: k.rms_norm(rand(5, 40), rand(40), 1e-6),
         lambda k: k.rms_norm(rand(37, 130), rand(130), 1e-6),
     ),
-    "turn": (
-        lambda k: k.turn(rand(3, 5, 16), rand(3, 2, 16), *tables(3, 8), False),
-        lambda k: k.turn(rand(3, 21, 22) * 1, None, *tables(3, 3), True, True),
+    "rotate_qk": (
+        lambda k: k.rotate_qk(rand(3, 5, 16), rand(3, 2, 16), *tables(3, 8), False),
+        lambda k: k.rotate_qk(rand(3, 21, 22) * 1, None, *tables(3, 3), True, True),
     ),
     "keys_and_values": (lambda k: k.keys_and_values(rand(3, 5, 7 + 4), rand(3, 6), *tables(3, 3), 7, True),),
     "vocab_stats": (lambda k: k.vocab_stats(rand(5, 8), rand(70, 8), torch.tensor([0, 69, 35, 70, -1]), 32),),

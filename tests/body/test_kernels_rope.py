@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="kernels are an extra")
 from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_twin
 
 from moefold.config.attention import RopeConfig
+from moefold.ops import rope
 from moefold.ops.kernels import rope_latent_triton as latent
-from moefold.ops.kernels import rope_reference as rope_torch
 from moefold.ops.kernels import rope_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.rope import rotary_tables, rotate
@@ -36,12 +36,12 @@ def test_as_the_twin(seed: int) -> None:
 
     def ours(q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if not in_place:
-            return kernel.turn(q, k, cos, sin, interleaved)
+            return kernel.rotate_qk(q, k, cos, sin, interleaved)
         # A leaf may not be changed, a projection's output may.
-        return kernel.turn(q * 1, None if k is None else k * 1, cos, sin, interleaved, in_place=True)
+        return kernel.rotate_qk(q * 1, None if k is None else k * 1, cos, sin, interleaved, in_place=True)
 
     def twin(q: Tensor, k: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(x for x in rope_torch.turn(q, k, cos, sin, interleaved) if x is not None)
+        return tuple(x for x in rope.rotate_qk(q, k, cos, sin, interleaved) if x is not None)
 
     wanted = run_twin(twin, inputs, grads)
     for in_place in (False, True):
@@ -56,13 +56,13 @@ def test_slices_of_a_joint_projection_need_no_copy() -> None:
     qkv = case.randn(4, 6 + 2 + 2, 16)
     q, k, _ = qkv.split((6, 2, 2), dim=1)
     with interpreting(), poisoned_memory():
-        turned_q, turned_k = kernel.turn(q, k, cos, sin, False)
+        turned_q, turned_k = kernel.rotate_qk(q, k, cos, sin, False)
     torch.testing.assert_close(turned_q, rotate(q, cos, sin, False))
     torch.testing.assert_close(turned_k, rotate(k, cos, sin, False))
-    with interpreting(), pytest.raises(ValueError, match="cannot turn in place"):
-        kernel.turn(torch.empty(4, 3, 16, 16)[..., 0], None, cos, sin, False, in_place=True)
+    with interpreting(), pytest.raises(ValueError, match="cannot rotate in place"):
+        kernel.rotate_qk(torch.empty(4, 3, 16, 16)[..., 0], None, cos, sin, False, in_place=True)
     with interpreting(), pytest.raises(ValueError, match="tables of float32"):
-        kernel.turn(q, k, cos.double(), sin.double(), False)
+        kernel.rotate_qk(q, k, cos.double(), sin.double(), False)
 
 
 def test_a_gradient_that_is_one_number_everywhere_is_not_overwritten() -> None:
@@ -70,7 +70,7 @@ def test_a_gradient_that_is_one_number_everywhere_is_not_overwritten() -> None:
     cos, sin = tables(case, 3, 4)
     q = case.randn(3, 20, 8).requires_grad_()
     with interpreting():
-        turned, _ = kernel.turn(q * 1, None, cos, sin, True, in_place=True)
+        turned, _ = kernel.rotate_qk(q * 1, None, cos, sin, True, in_place=True)
         (found,) = torch.autograd.grad(turned.sum(), q)
     (wanted,) = torch.autograd.grad(rotate(q, cos, sin, True).sum(), q)
     torch.testing.assert_close(found, wanted)
@@ -96,7 +96,7 @@ def test_latent_keys_as_the_twin(seed: int) -> None:
     inputs = [case.randn(tokens, heads, nope + value), case.randn(tokens, 2 * pairs)]
     grads = [case.randn(tokens, heads, nope + 2 * pairs), case.randn(tokens, heads, value)]
     found = run_kernel(lambda *x: latent.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
-    wanted = run_twin(lambda *x: rope_torch.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
+    wanted = run_twin(lambda *x: rope.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
     for name, ours, twin in zip(("keys", "values", "d heads", "d turned"), found, wanted, strict=True):
         assert_near(ours, twin, name)
 
@@ -116,8 +116,8 @@ def test_latent_keys_move_the_bytes_they_say() -> None:
     up.requires_grad_(), turned.requires_grad_()
     with counting_bytes() as moved:
         k, v = latent.keys_and_values(up, turned, cos, sin, nope, True)
-    assert moved[0] == tokens * latent.join_traffic(heads, nope, pairs).moved
+    assert moved[0] == tokens * latent.forward_traffic(heads, nope, pairs).moved
     grads = torch.randn_like(k), torch.randn(v.shape).bfloat16()
     with counting_bytes() as moved:
         torch.autograd.backward((k, v), grads)
-    assert moved[0] == tokens * latent.part_traffic(heads, nope, value, pairs).moved
+    assert moved[0] == tokens * latent.backward_traffic(heads, nope, value, pairs).moved

@@ -10,9 +10,9 @@ import torch
 
 from moefold.errors import BackendError
 from moefold.ops.activations import weighted_activation
-from moefold.ops.glu import SwigluGate
+from moefold.ops.glu import SwiGLU
 from moefold.ops.native import compile_c as build
-from moefold.ops.native.glu import NativeSwiglu, native_activation
+from moefold.ops.native.glu import NativeSwiGLU, native_activation
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C compiler")
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_50_random_shapes_equal_the_twin(threads: int) -> None:
     """float32 to rounding; in bfloat16 the native gate rounds once where torch rounds at every step."""
-    gate, before = NativeSwiglu(), torch.get_num_threads()
+    gate, before = NativeSwiGLU(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for seed in range(50):
@@ -29,7 +29,7 @@ def test_50_random_shapes_equal_the_twin(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def compare_with_twin(gate: NativeSwiglu, seed: int) -> None:
+def compare_with_twin(gate: NativeSwiGLU, seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     rows, hidden = chance.choice([0, 1, 5, 64, 129]), chance.choice([1, 7, 16, 33, 256])
@@ -37,7 +37,7 @@ def compare_with_twin(gate: NativeSwiglu, seed: int) -> None:
     gate_up = (chance.choice([0.1, 3.0, 30.0]) * torch.randn(rows, 2 * hidden)).to(dtype)
     dact, weight = torch.randn(rows, hidden).to(dtype), torch.rand(rows)
     found = []
-    for kind, as_dtype in ((gate, dtype), (SwigluGate(), torch.float64)):
+    for kind, as_dtype in ((gate, dtype), (SwiGLU(), torch.float64)):
         act, again = (torch.empty(rows, hidden, dtype=as_dtype) for _ in range(2))
         dgate_up = torch.empty(rows, 2 * hidden, dtype=as_dtype)
         kind.forward(gate_up.to(as_dtype), act)
@@ -71,7 +71,7 @@ def test_dense_layers_have_it_too(dtype: torch.dtype) -> None:
 def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
     gate_up = torch.tensor([[torch.nan, 1.0, 2.0, 1.0], [1.0, 3.0, torch.nan, 1.0]]).to(dtype)
     act, dgate_up = torch.empty(2, 2, dtype=dtype), torch.empty(2, 4, dtype=dtype)
-    gate = NativeSwiglu()
+    gate = NativeSwiGLU()
     gate.forward(gate_up, act)
     assert act.isnan().tolist() == [[True, False], [True, False]]
     dweight = gate.backward(gate_up, torch.ones(2, 2, dtype=dtype), torch.ones(2), dgate_up, act)
@@ -79,7 +79,7 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
 
 
 def test_float64_and_strided_rows_are_refused() -> None:
-    gate = NativeSwiglu()
+    gate = NativeSwiGLU()
     with pytest.raises(BackendError, match=r"contiguous float32 or bfloat16 rows on a CPU, not torch\.float64"):
         gate.forward(torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64))
     with pytest.raises(BackendError, match="contiguous"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.config.attention import RopeConfig, YarnConfig
-from moefold.ops.rope import latent_softmax_scale, pair_speeds, rotary_tables, rotate, rotate_reference, table_scale
+from moefold.ops.rope import inv_freq, latent_softmax_scale, rotary_tables, rotate, rotate_reference, table_scale
 
 CPU = torch.device("cpu")
 
@@ -88,7 +88,7 @@ def test_yarn_equals_transformers(yarn: YarnConfig) -> None:
     }
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, head_dim=64, rope_parameters=rope)
     speeds, scale = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
-    torch.testing.assert_close(pair_speeds(150_000.0, 64, yarn, CPU).float(), speeds, rtol=2e-6, atol=0)
+    torch.testing.assert_close(inv_freq(150_000.0, 64, yarn, CPU).float(), speeds, rtol=2e-6, atol=0)
     assert table_scale(yarn) == pytest.approx(scale)
 
 

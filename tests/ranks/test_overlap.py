@@ -85,12 +85,12 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
     exchange._all_to_all = only_on_main(move)
     all_to_all.all_to_all_counts = only_on_main(counts)
 
-    def take(self: Any, future: Any, meanwhile: Callable[[], bool]) -> Any:
+    def wait(self: Any, future: Any, meanwhile: Callable[[], bool]) -> Any:
         while not future.done() and meanwhile():
             pass
         return exposed.timed(future.result)()
 
-    moefold.comm.comm_stream.CommStream.take = take  # type: ignore[method-assign]
+    moefold.comm.comm_stream.CommStream.wait = wait  # type: ignore[method-assign]
     local_model = build_local_model(run, groups_of(run, 4, rank, timedelta(seconds=120)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     batches = []

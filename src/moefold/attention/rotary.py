@@ -25,12 +25,12 @@ class Rotary(nn.Module):
         return rotary_tables(self.rope, self.dim, positions_T, wide)
 
     def turn(self, q_THd: Tensor, k_TGd: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        q_THd, turned_TGd = self.kernels.turn(q_THd, k_TGd, *tables, self.rope.interleaved)
+        q_THd, turned_TGd = self.kernels.rotate_qk(q_THd, k_TGd, *tables, self.rope.interleaved)
         assert turned_TGd is not None
         return q_THd, turned_TGd
 
     def turn_queries(self, q_THd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return self.kernels.turn(q_THd, None, *tables, self.rope.interleaved)[0]
+        return self.kernels.rotate_qk(q_THd, None, *tables, self.rope.interleaved)[0]
 
     def keys_and_values(
         self, heads_THm: Tensor, turned_Tr: Tensor, tables: tuple[Tensor, Tensor], nope: int

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _facts(here: HostInfo, packages: tuple[str, ...]) -> list[tuple[str, str]]:
     cards = [
         f"{card.name}, capability {card.capability[0]}.{card.capability[1]}, {format_bytes(card.memory)}"
-        for card in here.cards
+        for card in here.gpus
     ]
     kept = (
         "freed memory can be kept for the next step"

@@ -38,7 +38,7 @@ from moefold.moe.padded_permutation import (
 )
 from moefold.moe.permute import count_choices
 from moefold.nn.matmul_policy import WeightGradQueue
-from moefold.ops.glu import Gate
+from moefold.ops.glu import GLU as Gate
 from moefold.ops.segments import segment_sum
 
 # Numbers before the gate that experts of one turn may have: two megabytes in bfloat16.

@@ -26,7 +26,7 @@ def expert_backend(
         makers: dict[str, ExpertBackendMaker] = {
             "sequential": lambda moe: around(sequential, moe),
             "grouped": lambda moe: around(grouped, moe),
-            "fused": lambda moe: CpuFusedExperts(kernels.gate(moe.activation), weight_grads),
+            "fused": lambda moe: CpuFusedExperts(kernels.glu(moe.activation), weight_grads),
         }
         return makers[name](config)
 

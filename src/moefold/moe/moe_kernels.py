@@ -16,7 +16,7 @@ from moefold.moe.kernels import row_map_reference as row_map
 from moefold.ops import backends
 from moefold.ops.backends import JOBS, Kernels, resolve
 from moefold.ops.host_probe import HostInfo, probe_host
-from moefold.ops.native.glu import native_activation, native_gate
+from moefold.ops.native.glu import native_activation, native_glu
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ def triton_kernels() -> MoEKernels:
 
 
 def native_kernels() -> MoEKernels:
-    return replace(MOE_IN_TORCH, gate=native_gate, weighted_activation=native_activation)
+    return replace(MOE_IN_TORCH, glu=native_glu, weighted_activation=native_activation)
 
 
 def kernels_named(name: str, device: str, number_format: str | None = None, here: HostInfo | None = None) -> MoEKernels:
     """All jobs by one backend, ready to be handed to the model."""
     here = probe_host() if here is None else here
-    for job in ("gate",) if name == "native" else JOBS:
+    for job in ("glu",) if name == "native" else JOBS:
         resolve(job, name, device, here, number_format)
     return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
 

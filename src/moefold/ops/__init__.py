@@ -1,1 +1,1 @@
-"""Pure tensor functions: no process group, no module, and an obvious twin beside every fast path."""
+"""Pure tensor functions without process groups or modules; every fast path has an obvious ``*_reference``."""

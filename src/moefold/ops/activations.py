@@ -1,7 +1,7 @@
-"""The gated activations: half of the hidden width decides how much of the other half passes.
+"""GLU activations: act(gate) * up.
 
-``swiglu`` keeps its two inputs for the backward and nothing else; autograd would keep the gate after its sigmoid as
-well. ``swiglu_reference`` is the twin.
+``swiglu`` saves only its two inputs for backward; autograd would save silu(gate) as well. ``swiglu_reference`` is the
+plain form.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# gpt-oss: entries are bounded, and a steeper sigmoid stands in for the GELU.
+# gpt-oss: inputs are clamped, and x * sigmoid(1.702 x) approximates GELU.
 LIMIT = 7.0
 STEEPNESS = 1.702
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    made: Tensor = _Swiglu.apply(gate, up)
-    return made
+    out: Tensor = _Swiglu.apply(gate, up)
+    return out
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss: a closed gate is not bounded from below; an idle ``up`` lets the gate through, hence the one more."""
+    """gpt-oss: the gate is clamped from above only, and up is offset by 1."""
     gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
     return gate * (STEEPNESS * gate).sigmoid() * (up + 1)
 
@@ -48,7 +48,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 
 
-def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times the row's weight if there is one, in the format of the rows."""
-    out_RF = ACTIVATIONS[activation](*gate_up_RG.chunk(2, dim=-1))
-    return out_RF if weight_R is None else (out_RF * weight_R[:, None]).to(out_RF.dtype)
+def weighted_activation(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str = "swiglu") -> Tensor:
+    """act(gate, up) of every row, times the row's weight if there is one, in the dtype of the rows."""
+    out_XF = ACTIVATIONS[activation](*gate_up_XG.chunk(2, dim=-1))
+    return out_XF if weight_X is None else (out_XF * weight_X[:, None]).to(out_XF.dtype)

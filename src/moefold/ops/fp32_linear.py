@@ -1,10 +1,8 @@
-"""A product in a wider format than its input, which keeps the input as it came.
+"""A linear layer computed in float32 on bfloat16 input, which saves the input in bfloat16.
 
-Routers score in float32 what arrives in bfloat16, because a rounded score may flip a choice. Autograd would keep the
-widened input for the backward, twice the bytes of the input itself. Nothing is chosen in the backward: there the input
-is used as it came, and gradients round as those of every other product do. ``fp32_linear_reference`` is the twin.
-
-Which number format a delicate step is computed in.
+Routers compute logits in float32 from a bfloat16 input, because a rounded score may change the top-k. Autograd would
+save the upcast input, twice the bytes. Backward has no top-k to protect: it uses the bfloat16 input, and its gradients
+round as those of every other matmul. ``fp32_linear_reference`` is the plain form.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ def fp32_linear(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: t
     """x W^T + b, computed and returned in ``dtype``."""
     if x_tD.dtype == dtype:
         return fp32_linear_reference(x_tD, weight_ED, bias_E, dtype)
-    made_tE: Tensor = _FP32Linear.apply(x_tD, weight_ED, dtype)
-    return made_tE if bias_E is None else made_tE + bias_E.to(dtype)
+    out_tE: Tensor = _FP32Linear.apply(x_tD, weight_ED, dtype)
+    return out_tE if bias_E is None else out_tE + bias_E.to(dtype)
 
 
 def fp32_linear_reference(x_tD: Tensor, weight_ED: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -47,5 +45,5 @@ class _FP32Linear(torch.autograd.Function):
 
 
 def upcast(x: Tensor) -> Tensor:
-    """At least float32: the format of sums, exponentials and square roots. float64 runs stay in float64."""
+    """To float32, for sums, exponentials and square roots; float64 stays float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""What this machine has that decides what can run on it. Only looks; changes nothing and computes nothing."""
+"""Probe the host for what decides which backends can run: GPUs, CPU features, packages, compiler. Read-only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from moefold.ops.native.compile_c import compiler
 
-# Instructions that moefold's speed on a CPU depends on, and for what; by their names in /proc/cpuinfo.
+# CPU instructions that moefold's speed depends on, and for what; by their names in /proc/cpuinfo.
 CPU_FEATURES = {
-    "amx_tile": "matrix products in tiles",
-    "amx_bf16": "bfloat16 products in tiles: several times the speed of float32",
+    "amx_tile": "matmuls in tiles",
+    "amx_bf16": "bfloat16 matmuls in tiles: several times the speed of float32",
     "avx512f": "vectors of 64 bytes",
-    "avx512_bf16": "bfloat16 products without tiles",
-    "avx2": "vectors of 32 bytes, the least that torch's CPU kernels are made for",
+    "avx512_bf16": "bfloat16 matmuls without tiles",
+    "avx2": "vectors of 32 bytes, the minimum for torch's CPU kernels",
 }
-# Packages that backends or verbs ask for beyond the core dependencies.
+# Optional packages of backends and commands.
 PACKAGES = ("triton", "transformers", "tokenizers", "tensorboard", "wandb")
-# Libraries that take the place of the C library's allocator, by a part of their file's name.
+# Libraries that replace the C library's allocator, by a part of their file name.
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
 
@@ -40,40 +40,40 @@ class HostInfo:
     torch: str
     # The version of CUDA that torch was built with; None for a CPU build.
     cuda: str | None
-    cards: tuple[GpuInfo, ...]
+    gpus: tuple[GpuInfo, ...]
     cpu: str
     cores: int
     threads: int
     cpu_features: frozenset[str]
-    # The C library, or what stands in for its allocator.
+    # The C library, or the library that replaces its allocator.
     allocator: str
     malloc_trim_disabled: bool
     # Installed packages of PACKAGES and their versions.
     packages: dict[str, str]
-    # What compiles C, if anything does.
+    # The path of the C compiler; None without one.
     compiler: str | None
     gloo: bool
     nccl: bool
 
     @property
     def device(self) -> str:
-        """Where a run would go if nobody says."""
-        return "cuda" if self.cards else "cpu"
+        """The default device."""
+        return "cuda" if self.gpus else "cpu"
 
 
 def probe_host() -> HostInfo:
     cpu, features = _cpu()
-    allocator, keeps = _allocator()
+    allocator, trim_disabled = _allocator()
     return HostInfo(
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        cards=tuple(_gpu_info(index) for index in range(torch.cuda.device_count())),
+        gpus=tuple(_gpu_info(index) for index in range(torch.cuda.device_count())),
         cpu=cpu,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         cpu_features=features,
         allocator=allocator,
-        malloc_trim_disabled=keeps,
+        malloc_trim_disabled=trim_disabled,
         packages={name: found for name in PACKAGES if (found := _version(name))},
         compiler=compiler(),
         gloo=dist.is_available() and dist.is_gloo_available(),
@@ -87,21 +87,21 @@ def _gpu_info(index: int) -> GpuInfo:
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
-    """Its name and its features of CPU_FEATURES; none where the system does not list them."""
+    """Its name and which of CPU_FEATURES it has; none where /proc/cpuinfo is missing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine(), frozenset()
-    said: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in lines:
         key, _, value = line.partition(":")
-        said.setdefault(key.strip(), value.strip())
-    features = frozenset(said.get("flags", "").split()) & CPU_FEATURES.keys()
-    return said.get("model name", platform.machine()), features
+        fields.setdefault(key.strip(), value.strip())
+    features = frozenset(fields.get("flags", "").split()) & CPU_FEATURES.keys()
+    return fields.get("model name", platform.machine()), features
 
 
 def _allocator() -> tuple[str, bool]:
-    """Who hands out memory, and whether it can be told to keep what it has, as ``ops/malloc.py`` does."""
+    """The allocator's name, and whether ``ops/malloc.py`` can disable its trimming."""
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:

@@ -1,11 +1,11 @@
-"""Memory that a process keeps once it has it.
+"""Keep freed memory in the process instead of returning it to the kernel.
 
-The C library hands every large buffer back to the kernel when it is freed, and asks for a fresh one a moment later. The
-kernel must clear each fresh page, one page fault per 4 KiB: a training step allocates and frees the same few buffers
-over and over, and pays for them each time. Here the library is told to keep what it has. A process then stays as large
-as it once was, which is what a training process does anyway.
+glibc returns every large buffer to the kernel when it is freed, and requests a new one for the next allocation. The
+kernel clears each new page, one page fault per 4 KiB; a training step allocates and frees the same buffers again and
+again, and pays each time. Here trimming and mmap are disabled. The process then stays at its peak size, which is usual
+for training.
 
-It is set once, before the work, and cannot be taken back; that is why the launcher does it and no layer.
+The setting is global and permanent, so the launcher makes it, once, before the work starts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import ctypes
 # glibc's malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 _NEVER = 2**31 - 1
-# How much more than asked for is taken from the kernel at once.
-_STRIDE = 64 << 20
+# Extra bytes per request to the kernel.
+_TOP_PAD_BYTES = 64 << 20
 
 
 def disable_malloc_trim() -> bool:
@@ -24,4 +24,5 @@ def disable_malloc_trim() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return all(mallopt(what, value) for what, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _STRIDE)))
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _TOP_PAD_BYTES))
+    return all(mallopt(name, value) for name, value in settings)

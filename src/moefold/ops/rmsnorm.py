@@ -1,17 +1,14 @@
-"""Root-mean-square normalisation, of a whole vector and of one that is spread over ranks.
+"""RMSNorm, of full rows and of rows that are sharded over ranks.
 
-T tokens or heads of tokens, D width, d this rank's part of the width; r one over the root mean square of a row, w the
-weight.
-
-The division happens in float32 (float64 stays float64), the weight multiplies after the cast back: the order in which
+The division is in float32 (float64 stays float64), and the weight multiplies after the cast back: the order in which
 the published models were trained.
 
-Kept for the backward are the input and one number per row. With p = dy * x, entry by entry, both gradients are products
-with p: that of w is the sum over rows of r p, and that of a row
+Saved for backward are the input and one number per row, r = 1 / rms. With p = dy * x (elementwise) and weight w, dw is
+the sum over rows of r p, and
 
     dx = r w dy - x r^3 (p . w) / D.
 
-Two numbers per row need the whole width, the sum of squares and p . w: where it is spread, ranks add up just these.
+Two numbers per row need the full row, the sum of squares and p . w: for sharded rows, ranks all-reduce only these.
 """
 
 from __future__ import annotations
@@ -24,65 +21,64 @@ from torch import Tensor
 
 from moefold.ops.fp32_linear import upcast
 
-# Adds up what each rank has of a number per row; backward adds up too.
+# All-reduces a number per row over the ranks that hold the rest of the row; backward all-reduces too.
 SumHeads = Callable[[Tensor], Tensor]
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide every row by its root mean square, then weigh its entries."""
-    return rms_norm_spread(x_TD, weight_D, eps, x_TD.shape[-1], _all_here)
+def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Divide every row by its root mean square, then multiply by the weight."""
+    return rms_norm_spread(x_XD, weight_D, eps, x_XD.shape[-1], _identity)
 
 
-def rms_norm_spread(x_Td: Tensor, weight_d: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
-    """The same when this rank holds only a part of each row; ``sum_heads`` adds what the other parts have."""
-    out_Td: Tensor = _RMSNorm.apply(x_Td, weight_d, eps, full_dim, sum_heads)
-    return out_Td
+def rms_norm_spread(x_XY: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
+    """The same when this rank holds a shard of each row; ``sum_heads`` all-reduces over the shards."""
+    out_XY: Tensor = _RMSNorm.apply(x_XY, weight_Y, eps, full_dim, sum_heads)
+    return out_XY
 
 
 def rms_norm_reference(
-    x_Td: Tensor, weight_d: Tensor, eps: float, full_dim: int, sum_heads: SumHeads = lambda x: x
+    x_XY: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads = lambda x: x
 ) -> Tensor:
-    """The twin of both: as papers write it, with gradients by autograd."""
-    wide_Td = upcast(x_Td)
-    mean_T1 = sum_heads(wide_Td.square().sum(-1, keepdim=True)) / full_dim
-    return weight_d.to(x_Td.dtype) * (wide_Td * torch.rsqrt(mean_T1 + eps)).to(x_Td.dtype)
+    """The reference of both: as papers write it, with gradients by autograd."""
+    wide_XY = upcast(x_XY)
+    mean_X1 = sum_heads(wide_XY.square().sum(-1, keepdim=True)) / full_dim
+    return weight_Y.to(x_XY.dtype) * (wide_XY * torch.rsqrt(mean_X1 + eps)).to(x_XY.dtype)
 
 
-def _all_here(x_T1: Tensor) -> Tensor:
-    return x_T1
+def _identity(x_X1: Tensor) -> Tensor:
+    return x_X1
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_Td: Tensor, weight_d: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
-        wide_Td = upcast(x_Td)
-        r_T1 = (sum_heads(_squares(x_Td, wide_Td)) / full_dim).add_(eps).rsqrt_()
-        ctx.save_for_backward(x_Td, weight_d, r_T1)
+    def forward(ctx: Any, x_XY: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
+        wide_XY = upcast(x_XY)
+        rstd_X1 = (sum_heads(_squares(x_XY, wide_XY)) / full_dim).add_(eps).rsqrt_()
+        ctx.save_for_backward(x_XY, weight_Y, rstd_X1)
         ctx.full_dim, ctx.sum_heads = full_dim, sum_heads
-        return _times(wide_Td, r_T1, wide_Td is not x_Td).to(x_Td.dtype).mul_(weight_d.to(x_Td.dtype))
+        return _times(wide_XY, rstd_X1, wide_XY is not x_XY).to(x_XY.dtype).mul_(weight_Y.to(x_XY.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_Td: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x_Td, weight_d, r_T1 = ctx.saved_tensors
-        wide_Td, wide_grad_Td, wide_weight_d = upcast(x_Td), upcast(grad_Td), upcast(weight_d.to(x_Td.dtype))
-        p_Td = wide_grad_Td * wide_Td
-        dx_Td = dweight_d = None
+    def backward(ctx: Any, grad_XY: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x_XY, weight_Y, rstd_X1 = ctx.saved_tensors
+        wide_XY, wide_grad_XY, wide_weight_Y = upcast(x_XY), upcast(grad_XY), upcast(weight_Y.to(x_XY.dtype))
+        p_XY = wide_grad_XY * wide_XY
+        dx_XY = dweight_Y = None
         if ctx.needs_input_grad[1]:
-            dweight_d = torch.mv(p_Td.flatten(0, -2).t(), r_T1.flatten()).to(weight_d.dtype)
+            dweight_Y = torch.mv(p_XY.flatten(0, -2).t(), rstd_X1.flatten()).to(weight_Y.dtype)
         if ctx.needs_input_grad[0]:
-            share_T1 = ctx.sum_heads((p_Td @ wide_weight_d).unsqueeze(-1)) * r_T1.pow(3).div_(-ctx.full_dim)
-            dx_Td = _times(wide_grad_Td, wide_weight_d, wide_grad_Td is not grad_Td)
-            dx_Td = dx_Td.mul_(r_T1).addcmul_(wide_Td, share_T1).to(x_Td.dtype)
-        return dx_Td, dweight_d, None, None, None
+            scale_X1 = ctx.sum_heads((p_XY @ wide_weight_Y).unsqueeze(-1)) * rstd_X1.pow(3).div_(-ctx.full_dim)
+            dx_XY = _times(wide_grad_XY, wide_weight_Y, wide_grad_XY is not grad_XY)
+            dx_XY = dx_XY.mul_(rstd_X1).addcmul_(wide_XY, scale_X1).to(x_XY.dtype)
+        return dx_XY, dweight_Y, None, None, None
 
 
 def _squares(x: Tensor, wide: Tensor) -> Tensor:
-    """The sum of every row's. A norm needs one pass and loses half a digit, which narrow inputs do not have."""
+    """Sum of squares per row. vector_norm needs one pass and loses half a digit, which 16-bit inputs do not have."""
     if wide is x:
         return wide.square().sum(-1, keepdim=True)
     return torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
 
 
-def _times(x: Tensor, factor: Tensor, own: bool) -> Tensor:
-    """In place where ``x`` is nobody else's."""
-    return x.mul_(factor) if own else x * factor
+def _times(x: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+    return x.mul_(factor) if in_place else x * factor

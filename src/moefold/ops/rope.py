@@ -1,10 +1,12 @@
-"""Rotary positions: pairs of a head's entries turn by an angle that grows with the token's position.
+"""RoPE: pairs of a head's entries are rotated by an angle that grows with the token's position.
 
-T tokens, H heads, d rotated entries per head, r = d/2 pairs.
+Pairs of high frequency distinguish near positions, pairs of low frequency far ones. YaRN extends a trained model to
+longer contexts: pairs that make many rotations within the original context keep their frequency, pairs that do not
+complete one are slowed by the factor, and a ramp joins the two. Because longer contexts flatten the softmax, it also
+scales the logits up a little.
 
-Fast pairs tell near positions apart, slow pairs far ones. YaRN stretches a trained model to longer contexts: pairs that
-turn often within the original context keep their speed, pairs that never complete a turn are slowed by the factor, and
-a ramp joins the two. Because longer contexts flatten the softmax, it also sharpens the logits a little.
+``rotate_qk`` and ``keys_and_values`` are the references of the kernels in ``ops/kernels/rope_triton.py`` and
+``rope_latent_triton.py``.
 """
 
 from __future__ import annotations
@@ -18,40 +20,40 @@ from torch import Tensor
 from moefold.config.attention import RopeConfig, YarnConfig
 
 
-def rotary_tables(rope: RopeConfig, dim: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every pair's angle, [T, r]. Angles are formed in float64: far positions lose digits in float32."""
-    speed_r = pair_speeds(rope.theta, dim, rope.yarn, positions_T.device)
-    angle_Tr = positions_T.double()[:, None] * speed_r
-    sharpen = table_scale(rope.yarn)
-    return (angle_Tr.cos() * sharpen).to(dtype), (angle_Tr.sin() * sharpen).to(dtype)
+def rotary_tables(rope: RopeConfig, dim: int, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every pair's angle, [S, r]. Angles are float64: far positions would lose digits in float32."""
+    freq_r = inv_freq(rope.theta, dim, rope.yarn, positions_S.device)
+    angle_Sr = positions_S.double()[:, None] * freq_r
+    scale = table_scale(rope.yarn)
+    return (angle_Sr.cos() * scale).to(dtype), (angle_Sr.sin() * scale).to(dtype)
 
 
-def pair_speeds(theta: float, dim: int, yarn: YarnConfig | None, device: torch.device) -> Tensor:
+def inv_freq(theta: float, dim: int, yarn: YarnConfig | None, device: torch.device) -> Tensor:
     """Radians per position of each pair, from 1 for the first down to nearly 1/theta."""
     pair_r = torch.arange(dim // 2, dtype=torch.float64, device=device)
-    speed_r = theta ** (-2.0 * pair_r / dim)
+    freq_r = theta ** (-2.0 * pair_r / dim)
     if yarn is None:
-        return speed_r
+        return freq_r
     low, high = _ramp_range(theta, dim, yarn)
-    slowed_r = ((pair_r - low) / (high - low)).clamp(0, 1)
-    return speed_r * (1 - slowed_r) + speed_r / yarn.factor * slowed_r
+    ramp_r = ((pair_r - low) / (high - low)).clamp(0, 1)
+    return freq_r * (1 - ramp_r) + freq_r / yarn.factor * ramp_r
 
 
 def _ramp_range(theta: float, dim: int, yarn: YarnConfig) -> tuple[float, float]:
-    """The pairs between which slowing sets in: those that turn beta_fast and beta_slow times in the first context."""
+    """The pairs where the ramp starts and ends: beta_fast and beta_slow rotations within the original context."""
 
-    def pair_that_turns(times: float) -> float:
-        return dim * math.log(yarn.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
+    def pair_with_rotations(rotations: float) -> float:
+        return dim * math.log(yarn.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    low, high = pair_with_rotations(yarn.beta_fast), pair_with_rotations(yarn.beta_slow)
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    return low, high if high != low else high + 0.001  # a ramp of no width would divide by zero
+    return low, high if high != low else high + 0.001  # avoid a division by zero
 
 
 def table_scale(yarn: YarnConfig | None) -> float:
-    """What cos and sin are multiplied by, so that every rotated logit grows by its square."""
+    """The factor on cos and sin; every rotated logit grows by its square."""
     if yarn is None:
         return 1.0
     if yarn.mscale and yarn.mscale_all_dim:
@@ -60,7 +62,7 @@ def table_scale(yarn: YarnConfig | None) -> float:
 
 
 def latent_softmax_scale(yarn: YarnConfig | None) -> float:
-    """Extra factor on the softmax scale of latent attention, whose unrotated entries the tables do not reach."""
+    """Extra factor on the softmax scale of latent attention, whose unrotated entries the tables do not scale."""
     if yarn is None or not yarn.mscale_all_dim:
         return 1.0
     return _temperature(yarn.factor, yarn.mscale_all_dim) ** 2
@@ -70,49 +72,73 @@ def _temperature(factor: float, strength: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
-def rotate(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
-    """Turn the pairs (i, i + r), or (2i, 2i + 1) when ``interleaved``; computed in the tables' format.
+def rotate(x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the pairs (i, i + r), or (2i, 2i + 1) when ``interleaved``; computed in the tables' dtype.
 
-    Nothing of ``x`` is kept: the gradient turns back by the same angles.
+    ``x_SHC`` is not saved: backward rotates the gradient by the negative angles.
     """
-    turned_THd: Tensor = _Rotate.apply(x_THd, cos_Tr, sin_Tr, interleaved)
-    return turned_THd
+    out_SHC: Tensor = _Rotate.apply(x_SHC, cos_Sr, sin_Sr, interleaved)
+    return out_SHC
 
 
-def rotate_reference(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
-    """The same as it is written in papers, with the gradient by autograd: the twin of ``rotate``."""
-    cos_T1r, sin_T1r = cos_Tr[:, None], sin_Tr[:, None]
-    a, b = _pairs(x_THd, interleaved)
-    turned = (a * cos_T1r - b * sin_T1r, b * cos_T1r + a * sin_T1r)
-    out = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return out.to(x_THd.dtype)
+def rotate_reference(x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
+    """The reference of ``rotate``: as papers write it, with gradients by autograd."""
+    cos_S1r, sin_S1r = cos_Sr[:, None], sin_Sr[:, None]
+    a, b = _pairs(x_SHC, interleaved)
+    rotated = (a * cos_S1r - b * sin_S1r, b * cos_S1r + a * sin_S1r)
+    out = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return out.to(x_SHC.dtype)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos_Tr, sin_Tr)
+    def forward(ctx: Any, x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos_Sr, sin_Sr)
         ctx.interleaved = interleaved
-        return _turn(x_THd, cos_Tr, sin_Tr, interleaved, 1.0)
+        return _apply_rotation(x_SHC, cos_Sr, sin_Sr, interleaved, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor, None, None, None]:
-        cos_Tr, sin_Tr = ctx.saved_tensors
-        return _turn(grad_THd, cos_Tr, sin_Tr, ctx.interleaved, -1.0), None, None, None
+    def backward(ctx: Any, grad_SHC: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_Sr, sin_Sr = ctx.saved_tensors
+        return _apply_rotation(grad_SHC, cos_Sr, sin_Sr, ctx.interleaved, -1.0), None, None, None
 
 
-def _turn(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, interleaved: bool, sign: float) -> Tensor:
-    cos_T1r, sin_T1r = cos_Tr[:, None], sin_Tr[:, None]
-    out_THd = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
-    (a, b), (out_a, out_b) = _pairs(x_THd.to(cos_Tr.dtype), interleaved), _pairs(out_THd, interleaved)
-    out_a.copy_((a * cos_T1r).addcmul_(b, sin_T1r, value=-sign))
-    out_b.copy_((b * cos_T1r).addcmul_(a, sin_T1r, value=sign))
-    return out_THd
+def _apply_rotation(x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool, sign: float) -> Tensor:
+    cos_S1r, sin_S1r = cos_Sr[:, None], sin_Sr[:, None]
+    out_SHC = torch.empty(x_SHC.shape, dtype=x_SHC.dtype, device=x_SHC.device)
+    (a, b), (out_a, out_b) = _pairs(x_SHC.to(cos_Sr.dtype), interleaved), _pairs(out_SHC, interleaved)
+    out_a.copy_((a * cos_S1r).addcmul_(b, sin_S1r, value=-sign))
+    out_b.copy_((b * cos_S1r).addcmul_(a, sin_S1r, value=sign))
+    return out_SHC
 
 
-def _pairs(x_THd: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second of every pair."""
+def _pairs(x_SHC: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second entries of the pairs."""
     if interleaved:
-        return x_THd[..., 0::2], x_THd[..., 1::2]
-    first, second = x_THd.chunk(2, dim=-1)
+        return x_SHC[..., 0::2], x_SHC[..., 1::2]
+    first, second = x_SHC.chunk(2, dim=-1)
     return first, second
+
+
+def rotate_qk(
+    q_SHC: Tensor, k_SJC: Tensor | None, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate the last 2r entries of every head by the token's angle. ``in_place`` is a permission, not used here."""
+
+    def rotate_last(x_SHC: Tensor) -> Tensor:
+        if x_SHC.shape[-1] == 2 * cos_Sr.shape[-1]:
+            return rotate(x_SHC, cos_Sr, sin_Sr, interleaved)
+        nope, rope = x_SHC.split((x_SHC.shape[-1] - 2 * cos_Sr.shape[-1], 2 * cos_Sr.shape[-1]), dim=-1)
+        return torch.cat((nope, rotate(rope, cos_Sr, sin_Sr, interleaved)), dim=-1)
+
+    return rotate_last(q_SHC), None if k_SJC is None else rotate_last(k_SJC)
+
+
+def keys_and_values(
+    kv_SHX: Tensor, k_rope_SX: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, nope: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys [S, H, C] and values [S, H, U] from the up projection (per head ``nope`` key entries, then the value) and
+    the 2r rotary key entries that all heads share; C = nope + 2r."""
+    k_nope_SHX, v_SHU = kv_SHX.split((nope, kv_SHX.shape[-1] - nope), dim=-1)
+    k_rope_SHX = rotate(k_rope_SX[:, None], cos_Sr, sin_Sr, interleaved).expand(-1, kv_SHX.shape[1], -1)
+    return torch.cat((k_nope_SHX, k_rope_SHX), dim=-1), v_SHU

@@ -1,14 +1,10 @@
-"""Counting and ranking inside groups of equal keys, with shapes that never depend on the data.
+"""Counts, ranks and sums within segments of equal keys, with shapes that never depend on the data.
 
-N items, each with a key in [0, num_segments). The number of items is known, the number per key is not: so nothing here
-returns a list per key, only one number per item or per key, and nothing has to be read back to the host.
+Items have keys in [0, num_segments). The number of items is known on the host, the number per key is not: functions
+return one number per item or per key, and nothing is read back to the host.
 
-Sums of chosen rows, in one pass.
-
-P rows, S sums, C chosen rows in the order of their sums, L width.
-
-torch's ``embedding_bag`` reads each chosen row once, times its weight, and adds up in float32 at least.
-It is an operation of ours here, so that whoever watches memory sees its answer and not what torch notes down beside it.
+``segment_sum`` is torch's ``embedding_bag``, which reads each selected row once, times its weight, and accumulates in
+float32 at least. It is a custom operator, so that memory tracing sees its output and not embedding_bag's side outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ def count_keys(key_N: Tensor, num_segments: int, item_N: Tensor | None = None) -
 def rank_within_key(key_N: Tensor, num_segments: int, priority_N: Tensor | None = None) -> Tensor:
     """How many items with the same key come before each item: higher priority first, then earlier position.
 
-    Items sorted by key stand in runs; an item's place in its run is its place in all minus where the run begins.
+    After a sort by key, an item's rank is its position minus the start of its key's run.
     """
     order_N = stable_order(key_N, num_segments)
     if priority_N is not None:
@@ -40,12 +36,12 @@ def rank_within_key(key_N: Tensor, num_segments: int, priority_N: Tensor | None 
 
 
 def stable_order(key_N: Tensor, num_segments: int) -> Tensor:
-    """The order that sorts by key and leaves equal keys as they were. 16-bit keys sort several times faster."""
+    """The stable argsort by key. 16-bit keys sort several times faster."""
     return key_N.to(torch.int16 if num_segments < 2**15 else torch.int64).argsort(stable=True)
 
 
 def rank_within_key_reference(key_N: Tensor, priority_N: Tensor | None = None) -> Tensor:
-    """The twin of ``rank_within_key``: compare every pair."""
+    """The reference of ``rank_within_key``: compare every pair."""
     key = key_N.tolist()
     priority = [0.0] * len(key) if priority_N is None else priority_N.tolist()
     before = [
@@ -61,23 +57,23 @@ def rank_within_key_reference(key_N: Tensor, priority_N: Tensor | None = None) -
 @torch.library.custom_op(
     "moefold::add_up", mutates_args=(), schema="(Tensor rows, Tensor row, Tensor first, Tensor? weight) -> Tensor"
 )
-def segment_sum(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
+def segment_sum(rows_PL: Tensor, row_N: Tensor, first_X: Tensor, weight_N: Tensor | None) -> Tensor:
     """[S, L]: sum i is of the rows ``row[first[i]:first[i + 1]]``, times their weights if there are any."""
-    weight_C = None if weight_C is None else weight_C.to(rows_PL.dtype)
-    return F.embedding_bag(row_C, rows_PL, first_S, mode="sum", per_sample_weights=weight_C)
+    weight_N = None if weight_N is None else weight_N.to(rows_PL.dtype)
+    return F.embedding_bag(row_N, rows_PL, first_X, mode="sum", per_sample_weights=weight_N)
 
 
 @segment_sum.register_fake
-def _shape(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
-    return rows_PL.new_empty(first_S.shape[0], rows_PL.shape[1])
+def _shape(rows_PL: Tensor, row_N: Tensor, first_X: Tensor, weight_N: Tensor | None) -> Tensor:
+    return rows_PL.new_empty(first_X.shape[0], rows_PL.shape[1])
 
 
-def segment_sum_reference(rows_PL: Tensor, row_C: Tensor, first_S: Tensor, weight_C: Tensor | None) -> Tensor:
-    """The twin."""
-    weight_C = torch.ones_like(row_C, dtype=rows_PL.dtype) if weight_C is None else weight_C.to(rows_PL.dtype)
-    ends = [*first_S.tolist()[1:], row_C.shape[0]]
+def segment_sum_reference(rows_PL: Tensor, row_N: Tensor, first_X: Tensor, weight_N: Tensor | None) -> Tensor:
+    """The reference: a loop over sums, in float64."""
+    weight_N = torch.ones_like(row_N, dtype=rows_PL.dtype) if weight_N is None else weight_N.to(rows_PL.dtype)
+    ends = [*first_X.tolist()[1:], row_N.shape[0]]
     sums = [
-        (rows_PL[row_C[start:stop]].double() * weight_C[start:stop, None].double()).sum(0)
-        for start, stop in zip(first_S.tolist(), ends, strict=True)
+        (rows_PL[row_N[start:stop]].double() * weight_N[start:stop, None].double()).sum(0)
+        for start, stop in zip(first_X.tolist(), ends, strict=True)
     ]
     return torch.stack(sums).to(rows_PL.dtype) if sums else rows_PL.new_zeros(0, rows_PL.shape[1])

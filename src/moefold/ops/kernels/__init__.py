@@ -1,1 +1,1 @@
-"""Kernels for GPUs, written in Triton. Each has a twin in plain torch, and is imported only by who asks for it."""
+"""GPU kernels in Triton. Each has a reference in plain torch, and is imported only when a run selects it."""

@@ -1,10 +1,8 @@
-"""One kernel at one size: what the compiler must be told to build it without a GPU, and what it may use.
+"""Ahead-of-time specs: what the compiler needs to build a kernel without a GPU, and the resources it may use.
 
-A Triton kernel is a family. Its block sizes and the format behind each pointer are fixed when it is compiled, and
-registers, shared memory and spills belong to one such choice. A kernel file lists the choices of real models as
-``BUILDS``; the build compiles them all, and a test holds each to the limits written here.
-
-What kernels take: they compute in float32, so nothing wider.
+A Triton kernel is compiled once per set of block sizes and pointer dtypes, and registers, shared memory and spills
+belong to one such specialization. A kernel file lists those of real models as ``BUILDS``; ``aot_build.py`` compiles
+them all, and a test compares each with the limits given here.
 """
 
 from __future__ import annotations
@@ -18,18 +16,18 @@ from torch import Tensor
 
 from moefold.errors import BackendError
 
-# Registers a thread can have on every card since Volta. More are spilled to memory.
+# Registers per thread on every GPU since Volta. More are spilled to memory.
 MAX_REGISTERS = 255
-# What the widest load of one thread wants its address to be a multiple of, in bytes.
+# Alignment of a thread's widest load, in bytes.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a kernel moves per token, and the least that any kernel for this job could.
+    """Bytes that a kernel moves per token, and the minimum for its job.
 
-    ``minimum`` counts every input that is needed once and every output once. ``formula`` is for ``moved``, in the
-    letters of the kernel's file. What a second read of the same bytes finds in a cache is not counted again.
+    ``minimum`` counts every needed input once and every output once. ``formula`` is for ``moved``, in the letters of
+    the shape legend. A second read that hits a cache is not counted.
     """
 
     formula: str
@@ -51,7 +49,7 @@ class Build:
     traffic: Traffic | None = None
     num_warps: int = 4
     num_stages: int = 3
-    # Limits. A kernel that spills says how many bytes, and why that is the better choice.
+    # Limits. A kernel that spills gives the bytes and the reason.
     registers: int = MAX_REGISTERS
     spill_bytes: int = 0
     spill_reason: str = ""
@@ -63,13 +61,13 @@ class Build:
         assert named == wanted, f"{self.name}: missing {sorted(wanted - named)}, unknown {sorted(named - wanted)}"
 
     def types(self) -> dict[str, str]:
-        """Every argument's type in the kernel's own order."""
+        """Every argument's type, in the kernel's order of arguments."""
         constant = dict.fromkeys(self.constexprs, "constexpr")
         typed = {name: kind.partition(":")[0] for name, kind in self.signature.items()}
         return {name: (typed | constant)[name] for name in self.kernel.arg_names}
 
     def attributes(self) -> dict[tuple[int], list[list[Any]]]:
-        """Which arguments are multiples of 16: all pointers, and the numbers that say so."""
+        """Which arguments are multiples of 16: all pointers, and numbers marked ``:16``."""
         aligned = {name for name, kind in self.signature.items() if kind.startswith("*") or kind.endswith(":16")}
         return {
             (place,): [["tt.divisibility", ALIGNMENT]]
@@ -79,6 +77,6 @@ class Build:
 
 
 def refuse_wide(job: str, *tensors: Tensor | None) -> None:
-    """An error for float64, which a kernel would round without a word."""
+    """Raise for float64, which a kernel would round silently."""
     if any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors):
         raise BackendError(f"precision.kernels: the {job} kernel computes in float32; for float64 use torch")

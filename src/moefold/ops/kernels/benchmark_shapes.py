@@ -1,4 +1,4 @@
-"""The layers of published models that kernels are built for: coarse and fine experts, narrow and wide."""
+"""The published models whose layers kernels are compiled for: few large experts and many small ones."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ MODELS: dict[str, ModelConfig] = {name: recipe(known).model for name, known in _
 
 
 def mixture(model: ModelConfig) -> MoEConfig:
-    assert model.moe is not None, "kernels are built for mixtures"
+    assert model.moe is not None, "kernels are compiled for MoE models"
     return model.moe

@@ -1,18 +1,16 @@
-"""Cross entropy over a chunk of the vocabulary at a time: the logits are read once, and the gradient replaces them.
+"""Chunked cross entropy: a chunk's logits are read once, and overwritten by their gradient in backward.
 
-T tokens, D width, v this rank's vocabulary rows, c rows of one chunk.
+The loss needs two numbers per token, log-sum-exp(logits) and the target's logit. Torch computes them from a float32
+copy of the logits, in passes for the maximum, the exponentials, their sum and the gather. Here one pass over the logits
+in their own dtype computes both, with an online softmax: a running maximum, and a running sum that is rescaled when the
+maximum grows. A chunk's result is merged into that of earlier chunks.
 
-The loss needs two numbers per token, log-sum-exp(logits) and the target's logit. Torch gets them from a float32 copy of
-the logits, and passes over it for the maximum, the exponentials, their sum and the gather. Here one walk over the
-logits in their own format finds both: a running maximum, and a running sum that is scaled down when the maximum grows.
-A chunk's result is merged into what earlier chunks found, so a program never knows how many chunks there are.
-
-Backward computes a chunk's logits again and puts the gradient in their place,
+Backward recomputes a chunk's logits and overwrites them with the gradient,
 
     dlogit = exp(logit - lse) * d(lse) + [this is the target] * d(target logit)
 
-so the two products that follow read it there, and no second tensor of this size exists. Rows of ignored labels have no
-gradient in either number: their logits are not even loaded.
+which the two GEMMs that follow read, so that no second tensor of this size exists. Rows of ignored labels have zero
+gradients; their logits are not loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from torch import Tensor
 
 from moefold.ops.kernels.aot_specs import Build, Traffic
 
-# Vocabulary rows whose logits exist at a time.
+# Vocabulary rows per chunk.
 CHUNK = 8192
-# Logits of one row that a program has in registers at a time, and its warps.
+# Logits of one row that a program holds in registers at a time, and its warps.
 STATS_BLOCK, STATS_WARPS = 4096, 8
 GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
 
@@ -38,7 +36,7 @@ GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
 
 @triton.jit
 def stats_kernel(logits, target, lse, target_logit, begin, num_columns, stride, BLOCK: tl.constexpr):
-    """One row of one chunk, merged into this row's numbers. ``begin`` is the chunk's first vocabulary row."""
+    """One row of one chunk, merged into the row's statistics. ``begin`` is the chunk's first vocabulary row."""
     row = tl.program_id(0).to(tl.int64)
     highest = float("-inf")
     total = 0.0
@@ -59,52 +57,52 @@ def stats_kernel(logits, target, lse, target_logit, begin, num_columns, stride, 
 
 @triton.jit
 def gradient_kernel(logits, target, lse, dlse, dtarget_logit, begin, num_columns, stride, BLOCK: tl.constexpr):
-    """One block of one row: the logits become their gradient."""
+    """One block of one row: overwrite the logits by their gradient."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = col < num_columns
+    mask = col < num_columns
     grad_lse = tl.load(dlse + row)
     grad_target = tl.load(dtarget_logit + row)
     place = logits + row * stride + col
-    x = tl.load(place, mask=here & (grad_lse != 0.0), other=float("-inf")).to(tl.float32)
+    x = tl.load(place, mask=mask & (grad_lse != 0.0), other=float("-inf")).to(tl.float32)
     grad = tl.exp(x - tl.load(lse + row)) * grad_lse
     grad += tl.where(col == tl.load(target + row) - begin, grad_target, 0.0)
-    tl.store(place, grad.to(logits.dtype.element_ty), mask=here)
+    tl.store(place, grad.to(logits.dtype.element_ty), mask=mask)
 
 
-# ---- how they are called ----
+# ---- launches ----
 
 
-def add_stats(logits_Tc: Tensor, target_T: Tensor, begin: int, lse_T: Tensor, target_logit_T: Tensor) -> None:
-    """Merge a chunk whose first logit belongs to vocabulary row ``begin`` into the numbers of the chunks before it."""
-    num_tokens, num_columns = logits_Tc.shape
+def add_stats(logits_Sc: Tensor, target_S: Tensor, begin: int, lse_S: Tensor, target_logit_S: Tensor) -> None:
+    """Merge a chunk whose first logit belongs to vocabulary row ``begin`` into the statistics of earlier chunks."""
+    num_tokens, num_columns = logits_Sc.shape
     stats_kernel[(num_tokens,)](
-        logits_Tc,
-        target_T,
-        lse_T,
-        target_logit_T,
+        logits_Sc,
+        target_S,
+        lse_S,
+        target_logit_S,
         begin,
         num_columns,
-        logits_Tc.stride(0),
+        logits_Sc.stride(0),
         BLOCK=STATS_BLOCK,
         num_warps=STATS_WARPS,
     )
 
 
-def turn_into_gradient(
-    logits_Tc: Tensor, target_T: Tensor, begin: int, lse_T: Tensor, dlse_T: Tensor, dtarget_logit_T: Tensor
+def logits_to_gradient(
+    logits_Sc: Tensor, target_S: Tensor, begin: int, lse_S: Tensor, dlse_S: Tensor, dtarget_logit_S: Tensor
 ) -> None:
     """Overwrite a chunk's logits by their gradient."""
-    num_tokens, num_columns = logits_Tc.shape
+    num_tokens, num_columns = logits_Sc.shape
     gradient_kernel[(num_tokens, triton.cdiv(num_columns, GRADIENT_BLOCK))](
-        logits_Tc,
-        target_T,
-        lse_T,
-        dlse_T,
-        dtarget_logit_T,
+        logits_Sc,
+        target_S,
+        lse_S,
+        dlse_S,
+        dtarget_logit_S,
         begin,
         num_columns,
-        logits_Tc.stride(0),
+        logits_Sc.stride(0),
         BLOCK=GRADIENT_BLOCK,
         num_warps=GRADIENT_WARPS,
     )
@@ -112,58 +110,58 @@ def turn_into_gradient(
 
 class _VocabStats(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_vD: Tensor, target_T: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-        lse_T = x_TD.new_full(x_TD.shape[:1], -torch.inf, dtype=torch.float32)
-        target_logit_T = torch.zeros_like(lse_T)
+    def forward(ctx: Any, x_SD: Tensor, weight_vD: Tensor, target_S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        lse_S = x_SD.new_full(x_SD.shape[:1], -torch.inf, dtype=torch.float32)
+        target_logit_S = torch.zeros_like(lse_S)
         for begin in range(0, weight_vD.shape[0], chunk):
-            weight_cD = weight_vD[begin : begin + chunk].to(x_TD.dtype)
-            add_stats(x_TD @ weight_cD.T, target_T, begin, lse_T, target_logit_T)
-        ctx.save_for_backward(x_TD, weight_vD, target_T, lse_T)
+            weight_cD = weight_vD[begin : begin + chunk].to(x_SD.dtype)
+            add_stats(x_SD @ weight_cD.T, target_S, begin, lse_S, target_logit_S)
+        ctx.save_for_backward(x_SD, weight_vD, target_S, lse_S)
         ctx.chunk = chunk
-        return lse_T, target_logit_T
+        return lse_S, target_logit_S
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_TD, weight_vD, target_T, lse_T = ctx.saved_tensors
-        dlse_T, dtarget_logit_T = (grad.contiguous() for grad in grads)
+        x_SD, weight_vD, target_S, lse_S = ctx.saved_tensors
+        dlse_S, dtarget_logit_S = (grad.contiguous() for grad in grads)
         need_x, need_weight = ctx.needs_input_grad[:2]
-        dx_TD = torch.zeros_like(x_TD, dtype=torch.float32) if need_x else None
+        dx_SD = torch.zeros_like(x_SD, dtype=torch.float32) if need_x else None
         dweight_vD = torch.empty_like(weight_vD) if need_weight else None
         for begin in range(0, weight_vD.shape[0], ctx.chunk):
-            weight_cD = weight_vD[begin : begin + ctx.chunk].to(x_TD.dtype)
-            dlogits_Tc = x_TD @ weight_cD.T
-            turn_into_gradient(dlogits_Tc, target_T, begin, lse_T, dlse_T, dtarget_logit_T)
-            if dx_TD is not None:
-                dx_TD += dlogits_Tc @ weight_cD
+            weight_cD = weight_vD[begin : begin + ctx.chunk].to(x_SD.dtype)
+            dlogits_Sc = x_SD @ weight_cD.T
+            logits_to_gradient(dlogits_Sc, target_S, begin, lse_S, dlse_S, dtarget_logit_S)
+            if dx_SD is not None:
+                dx_SD += dlogits_Sc @ weight_cD
             if dweight_vD is not None:
-                dweight_vD[begin : begin + ctx.chunk] = dlogits_Tc.T @ x_TD
-        return (None if dx_TD is None else dx_TD.to(x_TD.dtype)), dweight_vD, None, None
+                dweight_vD[begin : begin + ctx.chunk] = dlogits_Sc.T @ x_SD
+        return (None if dx_SD is None else dx_SD.to(x_SD.dtype)), dweight_vD, None, None
 
 
-def vocab_stats(x_TD: Tensor, weight_vD: Tensor, target_T: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def vocab_stats(x_SD: Tensor, weight_vD: Tensor, target_S: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     """log-sum-exp over these rows, and the target's logit (0 where the target is not one of these rows).
 
-    The twin is ``moefold.ops.cross_entropy.vocab_stats``, which also knows float64.
+    The reference is ``moefold.ops.cross_entropy.vocab_stats``, which also takes float64.
     """
-    if x_TD.dtype == torch.float64:
+    if x_SD.dtype == torch.float64:
         raise ValueError("the kernel sums in float32; moefold.ops.cross_entropy.vocab_stats takes float64")
-    lse_T, target_logit_T = _VocabStats.apply(x_TD, weight_vD, target_T.contiguous(), chunk)
-    return lse_T, target_logit_T
+    lse_S, target_logit_S = _VocabStats.apply(x_SD, weight_vD, target_S.contiguous(), chunk)
+    return lse_S, target_logit_S
 
 
-# ---- what it is built for, and what it moves ----
+# ---- builds and traffic ----
 
 
 def stats_traffic(vocabulary: int, chunk: int, entry: int = 2) -> Traffic:
-    """Per token. Each of the C chunks reads the target and updates the sum; the target's logit is written once."""
+    """Per token. Each of the v/c chunks reads the target and updates the sum; the target's logit is written once."""
     chunks = -(-vocabulary // chunk)
-    return Traffic("2v + 16C + 4", vocabulary * entry + 16 * chunks + 4, vocabulary * entry + 8 + 8)
+    return Traffic("2v + 16v/c + 4", vocabulary * entry + 16 * chunks + 4, vocabulary * entry + 8 + 8)
 
 
 def gradient_traffic(vocabulary: int, chunk: int, entry: int = 2) -> Traffic:
     """Each chunk reads the target and three numbers of the token."""
     chunks = -(-vocabulary // chunk)
-    return Traffic("4v + 20C", 2 * vocabulary * entry + 20 * chunks, 2 * vocabulary * entry + 20)
+    return Traffic("4v + 20v/c", 2 * vocabulary * entry + 20 * chunks, 2 * vocabulary * entry + 20)
 
 
 _NUMBERS = {"target": "*i64", "lse": "*fp32", "begin": "i32", "num_columns": "i32:16", "stride": "i32:16"}

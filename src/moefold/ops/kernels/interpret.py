@@ -1,11 +1,11 @@
-"""Run kernels on CPU tensors, in this process, one program after the other.
+"""Run kernels on CPU tensors with Triton's interpreter, one program after the other.
 
-Triton has an interpreter, but decides at decoration, by an environment variable, whether a kernel is interpreted or
-compiled. Tests want both of the same kernel. Inside ``with interpreting():`` every launch ``kernel[grid](...)`` is
-interpreted, and so is every function that a kernel calls; outside, nothing has changed.
+Triton decides at decoration, by an environment variable, whether a kernel is interpreted or compiled. Tests need both
+of the same kernel. Inside ``with interpreting():`` every launch ``kernel[grid](...)`` is interpreted, and so is every
+function that a kernel calls; outside, nothing changes.
 
-The interpreter computes with numpy and knows no bfloat16 product: a kernel that calls ``tl.dot`` on bfloat16 gets
-numbers without meaning. It raises nothing, so a kernel must widen its operands for the interpreter.
+The interpreter computes with numpy and has no bfloat16 matmul: ``tl.dot`` on bfloat16 silently gives wrong numbers, so
+a kernel must upcast its operands for the interpreter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _plain_splat = interpreter.InterpreterBuilder.create_splat
 
 @contextmanager
 def interpreting() -> Iterator[None]:
-    """Not for threads: while it lasts, nothing in this process can be compiled."""
+    """Not thread-safe: inside, no kernel of this process can be compiled."""
     with (
         patch.object(JITFunction, "run", _launch),
         patch.object(JITFunction, "__call__", _call),
@@ -34,15 +34,15 @@ def interpreting() -> Iterator[None]:
         triton.knobs.runtime.scope(),
     ):
         triton.knobs.runtime.interpret = True
-        scope = interpreter._patch_lang(_sees_the_language)
+        scope = interpreter._patch_lang(_language_user)
         try:
             yield
         finally:
             scope.restore()
 
 
-def _sees_the_language() -> tuple[Any, Any]:
-    """The interpreter replaces the language that a function sees; this one sees all of it."""
+def _language_user() -> tuple[Any, Any]:
+    """The interpreter patches the modules that a function refers to; this one refers to all of them."""
     return tl, core
 
 
@@ -51,11 +51,11 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> 
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call from inside a kernel. Triton's own interpreter would replace the language once more, and leave it so."""
+    """A call from inside a kernel. Triton's own path would patch the language again and not restore it."""
     return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
 
 
 def _splat(builder: Any, kind: Any, value: Any) -> Any:
-    """Triton's own makes whole numbers of the answer to a comparison, and a mask may not be made of these."""
+    """Triton's own turns booleans into integers, which masks do not accept."""
     splat = _plain_splat(builder, kind, value)
     return interpreter.TensorHandle(splat.data.astype(bool), tl.int1) if kind.scalar == tl.int1 else splat

@@ -1,15 +1,13 @@
-"""The keys of latent attention, put together in one pass: every head's own entries, then the turned ones all share.
-
-T tokens, H heads, n entries of a key that are not turned, 2r turned entries (r pairs), v entries of a value, m = n + v.
+"""The keys of latent attention (MLA) in one pass: every head's own nope entries, then the rotary ones that all share.
 
 The up projection yields heads_THm, a key part and a value part per head; the turned part comes from the latent
-projection, once per token. In torch operations, turning writes it, expanding and joining writes all keys, and backward
-takes the same steps: slices padded back to full size, a sum over heads, a turn. Here:
+projection, once per token. In torch, rotation writes it, expand and cat write all keys, and backward does the reverse:
+slices padded to full size, a sum over heads, a rotation. Here:
 
-- forward reads the key parts and the one turned part, turns it in registers and writes it behind every head's own
+- forward reads the key parts and the rotary part, rotates it in registers and writes it behind every head's own
   entries; values are a view and are not touched;
-- backward reads d(key) and d(value) once and writes d(heads) as the projection wants it, both parts in place. The
-  turned entries' gradients are added over the heads first, in float32, and turned back once: a turn is linear.
+- backward reads d(key) and d(value) once and writes d(kv) in the projection's layout. The rotary entries' gradients are
+  summed over the heads first, in float32, and rotated back once, since rotation is linear.
 """
 
 from __future__ import annotations
@@ -29,37 +27,37 @@ from moefold.ops.kernels.rope_triton import HEADS, load_pairs, load_tables, stor
 def _copy(source, to, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """WIDTH entries of each of a block of heads, given their addresses."""
     entry = tl.arange(0, BLOCK)
-    here = inside[:, None] & (entry < WIDTH)[None, :]
-    tl.store(to[:, None] + entry[None, :], tl.load(source[:, None] + entry[None, :], mask=here, other=0.0), mask=here)
+    mask = inside[:, None] & (entry < WIDTH)[None, :]
+    tl.store(to[:, None] + entry[None, :], tl.load(source[:, None] + entry[None, :], mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
-def join_kernel(
-    heads, turned, k, cos, sin, turned_token,
-    H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+def forward_kernel(
+    kv, k_rope, k, cos, sin, k_rope_token,
+    H: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NOPE: tl.constexpr,
 ):  # fmt: skip
     """All keys of one token."""
     token = tl.program_id(0).to(tl.int64)
     c, s = load_tables(cos, sin, token, False, PAIRS, BLOCK)
     every = tl.arange(0, HEADS)
-    # Every head loads the shared part: the first from memory, the others from the cache beside the arithmetic.
-    first, second = load_pairs(turned + token * turned_token + every * 0, every >= 0, PAIRS, INTERLEAVED, HEADS, BLOCK)
-    turned_first = first * c[None, :] - second * s[None, :]
-    turned_second = second * c[None, :] + first * s[None, :]
+    # Every head loads the shared part: the first from memory, the others from the cache.
+    first, second = load_pairs(k_rope + token * k_rope_token + every * 0, every >= 0, PAIRS, INTERLEAVED, HEADS, BLOCK)
+    rotated_first = first * c[None, :] - second * s[None, :]
+    rotated_second = second * c[None, :] + first * s[None, :]
     for start in range(0, H, HEADS):
         head = start + every
-        source = heads + (token * H + head) * (N + V)
-        to = k + (token * H + head) * (N + 2 * PAIRS)
-        _copy(source, to, head < H, N, BLOCK_N)
-        store_pairs(to + N, head < H, turned_first, turned_second, PAIRS, INTERLEAVED, HEADS, BLOCK)
+        source = kv + (token * H + head) * (NOPE + VALUE)
+        to = k + (token * H + head) * (NOPE + 2 * PAIRS)
+        _copy(source, to, head < H, NOPE, BLOCK_NOPE)
+        store_pairs(to + NOPE, head < H, rotated_first, rotated_second, PAIRS, INTERLEAVED, HEADS, BLOCK)
 
 
 @triton.jit
-def part_kernel(
-    dk, dv, dheads, dturned, cos, sin, dk_token, dk_head, dv_token, dv_head,
-    H: tl.constexpr, N: tl.constexpr, V: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+def backward_kernel(
+    dk, dv, dkv, dk_rope, cos, sin, dk_token, dk_head, dv_token, dv_head,
+    H: tl.constexpr, NOPE: tl.constexpr, VALUE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -69,10 +67,10 @@ def part_kernel(
     for start in range(0, H, HEADS):
         head = start + every
         source = dk + token * dk_token + head * dk_head
-        to = dheads + (token * H + head) * (N + V)
-        _copy(source, to, head < H, N, BLOCK_N)
-        _copy(dv + token * dv_token + head * dv_head, to + N, head < H, V, BLOCK_V)
-        first, second = load_pairs(source + N, head < H, PAIRS, INTERLEAVED, HEADS, BLOCK)
+        to = dkv + (token * H + head) * (NOPE + VALUE)
+        _copy(source, to, head < H, NOPE, BLOCK_NOPE)
+        _copy(dv + token * dv_token + head * dv_head, to + NOPE, head < H, VALUE, BLOCK_VALUE)
+        first, second = load_pairs(source + NOPE, head < H, PAIRS, INTERLEAVED, HEADS, BLOCK)
         sum_first += first
         sum_second += second
     c, s = load_tables(cos, sin, token, True, PAIRS, BLOCK)
@@ -81,77 +79,77 @@ def part_kernel(
     one = tl.arange(0, 1)
     back_first = first * c[None, :] - second * s[None, :]
     back_second = second * c[None, :] + first * s[None, :]
-    store_pairs(dturned + token * (2 * PAIRS) + one, one == 0, back_first, back_second, PAIRS, INTERLEAVED, 1, BLOCK)
+    store_pairs(dk_rope + token * (2 * PAIRS) + one, one == 0, back_first, back_second, PAIRS, INTERLEAVED, 1, BLOCK)
 
 
 def shape_constants(num_heads: int, nope: int, value: int, pairs: int, interleaved: bool) -> dict[str, int | bool]:
     return {
         "H": num_heads,
-        "N": nope,
-        "V": value,
+        "NOPE": nope,
+        "VALUE": value,
         "PAIRS": pairs,
         "INTERLEAVED": interleaved,
         "HEADS": HEADS,
         "BLOCK": triton.next_power_of_2(pairs),
-        "BLOCK_N": triton.next_power_of_2(nope),
+        "BLOCK_NOPE": triton.next_power_of_2(nope),
     }
 
 
 class _KeysAndValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, heads_THm: Tensor, turned_Ts: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, nope: int, interleaved: bool
+        ctx: Any, kv_SHX: Tensor, k_rope_SX: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, nope: int, interleaved: bool
     ) -> tuple[Tensor, Tensor]:
-        (num_tokens, num_heads, both), pairs = heads_THm.shape, cos_Tr.shape[1]
-        ctx.save_for_backward(cos_Tr, sin_Tr)
+        (num_tokens, num_heads, both), pairs = kv_SHX.shape, cos_Sr.shape[1]
+        ctx.save_for_backward(cos_Sr, sin_Sr)
         ctx.constants = shape_constants(num_heads, nope, both - nope, pairs, interleaved)
-        k_THd = heads_THm.new_empty(num_tokens, num_heads, nope + 2 * pairs)
-        join_kernel[(num_tokens,)](
-            heads_THm, turned_Ts, k_THd, cos_Tr, sin_Tr, turned_Ts.stride(0), **ctx.constants, num_warps=4
+        k_SHC = kv_SHX.new_empty(num_tokens, num_heads, nope + 2 * pairs)
+        forward_kernel[(num_tokens,)](
+            kv_SHX, k_rope_SX, k_SHC, cos_Sr, sin_Sr, k_rope_SX.stride(0), **ctx.constants, num_warps=4
         )
-        return k_THd, heads_THm[..., nope:]
+        return k_SHC, kv_SHX[..., nope:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos_Tr, sin_Tr = ctx.saved_tensors
-        dk_THd, dv_THv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-        (num_tokens, num_heads, value), nope = dv_THv.shape, ctx.constants["N"]
-        dheads_THm = dk_THd.new_empty(num_tokens, num_heads, nope + value)
-        dturned_Ts = dk_THd.new_empty(num_tokens, 2 * cos_Tr.shape[1])
-        part_kernel[(num_tokens,)](
-            dk_THd, dv_THv, dheads_THm, dturned_Ts, cos_Tr, sin_Tr,
-            dk_THd.stride(0), dk_THd.stride(1), dv_THv.stride(0), dv_THv.stride(1),
-            **ctx.constants, BLOCK_V=triton.next_power_of_2(value), num_warps=4,
+        cos_Sr, sin_Sr = ctx.saved_tensors
+        dk_SHC, dv_SHU = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        (num_tokens, num_heads, value), nope = dv_SHU.shape, ctx.constants["NOPE"]
+        dkv_SHX = dk_SHC.new_empty(num_tokens, num_heads, nope + value)
+        dk_rope_SX = dk_SHC.new_empty(num_tokens, 2 * cos_Sr.shape[1])
+        backward_kernel[(num_tokens,)](
+            dk_SHC, dv_SHU, dkv_SHX, dk_rope_SX, cos_Sr, sin_Sr,
+            dk_SHC.stride(0), dk_SHC.stride(1), dv_SHU.stride(0), dv_SHU.stride(1),
+            **ctx.constants, BLOCK_VALUE=triton.next_power_of_2(value), num_warps=4,
         )  # fmt: skip
-        return dheads_THm, dturned_Ts, None, None, None, None
+        return dkv_SHX, dk_rope_SX, None, None, None, None
 
 
 def keys_and_values(
-    heads_THm: Tensor, turned_Ts: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, nope: int, interleaved: bool
+    kv_SHX: Tensor, k_rope_SX: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, nope: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Keys [T, H, n + 2r] and values [T, H, v], which are a view, from the up projection and the shared turned part.
+    """Keys [S, H, C] and values [S, H, U], which are a view, from the up projection and the shared rotary part.
 
-    The twin is in ``rope_torch.py``.
+    The reference is ``moefold.ops.rope.keys_and_values``.
     """
-    if cos_Tr.dtype != torch.float32:
-        raise ValueError(f"the kernel takes tables of float32, not {cos_Tr.dtype}; its twin takes any")
-    turned_Ts = turned_Ts if turned_Ts.stride(-1) == 1 else turned_Ts.contiguous()
-    heads_THm, cos_Tr, sin_Tr = heads_THm.contiguous(), cos_Tr.contiguous(), sin_Tr.contiguous()
-    return _KeysAndValues.apply(heads_THm, turned_Ts, cos_Tr, sin_Tr, nope, interleaved)
+    if cos_Sr.dtype != torch.float32:
+        raise ValueError(f"the kernel takes tables of float32, not {cos_Sr.dtype}; moefold.ops.rope takes any")
+    k_rope_SX = k_rope_SX if k_rope_SX.stride(-1) == 1 else k_rope_SX.contiguous()
+    kv_SHX, cos_Sr, sin_Sr = kv_SHX.contiguous(), cos_Sr.contiguous(), sin_Sr.contiguous()
+    return _KeysAndValues.apply(kv_SHX, k_rope_SX, cos_Sr, sin_Sr, nope, interleaved)
 
 
-# ---- what it is built for, and what it moves ----
+# ---- builds and traffic ----
 
 
-def join_traffic(heads: int, nope: int, pairs: int, entry: int = 2) -> Traffic:
-    """Per token. The least that ends in keys of full size, which is what attention kernels take."""
+def forward_traffic(heads: int, nope: int, pairs: int, entry: int = 2) -> Traffic:
+    """Per token. The minimum for keys of full size, as attention kernels take them."""
     moved = entry * (heads * (2 * nope + 2 * pairs) + 2 * pairs) + 8 * pairs
-    return Traffic("4H (n + r) + 12r", moved, moved)
+    return Traffic("4H (C - r) + 12r", moved, moved)
 
 
-def part_traffic(heads: int, nope: int, value: int, pairs: int, entry: int = 2) -> Traffic:
+def backward_traffic(heads: int, nope: int, value: int, pairs: int, entry: int = 2) -> Traffic:
     moved = entry * (heads * (2 * nope + 2 * value + 2 * pairs) + 2 * pairs) + 8 * pairs
-    return Traffic("4H (n + v + r) + 12r", moved, moved)
+    return Traffic("4H (C + U - r) + 12r", moved, moved)
 
 
 _TABLES = {"cos": "*fp32", "sin": "*fp32"}
@@ -159,13 +157,13 @@ _STRIDES = dict.fromkeys(("dk_token", "dk_head", "dv_token", "dv_head"), "i32:16
 _DEEPSEEK = shape_constants(128, 128, 128, 32, interleaved=True)
 BUILDS = (
     Build(
-        "latent keys, DeepSeek-V3", join_kernel,
-        {"heads": "*bf16", "turned": "*bf16", "k": "*bf16", "turned_token": "i32:16", **_TABLES}, _DEEPSEEK,
-        join_traffic(128, 128, 32), registers=64,
+        "latent keys, DeepSeek-V3", forward_kernel,
+        {"kv": "*bf16", "k_rope": "*bf16", "k": "*bf16", "k_rope_token": "i32:16", **_TABLES}, _DEEPSEEK,
+        forward_traffic(128, 128, 32), registers=64,
     ),
     Build(
-        "latent keys backward, DeepSeek-V3", part_kernel,
-        {"dk": "*bf16", "dv": "*bf16", "dheads": "*bf16", "dturned": "*bf16", **_TABLES, **_STRIDES},
-        _DEEPSEEK | {"BLOCK_V": 128}, part_traffic(128, 128, 128, 32), registers=80,
+        "latent keys backward, DeepSeek-V3", backward_kernel,
+        {"dk": "*bf16", "dv": "*bf16", "dkv": "*bf16", "dk_rope": "*bf16", **_TABLES, **_STRIDES},
+        _DEEPSEEK | {"BLOCK_VALUE": 128}, backward_traffic(128, 128, 128, 32), registers=80,
     ),
 )  # fmt: skip

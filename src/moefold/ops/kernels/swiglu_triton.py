@@ -1,18 +1,18 @@
-"""The weighted gate of an expert, forward and backward, each in one walk over the rows.
+"""The weighted SwiGLU of an expert, forward and backward, each in one pass over the rows.
 
-R rows (one per token and expert), F hidden width of an expert, G = 2F: a row's gates, then its ups.
+A row has 2F entries: its gates, then its ups.
 
     out = act(gate, up) * weight        act = silu(gate) * up, or the clamped one of gpt-oss
 
-A chain of torch operations writes silu(gate), the product and the weighted product to memory and keeps most of them for
-backward. Here the only tensors are the input and the output, and only the input is kept. Backward computes the
-activation again, which costs arithmetic that a memory-bound kernel has to spare, and while it has it at hand:
+A chain of torch operations writes silu(gate), the product and the weighted product to memory and saves most of them for
+backward. Here the only tensors are the input and the output, and only the input is saved. Backward recomputes the
+activation, which is cheap in a memory-bound kernel, and in the same pass
 
 - writes d(gate), d(up);
-- adds up d(weight) = sum of d(out) * act over the row, in float32, because the router listens to it;
-- on request writes ``out`` again, for the gradient of the down projection that follows. Then nobody keeps ``out``.
+- sums d(weight) = sum of d(out) * act over the row, in float32, because it is the router's gradient;
+- optionally writes ``out``, for the weight gradient of the down projection, so that ``out`` need not be saved.
 
-All arithmetic is float32; each result is rounded once, where it is stored.
+All arithmetic is float32; each result is rounded once, when it is stored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEEPNESS = tl.constexpr(_STEEPNESS)
 
 @triton.jit
 def _activate(gate, up, CLAMPED: tl.constexpr):
-    """The activation, and its slope in either direction."""
+    """The activation, and its derivatives by gate and up."""
     if CLAMPED:
         gate_moves = gate <= LIMIT
         up_moves = (up >= -LIMIT) & (up <= LIMIT)
@@ -59,15 +59,15 @@ def forward_kernel(
     gate_up, weight, out, F: tl.constexpr, WEIGHTED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One block of one row."""
-    row = tl.program_id(0).to(tl.int64)  # rows times width passes 2**31 in real runs
+    row = tl.program_id(0).to(tl.int64)  # rows times dim exceeds 2**31 in real runs
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = col < F
-    gate = tl.load(gate_up + row * (2 * F) + col, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * F) + F + col, mask=here, other=0.0).to(tl.float32)
+    mask = col < F
+    gate = tl.load(gate_up + row * (2 * F) + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * F) + F + col, mask=mask, other=0.0).to(tl.float32)
     act, _, _ = _activate(gate, up, CLAMPED)
     if WEIGHTED:
         act *= tl.load(weight + row).to(tl.float32)
-    tl.store(out + row * F + col, act.to(out.dtype.element_ty), mask=here)
+    tl.store(out + row * F + col, act.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def backward_kernel(
     RECOMPUTE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, block by block, so that one program sees all of the row's sum."""
+    """One row, block by block, so that one program computes the row's sum."""
     row = tl.program_id(0).to(tl.int64)
     factor = 1.0
     if WEIGHTED:
@@ -92,26 +92,26 @@ def backward_kernel(
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, F, BLOCK):
         col = start + tl.arange(0, BLOCK)
-        here = col < F
-        gate = tl.load(gate_up + row * (2 * F) + col, mask=here, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * (2 * F) + F + col, mask=here, other=0.0).to(tl.float32)
-        grad = tl.load(dout + row * F + col, mask=here, other=0.0).to(tl.float32)
+        mask = col < F
+        gate = tl.load(gate_up + row * (2 * F) + col, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * (2 * F) + F + col, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(dout + row * F + col, mask=mask, other=0.0).to(tl.float32)
         act, slope_gate, slope_up = _activate(gate, up, CLAMPED)
         sums += grad * act
         grad *= factor
-        tl.store(dgate_up + row * (2 * F) + col, (grad * slope_gate).to(dgate_up.dtype.element_ty), mask=here)
-        tl.store(dgate_up + row * (2 * F) + F + col, (grad * slope_up).to(dgate_up.dtype.element_ty), mask=here)
+        tl.store(dgate_up + row * (2 * F) + col, (grad * slope_gate).to(dgate_up.dtype.element_ty), mask=mask)
+        tl.store(dgate_up + row * (2 * F) + F + col, (grad * slope_up).to(dgate_up.dtype.element_ty), mask=mask)
         if RECOMPUTE:
-            tl.store(out + row * F + col, (act * factor).to(out.dtype.element_ty), mask=here)
+            tl.store(out + row * F + col, (act * factor).to(out.dtype.element_ty), mask=mask)
     if WEIGHTED:
         tl.store(dweight + row, tl.sum(sums, 0))
 
 
-# ---- how they are called ----
+# ---- launches ----
 
 
 def block_of(dim: int) -> int:
-    """A power of two that divides the width if a good one does, so that no lane idles; else the next one above."""
+    """A power of two that divides the dim if a large one does, so that no thread idles; else the next one above."""
     for block in (1024, 512, 256):
         if dim % block == 0:
             return block
@@ -123,47 +123,47 @@ def warps_of(block: int) -> int:
     return max(1, min(8, block // 256))
 
 
-def launch_forward(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str) -> Tensor:
-    num_rows, dim = gate_up_RG.shape[0], gate_up_RG.shape[1] // 2
-    out_RF = gate_up_RG.new_empty(num_rows, dim)
+def launch_forward(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str) -> Tensor:
+    num_rows, dim = gate_up_XG.shape[0], gate_up_XG.shape[1] // 2
+    out_XF = gate_up_XG.new_empty(num_rows, dim)
     block = block_of(dim)
     forward_kernel[(num_rows, triton.cdiv(dim, block))](
-        gate_up_RG.contiguous(),
-        weight_R,
-        out_RF,
+        gate_up_XG.contiguous(),
+        weight_X,
+        out_XF,
         F=dim,
-        WEIGHTED=weight_R is not None,
+        WEIGHTED=weight_X is not None,
         CLAMPED=_is_clamped(activation),
         BLOCK=block,
         num_warps=warps_of(block),
     )
-    return out_RF
+    return out_XF
 
 
 def launch_backward(
-    dout_RF: Tensor, gate_up_RG: Tensor, weight_R: Tensor | None, activation: str, recompute: bool
+    dout_XF: Tensor, gate_up_XG: Tensor, weight_X: Tensor | None, activation: str, recompute: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """d(gate_up), d(weight) in float32 if there is a weight, and the forward's output if it is asked for."""
-    num_rows, dim = dout_RF.shape
-    dgate_up_RG = torch.empty_like(gate_up_RG, memory_format=torch.contiguous_format)
-    dweight_R = None if weight_R is None else dout_RF.new_empty(num_rows, dtype=torch.float32)
-    out_RF = torch.empty_like(dout_RF, memory_format=torch.contiguous_format) if recompute else None
+    """d(gate_up), d(weight) in float32 if there is a weight, and the forward's output with ``recompute``."""
+    num_rows, dim = dout_XF.shape
+    dgate_up_XG = torch.empty_like(gate_up_XG, memory_format=torch.contiguous_format)
+    dweight_X = None if weight_X is None else dout_XF.new_empty(num_rows, dtype=torch.float32)
+    out_XF = torch.empty_like(dout_XF, memory_format=torch.contiguous_format) if recompute else None
     block = block_of(dim)
     backward_kernel[(num_rows,)](
-        dout_RF.contiguous(),
-        gate_up_RG.contiguous(),
-        weight_R,
-        dgate_up_RG,
-        dweight_R,
-        out_RF,
+        dout_XF.contiguous(),
+        gate_up_XG.contiguous(),
+        weight_X,
+        dgate_up_XG,
+        dweight_X,
+        out_XF,
         F=dim,
-        WEIGHTED=weight_R is not None,
+        WEIGHTED=weight_X is not None,
         CLAMPED=_is_clamped(activation),
         RECOMPUTE=recompute,
         BLOCK=block,
         num_warps=warps_of(block),
     )
-    return dgate_up_RG, dweight_R, out_RF
+    return dgate_up_XG, dweight_X, out_XF
 
 
 def _is_clamped(activation: str) -> bool:
@@ -174,24 +174,24 @@ def _is_clamped(activation: str) -> bool:
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_RG: Tensor, weight_R: Tensor | None, activation: str) -> Tensor:
-        ctx.save_for_backward(gate_up_RG, weight_R)
+    def forward(ctx: Any, gate_up_XG: Tensor, weight_X: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate_up_XG, weight_X)
         ctx.activation = activation
-        return launch_forward(gate_up_RG, weight_R, activation)
+        return launch_forward(gate_up_XG, weight_X, activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        gate_up_RG, weight_R = ctx.saved_tensors
-        dgate_up_RG, dweight_R, _ = launch_backward(grads[0], gate_up_RG, weight_R, ctx.activation, recompute=False)
-        return dgate_up_RG, None if dweight_R is None else dweight_R.to(weight_R.dtype), None
+        gate_up_XG, weight_X = ctx.saved_tensors
+        dgate_up_XG, dweight_X, _ = launch_backward(grads[0], gate_up_XG, weight_X, ctx.activation, recompute=False)
+        return dgate_up_XG, None if dweight_X is None else dweight_X.to(weight_X.dtype), None
 
 
-def weighted_activation(gate_up_RG: Tensor, weight_R: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times the row's weight if there is one. The twin is in ``ops/activations.py``."""
-    return _WeightedActivation.apply(gate_up_RG, weight_R, activation)
+def weighted_activation(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str = "swiglu") -> Tensor:
+    """act(gate, up) of every row, times its weight if there is one. The reference is in ``ops/activations.py``."""
+    return _WeightedActivation.apply(gate_up_XG, weight_X, activation)
 
 
-# ---- what it is built for, and what it moves ----
+# ---- builds and traffic ----
 
 
 def forward_traffic(dim: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
@@ -201,7 +201,7 @@ def forward_traffic(dim: int, top_k: int, weighted: bool = True, entry: int = 2)
 
 
 def backward_traffic(dim: int, top_k: int, weighted: bool = True, entry: int = 2) -> Traffic:
-    """A weighted row's forward output is written once more; a dense layer's is not asked for."""
+    """A weighted row's forward output is written as well; a dense layer's is not."""
     moved = top_k * ((6 * dim * entry + 8) if weighted else 5 * dim * entry)
     return Traffic("12FK + 8K" if weighted else "10FK", moved, moved)
 
@@ -231,7 +231,7 @@ def _without(signature: dict[str, str], absent: dict[str, Any]) -> dict[str, str
     return {name: kind for name, kind in signature.items() if name not in absent}
 
 
-# Hidden width of an expert, choices per token, whether the gate is gpt-oss's, whether rows have weights.
+# Expert hidden dim, experts per token, whether the activation is gpt-oss's clamped one, whether rows have weights.
 _LAYERS = (
     ("DeepSeek-V3", 2048, 8, False, True),
     ("DeepSeek-V3 dense layer", 18432, 1, False, False),

@@ -1,1 +1,1 @@
-"""C for CPUs, compiled where it runs."""
+"""CPU kernels in C, compiled on the machine where they run."""

@@ -1,8 +1,8 @@
-"""Compile a C file of this package for the CPU it runs on, once, and load it.
+"""Compile a C file of this package for this machine's CPU, once, and load it.
 
-A kernel for vectors is worth having only for the vectors that are there, so it is compiled on the machine itself. What
-comes out is kept in the user's cache under a name made of everything that went in: another source, compiler or CPU is
-another file. A file gets its name when it is whole, so that ranks that start at once do not disturb each other.
+Kernels are compiled on the machine where they run, for its vector instructions. The library is kept in the user's cache
+under a hash of source, compiler, flags and CPU. It is written to a temporary file and renamed when complete, so that
+ranks that start at the same time do not disturb each other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from moefold.errors import BackendError
 
-# Sums may be taken in the order that vectors like; numbers that are none and infinities keep their meaning.
+# Sums may be reassociated for vectors; NaN and infinities keep their meaning.
 FLAGS = (
     *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC"),
     *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
@@ -27,13 +27,13 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """What compiles C here: $CC, or cc."""
+    """The path of the C compiler: $CC, or cc."""
     return shutil.which(os.environ.get("CC", "cc"))
 
 
 @cache
 def load(name: str) -> ctypes.CDLL:
-    """The library made of ``name``.c; a process asks the compiler once."""
+    """The library compiled from ``name``.c; loaded once per process."""
     source = (Path(__file__).parent / f"{name}.c").read_bytes()
     command = compiler()
     if command is None:
@@ -46,7 +46,7 @@ def load(name: str) -> ctypes.CDLL:
 
 def _cache() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moefold" / "native"
-    # Only this user may put anything here that will be run.
+    # Writable by this user only, because its files are executed.
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
@@ -57,7 +57,7 @@ def _fingerprint(source: bytes, command: str) -> str:
 
 
 def _cpu() -> bytes:
-    """What ``-march=native`` depends on."""
+    """The CPU's name and flags, on which ``-march=native`` depends."""
     listed = Path("/proc/cpuinfo")
     lines = listed.read_bytes().splitlines() if listed.exists() else []
     flags = [line for line in lines if line.startswith((b"flags", b"Features", b"model name"))]
@@ -69,7 +69,7 @@ def _compile(command: str, source: bytes, made: Path) -> None:
         text, out = Path(folder) / "source.c", Path(folder) / "out.so"
         text.write_bytes(source)
         words = [command, *FLAGS, "-o", str(out), str(text), "-lm"]
-        # In a group of its own: a signal that asks the run to stop is not for the compiler.
+        # In its own process group: a signal that stops the run must not reach the compiler.
         done = subprocess.run(words, capture_output=True, check=False, process_group=0)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()

@@ -1,7 +1,7 @@
 /* SwiGLU on a CPU in one pass, forward and backward: out = gate * sigmoid(gate) * up.
  *
- * Rows of 2F numbers hold the gate's half, then the other. Everything is computed in float32, whatever the format of
- * the rows; loops are plain, and compilers make vectors of them. The twin is SwigluGate in ops/glu.py.
+ * Rows of 2F numbers hold the gates, then the ups. Everything is computed in float32, whatever the format of the rows;
+ * loops are plain, and compilers vectorise them. The reference is SwiGLU in ops/glu.py.
  */
 
 #include <math.h>
@@ -16,7 +16,7 @@ static inline uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); r
 static inline float wide_bf16(bf16 x) { return from_bits((uint32_t)x << 16); }
 static inline float wide_f32(float x) { return x; }
 
-/* To the nearest, ties to even; a number that is none stays none. */
+/* Round to nearest, ties to even; NaN stays NaN. */
 static inline bf16 narrow_bf16(float x) {
     uint32_t bits = to_bits(x);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -24,7 +24,7 @@ static inline bf16 narrow_bf16(float x) {
 }
 static inline float narrow_f32(float x) { return x; }
 
-/* e^x to float32's rounding for x in [-87, 87], without a branch: 2^n times a polynomial of what is left. */
+/* e^x to float32's rounding for x in [-87, 87], without a branch: 2^n times a polynomial of the remainder. */
 static inline float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     x = x > 87.0f ? 87.0f : x;
@@ -42,8 +42,8 @@ static inline float exponential(float x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-#define GATE(NAME, TYPE)                                                                                           \
-    /* One row. Pointers are parameters so that each may be promised to be the only one to its numbers. */         \
+#define GLU(NAME, TYPE)                                                                                            \
+    /* One row. Pointers are parameters so that each can be declared restrict. */                                  \
     static void forward_row_##NAME(const TYPE *restrict gate, const TYPE *restrict up, TYPE *restrict act,         \
                                    long hidden) {                                                                  \
         for (long i = 0; i < hidden; i++) {                                                                        \
@@ -74,8 +74,8 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
                                hidden);                                                                            \
     }                                                                                                              \
                                                                                                                    \
-    /* The gradient of the unweighed activation comes in; out go the gradient of its input and the activation, both \
-     * times the row's weight, and the weight's own gradient. */                                                   \
+    /* From the gradient of the unweighted activation: the gradient of its input and the activation, both times the \
+     * row's weight, and the gradient of the weight. */                                                            \
     void backward_##NAME(const TYPE *gate_up, const TYPE *dact, const float *weight, TYPE *dgate_up, TYPE *act,    \
                          float *dweight, long rows, long hidden) {                                                 \
         for (long row = 0; row < rows; row++) {                                                                    \
@@ -85,5 +85,5 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
         }                                                                                                          \
     }
 
-GATE(bf16, bf16)
-GATE(f32, float)
+GLU(bf16, bf16)
+GLU(f32, float)
