@@ -1,1 +1,1 @@
-"""From gradients to new parameters."""
+"""AdamW, the gradient norm and clipping, and the lr schedule."""

@@ -1,10 +1,10 @@
-"""AdamW, with decay on matrices only.
+"""AdamW, with weight decay on matrices only.
 
-Norms, biases and sinks are scales and offsets: pulling them to zero changes what the model can say, not how big it is.
-Sharded and plain parameters are kept in groups of their own, because one fused update cannot mix the two.
+Norms, biases and sinks get no weight decay. DTensors and plain tensors are in separate param groups, because one fused
+update cannot mix the two.
 
-On a CPU the update of a parameter is one pass over it; torch's list-wise form would be a dozen, as memory is slower
-than arithmetic. On a GPU the list-wise form is what launches few kernels.
+On a CPU the fused update is one memory-bound pass over a parameter, foreach would be a dozen. On a GPU foreach launches
+few kernels.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch.distributed.tensor import DTensor
 
 from moefold.config.optim import OptimConfig
 
-UNDECAYED = frozenset({"norm", "bias", "sink"})
+NO_WEIGHT_DECAY = frozenset({"norm", "bias", "sink"})
 
 
 def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -> optim.AdamW:
-    """``parameters`` come with their kind, as the blueprint names it."""
+    """``parameters`` are pairs of a parameter and its kind in the blueprint."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     on_cpu = True
     for parameter, kind in parameters:
         on_cpu &= parameter.device.type == "cpu"
-        groups.setdefault((kind not in UNDECAYED, isinstance(parameter, DTensor)), []).append(parameter)
+        groups.setdefault((kind not in NO_WEIGHT_DECAY, isinstance(parameter, DTensor)), []).append(parameter)
     return optim.AdamW(
         [
             {"params": members, "weight_decay": config.weight_decay if decayed else 0.0}
             for (decayed, _), members in groups.items()
         ]
-        # A pipeline rank whose stages are empty has nothing to update, and updates it.
+        # A pipeline rank with empty stages has no parameters; torch needs at least one group.
         or [{"params": []}],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

@@ -1,7 +1,7 @@
-"""One norm over all gradients, wherever their parts lie.
+"""The global norm of all gradients, and clipping by it.
 
-Each rank adds up the squares of the parts it speaks for: of a part that several ranks repeat, exactly one speaks. One
-sum over all ranks then counts every element of the model once, across grids, stages and shards.
+Each rank sums the squares of the shards for which it is the primary replica; every shard has exactly one. One
+all-reduce over all ranks then counts every element of the model once, across grids, stages and shards.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.process_groups import Group
 
-# Squares are added up in the gradient's own format over so many entries, and in float64 beyond.
+# Squares are summed in float32 (or float64) over spans of this many entries, and the spans in float64.
 _SPAN = 4096
 
 
 @torch.no_grad()
 def grad_norm_of(primary_shards: Iterable[Tensor], world: Group) -> Tensor:
-    """The norm of the whole model's gradient, from the parts this rank speaks for."""
-    squares = [sum_of_squares(part) for part in primary_shards]
+    """The norm of the whole model's gradient, from the shards for which this rank is the primary replica."""
+    squares = [sum_of_squares(shard) for shard in primary_shards]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     return all_reduce_no_grad(total, world).sqrt()
 
 
-def sum_of_squares(part: Tensor) -> Tensor:
-    """In float64, in one pass that writes nothing down: a wide copy of every gradient would cost more than the sum."""
-    flat = part.reshape(-1)
+def sum_of_squares(shard: Tensor) -> Tensor:
+    """In float64, in one pass without a float64 copy of the gradient."""
+    flat = shard.reshape(-1)
     even = flat.numel() // _SPAN * _SPAN
     spans, rest = flat[:even].view(-1, _SPAN), flat[even:].double()
-    wide = torch.promote_types(part.dtype, torch.float32)
-    norms = torch.linalg.vector_norm(spans, dim=1, dtype=wide).double()
+    acc_dtype = torch.promote_types(shard.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(spans, dim=1, dtype=acc_dtype).double()
     return norms.square().sum() + rest.square().sum()
 
 

@@ -1,6 +1,6 @@
-"""The learning rate as a function of the step: a rise, perhaps a plateau, and a way down.
+"""The lr as a function of the step: linear warmup, then constant, linear, cosine or WSD decay.
 
-Pure arithmetic on integers and floats, so a resumed run has the same rate to the bit.
+Pure arithmetic on integers and floats, so a resumed run has the same lr to the bit.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from moefold.config.optim import LRScheduleConfig, OptimConfig
 
 
 def lr_at(step: int, steps: int, optim: OptimConfig) -> float:
-    """The rate of step ``step`` (the first is 1) of ``steps``."""
+    """The lr of step ``step`` (the first is 1) of ``steps``."""
     schedule = optim.lr_schedule
     if step <= schedule.warmup:
         return optim.lr * step / schedule.warmup
-    share = SHAPES[schedule.kind](step, steps, schedule)
-    return optim.lr * (schedule.floor + (1.0 - schedule.floor) * share)
+    decay = DECAYS[schedule.kind](step, steps, schedule)
+    return optim.lr * (schedule.floor + (1.0 - schedule.floor) * decay)
 
 
 def _progress(step: int, first: int, last: int) -> float:
@@ -41,8 +41,8 @@ def _wsd(step: int, steps: int, schedule: LRScheduleConfig) -> float:
     return 1.0 - _progress(step, steps - schedule.decay, steps)
 
 
-# What is left of the way between floor and peak, 1 at the peak.
-SHAPES: dict[str, Callable[[int, int, LRScheduleConfig], float]] = {
+# The position between floor (0) and peak (1).
+DECAYS: dict[str, Callable[[int, int, LRScheduleConfig], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,

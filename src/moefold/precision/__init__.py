@@ -1,1 +1,1 @@
-"""How numbers are held and multiplied."""
+"""Dtypes of parameters, buffers and computation."""

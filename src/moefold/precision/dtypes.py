@@ -1,7 +1,4 @@
-"""From the brain's names of number formats to torch's.
-
-The format in which a model's parameters and statistics are held.
-"""
+"""torch dtypes by their config names, and the dtypes of a model's parameters and buffers."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ TORCH_FORMATS: dict[Format, torch.dtype] = {
 
 
 def set_param_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in ``dtype``; statistics never narrower than float32, where a small step would be rounded away."""
+    """Parameters in ``dtype``; buffers in at least float32, because small updates would be rounded away in bfloat16."""
     model.to(dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    buffer_dtype = torch.promote_types(dtype, torch.float32)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(wide))
+            module.register_buffer(name, buffer.to(buffer_dtype))

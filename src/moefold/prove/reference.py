@@ -17,7 +17,7 @@ from moefold.blueprint.parameters import buffers, mixture_names, parameters
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
-from moefold.optim.adamw import UNDECAYED
+from moefold.optim.adamw import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proving_precision
 from moefold.prove.init_values import busy_values
@@ -102,7 +102,7 @@ def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Answer:
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
         [
-            {"params": [parameter], "weight_decay": 0.0 if kinds[name] in UNDECAYED else optim.weight_decay}
+            {"params": [parameter], "weight_decay": 0.0 if kinds[name] in NO_WEIGHT_DECAY else optim.weight_decay}
             for name, parameter in named.items()
         ],
         lr=optim.lr,

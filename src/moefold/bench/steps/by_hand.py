@@ -29,7 +29,7 @@ from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.fp32_linear import fp32_linear
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
-from moefold.optim.adamw import UNDECAYED
+from moefold.optim.adamw import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS
 
 
@@ -109,7 +109,7 @@ class StepByHand:
 
 def _adamw(run: RunConfig, w: dict[str, nn.Parameter]) -> torch.optim.AdamW:
     kinds, optim = {spec.name: spec.kind for spec in parameters(run.model)}, run.optim
-    decayed = [parameter for name, parameter in w.items() if kinds[name] not in UNDECAYED]
-    others = [parameter for name, parameter in w.items() if kinds[name] in UNDECAYED]
+    decayed = [parameter for name, parameter in w.items() if kinds[name] not in NO_WEIGHT_DECAY]
+    others = [parameter for name, parameter in w.items() if kinds[name] in NO_WEIGHT_DECAY]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, optim.lr, (optim.beta1, optim.beta2), optim.eps, fused=True)

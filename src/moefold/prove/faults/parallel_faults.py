@@ -287,7 +287,7 @@ def start_depends_on_the_layout() -> None:
 
 
 def decay_on_everything() -> None:
-    put(moefold.optim.adamw, "UNDECAYED", frozenset())
+    put(moefold.optim.adamw, "NO_WEIGHT_DECAY", frozenset())
 
 
 def dropped_choices_forgotten_by_others() -> None:
