@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moefold.comm.spawn import spawn_ranks
+from moefold.config.kernels import ExpertBackend, KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
@@ -38,7 +39,7 @@ MODEL = ModelConfig(
     num_mtp=1,
     init_std=0.2,
 )
-EXACT = PrecisionConfig("float64", "float64", "sequential")
+EXACT = PrecisionConfig("float64", "float64")
 
 # The documents of a microbatch.
 Lengths = tuple[int, ...]
@@ -47,6 +48,7 @@ Lengths = tuple[int, ...]
 def staged_run(
     model: ModelConfig = MODEL,
     precision: PrecisionConfig = EXACT,
+    experts: ExpertBackend = "sequential",
     recompute: tuple[Any, ...] = (),
     **parallel: Any,
 ) -> RunConfig:
@@ -54,6 +56,7 @@ def staged_run(
         name="staged",
         model=model,
         precision=precision,
+        kernels=KernelsConfig(experts=experts),
         parallel=ParallelConfig(**parallel),
         memory=MemoryConfig(recompute=recompute),
     )

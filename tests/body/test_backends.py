@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.config.precision import PrecisionConfig
+from moefold.config.kernels import KernelsConfig
+from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named
 from moefold.ops.backends import BACKENDS, JOBS, resolve, why_not
@@ -65,7 +66,7 @@ def test_kernels_are_refused_without_a_gpu() -> None:
     with pytest.raises(BackendError) as refused:
         kernels_named("triton", "cpu", here=dataclasses.replace(probe_host(), gpus=()))
     assert str(refused.value) == (
-        "precision.kernels: triton cannot do map_rows: runs on cuda, not on cpu; what works here on cpu: torch; "
+        "kernels.backend: triton cannot do map_rows: runs on cuda, not on cpu; what works here on cpu: torch; "
         "`moefold doctor` shows all"
     )
 
@@ -131,8 +132,8 @@ def test_doctor_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_gets_what_it_asks_for_or_nothing() -> None:
-    assert kernels_for(PrecisionConfig(experts="fused"), "cpu") == MOE_IN_TORCH
-    with pytest.raises(BackendError, match=r"precision.kernels: triton cannot do map_rows"):
-        kernels_for(PrecisionConfig(kernels="triton"), "cpu")
-    with pytest.raises(BackendError, match=r"precision.experts: fused cannot do experts: runs on cpu, not on cuda"):
-        kernels_for(PrecisionConfig(experts="fused"), "cuda")
+    assert kernels_for(RunConfig(kernels=KernelsConfig(experts="fused")), "cpu") == MOE_IN_TORCH
+    with pytest.raises(BackendError, match=r"kernels.backend: triton cannot do map_rows"):
+        kernels_for(RunConfig(kernels=KernelsConfig(backend="triton")), "cpu")
+    with pytest.raises(BackendError, match=r"kernels.experts: fused cannot do experts: runs on cpu, not on cuda"):
+        kernels_for(RunConfig(kernels=KernelsConfig(experts="fused")), "cuda")

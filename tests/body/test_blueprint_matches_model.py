@@ -22,11 +22,11 @@ MODELS = {
     "tied": ModelConfig(tied_embeddings=True),
     "every bias": ModelConfig(
         attention=GQAConfig(qkv_bias=True, out_bias=True, sinks=True, qk_norm="head"),
-        moe=MoEConfig(expert_bias=True, router=RouterConfig(logit_bias=True, expert_bias=True)),
+        moe=MoEConfig(expert_mlp_bias=True, router=RouterConfig(logit_bias=True, expert_bias=True)),
     ),
     "full norm": ModelConfig(attention=GQAConfig(qk_norm="full")),
     "latent attention": ModelConfig(attention=MLAConfig(), moe=SHARED),
-    "direct queries": ModelConfig(attention=MLAConfig(q_latent=None), moe=replace(SHARED, expert_bias=True)),
+    "direct queries": ModelConfig(attention=MLAConfig(q_latent=None), moe=replace(SHARED, expert_mlp_bias=True)),
     **{name: recipe().model for name, recipe in RECIPES.items()},
 }
 

@@ -41,7 +41,7 @@ def draw(seed: int) -> Case:
         top_k=chance.randint(1, min(experts, 6)),
         expert_hidden_dim=chance.choice([4, 7, 16, 32, 48]),
         activation=chance.choice(["swiglu", "swiglu", "clamped_swiglu"]),
-        expert_bias=chance.random() < 0.25,
+        expert_mlp_bias=chance.random() < 0.25,
     )
     tokens = chance.choice([0, 1, 2, 17, 33, 64, 130])
     return Case(config, chance.choice([8, 16, 24, 64]), tokens, chance.choice([0.0, 1.0, 8.0]), _dropped(chance), seed)
@@ -132,7 +132,7 @@ def outcome_of_rounded(experts: Experts, case: Case) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dropped", [None, 0.4])
 def test_weight_gradients_can_wait(dropped: float | None) -> None:
-    case = Case(MoEConfig(num_experts=5, top_k=2, expert_hidden_dim=16, expert_bias=True), 24, 70, 1.0, dropped, 3)
+    case = Case(MoEConfig(num_experts=5, top_k=2, expert_hidden_dim=16, expert_mlp_bias=True), 24, 70, 1.0, dropped, 3)
     at_once = outcome(build(case, "fused", torch.float32), case, torch.float32)
     weight_grads = WeightGradQueue()
     experts = build(case, "fused", torch.float32, weight_grads)
@@ -199,7 +199,7 @@ def test_only_the_first_product_and_the_maps_are_kept() -> None:
 
 
 def test_the_output_bias_is_added_by_share() -> None:
-    case = Case(MoEConfig(num_experts=4, top_k=2, expert_hidden_dim=8, expert_bias=True), 16, 40, 1.0, None, 7)
+    case = Case(MoEConfig(num_experts=4, top_k=2, expert_hidden_dim=8, expert_mlp_bias=True), 16, 40, 1.0, None, 7)
     whole, without = build(case, "fused", torch.float64), build(case, "fused", torch.float64)
     without.bias_scale = 0.0
     plain = build(case._replace(config=replace(case.config)), "sequential", torch.float64)

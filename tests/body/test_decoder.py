@@ -18,7 +18,7 @@ from moefold.model.decoder import Decoder
 MODEL = ModelConfig(vocab_size=50, dim=32, num_layers=3, num_dense_layers=1, dense_hidden_dim=48)
 EVERYTHING = GQAConfig(qk_norm="full", qkv_bias=True, out_bias=True, sinks=True, window=4, window_every=2)
 MODELS = {
-    "gqa": replace(MODEL, attention=EVERYTHING, moe=MoEConfig(expert_bias=True)),
+    "gqa": replace(MODEL, attention=EVERYTHING, moe=MoEConfig(expert_mlp_bias=True)),
     "mla": replace(MODEL, attention=MLAConfig(), moe=MoEConfig(shared_hidden_dim=24, shared_gate=True, latent_dim=20)),
     "tied": replace(MODEL, tied_embeddings=True),
     "dense": replace(MODEL, moe=None),

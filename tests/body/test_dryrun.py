@@ -92,7 +92,7 @@ def test_imbalance_is_more_rows_for_this_rank() -> None:
         ("data.packing=bin_packed", "parallel.dynamic_cp=true"),
         ("model.moe.router.kind=sinkhorn", "parallel.ep=2", "parallel.tp=2"),
         ("model.moe.router.kind=expert_choice", "parallel.ep=2", "parallel.cp=2"),
-        ("precision.experts=sequential", "precision.params=float64", "precision.compute=float64", "parallel.ep=4"),
+        ("kernels.experts=sequential", "precision.params=float64", "precision.compute=float64", "parallel.ep=4"),
     ],
     ids=lambda changes: " ".join(changes[:2]),
 )
@@ -102,7 +102,7 @@ def test_every_mode_can_be_rehearsed(changes: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("pad", [False, True])
 def test_capacities_can_be_rehearsed(pad: bool) -> None:
-    run = balanced_run("debug_tiny", "parallel.ep=2", "precision.experts=grouped")
+    run = balanced_run("debug_tiny", "parallel.ep=2", "kernels.experts=grouped")
     assert run.model.moe is not None
     moe = replace(run.model.moe, capacity=CapacityConfig(factor=0.5, pad=pad, drop="position"))
     half = dry_run(replace(run, model=replace(run.model, moe=moe)), 2, 0)

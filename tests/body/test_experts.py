@@ -60,7 +60,7 @@ def row_by_row(experts: Experts, arrived: Arrived, config: MoEConfig) -> Tensor:
 def test_experts_equal_one_row_at_a_time(
     counts: list[int], weight_at: str, bias: bool, activation: str, engine: str
 ) -> None:
-    config = replace(CONFIG, weight_at=weight_at, expert_bias=bias, activation=activation)
+    config = replace(CONFIG, weight_at=weight_at, expert_mlp_bias=bias, activation=activation)
     experts, arrived = build(config, backend=engine), arrive(counts)
     out, expected = experts(arrived), row_by_row(experts, arrived, config)
     torch.testing.assert_close(out, expected)
@@ -73,14 +73,14 @@ def test_experts_equal_one_row_at_a_time(
 @pytest.mark.parametrize("engine", ["sequential", "fused"])
 @pytest.mark.parametrize("weight_at", ["activation", "output"])
 def test_a_rank_without_rows_takes_part_in_backward(weight_at: str, engine: str) -> None:
-    experts = build(replace(CONFIG, expert_bias=True, weight_at=weight_at), backend=engine, bias_scale=0.0)
+    experts = build(replace(CONFIG, expert_mlp_bias=True, weight_at=weight_at), backend=engine, bias_scale=0.0)
     experts(arrive([0, 0, 0, 0])).sum().backward()
     assert all(p.grad is not None and (p.grad == 0).all() for p in experts.parameters())
 
 
 @pytest.mark.parametrize("weight_at", ["activation", "output"])
 def test_split_experts_add_up_to_whole_ones(weight_at: str) -> None:
-    config = replace(CONFIG, expert_bias=True, weight_at=weight_at)
+    config = replace(CONFIG, expert_mlp_bias=True, weight_at=weight_at)
     whole, arrived = build(config), arrive([3, 0, 4, 2])
     parts = []
     for index, bias_scale in enumerate((1.0, 0.0)):
@@ -104,7 +104,7 @@ def test_a_share_of_the_experts_runs_with_the_same_code() -> None:
 
 @pytest.mark.parametrize("engine", ["grouped", "fused"])
 def test_narrow_rows_and_wide_weights(engine: str) -> None:
-    config = replace(CONFIG, expert_bias=True)
+    config = replace(CONFIG, expert_mlp_bias=True)
     arrived = arrive([8, 0, 4, 3], torch.bfloat16, torch.float32)
     experts = build(config, torch.float32, engine)
     out = experts(arrived)

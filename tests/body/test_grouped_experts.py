@@ -23,7 +23,7 @@ WIDTH, SOURCES, E, K = 16, 7, 4, 3
 
 def config(weight_at: str, bias: bool, activation: str) -> MoEConfig:
     return MoEConfig(
-        num_experts=E, expert_hidden_dim=8, top_k=K, weight_at=weight_at, expert_bias=bias, activation=activation
+        num_experts=E, expert_hidden_dim=8, top_k=K, weight_at=weight_at, expert_mlp_bias=bias, activation=activation
     )  # type: ignore[arg-type]
 
 

@@ -173,9 +173,11 @@ STAGES = [
 ]
 
 
-def _share(schedule: str, attention: str, precision: PrecisionConfig, recompute: tuple[str, ...]) -> LocalModel:
+def _share(
+    schedule: str, attention: str, precision: PrecisionConfig, experts: str, recompute: tuple[str, ...]
+) -> LocalModel:
     model = replace(MODEL, attention=ATTENTIONS[attention])
-    return share_on(staged_run(model, precision, recompute, schedule=schedule))
+    return share_on(staged_run(model, precision, experts, recompute, schedule=schedule))
 
 
 def _objective(local_model: LocalModel) -> Tensor:
@@ -194,9 +196,9 @@ def _gradients(local_model: LocalModel) -> dict[str, Tensor]:
 def test_both_halves_together_execute_the_matmuls_of_the_whole(
     attention: str, backend: str, recompute: tuple[str, ...]
 ) -> None:
-    precision = PrecisionConfig("float32", "float32", backend)
+    precision = PrecisionConfig("float32", "float32")
     native, whole, split = (
-        _share(schedule, attention, precision, recompute) for schedule in ("1f1b", "zb_h1", "zb_h1")
+        _share(schedule, attention, precision, backend, recompute) for schedule in ("1f1b", "zb_h1", "zb_h1")
     )
     assert native.weight_grads is None and split.weight_grads is not None
     expected = gemms_of(_objective(native).backward)
@@ -238,8 +240,8 @@ def test_a_whole_step_executes_as_many_matmuls_with_its_backwards_split(
     attention: str, backend: str, recompute: tuple[str, ...]
 ) -> None:
     """zb_h1 on one rank, against 1f1b."""
-    precision = PrecisionConfig("float32", "float32", backend)
-    plain, split = (_share(schedule, attention, precision, recompute) for schedule in ("1f1b", "zb_h1"))
+    precision = PrecisionConfig("float32", "float32")
+    plain, split = (_share(schedule, attention, precision, backend, recompute) for schedule in ("1f1b", "zb_h1"))
     batches = microbatches(plain.run, SHAPES)
     sums = []
     expected, found = (
@@ -268,7 +270,7 @@ def entries(model: nn.Module) -> Iterator[Counter[str]]:
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "1f1b_overlapped"])
 def test_a_recomputed_phase_is_computed_once_more_per_microbatch(attention: str, schedule: str) -> None:
-    shares = [_share(schedule, attention, EXACT, recompute) for recompute in ((), EVERYTHING)]
+    shares = [_share(schedule, attention, EXACT, "sequential", recompute) for recompute in ((), EVERYTHING)]
     batches = microbatches(shares[0].run, SHAPES)
     for local_model, times in zip(shares, (1, 2)):
         with entries(local_model.model) as seen:

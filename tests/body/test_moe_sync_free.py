@@ -25,7 +25,7 @@ from moefold.nn.parallel_interfaces import LocalTokens
 WIDTH, TOKENS, SHARDS = 16, 24, 3
 BALANCE = BalanceConfig(microbatch=0.1, sequence=0.1, global_batch=0.1, device=0.1, device_groups=4, z=0.1)
 PADDED = MoEConfig(
-    balance=BALANCE, capacity=CapacityConfig(factor=1.25, pad=True), expert_bias=True, expert_hidden_dim=16
+    balance=BALANCE, capacity=CapacityConfig(factor=1.25, pad=True), expert_mlp_bias=True, expert_hidden_dim=16
 )
 
 

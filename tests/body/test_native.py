@@ -101,7 +101,7 @@ def test_it_is_compiled_once_into_a_folder_of_the_user(tmp_path: Path, monkeypat
 def test_without_a_compiler_the_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build.load.cache_clear()
     monkeypatch.setenv("CC", "no-such-compiler")
-    with pytest.raises(BackendError, match=r"precision\.kernels: native needs a C compiler.*use torch"):
+    with pytest.raises(BackendError, match=r"kernels\.backend: native needs a C compiler.*use torch"):
         build.load("glu")
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")

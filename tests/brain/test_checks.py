@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, precision, train
+from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, train
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
 from moefold.checks.sizes import divisors
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, SourceConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
@@ -42,8 +43,14 @@ def with_moe_over(moe: MoEConfig | None, **degrees: int) -> RunConfig:
     return RunConfig(model=ModelConfig(moe=moe), parallel=ParallelConfig(**degrees))
 
 
-def in_formats(moe: MoEConfig | None = None, dim: int = 64, **formats: Any) -> RunConfig:
-    return RunConfig(model=ModelConfig(moe=moe or MoEConfig(), dim=dim), precision=PrecisionConfig(**formats))
+def in_formats(
+    moe: MoEConfig | None = None, experts: Any = "grouped", backend: Any = "torch", **formats: Any
+) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(moe=moe or MoEConfig()),
+        precision=PrecisionConfig(**formats),
+        kernels=KernelsConfig(experts, backend),
+    )
 
 
 HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.router"
@@ -191,52 +198,52 @@ CASES = [
         "optim.lr_schedule.floor",
     ),
     (
-        precision.compute_is_not_wider_than_params,
+        kernels.compute_is_not_wider_than_params,
         in_formats(compute="bfloat16"),
         in_formats(compute="float32", params="bfloat16"),
         "precision.compute",
     ),
     (
-        precision.grouped_experts_are_not_float64,
+        kernels.grouped_experts_are_not_float64,
         in_formats(compute="float64", params="float64", experts="sequential"),
         in_formats(compute="float64", params="float64"),
-        "precision.experts",
+        "kernels.experts",
     ),
     (
-        precision.grouped_rows_are_aligned,
+        kernels.grouped_rows_are_aligned,
         in_formats(MoEConfig(expert_hidden_dim=12)),
         in_formats(MoEConfig(expert_hidden_dim=12), compute="bfloat16"),
         "model.moe.expert_hidden_dim",
     ),
     (
-        precision.fused_experts_compute_the_rows_there_are,
+        kernels.fused_experts_have_no_padded_rows,
         in_formats(MoEConfig(capacity=CapacityConfig(pad=True))),
         in_formats(MoEConfig(capacity=CapacityConfig(pad=True)), experts="fused"),
         "model.moe.capacity.pad",
     ),
     (
-        precision.fused_experts_weigh_inside,
+        kernels.fused_experts_scale_activations,
         in_formats(MoEConfig(), experts="fused"),
         in_formats(MoEConfig(weight_at="output"), experts="fused"),
         "model.moe.weight_at",
     ),
     (
         kernels.kernels_are_not_float64,
-        in_formats(compute="bfloat16", kernels="triton"),
-        in_formats(compute="float64", params="float64", experts="sequential", kernels="triton"),
-        "precision.kernels",
+        in_formats(compute="bfloat16", backend="triton"),
+        in_formats(compute="float64", params="float64", experts="sequential", backend="triton"),
+        "kernels.backend",
     ),
     (
-        kernels.native_kernels_are_for_fused_experts,
-        in_formats(experts="fused", kernels="native"),
-        in_formats(kernels="native"),
-        "precision.kernels",
+        kernels.native_needs_fused_experts,
+        in_formats(experts="fused", backend="native"),
+        in_formats(backend="native"),
+        "kernels.backend",
     ),
     (
-        kernels.kernels_do_not_meet_fused_experts,
-        in_formats(kernels="triton"),
-        in_formats(experts="fused", kernels="triton"),
-        "precision.kernels",
+        kernels.triton_is_not_combined_with_fused_experts,
+        in_formats(backend="triton"),
+        in_formats(experts="fused", backend="triton"),
+        "kernels.backend",
     ),
 ]
 

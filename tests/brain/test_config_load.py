@@ -76,7 +76,7 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         "parallel.dispatcher: cannot be 'ring'; choose 'all_to_all', 'all_gather', "
         "'deduplicated', 'two_level' or 'adaptive'",
         "sead: unknown key; did you mean 'seed'? "
-        "known here: name, seed, model, parallel, precision, data, optim, train, memory",
+        "known here: name, seed, model, parallel, precision, kernels, data, optim, train, memory",
     ]
 
 

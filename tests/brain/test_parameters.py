@@ -119,7 +119,7 @@ def test_gqa_with_every_option() -> None:
         dim=16,
         num_layers=1,
         attention=attention,
-        moe=replace(expert, expert_bias=True),
+        moe=replace(expert, expert_mlp_bias=True),
         tied_embeddings=True,
     )
     assert {spec.name: spec.shape for spec in parameters(model)} == {

@@ -44,7 +44,7 @@ EVERYTHING = ModelConfig(
         shared_hidden_dim=8,
         shared_gate=True,
         latent_dim=10,
-        expert_bias=True,
+        expert_mlp_bias=True,
     ),
 )
 MODELS = {

@@ -269,7 +269,7 @@ LARGE_GPT_OSS = replace(
         LARGE.moe or MoEConfig(),
         router=RouterConfig(score_when="after_topk", logit_bias=True),
         activation="clamped_swiglu",
-        expert_bias=True,
+        expert_mlp_bias=True,
     ),
 )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
@@ -31,7 +32,7 @@ from moefold.recipes.catalog import RECIPES
 MASK = (1 << 64) - 1
 STD, LAYERS, SEED = 0.05, 3, 5
 LATENT = MoEConfig(
-    num_experts=4, expert_hidden_dim=8, shared_hidden_dim=8, shared_gate=True, latent_dim=8, expert_bias=True
+    num_experts=4, expert_hidden_dim=8, shared_hidden_dim=8, shared_gate=True, latent_dim=8, expert_mlp_bias=True
 )
 # The last matrix of attention and of every feed-forward, as GPT-2 and Megatron scale them.
 OUTPUTS = ("out.weight", ".down", "latent_up.weight")
@@ -86,8 +87,8 @@ def written_out(name: str, shape: tuple[int, ...], output_scale: str) -> Tensor:
 
 def started(config: ModelConfig, parallel: ParallelConfig, world: int, rank: int) -> dict[str, tuple[Tensor, Box]]:
     """What a rank holds of every parameter, and where in the whole it lies."""
-    precision = PrecisionConfig(params="float64", compute="float64", experts="sequential")
-    run = RunConfig(model=config, parallel=parallel, seed=SEED, precision=precision)
+    precision, kernels = PrecisionConfig(params="float64", compute="float64"), KernelsConfig(experts="sequential")
+    run = RunConfig(model=config, parallel=parallel, seed=SEED, precision=precision, kernels=kernels)
     share = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=30)), torch.device("cpu"))
     return {
         name: (local_part(value.detach()).clone(), share.param_shards[name].box)

@@ -22,8 +22,8 @@ from moefold.pipeline.runtime import run_schedule
 from moefold.recipes.catalog import recipe
 
 RUNS = {
-    "gqa": override(recipe("debug_small"), ["--precision.experts=sequential"]),
-    "mla": override(recipe("deepseek_v3_proxy"), ["--precision.experts=sequential", "--model.num_mtp=1"]),
+    "gqa": override(recipe("debug_small"), ["--kernels.experts=sequential"]),
+    "mla": override(recipe("deepseek_v3_proxy"), ["--kernels.experts=sequential", "--model.num_mtp=1"]),
 }
 SHAPES = ((128, 70), (128,))
 

@@ -23,6 +23,7 @@ from tests.staged_runs import microbatches, share_on
 from torch import Tensor
 
 from moefold.config.attention import GQAConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
@@ -42,7 +43,11 @@ MODEL = ModelConfig(
     num_mtp=DEPTHS,
     mtp_weight=WEIGHT,
 )
-RUN = RunConfig(model=MODEL, precision=PrecisionConfig(params="float64", compute="float64", experts="sequential"))
+RUN = RunConfig(
+    model=MODEL,
+    precision=PrecisionConfig(params="float64", compute="float64"),
+    kernels=KernelsConfig(experts="sequential"),
+)
 # Two microbatches of documents; one is too short to have a label at depth two.
 SHAPES = ((7, 2), (5,))
 

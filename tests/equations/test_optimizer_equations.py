@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
@@ -36,11 +37,16 @@ MODEL = ModelConfig(
     attention=GQAConfig(
         num_heads=2, num_kv_heads=1, head_dim=4, qkv_bias=True, out_bias=True, sinks=True, qk_norm="head"
     ),
-    moe=MoEConfig(num_experts=2, top_k=1, expert_hidden_dim=4, expert_bias=True, router=RouterConfig(logit_bias=True)),
+    moe=MoEConfig(
+        num_experts=2, top_k=1, expert_hidden_dim=4, expert_mlp_bias=True, router=RouterConfig(logit_bias=True)
+    ),
     init_std=0.3,
 )
 RUN = RunConfig(
-    model=MODEL, optim=OPTIM, precision=PrecisionConfig(params="float64", compute="float64", experts="sequential")
+    model=MODEL,
+    optim=OPTIM,
+    precision=PrecisionConfig(params="float64", compute="float64"),
+    kernels=KernelsConfig(experts="sequential"),
 )
 
 

@@ -19,6 +19,7 @@ from moefold.batching.run_plan import plan_for
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.config.data import DataConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
@@ -56,7 +57,8 @@ def run_of(path: Path, documents: str, parallel: ParallelConfig | None = None, *
         model=replace(base.model, moe=moe, num_mtp=1),
         data=DataConfig(packing=documents, train=corpus(path), validation=None, **settings),  # type: ignore[arg-type]
         parallel=parallel or ParallelConfig(),
-        precision=PrecisionConfig(params="float64", compute="float64", experts="sequential"),
+        precision=PrecisionConfig(params="float64", compute="float64"),
+        kernels=KernelsConfig(experts="sequential"),
     )
 
 

@@ -31,6 +31,7 @@ from moefold.bench.layer_shapes import LayerShape
 from moefold.bench.our_layer import filled_layer, moe_config
 from moefold.bench.roofline import DenseEngine
 from moefold.config.data import DataConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
@@ -141,7 +142,7 @@ class ExpertParallelLayer:
         self.weights = draw_weights(place.shape, self.dtype)
         run = run_of(place, dispatcher)
         groups = groups_of(run, place.world, place.rank, _PATIENCE)
-        seams = seams_of(run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run.precision, "cpu"))
+        seams = seams_of(run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run, "cpu"))
         self.layer = filled_layer(place.shape, self.weights, seams)
         self._keep_own_experts()
         tokens = torch.zeros(place.tokens, dtype=torch.int64)
@@ -182,6 +183,7 @@ def run_of(place: Place, dispatcher: str) -> RunConfig:
     return RunConfig(
         model=ModelConfig(dim=place.shape.dim, num_layers=1, moe=moe_config(place.shape)),
         parallel=ParallelConfig(ep=place.world, dispatcher=dispatcher),  # type: ignore[arg-type]
-        precision=PrecisionConfig(place.dtype, place.dtype, "fused", "native"),  # type: ignore[arg-type]
+        precision=PrecisionConfig(place.dtype, place.dtype),  # type: ignore[arg-type]
+        kernels=KernelsConfig("fused", "native"),
         data=DataConfig(seq_len=place.tokens, global_batch=place.world),
     )

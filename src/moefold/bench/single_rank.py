@@ -18,7 +18,7 @@ from moefold.attention.sdpa import attend
 from moefold.bench.calibration_shapes import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
 from moefold.bench.clock import Reference, Say, Trial, ratios
 from moefold.blueprint.parameters import parameters
-from moefold.config.precision import PrecisionConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.grouped_mm import BACKENDS
@@ -75,7 +75,7 @@ def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
 
 
 def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
-    products, matmul = NativeMatmul(), BACKENDS[PrecisionConfig().experts]
+    products, matmul = NativeMatmul(), BACKENDS[KernelsConfig().experts]
     host = [shape.rows // shape.experts] * shape.experts
     counts_e = torch.tensor(host)
     up = _weights(shape.experts, 2, shape.hidden, shape.dim)

@@ -152,7 +152,7 @@ def _moe(prefix: str, moe: MoEConfig, D: int) -> Iterator[ParameterSpec]:
         yield ParameterSpec(prefix + "router.bias", (E,), "bias")
     yield ParameterSpec(prefix + "experts.gate_up", (E, 2, F, L), "expert")
     yield ParameterSpec(prefix + "experts.down", (E, L, F), "expert")
-    if moe.expert_bias:
+    if moe.expert_mlp_bias:
         yield ParameterSpec(prefix + "experts.gate_up_bias", (E, 2, F), "bias")
         yield ParameterSpec(prefix + "experts.down_bias", (E, L), "bias")
     if moe.shared_hidden_dim:

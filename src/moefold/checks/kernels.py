@@ -1,38 +1,114 @@
-"""Rules about who carries out the steps between products."""
+"""Rules about number formats and kernel backends: which backend computes which format on which device."""
 
 from __future__ import annotations
 
+from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
+# torch's grouped_mm loads rows in chunks of this many bytes and refuses other row sizes.
+ROW_BYTES = 16
+
+
+def compute_is_not_wider_than_params(run: RunConfig) -> Problem | None:
+    params, compute = run.precision.params, run.precision.compute
+    if BYTES[compute] <= BYTES[params]:
+        return None
+    return Problem(
+        "precision.compute", f"{compute} is wider than the parameters' {params}", f"use {params}, or params {compute}"
+    )
+
+
+def grouped_experts_are_not_float64(run: RunConfig) -> Problem | None:
+    if run.model.moe is None or run.kernels.experts != "grouped" or run.precision.compute != "float64":
+        return None
+    return Problem(
+        "kernels.experts",
+        "torch's grouped GEMM has no float64 kernel",
+        "use fused or sequential, or precision.compute float32",
+    )
+
+
+def grouped_rows_are_aligned(run: RunConfig) -> list[Problem]:
+    """A row of an expert's weights has the (latent) dim of its input, or this etp rank's part of the hidden dim."""
+    moe, compute = run.model.moe, run.precision.compute
+    if moe is None or run.kernels.experts != "grouped" or compute == "float64":
+        return []
+    multiple = ROW_BYTES // BYTES[compute]
+    inner = "model.dim" if moe.latent_dim is None else "model.moe.latent_dim"
+    rows = {
+        inner: moe.latent_dim or run.model.dim,
+        "model.moe.expert_hidden_dim": moe.expert_hidden_dim // max(run.parallel.etp, 1),
+    }
+    return [
+        Problem(
+            path,
+            f"rows of {size} {compute} numbers (experts, etp={run.parallel.etp}) are not a multiple of "
+            f"{ROW_BYTES} bytes, which the grouped GEMM needs",
+            f"make it a multiple of {multiple}, or use kernels.experts fused or sequential",
+        )
+        for path, size in rows.items()
+        if size % multiple
+    ]
+
+
+def fused_experts_have_no_padded_rows(run: RunConfig) -> Problem | None:
+    """Padding saves a GPU the wait for row counts; the fused CPU experts read those counts anyway."""
+    moe = run.model.moe
+    if moe is None or run.kernels.experts != "fused" or moe.capacity is None or not moe.capacity.pad:
+        return None
+    return Problem(
+        "model.moe.capacity.pad",
+        "kernels.experts fused computes only rows that hold a token, no padding",
+        "use pad false, or kernels.experts grouped",
+    )
+
+
+def fused_experts_scale_activations(run: RunConfig) -> Problem | None:
+    moe = run.model.moe
+    if moe is None or run.kernels.experts != "fused" or moe.weight_at == "activation":
+        return None
+    return Problem(
+        "model.moe.weight_at",
+        f"kernels.experts fused sums expert outputs as it goes and cannot scale an expert's {moe.weight_at}",
+        "use activation, or kernels.experts grouped",
+    )
+
 
 def kernels_are_not_float64(run: RunConfig) -> Problem | None:
-    if run.precision.kernels == "torch" or run.precision.compute != "float64":
+    backend = run.kernels.backend
+    if backend == "torch" or run.precision.compute != "float64":
+        return None
+    return Problem("kernels.backend", f"{backend} kernels compute in float32", "use torch, or compute float32")
+
+
+def triton_is_not_combined_with_fused_experts(run: RunConfig) -> Problem | None:
+    if run.model.moe is None or run.kernels.backend != "triton" or run.kernels.experts != "fused":
         return None
     return Problem(
-        "precision.kernels", f"{run.precision.kernels} kernels compute in float32", "use torch, or compute float32"
+        "kernels.backend",
+        "triton kernels run on GPUs, and kernels.experts fused on CPUs",
+        "use torch, or kernels.experts grouped",
     )
 
 
-def kernels_do_not_meet_fused_experts(run: RunConfig) -> Problem | None:
-    if run.model.moe is None or run.precision.kernels != "triton" or run.precision.experts != "fused":
+def native_needs_fused_experts(run: RunConfig) -> Problem | None:
+    if run.model.moe is None or run.kernels.backend != "native" or run.kernels.experts == "fused":
         return None
     return Problem(
-        "precision.kernels",
-        f"{run.precision.kernels} kernels run on GPUs, and precision.experts fused on CPUs",
-        "use torch, or precision.experts grouped",
+        "kernels.backend",
+        f"native has an activation for dense layers and fused experts, but kernels.experts is {run.kernels.experts}",
+        "use torch, or kernels.experts fused",
     )
 
 
-def native_kernels_are_for_fused_experts(run: RunConfig) -> Problem | None:
-    if run.model.moe is None or run.precision.kernels != "native" or run.precision.experts == "fused":
-        return None
-    return Problem(
-        "precision.kernels",
-        f"native activations are those of dense layers and of fused experts, and precision.experts is "
-        f"{run.precision.experts}",
-        "use torch, or precision.experts fused",
-    )
-
-
-RULES = (kernels_are_not_float64, kernels_do_not_meet_fused_experts, native_kernels_are_for_fused_experts)
+RULES = (
+    compute_is_not_wider_than_params,
+    grouped_experts_are_not_float64,
+    grouped_rows_are_aligned,
+    fused_experts_have_no_padded_rows,
+    fused_experts_scale_activations,
+    kernels_are_not_float64,
+    triton_is_not_combined_with_fused_experts,
+    native_needs_fused_experts,
+)

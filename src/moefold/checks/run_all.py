@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, precision, train
+from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, train
 from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -19,7 +19,6 @@ RULES: tuple[Rule, ...] = (
     *context.RULES,
     *dispatch.RULES,
     *data.RULES,
-    *precision.RULES,
     *kernels.RULES,
     *train.RULES,
 )

@@ -12,10 +12,10 @@ from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.blueprint.rank_params import RankShare, largest_share
 from moefold.blueprint.stage_ranks import stage_table
-from moefold.checks.precision import BYTES
 from moefold.checks.run_all import problems, problems_to_train
 from moefold.cli.run_argument import add_run_argument, find_run
 from moefold.config.model import ModelConfig
+from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.plan.dispatch_choice import dispatcher_in_use, estimates

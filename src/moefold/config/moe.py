@@ -103,6 +103,6 @@ class MoEConfig:
     # Send and compute in this smaller width; None means the model's own width.
     latent_dim: int | None = None
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    expert_bias: bool = False
+    expert_mlp_bias: bool = False
     # Where the routing weight multiplies: inside the expert (nothing extra is saved) or on its output.
     weight_at: Literal["activation", "output"] = "activation"

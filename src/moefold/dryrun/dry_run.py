@@ -93,7 +93,7 @@ def dry_run(
         shape = batches[0]
         host = BalancedSplitSizes(run, groups.layout, rank, shape.lengths, shape.context_size, imbalance)
         # Kernels need a GPU and memory that is there; what they compute is known from their twins.
-        in_torch = replace(run, precision=replace(run.precision, kernels="torch"))
+        in_torch = replace(run, kernels=replace(run.kernels, backend="torch"))
         local_model = build_on_meta(in_torch, groups, CPU, host)
         if local_model.comm_stream is not None:
             local_model = replace(local_model, comm_stream=SynchronousStream())

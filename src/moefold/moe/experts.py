@@ -50,8 +50,8 @@ class Experts(nn.Module):
         num_experts, hidden, row_dim = config.num_experts, config.expert_hidden_dim, config.latent_dim or dim
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden, row_dim))
         self.down = nn.Parameter(torch.empty(num_experts, row_dim, hidden))
-        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, hidden)) if config.expert_bias else None
-        self.down_bias = nn.Parameter(torch.empty(num_experts, row_dim)) if config.expert_bias else None
+        self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, hidden)) if config.expert_mlp_bias else None
+        self.down_bias = nn.Parameter(torch.empty(num_experts, row_dim)) if config.expert_mlp_bias else None
         self.engine = engine
         self.bias_scale = bias_scale
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
 from moefold.moe.kernels import router_reference as balance_torch
 from moefold.moe.kernels import router_reference as router_torch
 from moefold.moe.kernels import row_map_reference as permute_torch
@@ -75,8 +75,8 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
     return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
 
 
-def kernels_for(precision: PrecisionConfig, device: str) -> MoEKernels:
-    """What a run asks for, once everything that it asks for is known to work here."""
-    here = probe_host()
-    resolve("experts", precision.experts, device, here, precision.compute)
-    return kernels_named(precision.kernels, device, precision.compute, here)
+def kernels_for(run: RunConfig, device: str) -> MoEKernels:
+    """The kernels of `run.kernels`; raises where this machine cannot run one of them in `precision.compute`."""
+    here, dtype = probe_host(), run.precision.compute
+    resolve("experts", run.kernels.experts, device, here, dtype)
+    return kernels_named(run.kernels.backend, device, dtype, here)

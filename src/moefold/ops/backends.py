@@ -62,7 +62,7 @@ class Kernels:
 # Jobs that have GPU kernels.
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
-_KERNELS, _EXPERTS = "precision.kernels", "precision.experts"
+_KERNELS, _EXPERTS = "kernels.backend", "kernels.experts"
 _BOTH = ("cpu", "cuda")
 
 BACKENDS = (

@@ -103,7 +103,7 @@ def build_on_meta(
     param_shards = build_param_shards(run.model, groups, parts_of_rank)
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
-    kernels = kernels_for(run.precision, device.type)
+    kernels = kernels_for(run, device.type)
     seams = seams_of(run, groups, weight_grads, host, kernels)
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
@@ -130,7 +130,7 @@ def seams_of(
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         products=products,
-        experts=expert_backend(run.precision.experts, products, weight_grads, kernels),
+        experts=expert_backend(run.kernels.experts, products, weight_grads, kernels),
         # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
         core=core_for(run, groups),

@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import get_args
 
-from moefold.checks.precision import BYTES
 from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import BYTES, RecomputedPhase
 from moefold.config.precision import Format as RunFormat
-from moefold.config.precision import RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster

@@ -141,6 +141,6 @@ def _feed(model: ModelConfig, index: int) -> Dense | Mixture:
         moe.expert_hidden_dim,
         moe.shared_hidden_dim,
         moe.latent_dim or 0,
-        biased=moe.expert_bias,
+        biased=moe.expert_mlp_bias,
         clamped=moe.activation == "clamped_swiglu",
     )

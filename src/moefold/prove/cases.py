@@ -12,6 +12,7 @@ from moefold.batching.run_plan import plan_for
 from moefold.batching.step_plan import StepPlan
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.optim import OptimConfig
@@ -78,14 +79,18 @@ def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     fewest = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
     data = DataConfig(seq_len=11, global_batch=max(2, fewest) * dp, micro_batch=1, packing=run.data.packing)
     reduced = replace(run, model=model, parallel=parallel, data=data, precision=proving_precision(dtype))
+    reduced = replace(reduced, kernels=proving_kernels(dtype))
     return Case(replace(reduced, optim=PROVING_OPTIM), world)
 
 
 def proving_precision(dtype: Format) -> PrecisionConfig:
-    """float64 has no grouped kernel and needs none; bfloat16 keeps its parameters in float32, as training does."""
-    if dtype == "float64":
-        return PrecisionConfig("float64", "float64", "sequential")
-    return PrecisionConfig("float32", dtype, "grouped")
+    """bfloat16 keeps its parameters in float32, as training does."""
+    return PrecisionConfig("float64" if dtype == "float64" else "float32", dtype)
+
+
+def proving_kernels(dtype: Format) -> KernelsConfig:
+    """torch's grouped GEMM has no float64 kernel."""
+    return KernelsConfig("sequential" if dtype == "float64" else "grouped")
 
 
 def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:

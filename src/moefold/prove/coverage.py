@@ -43,7 +43,7 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
     for axis, size in sizes.items():
         yield f"{axis} =", str(size)
     alone = sizes["ep"] * sizes["etp"] == 1
-    yield "experts", case.run.precision.experts
+    yield "experts", case.run.kernels.experts
     yield "dispatcher", "local" if alone else parallel.dispatcher
     if not alone and sizes["etp"] > 1:
         yield "dispatcher", f"{parallel.dispatcher} with etp"
@@ -144,7 +144,7 @@ def _moe_features(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield "experts", "shared, gated" if moe.shared_gate else "shared"
     if moe.latent_dim is not None:
         yield "experts", "latent"
-    if moe.expert_bias:
+    if moe.expert_mlp_bias:
         yield "experts", "biases"
     yield "experts", f"weight at {moe.weight_at}"
     yield "experts", moe.activation

@@ -15,9 +15,8 @@ from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
-from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.prove.cases import PROVING_OPTIM, Case
+from moefold.prove.cases import PROVING_OPTIM, Case, proving_kernels, proving_precision
 from moefold.prove.faults import dispatch_faults as sabotage_dispatch
 from moefold.prove.faults import document_faults as sabotage_documents
 from moefold.prove.faults import parallel_faults as sabotage
@@ -58,8 +57,8 @@ _DATA = DataConfig(seq_len=6, global_batch=12, micro_batch=3)
 
 
 def _case(name: str, parallel: ParallelConfig, model: ModelConfig, data: DataConfig = _DATA) -> Case:
-    precision = PrecisionConfig(params="float64", compute="float64", experts="sequential")
-    return Case(RunConfig(name, 5, model, parallel, precision, data, PROVING_OPTIM), 4)
+    precision, kernels = proving_precision("float64"), proving_kernels("float64")
+    return Case(RunConfig(name, 5, model, parallel, precision, kernels, data, PROVING_OPTIM), 4)
 
 
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
@@ -78,7 +77,7 @@ _ONE_STAGE = (
     _case(
         "split",
         ParallelConfig(tp=2, ep=2, etp=2),
-        _model(replace(_ATTENTION, qk_norm="head"), replace(_MOE, expert_bias=True)),
+        _model(replace(_ATTENTION, qk_norm="head"), replace(_MOE, expert_mlp_bias=True)),
     ),
     _case(
         "gathered",

@@ -16,13 +16,14 @@ from typing import Literal, get_args
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, PackingMode
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
-from moefold.config.precision import Format, MemoryConfig, PrecisionConfig, RecomputedPhase
+from moefold.config.precision import Format, MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
-from moefold.prove.cases import PROVING_OPTIM, Case, proving_precision
+from moefold.prove.cases import PROVING_OPTIM, Case, proving_kernels, proving_precision
 from moefold.schedule.names import SCHEDULES
 
 _DEGREES = (1, 2, 4, 8)
@@ -94,7 +95,8 @@ def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
             model=model,
             parallel=parallel,
             data=data,
-            precision=_precision(random, model, dtype),
+            precision=proving_precision(dtype),
+            kernels=_kernels(random, model, dtype),
             optim=PROVING_OPTIM,
             memory=_memory(random),
         )
@@ -102,9 +104,9 @@ def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
             return Case(run, deal.world)
 
 
-def _precision(random: Random, model: ModelConfig, dtype: Format) -> PrecisionConfig:
+def _kernels(random: Random, model: ModelConfig, dtype: Format) -> KernelsConfig:
     """Half of the runs that can have their experts fused do; the reference has them plain."""
-    plain, moe = proving_precision(dtype), model.moe
+    plain, moe = proving_kernels(dtype), model.moe
     padded = moe is not None and moe.capacity is not None and moe.capacity.pad
     fits = dtype == "float64" and moe is not None and moe.weight_at == "activation" and not padded
     return replace(plain, experts="fused") if fits and random.random() < 0.5 else plain
@@ -232,7 +234,7 @@ def _moe(random: Random, deal: _Deal, dtype: Format) -> MoEConfig:
         shared_gate=random.random() < 0.5,
         latent_dim=random.choice((None, None, 16)),
         activation=random.choice(("swiglu", "swiglu", "clamped_swiglu")),
-        expert_bias=random.random() < 0.4,
+        expert_mlp_bias=random.random() < 0.4,
         weight_at=random.choice(("activation", "output")),
     )
 

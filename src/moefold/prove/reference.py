@@ -19,7 +19,7 @@ from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.optim.adamw import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
-from moefold.prove.cases import Case, proving_precision
+from moefold.prove.cases import Case, proving_kernels
 from moefold.prove.init_values import busy_values
 from moefold.prove.proof_batches import labels_of_batch, wave_batch
 from moefold.prove.routing_replay import record_choices
@@ -52,7 +52,7 @@ def reference(case: Case) -> Answer:
 
 def reference_model(case: Case) -> Decoder:
     run = case.run
-    engine = proving_precision(run.precision.compute).experts
+    engine = proving_kernels(run.precision.compute).experts
     model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], one_process_seams(engine))
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())

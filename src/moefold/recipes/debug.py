@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.data import BUILTIN, DataConfig
+from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
@@ -17,7 +18,7 @@ from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
 # These runs are for machines without a GPU.
-ON_CPU = PrecisionConfig(experts="fused")
+ON_CPU = KernelsConfig(experts="fused")
 _BYTES = DataConfig(train=BUILTIN, validation=BUILTIN)
 
 
@@ -25,7 +26,7 @@ def debug_tiny() -> RunConfig:
     """Two layers and eight experts: the smallest run that still routes."""
     return RunConfig(
         name="debug_tiny",
-        precision=ON_CPU,
+        kernels=ON_CPU,
         model=ModelConfig(moe=MoEConfig(router=RouterConfig(normalize=True), balance=BalanceConfig(microbatch=0.01))),
         data=_BYTES,
     )
@@ -35,7 +36,7 @@ def debug_small() -> RunConfig:
     """A few million parameters: large enough to learn something on a laptop."""
     return RunConfig(
         name="debug_small",
-        precision=ON_CPU,
+        kernels=ON_CPU,
         model=ModelConfig(
             vocab_size=512,
             dim=128,
@@ -63,7 +64,7 @@ def debug_10m() -> RunConfig:
     """
     return RunConfig(
         name="debug_10m",
-        precision=ON_CPU,
+        kernels=ON_CPU,
         model=ModelConfig(
             dim=192,
             num_layers=4,
@@ -105,7 +106,8 @@ def debug_50m() -> RunConfig:
             ),
             dense_hidden_dim=1536,
         ),
-        precision=replace(ON_CPU, compute="bfloat16"),
+        precision=PrecisionConfig(compute="bfloat16"),
+        kernels=ON_CPU,
         data=replace(_BYTES, seq_len=512, global_batch=4, micro_batch=4),
         optim=OptimConfig(lr=1e-3, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
     )

@@ -106,7 +106,7 @@ def _gpt_oss(
             router=RouterConfig(score_when="after_topk", logit_bias=True),
             balance=BalanceConfig(microbatch=1e-3),
             activation="clamped_swiglu",
-            expert_bias=True,
+            expert_mlp_bias=True,
         ),
         norm_eps=1e-5,
         # initializer_range of the published config.json; the model card does not say how training started.

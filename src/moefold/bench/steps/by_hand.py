@@ -41,8 +41,8 @@ class StepByHand:
         self.model, self.attention, self.moe, self.run_config = run.model, attention, moe, run
         self.dtype = TORCH_FORMATS[run.precision.compute]
         self.w = {name: nn.Parameter(value) for name, value in first_parameters(run).items()}
-        kernels = kernels_for(run.precision, "cpu")
-        self.experts = expert_backend(run.precision.experts, NativeMatmul(), kernels=kernels)(moe)
+        kernels = kernels_for(run, "cpu")
+        self.experts = expert_backend(run.kernels.experts, NativeMatmul(), kernels=kernels)(moe)
         self.optimizer = _adamw(run, self.w)
         self.loss = self.norm = 0.0
 

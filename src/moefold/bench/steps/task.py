@@ -29,8 +29,8 @@ def run_of(options: Options) -> RunConfig:
     kernels = "native" if experts == "fused" else "torch"
     changes = {
         "precision.compute": options["dtype"],
-        "precision.experts": experts,
-        "precision.kernels": options.get("kernels", kernels),
+        "kernels.experts": experts,
+        "kernels.backend": options.get("kernels", kernels),
     }
     run: RunConfig = override(recipe(options.get("recipe", RECIPE)), changes | options.get("set", {}))
     return run

@@ -157,7 +157,9 @@ _GPT_OSS = Dialect(
     "GptOssForCausalLM",
     ModelConfig(
         attention=replace(_PLAIN, qkv_bias=True, out_bias=True, sinks=True),
-        moe=replace(_mixture(score_when="after_topk", logit_bias=True), activation="clamped_swiglu", expert_bias=True),
+        moe=replace(
+            _mixture(score_when="after_topk", logit_bias=True), activation="clamped_swiglu", expert_mlp_bias=True
+        ),
     ),
     (
         *_DECODER,

@@ -79,4 +79,4 @@ class Build:
 def refuse_wide(job: str, *tensors: Tensor | None) -> None:
     """Raise for float64, which a kernel would round silently."""
     if any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors):
-        raise BackendError(f"precision.kernels: the {job} kernel computes in float32; for float64 use torch")
+        raise BackendError(f"kernels.backend: the {job} kernel computes in float32; for float64 use torch")

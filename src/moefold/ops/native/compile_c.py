@@ -37,7 +37,7 @@ def load(name: str) -> ctypes.CDLL:
     source = (Path(__file__).parent / f"{name}.c").read_bytes()
     command = compiler()
     if command is None:
-        raise BackendError("precision.kernels: native needs a C compiler, and there is none (no cc, no $CC); use torch")
+        raise BackendError("kernels.backend: native needs a C compiler, and there is none (no cc, no $CC); use torch")
     made = _cache() / f"{name}-{_fingerprint(source, command)}.so"
     if not made.exists():
         _compile(command, source, made)
@@ -73,5 +73,5 @@ def _compile(command: str, source: bytes, made: Path) -> None:
         done = subprocess.run(words, capture_output=True, check=False, process_group=0)
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
-            raise BackendError(f"precision.kernels: {command} cannot compile {made.stem}: {said[:400]}; use torch")
+            raise BackendError(f"kernels.backend: {command} cannot compile {made.stem}: {said[:400]}; use torch")
         out.replace(made)
