@@ -101,7 +101,7 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         ("model: {attention: {kind: mlaa}}", "model.attention.kind: cannot be 'mlaa'; did you mean 'mla'? choose"),
         (
             "model: {moe: {router: {group_score: top2_sum}}}",
-            "model.moe.router.group_score: cannot be 'top2_sum'; it is called topk_sum now and adds top_k / top_groups",
+            "model.moe.router.group_score: cannot be 'top2_sum'; it is called topk_sum, which adds top_k /",
         ),
         ("x: 1\n" * 2 + "#" * 250_000, "<root>: 250,010 characters; a configuration has at most 250,000"),
     ],

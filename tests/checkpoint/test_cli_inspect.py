@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.checkpoint.saved_runs import save_step, trained_alone
 
+from moefold.checkpoint.manifest import write_manifest
 from moefold.cli.main import main
 
 
@@ -54,3 +55,23 @@ def test_damage_is_shown_and_what_is_no_checkpoint_is_refused(
     assert "DAMAGED" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
     assert "neither a checkpoint" in capsys.readouterr().err
+
+
+def test_a_checkpoint_with_an_old_configuration_names_the_new_keys(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tensors can be looked at; converting it needs the configuration and is refused without a traceback."""
+    copy = tmp_path / "step_00000008"
+    shutil.copytree(run_dir / "checkpoints" / "step_00000008", copy)
+    data = json.loads((copy / "manifest.json").read_text())
+    data["config"] = data["config"].replace("\n  lr: ", "\n  rate: ").replace("bias_update_rate:", "bias_rate:")
+    fields = {name: value for name, value in data.items() if name not in ("format", "version", "sha256")}
+    (copy / "manifest.json").unlink()
+    write_manifest(copy / "manifest.json", fields)
+    said = ("optim.rate: is called optim.lr now", "model.moe.router.bias_rate: is called")
+    assert main(["inspect", str(copy), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert all(words in out for words in said) and "exp_avg_sq" in out
+    assert main(["convert", "to-hf", str(copy), str(tmp_path / "hf")]) == 2
+    err = capsys.readouterr().err
+    assert all(words in err for words in (*said, str(copy))) and not (tmp_path / "hf").exists()

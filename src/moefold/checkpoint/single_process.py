@@ -30,7 +30,7 @@ from moefold.checkpoint.tensor_spec import DTYPE_NAMES, ChunkSpec, TensorSource,
 from moefold.checkpoint.verify import verify
 from moefold.config.loading import dump_run, parse_run
 from moefold.config.run import RunConfig
-from moefold.errors import CheckpointError
+from moefold.errors import CheckpointError, ConfigError
 
 # Told how many bytes have been done since the last time.
 Progress = Callable[[int], None]
@@ -89,12 +89,20 @@ def _read_all(source: TensorSource, chunks: Sequence[ChunkSpec], tick: Progress)
         tick(chunk.num_bytes)
 
 
+def _read_config(directory: Path, text: str) -> RunConfig:
+    """The run of a checkpoint; one that an older version wrote may have keys under their old names."""
+    try:
+        return parse_run(text)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory}: its configuration cannot be read by this version:\n{error}") from None
+
+
 class StoredWeights:
     """The model's tensors in a checkpoint of any layout, without the optimizer's; every bit is verified first."""
 
     def __init__(self, directory: Path) -> None:
         manifest = verify(directory)
-        self.run: RunConfig = parse_run(manifest.config)
+        self.run: RunConfig = _read_config(directory, manifest.config)
         self.path = directory
         self._checkpoint = Checkpoint(directory)
         self.shape, self.dtype, self.read = self._checkpoint.shape, self._checkpoint.dtype, self._checkpoint.read

@@ -130,7 +130,7 @@ def _summary(config: str) -> dict[str, Any]:
     try:
         run = parse_run(config)
     except ConfigError as error:
-        return {"unreadable": error.message}
+        return {"unreadable": "; ".join(map(str, error.problems))}
     model, moe = run.model, run.model.moe
     sizes = {"name": run.name, "seed": run.seed, "layers": model.num_layers, "width": model.dim}
     sizes |= {"vocabulary": model.vocab_size, "params": run.precision.params}

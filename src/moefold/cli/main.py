@@ -52,12 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(words: list[str], stop: StopRequest | None) -> int:
+    from moefold.config.renamed_keys import renamed_option
     from moefold.errors import did_you_mean
 
     verb = words[0] if words else ""
     if verb and not verb.startswith("-") and verb not in VERBS:
         hint = did_you_mean(verb, VERBS)
         print(f"moefold: no verb {verb[:64]!r}; {hint}known: {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    if (renamed := renamed_option(words)) is not None:
+        print(f"moefold: {renamed}", file=sys.stderr)
         return 2
     asked = [verb] if verb in VERBS else [] if verb == "--version" else list(VERBS)
     parser = _parser(asked)

@@ -19,6 +19,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from moefold.config.renamed_keys import renamed_key, renamed_value
 from moefold.config.run import RunConfig
 from moefold.config.strict_yaml import (
     MAX_BYTES,
@@ -43,10 +44,6 @@ _WANTED = {
     "string_type": "text",
     "dataclass_type": "a section of keys",
     "dict_type": "a section of keys",
-}
-# What a value was called before: its dotted key, its old name, and what to write now.
-_RENAMED_VALUES = {
-    ("model.moe.router.group_score", "top2_sum"): "it is called topk_sum now and adds top_k / top_groups scores; ",
 }
 
 
@@ -198,6 +195,8 @@ def _explained(found: Any) -> Problem:
     path = reduce(joined, names, ROOT)
     kind, given = found["type"], found["input"]
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        if (renamed := renamed_key(path, given)) is not None:
+            return Problem(path, renamed)
         known = [field.name for field in fields(parent)]
         return Problem(path, "unknown key", f"{did_you_mean(names[-1], known)}known here: {', '.join(known)}")
     if kind in ("union_tag_not_found", "union_tag_invalid"):
@@ -206,7 +205,8 @@ def _explained(found: Any) -> Problem:
         missing = "is missing" if kind == "union_tag_not_found" else f"cannot be {_quoted(given)}"
         return Problem(f"{path}.kind", missing, f"{did_you_mean(str(given), kinds)}choose from {', '.join(kinds)}")
     if kind == "literal_error":
-        renamed = _RENAMED_VALUES.get((path, str(given)), "")
+        value = renamed_value(path, given)
+        renamed = f"it is called {value}; " if value else ""
         return Problem(path, f"cannot be {_quoted(given)}", f"{renamed}choose {found['ctx']['expected']}")
     if kind in _WANTED:
         quotes = isinstance(given, str) and not isinstance(_safely_read(given), str)
