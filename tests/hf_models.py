@@ -23,6 +23,7 @@ from transformers import (
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
+from moefold.recipes.catalog import RECIPES
 
 
 def hf_config(run: RunConfig) -> PretrainedConfig:
@@ -118,6 +119,12 @@ _FAMILIES: dict[str, Callable[[RunConfig], PretrainedConfig]] = {
     "debug_50m": qwen3_moe,
     "debug": mixtral,
 }
+# One recipe of CPU size per family, for tests against transformers.
+FAMILY_PROXIES = tuple(
+    next(name for name in RECIPES if name.startswith(prefix) and name.endswith("_proxy"))
+    for prefix in _FAMILIES
+    if not prefix.startswith("debug")
+)
 
 
 def _decoder(run: RunConfig) -> dict[str, Any]:

@@ -8,26 +8,16 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.body.model_inputs import batch_of, fill
-from tests.hf_models import hf_config
+from tests.hf_models import FAMILY_PROXIES, hf_config
 from tests.hf_weights import our_state, randomize
 from transformers import AutoModelForCausalLM
 
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.recipes.catalog import RECIPES
 
-FAMILIES = (
-    "mixtral_8x7b_proxy",
-    "qwen3_30b_a3b_proxy",
-    "olmoe_1b_7b_proxy",
-    "deepseek_v2_lite_proxy",
-    "deepseek_v3_proxy",
-    "kimi_k2_proxy",
-    "gpt_oss_20b_proxy",
-)
-
 
 @pytest.mark.parametrize("backend", ["sequential", "grouped"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_PROXIES)
 def test_logits_are_equal(name: str, backend: str) -> None:
     run = RECIPES[name]()
     theirs = AutoModelForCausalLM.from_config(hf_config(run)).float().eval()

@@ -19,16 +19,6 @@ from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.nn.init import normal_part
 
-FAMILIES = (
-    "mixtral_8x7b_proxy",
-    "qwen3_30b_a3b_proxy",
-    "deepseek_v3_proxy",
-    "olmoe_1b_7b_proxy",
-    "gpt_oss_20b_proxy",
-    "deepseek_v2_lite_proxy",
-    "kimi_k2_proxy",
-)
-
 
 def saved_by_transformers(run: RunConfig, path: Path, **options: object) -> nn.Module:
     """A model of the run's family with random weights, saved to ``path`` by its own library."""

@@ -13,13 +13,13 @@ pytest.importorskip("transformers")
 
 from tests.body.model_inputs import batch_of
 from tests.checkpoint.hf_sources import (
-    FAMILIES,
     Imagined,
     decoder_of,
     loaded_by_transformers,
     saved_by_transformers,
     tensors_in,
 )
+from tests.hf_models import FAMILY_PROXIES
 from tests.support import on_ranks
 
 from moefold.checkpoint.hf.conversion import Export, export, import_directory
@@ -43,7 +43,7 @@ from moefold.parallel.parallelize import build_local_model
 from moefold.recipes.catalog import RECIPES
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_PROXIES)
 def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -> None:
     run = RECIPES[name]()
     theirs = saved_by_transformers(run, tmp_path / "theirs", max_shard_size="300KB")
@@ -74,7 +74,7 @@ def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -
     assert all(torch.equal(stored.read(key), second.read(key)) for key in stored.names())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_PROXIES)
 def test_a_sharded_model_loads_streams_and_saves_the_same_weights(name: str, tmp_path: Path) -> None:
     run = replace(RECIPES[name](), parallel=ParallelConfig(tp=2, ep=4))
     saved_by_transformers(run, tmp_path / "theirs")

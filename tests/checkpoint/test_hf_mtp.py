@@ -20,11 +20,11 @@ from tests.support import on_ranks
 from torch import Tensor
 
 from moefold.blueprint.parameters import is_mtp
+from moefold.checkpoint.hf.config_maps import family_rules
 from moefold.checkpoint.hf.conversion import Export, export, import_directory
 from moefold.checkpoint.hf.directory import HfDirectory, weight_keys
 from moefold.checkpoint.hf.hf_config import family_of, read_config, same_numbers, write_config
 from moefold.checkpoint.hf.logits_check import largest_difference
-from moefold.checkpoint.hf.name_maps import family_rules
 from moefold.checkpoint.hf.name_rules import pieces
 from moefold.checkpoint.hf.stream import hf_weights
 from moefold.checkpoint.load import load_into

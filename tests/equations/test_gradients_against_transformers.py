@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from tests.hf_models import hf_config
+from tests.hf_models import FAMILY_PROXIES, hf_config
 from tests.hf_weights import our_state, randomize
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -26,15 +26,6 @@ from moefold.model.build import build_decoder, one_process_seams
 from moefold.nn.batch import IGNORED, whole_batch
 from moefold.recipes.catalog import RECIPES
 
-FAMILIES = (
-    "mixtral_8x7b_proxy",
-    "qwen3_30b_a3b_proxy",
-    "olmoe_1b_7b_proxy",
-    "deepseek_v2_lite_proxy",
-    "deepseek_v3_proxy",
-    "kimi_k2_proxy",
-    "gpt_oss_20b_proxy",
-)
 # The longest is longer than gpt-oss's window at proxy size.
 LENGTHS = (9, 1, 25, 5)
 
@@ -61,7 +52,7 @@ def their_loss(model: PreTrainedModel, pairs: list[tuple[Tensor, Tensor]]) -> Te
     return total
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILY_PROXIES)
 def test_loss_and_gradients_are_equal(name: str) -> None:
     run = without_balance(RECIPES[name]())
     theirs = AutoModelForCausalLM.from_config(hf_config(run)).double().eval()

@@ -27,7 +27,7 @@ EXAMPLES = """examples:
   moefold convert upcycle Qwen3-0.6B runs --name qwen3_fine --experts 32 --top-k 8 --shards 4
   moefold convert upcycle Qwen3-0.6B runs --name qwen3_scaled --experts 64 --top-k 8 --shards 8 --scheme scaled
 
-Families: mixtral, qwen3_moe, deepseek_v2, deepseek_v3 (kimi_k2), olmoe, gpt_oss; dense: llama, qwen3.
+Families: those of the recipes (`moefold check --list`), and two dense ones to upcycle: llama and qwen3.
 from-hf and upcycle make a run at step 0 in OUT/NAME, without data if the source has none: train it with
 `moefold train OUT/NAME/config.yaml --data.train FOLDER`."""
 _DTYPES = ("float32", "bfloat16", "float64")

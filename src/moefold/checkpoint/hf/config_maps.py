@@ -1,4 +1,6 @@
-"""How each family writes a model's sizes in config.json: one table per family, read in both directions.
+"""How each family writes a model on disk: one table per family of config.json's keys and of tensor names.
+
+Both are read in both directions.
 
 A `Key` says that one key of theirs and one place of ours mean the same. What a family has by nature (its router, its
 norms) is in `base`. What a key may say but our model does not do is in `fixed`: any other value is refused. A `Section`
@@ -23,11 +25,39 @@ from moefold.checkpoint.hf.config_converters import (
     WINDOWS,
     Section,
 )
+from moefold.checkpoint.hf.name_maps import (
+    DEEPSEEK_V2_NAMES,
+    DEEPSEEK_V3_NAMES,
+    GPT_OSS_NAMES,
+    LLAMA_NAMES,
+    MIXTRAL_NAMES,
+    MTP_COPIES,
+    OLMOE_NAMES,
+    QWEN3_MOE_NAMES,
+    QWEN3_NAMES,
+)
+from moefold.checkpoint.hf.name_rules import CopyRule, NameRule
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
+from moefold.errors import UnknownNameError
 
 REQUIRED = object()
+
+
+def family_rules(model_type: str) -> tuple[NameRule, ...]:
+    return _family(model_type).names
+
+
+def family_copies(model_type: str) -> tuple[CopyRule, ...]:
+    """Tensors of theirs that repeat others."""
+    return _family(model_type).copies
+
+
+def _family(model_type: str) -> Dialect:
+    if model_type not in READABLE:
+        raise UnknownNameError("Hugging Face family", model_type, READABLE)
+    return READABLE[model_type]
 
 
 @dataclass(frozen=True)
@@ -46,11 +76,15 @@ class Dialect:
     architecture: str
     base: ModelConfig
     keys: tuple[Key, ...]
+    # Which tensor of theirs is which of ours.
+    names: tuple[NameRule, ...]
     sections: tuple[Section, ...]
     # The first value is written; the others are accepted.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Tensors beside the model itself, as the start of a name with {layers} for the number of layers.
     beside: tuple[str, ...] = ()
+    # Tensors of theirs that repeat others.
+    copies: tuple[CopyRule, ...] = ()
 
 
 # Change no number that the model computes: bookkeeping, special tokens, training-time regularisation, other loaders.
@@ -117,6 +151,7 @@ _MIXTRAL = Dialect(
         Key("intermediate_size", "moe.expert_hidden_dim"),
         Key("sliding_window", "attention.window", None),
     ),
+    MIXTRAL_NAMES,
     (ROPE, HEADS),
     _SILU,
 )
@@ -133,6 +168,7 @@ _QWEN3_MOE = Dialect(
         Key("moe_intermediate_size", "moe.expert_hidden_dim"),
         Key("norm_topk_prob", "moe.router.normalize", False),
     ),
+    QWEN3_MOE_NAMES,
     (ROPE, HEADS, DENSE_FIRST, FULL_LAYERS),
     {**_SILU, **_NO_BIAS, "decoder_sparse_step": (1,), "use_sliding_window": (False,), "sliding_window": (None,)},
 )
@@ -148,6 +184,7 @@ _OLMOE = Dialect(
         Key("intermediate_size", "moe.expert_hidden_dim"),
         Key("norm_topk_prob", "moe.router.normalize", False),
     ),
+    OLMOE_NAMES,
     (ROPE, HEADS),
     {**_SILU, **_NO_BIAS, "clip_qkv": (None,)},
 )
@@ -168,6 +205,7 @@ _GPT_OSS = Dialect(
         Key("intermediate_size", "moe.expert_hidden_dim"),
         Key("sliding_window", "attention.window", 128),
     ),
+    GPT_OSS_NAMES,
     (ROPE, HEADS, WINDOWS),
     {**_SILU, "attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
 )
@@ -177,6 +215,7 @@ _DEEPSEEK_V2 = Dialect(
     "DeepseekV2ForCausalLM",
     ModelConfig(attention=MLAConfig(), rope=RopeConfig(interleaved=True), moe=_mixture()),
     _latent_keys(),
+    DEEPSEEK_V2_NAMES,
     (ROPE, LATENT, V2_GROUPS),
     {
         **_SILU,
@@ -204,6 +243,7 @@ _DEEPSEEK_V3 = Dialect(
         Key("rope_interleave", "rope.interleaved", True),
         Key("num_nextn_predict_layers", "num_mtp", 0, names=("num_mtp_layers",)),
     ),
+    DEEPSEEK_V3_NAMES,
     (ROPE, LATENT, V3_GROUPS),
     {
         **_SILU,
@@ -212,8 +252,9 @@ _DEEPSEEK_V3 = Dialect(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    # The layer that predicts a token further, where config.json does not speak of it.
+    # The MTP module, where config.json does not mention it.
     beside=("model.layers.{layers}.",),
+    copies=MTP_COPIES,
 )
 
 _LLAMA = Dialect(
@@ -221,6 +262,7 @@ _LLAMA = Dialect(
     "LlamaForCausalLM",
     ModelConfig(attention=_PLAIN, moe=None),
     (*_DECODER, Key("intermediate_size", "dense_hidden_dim")),
+    LLAMA_NAMES,
     (ROPE, HEADS),
     {**_SILU, **_NO_BIAS, "mlp_bias": (False,)},
 )
@@ -230,11 +272,12 @@ _QWEN3 = Dialect(
     "Qwen3ForCausalLM",
     ModelConfig(attention=replace(_PLAIN, qk_norm="head"), moe=None),
     (*_DECODER, Key("intermediate_size", "dense_hidden_dim")),
+    QWEN3_NAMES,
     (ROPE, HEADS, FULL_LAYERS),
     {**_SILU, **_NO_BIAS, "use_sliding_window": (False,), "sliding_window": (None,)},
 )
 
-# Reading knows one name more than writing: Kimi-K2 is a DeepSeek-V3 under its own name.
+# A family is added to this list. Reading knows one name more than writing: Kimi-K2 is stored as DeepSeek-V3.
 DIALECTS = {
     dialect.model_type: dialect
     for dialect in (_MIXTRAL, _QWEN3_MOE, _OLMOE, _DEEPSEEK_V3, _GPT_OSS, _DEEPSEEK_V2, _LLAMA, _QWEN3)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
+from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory, check_tensors, weight_keys
 from moefold.checkpoint.hf.hf_config import FILE, family_of, run_for, write_config
-from moefold.checkpoint.hf.name_maps import family_copies, family_rules
 from moefold.checkpoint.hf.name_rules import Piece, copies, parse_dims, pieces, tensors_of
 from moefold.checkpoint.hf.safetensors_file import NAMES, Entry, as_bytes, header, nbytes
 from moefold.checkpoint.hf.tokenizer import carry_tokenizer

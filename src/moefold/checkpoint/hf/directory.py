@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.parameters import buffers, is_mtp, parameters
+from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import FILE, TheirConfig, read_config
-from moefold.checkpoint.hf.name_maps import family_copies, family_rules
 from moefold.checkpoint.hf.name_rules import Piece, copies, pieces, tensors_of
 from moefold.checkpoint.hf.safetensors_file import FORMATS, Entry, TensorFile
 from moefold.checkpoint.hf.strict_json import read_object

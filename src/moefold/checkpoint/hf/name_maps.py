@@ -1,11 +1,11 @@
-"""The names that each family of models uses on disk, in `save_pretrained`'s spelling.
+"""The tensor names that each family of models uses on disk, in `save_pretrained`'s spelling.
 
-Five families of mixtures, two relatives (DeepSeek-V2, Kimi-K2) and two dense ones to upcycle from (Llama, Qwen3).
-E experts, F expert width, D width. Mind gpt-oss: it stores [in, out], with the rows of gate and up alternating.
+Dims in the rules: E experts, F expert hidden dim, D model dim. gpt-oss stores [in, out], with the rows of gate and up
+alternating.
 
-DeepSeek-V3's modules that look ahead are stored as layers after the last one, `model.layers.61`: a layer's names for
-the block, four more for what is around it, and the embedding and the head once more. `eh_proj` multiplies
-[enorm(token); hnorm(stream)]; our `join` has the same order, so it is the same matrix.
+DeepSeek-V3's MTP modules are stored as layers after the last one, `model.layers.61`: a layer's names for the block,
+four more for what is around it, and the embedding and the head once more. `eh_proj` multiplies
+[enorm(token); hnorm(hidden state)]; our `join` has the same order, so it is the same matrix.
 """
 
 from __future__ import annotations
@@ -13,18 +13,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moefold.checkpoint.hf.name_rules import CopyRule, NameRule
-from moefold.errors import UnknownNameError
-
-
-def family_rules(model_type: str) -> tuple[NameRule, ...]:
-    if model_type not in RULES:
-        raise UnknownNameError("Hugging Face family", model_type, RULES)
-    return RULES[model_type]
-
-
-def family_copies(model_type: str) -> tuple[CopyRule, ...]:
-    """Tensors of theirs that say again what others say."""
-    return COPIES.get(model_type, ())
 
 
 def _layer(ours: str, theirs: str, dims: str = "") -> NameRule:
@@ -92,8 +80,8 @@ _DEEPSEEK = (
     _layer("feed_forward.router.expert_bias", "mlp.gate.e_score_correction_bias"),
 )
 
-# Everything that a layer has, and what a module that looks ahead has around it.
-_AHEAD = (
+# An MTP module: every tensor of a layer, and the four around its block.
+_MTP = (
     *(
         replace(
             rule, ours=rule.ours.replace("layers.{i}", "mtp.{k}.block"), theirs=rule.theirs.replace("{i}", "{after}")
@@ -106,30 +94,28 @@ _AHEAD = (
     NameRule("mtp.{k}.join.weight", "model.layers.{after}.eh_proj.weight"),
     NameRule("mtp_norms.{k}.weight", "model.layers.{after}.shared_head.norm.weight"),
 )
-_AHEAD_COPIES = (
+# The embedding and the head, which DeepSeek-V3 stores a second time with each MTP module.
+MTP_COPIES = (
     CopyRule("embedding.weight", "model.layers.{after}.embed_tokens.weight"),
     CopyRule("head.weight", "model.layers.{after}.shared_head.head.weight"),
 )
 
-COPIES = {"deepseek_v3": _AHEAD_COPIES, "kimi_k2": _AHEAD_COPIES}
-RULES: dict[str, tuple[NameRule, ...]] = {
-    "mixtral": (*_DECODER, *_HEADS, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen3_moe": (*_DECODER, *_NORMED_HEADS, *_DENSE, *_ONE_BY_ONE),
-    "olmoe": (*_DECODER, *_NORMED_HEADS, *_ONE_BY_ONE),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": (*_DEEPSEEK, *_AHEAD),
-    "kimi_k2": (*_DEEPSEEK, *_AHEAD),
-    "gpt_oss": (
-        *_DECODER,
-        *_HEADS,
-        _layer("attention.sinks", "self_attn.sinks"),
-        _layer("feed_forward.router.weight", "mlp.router.weight"),
-        _layer("feed_forward.router.bias", "mlp.router.bias"),
-        _layer("feed_forward.experts.gate_up", "mlp.experts.gate_up_proj", "E 2 F D = E D (F 2)"),
-        _layer("feed_forward.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias", "E 2 F = E (F 2)"),
-        _layer("feed_forward.experts.down", "mlp.experts.down_proj", "E D F = E F D"),
-        _layer("feed_forward.experts.down_bias", "mlp.experts.down_proj_bias"),
-    ),
-    "llama": (*_DECODER, *_HEADS, *_DENSE),
-    "qwen3": (*_DECODER, *_NORMED_HEADS, *_DENSE),
-}
+# Each family's rules; `config_maps.py` names them in the family's table.
+MIXTRAL_NAMES = (*_DECODER, *_HEADS, *_experts("block_sparse_moe", "w1", "w3", "w2"))
+QWEN3_MOE_NAMES = (*_DECODER, *_NORMED_HEADS, *_DENSE, *_ONE_BY_ONE)
+OLMOE_NAMES = (*_DECODER, *_NORMED_HEADS, *_ONE_BY_ONE)
+DEEPSEEK_V2_NAMES = _DEEPSEEK
+DEEPSEEK_V3_NAMES = (*_DEEPSEEK, *_MTP)
+GPT_OSS_NAMES = (
+    *_DECODER,
+    *_HEADS,
+    _layer("attention.sinks", "self_attn.sinks"),
+    _layer("feed_forward.router.weight", "mlp.router.weight"),
+    _layer("feed_forward.router.bias", "mlp.router.bias"),
+    _layer("feed_forward.experts.gate_up", "mlp.experts.gate_up_proj", "E 2 F D = E D (F 2)"),
+    _layer("feed_forward.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias", "E 2 F = E (F 2)"),
+    _layer("feed_forward.experts.down", "mlp.experts.down_proj", "E D F = E F D"),
+    _layer("feed_forward.experts.down_bias", "mlp.experts.down_proj_bias"),
+)
+LLAMA_NAMES = (*_DECODER, *_HEADS, *_DENSE)
+QWEN3_NAMES = (*_DECODER, *_NORMED_HEADS, *_DENSE)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
 from moefold.blueprint.sharding import cuts, grid_of, shard_dim
+from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import family_of
-from moefold.checkpoint.hf.name_maps import family_copies, family_rules
 from moefold.checkpoint.hf.name_rules import Piece, copies, pieces
 from moefold.comm.collectives import all_gather_no_grad
 from moefold.comm.process_groups import Group
