@@ -65,7 +65,7 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         "model:\n  attention: {kind: gqa, num_head: 4}\n  rope: 3\n  norm_eps: .nan\n  moe: {router: {fp32: yes}}\n"
     ) == [
         "seed: line 2: 010 is octal to some readers; write 10",
-        "name: line 4: this key stands in line 3 already",
+        "name: line 4: this key is in line 3 already",
         "model.norm_eps: nan is not a finite number",
         "model.attention.num_head: unknown key; did you mean 'num_heads'? known here: kind, num_heads, num_kv_heads, "
         "head_dim, qk_norm, qkv_bias, out_bias, sinks, window, window_every",

@@ -1,1 +1,1 @@
-"""What the user says: frozen nested dataclasses that any program can read without torch."""
+"""The configuration of a run: frozen nested dataclasses, readable without torch."""

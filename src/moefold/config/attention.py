@@ -1,4 +1,4 @@
-"""How tokens look at each other: grouped-query or multi-head latent attention, and how positions are rotated."""
+"""Attention: grouped-query or multi-head latent, and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moefold.config.strict import STRICT
 
 @dataclass(frozen=True)
 class GQAConfig:
-    """Heads share keys and values in groups; one key/value head per query head is plain multi-head attention."""
+    """Grouped-query attention; with one key/value head per query head it is plain multi-head attention."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -18,27 +18,27 @@ class GQAConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 16
-    # "head" normalises each head's vector, "full" the whole projection before it is split into heads.
+    # RMSNorm of queries and keys. head: per head. full: over the whole projection, before it is split into heads.
     qk_norm: Literal["none", "head", "full"] = "none"
     qkv_bias: bool = False
     out_bias: bool = False
-    # A learned logit per head that takes part in the softmax and carries no value.
+    # Attention sinks: a learned logit per head in the softmax that has no value vector (gpt-oss).
     sinks: bool = False
-    # Tokens see at most this many positions back (themselves included); None means all of them.
+    # Sliding window: a token attends to at most this many positions, itself included; None is full attention.
     window: int | None = None
-    # Layer i uses the window when i % window_every == 0; every other layer sees everything.
+    # Layer i has the window when i % window_every == 0; other layers have full attention.
     window_every: int = 1
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Keys and values are rebuilt from one small latent vector per token; a separate slice carries the rotation."""
+    """Multi-head latent attention: keys and values are projected from one latent per token; RoPE has its own dims."""
 
     __pydantic_config__: ClassVar = STRICT
 
     kind: Literal["mla"] = "mla"
     num_heads: int = 4
-    # None means queries are projected directly, without a latent of their own.
+    # Rank of the query projection; None projects queries directly.
     q_latent: int | None = 24
     kv_latent: int = 16
     nope_dim: int = 16
@@ -48,7 +48,7 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """Stretch the rotation to contexts longer than those seen in training."""
+    """YaRN: RoPE frequencies rescaled for contexts longer than `original_context`."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -56,7 +56,7 @@ class YarnConfig:
     original_context: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    # Two temperatures of the attention logits; 0 means the one given by the factor alone.
+    # Softmax temperature as in DeepSeek's configs; 0 takes the one that follows from `factor`.
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
@@ -64,12 +64,12 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions."""
+    """Rotary position embeddings (RoPE)."""
 
     __pydantic_config__: ClassVar = STRICT
 
     theta: float = 10_000.0
-    # Rotate neighbouring pairs (2i, 2i+1) instead of halves (i, i + d/2).
+    # Rotate pairs (2i, 2i + 1) instead of (i, i + dim / 2).
     interleaved: bool = False
     yarn: YarnConfig | None = None
 

@@ -1,8 +1,8 @@
-"""Text or plain data -> RunConfig and back; every problem at once, each with its dotted key and what would work.
+"""YAML text or plain data -> RunConfig and back; every problem at once, each with its dotted key and what would work.
 
-Three steps. `strict_yaml` turns text into plain data. A copy keeps only what a configuration can hold. pydantic then
-fills the dataclasses in strict mode, so text is never taken for a number; it is given JSON, because that is the form in
-which a strict dataclass may be written as a mapping. Whether sizes make sense together is not asked here: see `checks`.
+Three steps. `strict_yaml` parses text into plain data. A copy keeps only values that a configuration can hold. pydantic
+then fills the dataclasses in strict mode, so text is never read as a number; it is given JSON, because strict mode
+accepts a mapping for a dataclass only from JSON. Whether sizes fit together is checked in `checks`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def parse_run(text: str) -> RunConfig:
 
 
 def run_from_mapping(data: object, earlier: Sequence[Problem] = ()) -> RunConfig:
-    """The run that nested dicts describe; what is not said has its default. `earlier` problems are reported as well."""
+    """The run that nested dicts describe; absent keys have their defaults. `earlier` problems are reported as well."""
     copier = _PlainCopy(list(earlier))
     plain = copier.copy(data, ROOT, 0)
     problems, more = copier.problems, 0
@@ -78,7 +78,7 @@ def run_from_mapping(data: object, earlier: Sequence[Problem] = ()) -> RunConfig
         if not problems:
             return run
     except ValidationError as error:
-        # Explaining takes longer than finding: a file of ten thousand wrong keys gets an answer too.
+        # Explaining a problem is slower than finding it, so a file of ten thousand wrong keys is cut off here.
         problems += map(_explained, error.errors(include_url=False)[:_MAX_PROBLEMS])
         more = max(0, error.error_count() - _MAX_PROBLEMS)
     more += max(0, len(problems) - _MAX_PROBLEMS)
@@ -89,12 +89,11 @@ def run_from_mapping(data: object, earlier: Sequence[Problem] = ()) -> RunConfig
 def override(run: RunConfig, changes: Sequence[str] | Mapping[str, object]) -> RunConfig:
     """The run with some dotted keys changed: `["--parallel.ep", "8"]`, `["parallel.ep=8"]` or `{"parallel.ep": "8"}`.
 
-    A list is written `[attention,experts]`. A section that is null comes to life with its defaults when one of its keys
-    is set.
+    A list is written `[attention,experts]`. A section that is null gets its defaults when one of its keys is set.
     """
     pairs = list(changes.items() if isinstance(changes, Mapping) else _pairs(changes))
     tree, problems = asdict(run), []
-    # A change of kind first: it clears its section, and the other keys then mean the new kind's.
+    # A change of kind is applied first: it clears its section, so that the other keys belong to the new kind.
     for path, value in sorted(pairs, key=lambda pair: not pair[0].endswith(".kind")):
         try:
             _set(tree, path.split("."), _read_word(value) if isinstance(value, str) else value)
@@ -109,7 +108,7 @@ def dump_run(run: RunConfig) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that our own rules would read as something else."""
+    """Quotes every string that `read_scalar` would read as something else."""
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
@@ -124,7 +123,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 class _PlainCopy:
-    """Copies what a configuration can hold and notes what it cannot."""
+    """Copies values that a configuration can hold and records a problem for each that it cannot."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
@@ -132,7 +131,7 @@ class _PlainCopy:
 
     def copy(self, value: object, path: str, depth: int) -> object:
         self.num_values += 1
-        # Also what ends a mapping that contains itself.
+        # This also ends the recursion into a mapping that contains itself.
         if depth > MAX_DEPTH or self.num_values > MAX_VALUES:
             raise ConfigError(Problem(path, f"more than {MAX_DEPTH} levels or {MAX_VALUES:,} values"))
         if isinstance(value, Mapping):
@@ -190,7 +189,7 @@ def _set(tree: dict[str, Any], parts: list[str], value: object) -> None:
 
 
 def _explained(found: Any) -> Problem:
-    """One of pydantic's findings in our words."""
+    """One of pydantic's errors as a Problem."""
     names, sections, parent = _locate(found["loc"])
     path = reduce(joined, names, ROOT)
     kind, given = found["type"], found["input"]
@@ -230,9 +229,10 @@ def _safely_read(text: str) -> object:
 
 
 def _locate(loc: Sequence[str | int]) -> tuple[list[str], tuple[type, ...], type]:
-    """Names down to a place, the sections that may stand there, and the section around it.
+    """The keys down to a place, the dataclasses allowed there, and the dataclass around it.
 
-    Where a section is one of several kinds, pydantic puts the kind into the path; users never wrote it, so it goes.
+    Where a section is one of several kinds, pydantic puts the kind into the path; it is dropped, as users do not write
+    it.
     """
     names: list[str] = []
     here: tuple[type, ...] = (RunConfig,)
@@ -256,7 +256,7 @@ def _sections(hint: object) -> tuple[type, ...]:
 
 
 def _kinds(sections: tuple[type, ...]) -> dict[str, type]:
-    """The name by which each section that has a `kind` is chosen."""
+    """The dataclasses that have a `kind`, by its value."""
     return {str(field.default): section for section in sections for field in fields(section) if field.name == "kind"}
 
 

@@ -1,4 +1,4 @@
-"""The whole model, layer by layer, in the sizes that a paper's table gives."""
+"""The model: the hyper-parameters that a paper's table or a config.json gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moefold.config.strict import STRICT
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer; layers after the first `num_dense_layers` are mixtures of experts."""
+    """A decoder-only transformer; layers after the first `num_dense_layers` are MoE layers."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -31,11 +31,11 @@ class ModelConfig:
     init_std: float = 0.02
     # depth: output projections start with init_std / sqrt(2 * num_layers), as in GPT-2 and Megatron.
     init_output_scale: Literal["none", "depth"] = "none"
-    # Modules that predict one token further ahead each, and what their mean loss counts for.
+    # MTP modules (multi-token prediction), and the weight of their mean loss.
     num_mtp: int = 0
     mtp_weight: float = 0.3
-    # What a module's summed loss is divided by. tokens: all tokens of the step, DeepSeek-V3's eq. 24 (T). labels: the
-    # labels that count at its depth, as Megatron does.
+    # The divisor of an MTP module's summed loss. tokens: all tokens of the step, DeepSeek-V3's eq. 24 (T). labels: the
+    # labels at its depth that are not ignored, as in Megatron.
     mtp_divisor: Literal["tokens", "labels"] = "tokens"
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizer's numbers, and how the rate moves over a run."""
+"""AdamW's hyper-parameters and the lr schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moefold.config.strict import STRICT
 
 @dataclass(frozen=True)
 class LRScheduleConfig:
-    """A linear rise over `warmup` steps, then one of several ways down to `floor` times the peak."""
+    """Linear warmup over `warmup` steps, then a decay to `floor` times the peak lr."""
 
     __pydantic_config__: ClassVar = STRICT
 
-    # wsd: warm up, stay, and fall linearly over the last `decay` steps.
+    # wsd (warmup, stable, decay): constant after warmup, then linear decay over the last `decay` steps.
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     warmup: int = 0
     decay: int = 0
@@ -23,7 +23,7 @@ class LRScheduleConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with decoupled decay on matrices and a bound on the gradient's norm."""
+    """AdamW with weight decay on matrices only, and clipping by the global gradient norm."""
 
     __pydantic_config__: ClassVar = STRICT
 

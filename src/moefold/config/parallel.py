@@ -1,4 +1,4 @@
-"""Over how many ranks each dimension of the work is cut. `dp` and `edp` follow from the world size."""
+"""Degrees of parallelism and how ranks exchange tokens. `dp` and `edp` follow from the world size."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ DispatcherName = Literal["all_to_all", "all_gather", "deduplicated", "two_level"
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """How ranks that share a sequence attend to each other's tokens, by type of layer."""
+    """How a context-parallel group computes attention, by type of layer."""
 
     __pydantic_config__: ClassVar = STRICT
 
-    # Layers that see the whole document, and layers that see a window of it.
+    # Layers with full attention, and layers with a sliding window.
     full: ContextMode = "ring"
     windowed: ContextMode = "ring"
-    # Hierarchical: so many neighbours exchange heads, and the ring runs between such sets.
+    # hierarchical: all-to-all of heads inside sets of this many neighbouring ranks, a ring between the sets.
     inner: int = 1
 
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """What ranks pay to reach each other, for the adaptive dispatcher. Rates are in 1e9 bytes per second.
+    """Link costs for the adaptive dispatcher. Bandwidths are in 1e9 bytes per second.
 
-    The figures are of gloo between processes on one computer, one core for two of them; measure your own with
+    The defaults were measured with gloo between processes on one computer; measure your own with
     `moefold bench dispatch --adaptive 20`.
     """
 
     __pydantic_config__: ClassVar = STRICT
 
-    # One collective, however small.
+    # Latency of one collective.
     message_us: float = 275.0
-    # What a rank receives row by row (all-to-all), from everyone (all-gather), and in sums (reduce-scatter).
+    # Bandwidth of all-to-all, all-gather and reduce-scatter, by the bytes that a rank receives.
     exchange_gb_s: float = 0.76
     gather_gb_s: float = 0.74
     sum_gb_s: float = 0.3
-    # Rows gathered, added up or widened on the rank itself, and any small operation there.
+    # Memory bandwidth of permuting, summing or casting rows on the rank, and the latency of any local operation.
     copy_gb_s: float = 100.0
     operation_us: float = 24.0
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The sizes of the two grids, and how tokens travel between them."""
+    """Degrees of the attention grid and the expert grid, and how tokens travel between them."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -56,19 +56,20 @@ class ParallelConfig:
     pp: int = 1
     ep: int = 1
     etp: int = 1
-    # Pipeline: virtual stages per rank, the order of microbatches, and which layers each stage holds, as in
+    # Pipeline: virtual stages per rank, the schedule, and which layers each stage has, as in
     # `Et*3|(tt|)*29m|L`; None balances the layers' costs.
     vpp: int = 1
     schedule: str = "1f1b"
     stages: str | None = None
     context: ContextConfig = field(default_factory=ContextConfig)
-    # Each microbatch is cut over as many ranks as its longest document needs, at most dp * cp.
+    # Dynamic context parallelism: each microbatch is sharded over as many ranks as its longest document needs, at most
+    # dp * cp.
     dynamic_cp: bool = False
-    # Hybrid sharding: keep this many full copies of the (sharded) dense / expert parameters.
+    # HSDP: this many replicas of the sharded dense / expert parameters.
     dp_replicate: int = 1
     edp_replicate: int = 1
-    # How tokens travel to experts on other ranks; adaptive takes the cheapest by what the link costs.
+    # How tokens are dispatched to experts on other ranks; adaptive takes the cheapest by `link`.
     dispatcher: DispatcherName = "all_to_all"
     link: LinkConfig = field(default_factory=LinkConfig)
-    # Two levels: so many neighbours of an ep group share a host.
+    # two_level: this many neighbouring ranks of an ep group share a host.
     ep_inner: int = 1

@@ -17,7 +17,7 @@ from moefold.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything a run is; two runs with equal configs and worlds compute the same thing."""
+    """Everything that defines a run; equal configs on equal worlds compute the same numbers."""
 
     __pydantic_config__: ClassVar = STRICT
 

@@ -1,8 +1,8 @@
-"""YAML text -> plain data, with nothing left to chance.
+"""YAML text -> plain data by a small set of rules without surprises.
 
-YAML's own rules hold surprises: `1e-3` is text, `010` is eight, `no` is false, a repeated key silently wins, an alias
-can blow one line up to gigabytes and a tag can name a Python object. So only YAML's parser is used here; what its
-events mean is decided below, in one screen of rules:
+By YAML's own rules `1e-3` is text, `010` is eight, `no` is false, the last of repeated keys wins, an alias can expand
+one line to gigabytes and a tag can name a Python object. So only YAML's parser is used here; what its events mean is
+decided by these rules:
 
     null ~ (nothing)        null            true false              a boolean; yes, no, on and off are text
     8 -1 10_000             an integer      0.5 1e-3 3. .inf .nan   a float
@@ -10,7 +10,7 @@ events mean is decided below, in one screen of rules:
     "8" '8' and the rest    text
 
 Keys are text and occur once. Anchors, aliases and tags are refused. Size, depth and number of values are bounded, so
-that no file takes long to refuse.
+that any file is refused quickly.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ScalarError(ValueError):
-    """A plain word that could mean two things, or that no number can hold."""
+    """An unquoted word that is ambiguous, or a number that is too long."""
 
 
 def read_scalar(text: str) -> object:
-    """What a word without quotes means; the same in a file and on the command line."""
+    """The value of an unquoted word; the same in a file and on the command line."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if not (text[0] in "+-." or text[0].isdigit()):
@@ -67,7 +67,7 @@ def read_scalar(text: str) -> object:
 def read_yaml(text: str) -> tuple[object, list[Problem]]:
     """The one document in `text`, without the entries that had a problem, and those problems.
 
-    Raises ConfigError for what makes going on senseless: broken syntax, or more than a configuration ever holds.
+    Raises ConfigError where reading cannot continue: broken syntax, or more data than a configuration ever has.
     """
     if len(text) > MAX_BYTES:
         raise ConfigError(Problem(ROOT, f"{len(text):,} characters", f"a configuration has at most {MAX_BYTES:,}"))
@@ -100,14 +100,14 @@ class _Reader:
         return value, self.problems
 
     def value(self, event: Any, path: str, depth: int) -> object:
-        self.refuse_tricks(event, path, depth)
+        self.refuse_unsupported(event, path, depth)
         if isinstance(event, yaml.ScalarEvent):
             return event.value if event.style else read_scalar(event.value)
         if isinstance(event, yaml.SequenceStartEvent):
             return self.sequence(path, depth)
         return self.mapping(path, depth)
 
-    def refuse_tricks(self, event: Any, path: str, depth: int) -> None:
+    def refuse_unsupported(self, event: Any, path: str, depth: int) -> None:
         self.num_values += 1
         line = f"line {event.start_mark.line + 1}: "
         if isinstance(event, yaml.AliasEvent) or event.anchor:
@@ -136,18 +136,18 @@ class _Reader:
             line = event.start_mark.line + 1
             if not isinstance(event, yaml.ScalarEvent):
                 raise ConfigError(Problem(path, f"line {line}: a key must be one word"))
-            self.refuse_tricks(event, path, depth)
+            self.refuse_unsupported(event, path, depth)
             key, inner = event.value, joined(path, event.value)
             kept = self.kept(next(self.events), inner, depth)
             if key in line_of:
-                self.problems.append(Problem(inner, f"line {line}: this key stands in line {line_of[key]} already"))
+                self.problems.append(Problem(inner, f"line {line}: this key is in line {line_of[key]} already"))
             elif kept:
                 values[key] = kept[0]
             line_of.setdefault(key, line)
         return values
 
     def kept(self, event: Any, path: str, depth: int) -> list[object]:
-        """The value, or nothing where a plain word has a problem."""
+        """The value in a list, or an empty list where it has a problem."""
         try:
             return [self.value(event, path, depth + 1)]
         except ScalarError as error:
@@ -163,6 +163,6 @@ def joined(path: str, key: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Any text, fit to stand in a message: short, on one line, and visible."""
+    """Any text, made printable for a message: short, on one line, visible."""
     visible = text if text.isprintable() and text.strip() else ascii(text)
     return visible if len(visible) <= 60 else f"{visible[:57]}..."

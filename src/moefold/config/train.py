@@ -1,4 +1,4 @@
-"""How long a run is, what it writes down, and what it does when a step goes wrong."""
+"""Number of steps, logging, checkpoints, and what happens to a step that goes wrong."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from moefold.config.strict import STRICT
 
 @dataclass(frozen=True)
 class SavingConfig:
-    """Checkpoints: when, how many, and whether training waits for them."""
+    """How often checkpoints are saved, how many are kept, and whether training waits for them."""
 
     __pydantic_config__: ClassVar = STRICT
 
     # Steps between checkpoints; 0 saves only at the end and on a signal.
     every: int = 100
-    # How many verified ones stay; older ones go only after a newer one was read back.
+    # How many verified checkpoints are kept; older ones are deleted only after a newer one was read back.
     keep: int = 2
-    # Checkpoints at multiples of this many steps stay for good; 0 for none.
+    # Checkpoints at multiples of this many steps are never deleted; 0 for none.
     keep_every: int = 0
-    # Write in a thread while training goes on.
+    # Write in a thread while training continues.
     background: bool = True
 
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """A step whose loss or gradient is not finite is skipped, on all ranks, and leaves no trace in the state."""
+    """A step whose loss or gradient is not finite is skipped on all ranks and changes no state."""
 
     __pydantic_config__: ClassVar = STRICT
 
-    # Also skip steps whose loss or norm is this many standard deviations above its recent mean; 0 never does.
+    # Also skip steps whose loss or gradient norm is this many standard deviations above its recent mean; 0: never.
     spike_sigma: float = 0.0
     spike_window: int = 128
-    # Give up after so many skipped steps in a row.
+    # Stop the run after this many skipped steps in a row.
     max_consecutive_skips: int = 10
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The run's length and its traces, in `directory/NAME`."""
+    """The run's length and what it writes into `directory/NAME`."""
 
     __pydantic_config__: ClassVar = STRICT
 
