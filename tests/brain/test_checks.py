@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, train
+from moefold.checks import context, kernels, model, parallel, pipeline, train
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
 from moefold.checks.sizes import divisors
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -64,7 +64,7 @@ CASES = [
         "model.attention.rope_dim",
     ),
     (
-        model.yarn_stretches,
+        model.yarn_extends_the_context,
         with_model(rope=RopeConfig(yarn=YarnConfig())),
         with_model(rope=RopeConfig(yarn=YarnConfig(factor=0.5))),
         "model.rope.yarn.factor",
@@ -73,13 +73,13 @@ CASES = [
     (model.top_k_fits_experts, with_moe(top_k=8), with_moe(top_k=9), f"{MOE}.top_k"),
     (model.groups_divide_experts, with_router(num_groups=4), with_router(num_groups=3), f"{ROUTER}.num_groups"),
     (
-        model.open_groups_exist,
+        model.top_groups_fits_num_groups,
         with_router(num_groups=2, top_groups=2),
         with_router(num_groups=2, top_groups=3),
         f"{ROUTER}.top_groups",
     ),
     (
-        model.open_groups_hold_top_k,
+        model.top_groups_hold_top_k,
         with_router(num_groups=4, top_groups=1),
         with_router(num_groups=8, top_groups=1),
         f"{ROUTER}.top_groups",
@@ -133,7 +133,7 @@ CASES = [
         f"{MOE}.capacity.pad",
     ),
     (
-        model.a_gate_has_something_to_weigh,
+        model.shared_gate_has_a_shared_expert,
         with_moe(shared_gate=True, shared_hidden_dim=32),
         with_moe(shared_gate=True),
         f"{MOE}.shared_gate",
@@ -142,13 +142,13 @@ CASES = [
     (parallel.kv_heads_divide_over_tp, with_tp(4, attention=MLAConfig()), with_tp(4), "parallel.tp"),
     (parallel.vocabulary_divides_over_tp, with_tp(2), with_tp(2, vocab_size=255), "parallel.tp"),
     (
-        parallel.dense_width_divides_over_tp,
+        parallel.dense_hidden_dim_divides_over_tp,
         with_tp(2, dense_hidden_dim=127),
         with_tp(2, dense_hidden_dim=127, num_dense_layers=1),
         "parallel.tp",
     ),
     (
-        parallel.shared_width_divides_over_tp,
+        parallel.shared_hidden_dim_divides_over_tp,
         with_tp(2),
         with_tp(2, moe=MoEConfig(shared_hidden_dim=31)),
         "parallel.tp",
@@ -160,39 +160,39 @@ CASES = [
         "parallel.ep",
     ),
     (
-        parallel.expert_width_divides_over_etp,
+        parallel.expert_hidden_dim_divides_over_etp,
         with_moe_over(MoEConfig(), etp=4),
         with_moe_over(MoEConfig(), etp=3),
         "parallel.etp",
     ),
     (parallel.expert_axes_have_experts, with_moe_over(None), with_moe_over(None, ep=2), "parallel.ep"),
     (
-        data.microbatches_fill_the_batch,
+        train.microbatches_fill_the_batch,
         RunConfig(data=DataConfig(micro_batch=4)),
         RunConfig(data=DataConfig(micro_batch=3)),
         "data.micro_batch",
     ),
     (
-        data.weights_make_a_mixture,
+        train.mixture_weights_are_positive,
         RunConfig(data=DataConfig(mixture=(SourceConfig("a", 3.0), SourceConfig("b", 0.0)))),
         RunConfig(data=DataConfig(mixture=(SourceConfig("a", 1.0), SourceConfig("b", float("nan"))))),
         "data.mixture.1.weight",
     ),
     (
-        data.training_has_tokens,
+        train.training_has_tokens,
         RunConfig(data=DataConfig(mixture=(SourceConfig("a"),))),
         RunConfig(),
         "data.train",
     ),
     (train.name_is_one_word, RunConfig(name="a-1"), RunConfig(name="../a"), "name"),
     (
-        train.rates_fit_into_the_run,
+        train.lr_schedule_fits_into_the_run,
         RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="wsd", warmup=100, decay=100))),
         RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="wsd", warmup=100, decay=101))),
         "optim.lr_schedule",
     ),
     (
-        train.rates_end_at_or_below_the_peak,
+        train.lr_ends_at_or_below_the_peak,
         RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(floor=1.0))),
         RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(floor=1.1))),
         "optim.lr_schedule.floor",
@@ -260,7 +260,7 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 
 def test_every_rule_has_a_case() -> None:
     """Those about pipelines and context have theirs in a file of their own."""
-    elsewhere = {*pipeline.RULES, *context.RULES, *dispatch.RULES}
+    elsewhere = {*pipeline.RULES, *context.RULES, *parallel.DISPATCH_RULES}
     assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere
     assert elsewhere <= set(RULES)
 

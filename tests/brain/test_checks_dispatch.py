@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import dispatch
+from moefold.checks import parallel
 from moefold.checks.run_all import problems
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig
@@ -21,25 +21,25 @@ def over(pad: bool = False, **parallel: Any) -> RunConfig:
 
 CASES = [
     (
-        dispatch.padded_slots_have_known_counts,
+        parallel.padded_capacity_has_fixed_row_counts,
         over(pad=True, ep=2, dispatcher="all_to_all"),
         over(pad=True, ep=2, dispatcher="deduplicated"),
         "parallel.dispatcher",
     ),
     (
-        dispatch.hosts_divide_ep,
+        parallel.ep_inner_divides_ep,
         over(ep=4, dispatcher="two_level", ep_inner=2),
         over(ep=4, dispatcher="two_level", ep_inner=3),
         "parallel.ep_inner",
     ),
     (
-        dispatch.links_have_rates,
+        parallel.link_costs_are_positive,
         over(link=LinkConfig(message_us=0.0)),
         over(link=LinkConfig(sum_gb_s=-1.0)),
         "parallel.link.sum_gb_s",
     ),
     (
-        dispatch.hosts_are_used,
+        parallel.ep_inner_is_used,
         over(ep=4, dispatcher="two_level", ep_inner=2),
         over(ep=4, dispatcher="deduplicated", ep_inner=2),
         "parallel.ep_inner",
@@ -57,4 +57,4 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case[0] for case in CASES} == set(dispatch.RULES)
+    assert {case[0] for case in CASES} == set(parallel.DISPATCH_RULES)

@@ -40,15 +40,15 @@ FULL, INNER = "parallel.context.full", "parallel.context.inner"
 # rule, a run that keeps it, a run that breaks it, where the problem is reported
 CASES = [
     (
-        pipeline.stages_hold_the_whole_model,
+        pipeline.stages_hold_every_layer,
         run_with(pp=2, stages="Et*3|tL"),
         run_with(pp=2, stages="Et*2|tL"),
         STAGES,
     ),
-    (pipeline.stages_hold_the_whole_model, run_with(pp=8, vpp=4), run_with(pp=2, stages="EttttL"), STAGES),
-    (pipeline.stages_hold_the_whole_model, run_with(mtp=1, stages="Et*4mL"), run_with(mtp=1, stages="Et*4L"), STAGES),
-    (pipeline.stages_hold_the_whole_model, run_with(pp=8), run_with(pp=2**40), "parallel.pp"),
-    (pipeline.stages_hold_the_whole_model, run_with(mtp=3), run_with(mtp=2**40), "model.num_mtp"),
+    (pipeline.stages_hold_every_layer, run_with(pp=8, vpp=4), run_with(pp=2, stages="EttttL"), STAGES),
+    (pipeline.stages_hold_every_layer, run_with(mtp=1, stages="Et*4mL"), run_with(mtp=1, stages="Et*4L"), STAGES),
+    (pipeline.stages_hold_every_layer, run_with(pp=8), run_with(pp=2**40), "parallel.pp"),
+    (pipeline.stages_hold_every_layer, run_with(mtp=3), run_with(mtp=2**40), "model.num_mtp"),
     (pipeline.schedule_is_known, run_with(schedule="zb_h1"), run_with(schedule="zbh1"), SCHEDULE),
     (
         pipeline.virtual_stages_fit_the_schedule,
@@ -62,22 +62,22 @@ CASES = [
         run_with(pp=2, vpp=1, schedule="zb_v"),
         VPP,
     ),
-    (context.heads_divide_over_the_exchange, in_mode("all_to_all", 4), in_mode("all_to_all", 8), FULL),
-    (context.heads_divide_over_the_exchange, in_mode("ring", 8), in_mode("all_to_all", 4, tp=2), FULL),
+    (context.heads_divide_over_the_all_to_all, in_mode("all_to_all", 4), in_mode("all_to_all", 8), FULL),
+    (context.heads_divide_over_the_all_to_all, in_mode("ring", 8), in_mode("all_to_all", 4, tp=2), FULL),
     (
-        context.heads_divide_over_the_exchange,
+        context.heads_divide_over_the_all_to_all,
         run_with(cp=8, context=ContextConfig(windowed="all_to_all")),
         run_with(cp=8, attention=WINDOW, context=ContextConfig(windowed="all_to_all")),
         "parallel.context.windowed",
     ),
     (
-        context.heads_divide_over_the_exchange,
+        context.heads_divide_over_the_all_to_all,
         in_mode("all_to_all", 8, attention=replace(WINDOW, window_every=1)),
         in_mode("all_to_all", 8, attention=WINDOW),
         FULL,
     ),
     (
-        context.heads_divide_over_the_exchange,
+        context.heads_divide_over_the_all_to_all,
         in_mode("hierarchical", 8, inner=4, attention=MLAConfig(num_heads=4)),
         in_mode("hierarchical", 16, inner=8, attention=MLAConfig(num_heads=4)),
         INNER,
@@ -85,7 +85,7 @@ CASES = [
     (context.inner_divides_cp, in_mode("hierarchical", 6, inner=3), in_mode("hierarchical", 6, inner=4), INNER),
     (context.inner_is_used, in_mode("hierarchical", 4, inner=2), in_mode("ring", 4, inner=2), INNER),
     (
-        context.dynamic_cp_has_documents_to_sort,
+        context.dynamic_cp_has_bin_packed_documents,
         run_with(dynamic_cp=True, data=PACKED),
         run_with(dynamic_cp=True),
         DYNAMIC,
@@ -115,7 +115,7 @@ CASES_WITH_LAYOUT = [
         "data.global_batch",
     ),
     (
-        context.heads_divide_over_every_exchange,
+        context.heads_divide_over_every_all_to_all,
         8,
         in_mode("all_to_all", 2, dynamic_cp=True, attention=GQAConfig(num_heads=8), data=PACKED),
         in_mode("all_to_all", 2, dynamic_cp=True, data=PACKED),
@@ -189,7 +189,7 @@ def test_the_reader_is_told_what_would_work() -> None:
     found = pipeline.schedule_is_known(run_with(schedule="interleave"))
     assert found is not None
     assert "did you mean 'interleaved'?" in str(found)
-    (found,) = context.heads_divide_over_the_exchange(in_mode("all_to_all", 8, tp=2))
+    (found,) = context.heads_divide_over_the_all_to_all(in_mode("all_to_all", 8, tp=2))
     assert str(found) == (
-        "parallel.context.full: 2 heads of a tp rank do not divide over cp=8; use ring, or exchange over 1 or 2"
+        "parallel.context.full: 2 heads of a tp rank do not divide over cp=8; use ring, or 1 or 2 ranks"
     )

@@ -1,1 +1,1 @@
-"""Every rule about configurations: one rule, one function, named as the truth it defends."""
+"""Every rule about configurations: one function per rule, named as the statement that must hold."""

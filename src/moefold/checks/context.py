@@ -1,4 +1,4 @@
-"""Rules about sharing one sequence over ranks: what the ways of attending need, and when the size may change."""
+"""Rules about context parallelism: what each attention mode needs, and what dynamic_cp needs."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from moefold.topology.folded_layout import FoldedLayout
 
 
 def modes_in_use(run: RunConfig) -> dict[str, ContextMode]:
-    """The configured way of each type of layer that the model has, by its key."""
+    """The context mode of each type of layer that the model has, by its key."""
     attention, context = run.model.attention, run.parallel.context
     window = attention.window if isinstance(attention, GQAConfig) else None
     every = attention.window_every if isinstance(attention, GQAConfig) else 1
     modes = {"windowed": context.windowed} if window is not None else {}
-    # Layer i has the window when i % every == 0, so layer 1 is the first that may be without.
+    # Layer i has the window when i % every == 0, so layer 1 is the first that may have full attention.
     if window is None or (every > 1 and run.model.num_layers > 1):
         modes["full"] = context.full
     return modes
 
 
-def heads_divide_over_the_exchange(run: RunConfig) -> list[Problem]:
-    """All-to-all gives each of cp ranks some heads; key/value heads are repeated where they are too few."""
-    return _exchange_problems(run, run.parallel.cp, f"cp={run.parallel.cp}")
+def heads_divide_over_the_all_to_all(run: RunConfig) -> list[Problem]:
+    """all_to_all gives each of cp ranks some of the heads; key/value heads are repeated if there are fewer than cp."""
+    return _all_to_all_problems(run, run.parallel.cp, f"cp={run.parallel.cp}")
 
 
-def heads_divide_over_every_exchange(run: RunConfig, layout: FoldedLayout) -> list[Problem]:
+def heads_divide_over_every_all_to_all(run: RunConfig, layout: FoldedLayout) -> list[Problem]:
     """When the size changes by microbatch, the largest is dp * cp."""
     if not run.parallel.dynamic_cp:
         return []
     largest = max(layout.context_sizes(dynamic=True))
-    if _exchange_problems(run, run.parallel.cp, ""):
+    if _all_to_all_problems(run, run.parallel.cp, ""):
         return []
-    return _exchange_problems(run, largest, f"the {largest} ranks that dynamic_cp may use")
+    return _all_to_all_problems(run, largest, f"the {largest} ranks that dynamic_cp may use")
 
 
 def inner_divides_cp(run: RunConfig) -> Problem | None:
@@ -51,18 +51,18 @@ def inner_is_used(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         "parallel.context.inner",
-        f"is {context.inner}, but no layers attend hierarchically (full={context.full}, windowed={context.windowed})",
+        f"is {context.inner}, but no layer type is hierarchical (full={context.full}, windowed={context.windowed})",
         "use 1, or set parallel.context.full to hierarchical",
     )
 
 
-def dynamic_cp_has_documents_to_sort(run: RunConfig) -> Problem | None:
-    documents = run.data.packing
-    if not run.parallel.dynamic_cp or documents == "bin_packed":
+def dynamic_cp_has_bin_packed_documents(run: RunConfig) -> Problem | None:
+    packing = run.data.packing
+    if not run.parallel.dynamic_cp or packing == "bin_packed":
         return None
     return Problem(
         "parallel.dynamic_cp",
-        f"chooses ranks by the length of documents, but data.packing is {documents}",
+        f"chooses ranks by the length of documents, but data.packing is {packing}",
         "set data.packing to bin_packed, or parallel.dynamic_cp to false",
     )
 
@@ -87,17 +87,17 @@ def dynamic_cp_has_an_even_inner(run: RunConfig) -> Problem | None:
 
 
 RULES = (
-    heads_divide_over_the_exchange,
+    heads_divide_over_the_all_to_all,
     inner_divides_cp,
     inner_is_used,
-    dynamic_cp_has_documents_to_sort,
+    dynamic_cp_has_bin_packed_documents,
     dynamic_cp_has_an_even_inner,
 )
-RULES_WITH_LAYOUT = (heads_divide_over_every_exchange, dynamic_cp_halves_evenly)
+RULES_WITH_LAYOUT = (heads_divide_over_every_all_to_all, dynamic_cp_halves_evenly)
 
 
-def _exchange_problems(run: RunConfig, cp: int, ranks: str) -> list[Problem]:
-    """Whether each rank's heads (all / tp) divide over the ranks that exchange them."""
+def _all_to_all_problems(run: RunConfig, cp: int, ranks: str) -> list[Problem]:
+    """Whether the heads of a tp rank divide over the ranks that exchange them."""
     parallel, heads = run.parallel, run.model.attention.num_heads
     if parallel.tp < 1 or cp <= 1 or heads < 1 or heads % parallel.tp:
         return []
@@ -106,7 +106,7 @@ def _exchange_problems(run: RunConfig, cp: int, ranks: str) -> list[Problem]:
     for kind, mode in modes_in_use(run).items():
         if mode == "all_to_all" and own % cp:
             message = f"{own} heads of a tp rank do not divide over {ranks}"
-            fix = f"use ring, or exchange over {divisors(own)}"
+            fix = f"use ring, or {divisors(own)} ranks"
             problems.append(Problem(f"parallel.context.{kind}", message, fix))
     inner = parallel.context.inner
     if "hierarchical" in modes_in_use(run).values() and not divides(inner, own):

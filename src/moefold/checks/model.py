@@ -1,4 +1,4 @@
-"""Rules about a model by itself: heads, routing, capacity, positions."""
+"""Rules about a model by itself: heads, RoPE, routing, capacity."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def rotated_dims_are_even(run: RunConfig) -> Problem | None:
     if dim % 2 == 0:
         return None
     return Problem(
-        f"model.attention.{field}", f"is {dim}, but positions rotate pairs of dims", f"use {dim - 1} or {dim + 1}"
+        f"model.attention.{field}", f"is {dim}, but RoPE rotates pairs of dims", f"use {dim - 1} or {dim + 1}"
     )
 
 
-def yarn_stretches(run: RunConfig) -> Problem | None:
+def yarn_extends_the_context(run: RunConfig) -> Problem | None:
     yarn = run.model.rope.yarn
     if yarn is None or yarn.factor >= 1:
         return None
@@ -53,7 +53,7 @@ def top_k_fits_experts(run: RunConfig) -> Problem | None:
     if moe is None or moe.top_k <= moe.num_experts:
         return None
     return Problem(
-        "model.moe.top_k", f"{moe.top_k} choices among {moe.num_experts} experts", f"use at most {moe.num_experts}"
+        "model.moe.top_k", f"{moe.top_k} of {moe.num_experts} experts per token", f"use at most {moe.num_experts}"
     )
 
 
@@ -68,28 +68,28 @@ def groups_divide_experts(run: RunConfig) -> Problem | None:
     )
 
 
-def open_groups_exist(run: RunConfig) -> Problem | None:
+def top_groups_fits_num_groups(run: RunConfig) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.router.top_groups <= moe.router.num_groups:
         return None
     return Problem(
         "model.moe.router.top_groups",
-        f"{moe.router.top_groups} groups are to be chosen among {moe.router.num_groups}",
+        f"{moe.router.top_groups} of {moe.router.num_groups} groups per token",
         f"use at most {moe.router.num_groups}",
     )
 
 
-def open_groups_hold_top_k(run: RunConfig) -> Problem | None:
+def top_groups_hold_top_k(run: RunConfig) -> Problem | None:
     moe = run.model.moe
     if moe is None or moe.router.num_groups < 1:
         return None
     per_group = moe.num_experts // moe.router.num_groups
-    within_reach = moe.router.top_groups * per_group
-    if within_reach >= moe.top_k or moe.top_k > moe.num_experts:
+    reachable = moe.router.top_groups * per_group
+    if reachable >= moe.top_k or moe.top_k > moe.num_experts:
         return None
     return Problem(
         "model.moe.router.top_groups",
-        f"{moe.router.top_groups} groups of {per_group} hold {within_reach} experts, fewer than top_k = {moe.top_k}",
+        f"{moe.router.top_groups} groups of {per_group} hold {reachable} experts, fewer than top_k = {moe.top_k}",
         f"use at least {-(-moe.top_k // max(per_group, 1))} groups",
     )
 
@@ -113,7 +113,7 @@ def only_topk_limits_groups(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         "model.moe.router.num_groups",
-        f"{moe.router.num_groups} groups limit a token's choice, which {moe.router.kind} routing does not make",
+        f"{moe.router.num_groups} groups limit a token's top-k, which {moe.router.kind} routing does not take",
         "use num_groups 1, or kind topk",
     )
 
@@ -124,7 +124,7 @@ def only_topk_has_an_expert_bias(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         "model.moe.router.expert_bias",
-        f"the loss-free bias shifts a token's choice, which {moe.router.kind} routing does not make",
+        f"the loss-free bias shifts a token's top-k, which {moe.router.kind} routing does not take",
         "use expert_bias false, or kind topk",
     )
 
@@ -135,7 +135,7 @@ def expert_choice_has_its_own_capacity(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         "model.moe.capacity",
-        "experts that choose take tokens * top_k / experts each, so a capacity has nothing to bound",
+        "expert_choice gives every expert exactly tokens * top_k / experts tokens, so a capacity bounds nothing",
         "set model.moe.capacity to null",
     )
 
@@ -179,18 +179,18 @@ def padded_capacity_is_per_expert(run: RunConfig) -> Problem | None:
         return None
     return Problem(
         "model.moe.capacity.pad",
-        "fills every expert up to its capacity, but capacity.per is device: the experts of a device share one",
+        "pads every expert to its capacity, but capacity.per is device: the experts of a device share one",
         "set model.moe.capacity.pad to false, or capacity.per to expert",
     )
 
 
-def a_gate_has_something_to_weigh(run: RunConfig) -> Problem | None:
+def shared_gate_has_a_shared_expert(run: RunConfig) -> Problem | None:
     moe = run.model.moe
     if moe is None or not moe.shared_gate or moe.shared_hidden_dim > 0:
         return None
     return Problem(
         "model.moe.shared_gate",
-        "there is no shared expert to weigh (shared_hidden_dim is 0)",
+        "there is no shared expert to gate (shared_hidden_dim is 0)",
         "set model.moe.shared_hidden_dim, or shared_gate false",
     )
 
@@ -198,12 +198,12 @@ def a_gate_has_something_to_weigh(run: RunConfig) -> Problem | None:
 RULES = (
     kv_heads_divide_heads,
     rotated_dims_are_even,
-    yarn_stretches,
+    yarn_extends_the_context,
     experts_are_used,
     top_k_fits_experts,
     groups_divide_experts,
-    open_groups_exist,
-    open_groups_hold_top_k,
+    top_groups_fits_num_groups,
+    top_groups_hold_top_k,
     group_score_has_whole_terms,
     only_topk_limits_groups,
     only_topk_has_an_expert_bias,
@@ -212,5 +212,5 @@ RULES = (
     capacity_devices_divide_experts,
     capacity_devices_are_used,
     padded_capacity_is_per_expert,
-    a_gate_has_something_to_weigh,
+    shared_gate_has_a_shared_expert,
 )

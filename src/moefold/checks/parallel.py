@@ -1,12 +1,18 @@
-"""Rules about cutting a model over ranks: what must divide, what must fold."""
+"""Rules about sharding a model over ranks and about dispatch: what must divide, and which options fit together."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
+from math import isfinite
 
 from moefold.checks.sizes import divides, divisors
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.topology.folded_layout import FoldedLayout, fold
+
+# Dispatchers that count the rows of every microbatch.
+COUNT_ROWS = ("deduplicated", "two_level")
 
 
 def heads_divide_over_tp(run: RunConfig) -> Problem | None:
@@ -24,13 +30,13 @@ def vocabulary_divides_over_tp(run: RunConfig) -> Problem | None:
     return _divides_over_tp(run, run.model.vocab_size, "vocabulary rows", "model.vocab_size")
 
 
-def dense_width_divides_over_tp(run: RunConfig) -> Problem | None:
+def dense_hidden_dim_divides_over_tp(run: RunConfig) -> Problem | None:
     if run.model.moe is not None and run.model.num_dense_layers == 0:
         return None
     return _divides_over_tp(run, run.model.dense_hidden_dim, "columns of the dense layers", "model.dense_hidden_dim")
 
 
-def shared_width_divides_over_tp(run: RunConfig) -> Problem | None:
+def shared_hidden_dim_divides_over_tp(run: RunConfig) -> Problem | None:
     if run.model.moe is None:
         return None
     return _divides_over_tp(
@@ -47,7 +53,7 @@ def experts_divide_over_ep(run: RunConfig) -> Problem | None:
     )
 
 
-def expert_width_divides_over_etp(run: RunConfig) -> Problem | None:
+def expert_hidden_dim_divides_over_etp(run: RunConfig) -> Problem | None:
     moe, etp = run.model.moe, run.parallel.etp
     if moe is None or divides(etp, moe.expert_hidden_dim):
         return None
@@ -66,20 +72,70 @@ def expert_axes_have_experts(run: RunConfig) -> Problem | None:
     return Problem(path, f"ep={ep}, etp={etp}, but the model has no experts (model.moe is null)", "use ep 1 and etp 1")
 
 
+def padded_capacity_has_fixed_row_counts(run: RunConfig) -> Problem | None:
+    """How many ranks a token is sent to depends on its routing, even where every expert has a fixed number of rows."""
+    moe, name = run.model.moe, run.parallel.dispatcher
+    if moe is None or moe.capacity is None or not moe.capacity.pad or name not in COUNT_ROWS:
+        return None
+    return Problem(
+        "parallel.dispatcher",
+        f"{name} counts the rows of every microbatch, but model.moe.capacity.pad asks for fixed row counts",
+        "use all_to_all or all_gather, or set model.moe.capacity.pad to false",
+    )
+
+
+def ep_inner_divides_ep(run: RunConfig) -> Problem | None:
+    parallel = run.parallel
+    if parallel.dispatcher != "two_level" or divides(parallel.ep_inner, parallel.ep):
+        return None
+    return Problem(
+        "parallel.ep_inner",
+        f"ep={parallel.ep} does not divide into hosts of {parallel.ep_inner}",
+        f"use {divisors(parallel.ep)}",
+    )
+
+
+def ep_inner_is_used(run: RunConfig) -> Problem | None:
+    parallel = run.parallel
+    if parallel.ep_inner <= 1 or parallel.dispatcher == "two_level":
+        return None
+    return Problem(
+        "parallel.ep_inner",
+        f"is {parallel.ep_inner}, but the {parallel.dispatcher} dispatcher does not distinguish hosts",
+        "use 1, or set parallel.dispatcher to two_level",
+    )
+
+
+def link_costs_are_positive(run: RunConfig) -> list[Problem]:
+    """A latency may be 0, a bandwidth may not."""
+    found = []
+    for name, value in asdict(run.parallel.link).items():
+        if not (isfinite(value) and (value > 0 or (name.endswith("_us") and value == 0))):
+            found.append(Problem(f"parallel.link.{name}", f"is {value:g}", "use a positive number"))
+    return found
+
+
+DISPATCH_RULES = (
+    padded_capacity_has_fixed_row_counts,
+    ep_inner_divides_ep,
+    ep_inner_is_used,
+    link_costs_are_positive,
+)
 RULES = (
     heads_divide_over_tp,
     kv_heads_divide_over_tp,
     vocabulary_divides_over_tp,
-    dense_width_divides_over_tp,
-    shared_width_divides_over_tp,
+    dense_hidden_dim_divides_over_tp,
+    shared_hidden_dim_divides_over_tp,
     experts_divide_over_ep,
-    expert_width_divides_over_etp,
+    expert_hidden_dim_divides_over_etp,
     expert_axes_have_experts,
+    *DISPATCH_RULES,
 )
 
 
 def layout_or_problems(run: RunConfig, world: int) -> tuple[FoldedLayout | None, list[Problem]]:
-    """Both grids over this many ranks, or why not."""
+    """Both grids folded over this many ranks, or why they do not fold."""
     try:
         return fold(run.parallel, world), []
     except LayoutError as error:

@@ -1,4 +1,4 @@
-"""Rules about pipelines: every layer has a stage, and the order of microbatches exists for these sizes."""
+"""Rules about pipelines: every layer has a stage, and the schedule takes these sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import FoldedLayout
 
 
-def stages_hold_the_whole_model(run: RunConfig) -> list[Problem]:
-    """The string parses, has pp * vpp stages, and places every layer and MTP module; without one there is a balance."""
+def stages_hold_every_layer(run: RunConfig) -> list[Problem]:
+    """parallel.stages parses, has pp * vpp stages, and places every layer and MTP module; None is balanced by cost."""
     if not _sizes_are_positive(run):
         return []
     if run.parallel.stages is None:
@@ -35,7 +35,7 @@ def schedule_is_known(run: RunConfig) -> Problem | None:
 
 
 def virtual_stages_fit_the_schedule(run: RunConfig) -> list[Problem]:
-    """Some orders know one stage per rank, some exactly two. How many microbatches they need is another rule."""
+    """Some schedules take one stage per rank, some exactly two. How many microbatches they need is another rule."""
     parallel = run.parallel
     if parallel.schedule not in SCHEDULES or not _sizes_are_positive(run):
         return []
@@ -44,7 +44,7 @@ def virtual_stages_fit_the_schedule(run: RunConfig) -> list[Problem]:
 
 
 def microbatches_fit_the_schedule(run: RunConfig, layout: FoldedLayout) -> list[Problem]:
-    """Packed documents make as many microbatches as they need, filled up with empty ones to what the order needs."""
+    """bin_packed makes as many microbatches as its documents need and adds empty ones up to what the schedule needs."""
     parallel, data = run.parallel, run.data
     one_round = data.micro_batch * layout.size("dp")
     if data.packing == "bin_packed" or data.global_batch < 1 or not divides(one_round, data.global_batch):
@@ -63,10 +63,10 @@ def microbatches_fit_the_schedule(run: RunConfig, layout: FoldedLayout) -> list[
     ]
 
 
-RULES = (stages_hold_the_whole_model, schedule_is_known, virtual_stages_fit_the_schedule)
+RULES = (stages_hold_every_layer, schedule_is_known, virtual_stages_fit_the_schedule)
 RULES_WITH_LAYOUT = (microbatches_fit_the_schedule,)
 
 
 def _sizes_are_positive(run: RunConfig) -> bool:
-    """Sizes below one are another rule's problem."""
+    """Sizes below one are reported by `sizes_are_positive`."""
     return min(run.parallel.pp, run.parallel.vpp, run.model.num_layers, run.model.num_mtp + 1, run.data.micro_batch) > 0

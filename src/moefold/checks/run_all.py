@@ -1,11 +1,11 @@
-"""All problems of a run at once; none means that it can be planned and proved, and by `problems_to_train`, started."""
+"""All problems of a run at once: those that planning and proving need solved, and those that only training needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, data, dispatch, kernels, model, parallel, pipeline, train
-from moefold.checks.sizes import sizes_can_be_handled, sizes_mean_something
+from moefold.checks import context, kernels, model, parallel, pipeline, train
+from moefold.checks.sizes import sizes_are_bounded, sizes_are_positive
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -17,23 +17,21 @@ RULES: tuple[Rule, ...] = (
     *parallel.RULES,
     *pipeline.RULES,
     *context.RULES,
-    *dispatch.RULES,
-    *data.RULES,
     *kernels.RULES,
     *train.RULES,
 )
-RULES_TO_TRAIN: tuple[Rule, ...] = data.RULES_TO_TRAIN
-RULES_WITH_LAYOUT = (*data.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
+RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN
+RULES_WITH_LAYOUT = (*train.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
 
 
 def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
     """Everything wrong with the run; with a world size also whether its grids fold and its batch divides."""
-    absurd = sizes_can_be_handled(run, world)
-    if absurd:
-        return absurd
-    sizes = sizes_mean_something(run)
+    unbounded = sizes_are_bounded(run, world)
+    if unbounded:
+        return unbounded
+    sizes = sizes_are_positive(run)
     found = sizes + _flat(rule(run) for rule in RULES)
-    # The layout has its own words for sizes below one, and they have been said.
+    # `fold` would report degrees below one again.
     if world is None or any(problem.path.startswith("parallel.") for problem in sizes):
         return found
     layout, unfolded = parallel.layout_or_problems(run, world)
@@ -43,7 +41,7 @@ def problems(run: RunConfig, world: int | None = None) -> list[Problem]:
 
 
 def problems_to_train(run: RunConfig, world: int | None = None) -> list[Problem]:
-    """The same, and whatever training still needs that plans and proofs do without."""
+    """The same, and what only training needs: tokens."""
     return problems(run, world) + _flat(rule(run) for rule in RULES_TO_TRAIN)
 
 

@@ -1,8 +1,7 @@
-"""Numbers that mean something: sizes are positive, coefficients finite and not negative, nothing is absurdly large.
+"""Rules about single numbers: sizes are positive, coefficients finite and not negative, nothing is absurdly large.
 
-One walk over the whole tree, so a field added tomorrow is checked tomorrow.
-
-Even division, which most rules are about, and what would have divided.
+One walk over the whole configuration, so that a new field is checked without a new rule. Also even division, which most
+other rules are about, and the divisors that a problem suggests.
 """
 
 from __future__ import annotations
@@ -47,22 +46,22 @@ MUST_BE_POSITIVE = frozenset(
 )
 
 
-def sizes_mean_something(run: RunConfig) -> list[Problem]:
+def sizes_are_positive(run: RunConfig) -> list[Problem]:
     return [found for path, value in leaves(run) if (found := _problem(path, value)) is not None]
 
 
-def sizes_can_be_handled(run: RunConfig, world: int | None) -> list[Problem]:
-    """Found first and alone: arithmetic and printing of other rules need numbers of a human size."""
+def sizes_are_bounded(run: RunConfig, world: int | None) -> list[Problem]:
+    """Checked first and alone: other rules compute with these numbers and print them."""
     bounds = {"model.num_layers": MOST_LAYERS, "model.num_mtp": MOST_LAYERS}
     return [
-        Problem(path, f"is beyond {bounds.get(path, LARGEST):,}", "use a number that a machine could hold")
+        Problem(path, f"is beyond {bounds.get(path, LARGEST):,}", "use a smaller number")
         for path, value in (("world", world), *leaves(run))
         if isinstance(value, int) and abs(value) > bounds.get(path, LARGEST)
     ]
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of the tree with its dotted path."""
+    """Every value of the configuration with its dotted path."""
     for field in fields(node):
         value, inner = getattr(node, field.name), f"{path}.{field.name}" if path else field.name
         if is_dataclass(value):
@@ -86,12 +85,12 @@ def _problem(path: str, value: object) -> Problem | None:
 
 
 _FEW = 8
-# Looking for divisors takes a step per candidate; sizes beyond this have none that anyone would type.
+# The search takes a step per candidate; beyond this, no divisors are suggested.
 _SEARCHED = 10**12
 
 
 def divides(parts: int, whole: int) -> bool:
-    """Whether `whole` falls into `parts` equal pieces; sizes below one are another rule's problem."""
+    """Whether `whole` divides into `parts` equal pieces; sizes below one are reported by `sizes_are_positive`."""
     return parts < 1 or whole % parts == 0
 
 

@@ -27,7 +27,7 @@ from moefold.checkpoint.hf.config_maps import (
     Key,
 )
 from moefold.checks.model import RULES
-from moefold.checks.sizes import leaves, sizes_can_be_handled, sizes_mean_something
+from moefold.checks.sizes import leaves, sizes_are_bounded, sizes_are_positive
 from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
@@ -141,7 +141,7 @@ def _model(dialect: Dialect, values: dict[str, Any]) -> ModelConfig:
         run = run_from_mapping({"model": tree})
     except ConfigError as error:
         raise ConversionError(*(_in_their_words(problem, dialect) for problem in error.problems)) from None
-    found = sizes_can_be_handled(run, None) or sizes_mean_something(run)
+    found = sizes_are_bounded(run, None) or sizes_are_positive(run)
     found = found or [problem for rule in RULES if (problem := rule(run)) is not None]
     if found:
         raise ConversionError(*(_in_their_words(problem, dialect) for problem in found))
