@@ -13,11 +13,10 @@ from traceback import extract_stack
 from typing import Any
 
 import torch
+from tests.host_work import ESCAPES, why_it_waits
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from moefold.bench.host_work import ESCAPES, why_it_waits
 
 
 class HostSyncError(AssertionError):

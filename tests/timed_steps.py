@@ -1,4 +1,4 @@
-"""Real training steps of a small mixture under many layouts, timed against a reference product."""
+"""Real training steps of a small MoE model under many layouts, timed against a reference matmul."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moefold.bench.clock import Reference, meet
+from moefold.bench.clock import Reference, barrier
 from moefold.bench.single_rank import optimizer_of
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
@@ -118,7 +118,7 @@ def _live(layout: Timed, rank: int, steps: int) -> list[dict[str, float]]:
         before = reference.seconds()
         began = time.perf_counter()
         sums = run_step(local_model, optimizer, batches).sums
-        meet()
+        barrier()
         taken = time.perf_counter() - began
         after = reference.seconds()
         rows_MP = sums.counts_ME.double().view(len(sums.counts_ME), run.parallel.ep, -1).sum(-1)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.bench.calibration_shapes import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, TOKENS, TURNS
+from moefold.bench.calibration_shapes import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, REPETITIONS, TOKENS
 from moefold.bench.clock import ratios, seconds
-from moefold.bench.fit_machine import product_rates, smallest_errors, wires_of
+from moefold.bench.fit_machine import matmul_costs, smallest_errors, wires_of
 from moefold.cli.main import main
 from moefold.hardware.machine import read_machine
 from moefold.plan.op_costs import Sizes, parts_of
@@ -40,18 +40,18 @@ def test_products_are_fitted_to_the_planners_own_counts() -> None:
             f"dense {number} backward": part.backward.gemm_flops * 1e-11,
         }
     # 20 FLOPs per byte: a byte takes twenty times as long.
-    assert product_rates(times) == pytest.approx((1e-11, 2e-10))
+    assert matmul_costs(times) == pytest.approx((1e-11, 2e-10))
 
 
 def test_messages_are_freed_from_the_work_between_them() -> None:
     times = {"work 2": 4e-3}
     names = [("tokens", MESSAGES), ("send", MESSAGES), ("sum", MESSAGES), ("parameters", PARAMETERS)]
     for name, sizes in names:
-        times |= {f"{name} 2 {size}": 4e-3 + TURNS * (1e-3 + size * 1e-9) for size in sizes}
-    times |= {f"passes 2 {size}": 4e-3 + TURNS * (5e-3 + size * 4e-9) for size in PARAMETERS}
+        times |= {f"{name} 2 {size}": 4e-3 + REPETITIONS * (1e-3 + size * 1e-9) for size in sizes}
+    times |= {f"passes 2 {size}": 4e-3 + REPETITIONS * (5e-3 + size * 4e-9) for size in PARAMETERS}
     for name, amounts in (("exchange", TOKENS), ("context", DOCUMENTS)):
-        times |= {f"{name} 2 {amount}": 4e-3 + TURNS * 3e-3 for amount in amounts}
-        times |= {f"one {name} 2 {amount}": 4e-3 + TURNS * 1e-3 for amount in amounts}
+        times |= {f"{name} 2 {amount}": 4e-3 + REPETITIONS * 3e-3 for amount in amounts}
+        times |= {f"one {name} 2 {amount}": 4e-3 + REPETITIONS * 1e-3 for amount in amounts}
     us = {wire.operation: wire.us for wire in wires_of(times, 2, 2)}
     assert us["send"] == pytest.approx([1e3 + size * 1e-3 for size in MESSAGES])
     assert us["tokens"][0] == pytest.approx(us["send"][0] / 2)
@@ -77,7 +77,7 @@ def test_trials_are_worth_their_ratio_to_the_reference() -> None:
 def test_a_tiny_calibration_is_a_table_that_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     assert main(["bench", "calibrate", "--world", "2", "--rounds", "1", "--out", str(path)]) == 0
-    assert "one rank alone" in capsys.readouterr().out
+    assert "one rank " in capsys.readouterr().out
     machine = read_machine(path)
     assert 1 < machine.gemm_gflops < 10_000 and [crowd.ranks for crowd in machine.crowds] == [1, 2]
     words = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.host_work import HostWork, count_host_work
 from tests.sync_free import ESCAPES
 from torch import Tensor
 
-from moefold.bench.host_work import HostWork, count_host_work
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.moe import routing_policies as select
 from moefold.moe.capacity import capacity_of

@@ -1,6 +1,6 @@
-"""What is measured: products and attention of everyday shapes, and small runs with one of everything.
+"""What `calibrate` measures: matmuls and attention of usual shapes, and small runs that contain one of everything.
 
-Large enough to be like training on a computer, small enough for all of them to take their turns in a minute.
+Large enough to resemble training on a computer, small enough for all of them to be measured in a minute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moefold.config.run import RunConfig
 
 
 class DenseShape(NamedTuple):
-    """Both products of a gated feed-forward part."""
+    """The two matmuls of a gated feed-forward layer."""
 
     tokens: int
     dim: int
@@ -23,7 +23,7 @@ class DenseShape(NamedTuple):
 
 
 class ExpertsShape(NamedTuple):
-    """The same for experts that get equally many rows each."""
+    """The same for experts with equally many rows each."""
 
     rows: int
     experts: int
@@ -65,9 +65,9 @@ ATTENTION = (
 )
 
 
-def _run(name: str, tokens: int, mixture: bool) -> RunConfig:
+def _run(name: str, tokens: int, moe: bool) -> RunConfig:
     length = min(tokens, 256)
-    moe = MoEConfig(
+    moe_config = MoEConfig(
         num_experts=8,
         top_k=2,
         expert_hidden_dim=256,
@@ -81,37 +81,37 @@ def _run(name: str, tokens: int, mixture: bool) -> RunConfig:
             vocab_size=512,
             dim=256,
             num_layers=2,
-            num_dense_layers=0 if mixture else 2,
+            num_dense_layers=0 if moe else 2,
             dense_hidden_dim=512,
             attention=GQAConfig(num_heads=8, num_kv_heads=4, head_dim=32),
-            moe=moe if mixture else None,
+            moe=moe_config if moe else None,
         ),
         data=DataConfig(seq_len=length, global_batch=tokens // length, micro_batch=tokens // length),
     )
 
 
-# One microbatch each; few tokens show what operations cost, many what bytes cost.
+# One microbatch each. Few tokens show the cost of an operation, many the cost of its bytes.
 RUNS = {
     run.name: run
     for run in (
         _run("dense, few tokens", 64, False),
         _run("dense, many tokens", 1024, False),
-        _run("mixture, few tokens", 64, True),
-        _run("mixture, some tokens", 512, True),
-        _run("mixture, many tokens", 1536, True),
+        _run("MoE, few tokens", 64, True),
+        _run("MoE, some tokens", 512, True),
+        _run("MoE, many tokens", 1536, True),
     )
 }
-# What ranks run side by side to see how they slow each other down.
-CROWDED = "mixture, some tokens"
-# Bytes of the whole message: what a group holds together.
+# The run that several ranks execute at once, to measure how they slow each other down.
+CROWDED = "MoE, some tokens"
+# Bytes of a message: of all ranks of the group together.
 MESSAGES = (1 << 12, 1 << 18, 1 << 21)
-# The same of parameters: a layer's experts are many.
+# The same of sharded parameters, which are larger because of a layer's experts.
 PARAMETERS = (1 << 12, 1 << 20, 1 << 24)
-# Documents of each rank where ranks share them.
+# Documents per rank under context parallelism.
 DOCUMENTS = (1, 4)
-# Tokens of each rank whose experts are spread.
+# Tokens per rank under expert parallelism.
 TOKENS = (64, 1024)
 CONTEXT = AttentionShape(256, 256, 8, 4, 32)
 ROUTED = RoutedShape(16, 2, 256)
-# How often work and message follow each other in a trial.
-TURNS = 2
+# Repetitions of (work, message) in one trial.
+REPETITIONS = 2

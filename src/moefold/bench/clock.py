@@ -1,32 +1,30 @@
 """Timing on a machine that does other things too.
 
-A computer's speed changes from minute to minute: neighbours compute, clocks go up and down. So every trial follows a
-reference, one small product, and what counts is the ratio of the two. All trials take turns, round after round, and
-each is worth the mean of its rounds without the slowest: whoever computes next door for a while then disturbs a few
-rounds of everything instead of all rounds of one thing. The mean, for a step is a sum of many such things.
+A computer's speed changes from minute to minute: other processes compute, clock frequencies change. So every trial
+follows a reference, one small matmul, and what counts is the ratio of the two. Trials alternate, round after round, and
+each is worth the mean of its rounds without the slowest fifth: a disturbance then spoils a few rounds of everything
+instead of all rounds of one trial. The mean and not the median, because a step is a sum of many such trials.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import mean
+from dataclasses import dataclass, field
+from statistics import mean, quantiles
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 Trial = Callable[[], object]
-# Told what is being measured, and how many of how many rounds are done.
-Say = Callable[[str, int, int], None]
-# Rounds before the first that counts: memory is fetched, plans are made.
+# Called with what is measured, the number of rounds done, and the number of all rounds.
+Progress = Callable[[str, int, int], None]
+# Rounds that do not count: they allocate memory and fill the caches of GEMM plans.
 _WARM = 2
 # Rows, inner and outer size of the reference, and how often it runs before each trial.
 REFERENCE = 512
 REPEATS = 3
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Does not want to know."""
 
 
 def seconds(trial: Trial) -> float:
@@ -40,8 +38,11 @@ def repeat(trial: Trial, times: int) -> None:
         trial()
 
 
+# ---- trials against a reference ----
+
+
 class Reference:
-    """One product of square matrices, on every rank at once."""
+    """One matmul of square matrices, on every rank at once."""
 
     def __init__(self) -> None:
         self.a, self.b = torch.randn(REFERENCE, REFERENCE), torch.randn(REFERENCE, REFERENCE)
@@ -50,30 +51,91 @@ class Reference:
         self.a @ self.b
 
     def seconds(self) -> float:
-        """Of one product, while all ranks compute it. Ranks leave together: what follows begins on all of them."""
-        meet()
+        """Of one matmul on all ranks at once. Ends with a barrier, so that the next trial starts on all ranks at once."""
+        barrier()
         taken = seconds(lambda: repeat(self, REPEATS)) / REPEATS
-        meet()
+        barrier()
         return taken
 
 
-def meet() -> None:
+def barrier() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
-def ratios(trials: Mapping[str, Trial], rounds: int, what: str = "", say: Say = silent) -> dict[str, float]:
-    """How many times longer than the reference, on as many ranks at once, each trial takes."""
+def ratios(
+    trials: Mapping[str, Trial], rounds: int, what: str = "", progress: Progress | None = None
+) -> dict[str, float]:
+    """Time of each trial in units of the reference's, on as many ranks at once."""
     reference = Reference()
     found: dict[str, list[float]] = {name: [] for name in trials}
     for number in range(_WARM + rounds):
         for name, trial in trials.items():
-            measure = reference.seconds()
-            found[name].append(seconds(trial) / measure)
-        say(what, max(0, number + 1 - _WARM), rounds)
-    return {name: undisturbed(taken[_WARM:]) for name, taken in found.items()}
+            unit = reference.seconds()
+            found[name].append(seconds(trial) / unit)
+        if progress is not None:
+            progress(what, max(0, number + 1 - _WARM), rounds)
+    return {name: trimmed_mean(taken[_WARM:]) for name, taken in found.items()}
 
 
-def undisturbed(taken: Sequence[float]) -> float:
+def trimmed_mean(taken: Sequence[float]) -> float:
     """The mean without the slowest fifth."""
     return mean(sorted(taken)[: max(1, len(taken) - len(taken) // 5)])
+
+
+# ---- trials against each other ----
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def relative(self) -> float:
+        return (self.high - self.low) / self.median if self.median else 0.0
+
+
+def spread(values: Sequence[float]) -> Spread:
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return Spread(middle, low, high)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each round: on the wall, and CPU time of the process, which other processes disturb less."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def of(self, clock: str) -> list[float]:
+        return self.cpu if clock == "cpu" else self.wall
+
+
+def alternate(
+    trials: Mapping[str, tuple[Callable[[int], Any], Callable[[Any], object]]],
+    rounds: int,
+    warm: int,
+    what: str,
+    progress: Progress | None = None,
+) -> dict[str, Timing]:
+    """Each trial once per round. A trial is (prepare, run): ``prepare(seed)`` is not timed and makes the input of
+    ``run``; the seed changes every round."""
+    found = {name: Timing() for name in trials}
+    for number in range(warm + rounds):
+        for name, (prepare, run) in trials.items():
+            prepared = prepare(number)
+            wall, cpu = time.perf_counter(), time.process_time()
+            run(prepared)
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+            if number >= warm:
+                found[name].wall.append(wall)
+                found[name].cpu.append(cpu)
+        if progress is not None:
+            progress(what, max(0, number + 1 - warm), rounds)
+    return found

@@ -1,7 +1,7 @@
-"""Parts of a model whose work is spread over ranks, each beside the same part on a rank of its own.
+"""Parts of a model that are distributed over ranks, each beside the same part on one rank.
 
-What the one takes longer than the other is what spreading costs: messages, copies, sorting on arrival, merging. Forward
-and backward together.
+The difference of the two times is the cost of distributing: collectives, copies, permuting what was received, merging.
+Forward and backward together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS = 64
 
 
 def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, Trial]:
-    """Attention over ``number`` documents per rank that ``size`` ranks share, and over as many of its own."""
+    """Attention over ``number`` documents per rank that ``size`` ranks shard, and over as many on one rank."""
     heads, kv_heads, dim, length = CONTEXT.heads, CONTEXT.kv_heads, CONTEXT.dim, CONTEXT.length
     tokens = torch.zeros(length * number * size, dtype=torch.int64)
     whole = whole_batch(
@@ -48,35 +48,35 @@ def contexts(groups: Mapping[int, Group], size: int, number: int) -> dict[str, T
 
 
 def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
-    """Rows to experts on other ranks and back, and to experts that are all here."""
+    """Dispatch and combine with experts on other ranks, and with all experts on this rank."""
     x = torch.randn(tokens, ROUTED.dim, requires_grad=True)
-    # Every expert is chosen equally often, by tokens all over the batch.
+    # Every expert gets the same number of assignments, from tokens all over the batch.
     chosen = torch.randperm(tokens * ROUTED.top_k).view(tokens, ROUTED.top_k) % ROUTED.experts
     weight = torch.full((tokens, ROUTED.top_k), 0.5, requires_grad=True)
 
-    def there_and_back(dispatcher: Dispatcher) -> Trial:
+    def dispatch_and_combine(dispatcher: Dispatcher) -> Trial:
         def trial() -> None:
             arrived = dispatcher.dispatch(x, Routing(chosen, weight))
-            dispatcher.combine(_sort_and_weigh(arrived), arrived.ticket).sum().backward()
+            dispatcher.combine(_permute_and_scale(arrived), arrived.ticket).sum().backward()
 
         return trial
 
     return {
-        "exchange": there_and_back(AllToAllDispatcher(ROUTED.experts, ep, etp)),
-        "one exchange": there_and_back(LocalDispatcher(ROUTED.experts)),
+        "exchange": dispatch_and_combine(AllToAllDispatcher(ROUTED.experts, ep, etp)),
+        "one exchange": dispatch_and_combine(LocalDispatcher(ROUTED.experts)),
     }
 
 
-def _sort_and_weigh(arrived: Arrived) -> Tensor:
-    """What experts do with rows apart from computing."""
+def _permute_and_scale(arrived: Arrived) -> Tensor:
+    """What experts do with rows besides their matmuls."""
     groups = group_by_expert(arrived.choices, len(arrived.rows_per_expert), sum(arrived.rows_per_expert))
     weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N)
     rows_RD = take_rows(arrived.rows_SD, groups.token_N) * weight_R[:, None]
     return put_back(rows_RD, groups.token_N, arrived.rows_SD.shape[0])
 
 
-class _Sum(torch.autograd.Function):
-    """Takes no time itself, and hands a module's parameters gradients."""
+class _FixedGradients(torch.autograd.Function):
+    """An identity whose backward gives the weights these gradients at no cost."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: list[Tensor], *weights: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Matrices(nn.Module):
-    """A few parameters, like a layer's."""
+    """Two parameters, as a layer has."""
 
     def __init__(self, total: int) -> None:
         super().__init__()
@@ -98,16 +98,16 @@ class _Matrices(nn.Module):
         self.gradients = [torch.ones(_ROWS, columns) for _ in range(2)]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sum.apply(x, self.gradients, *self.weights)
+        out: Tensor = _FixedGradients.apply(x, self.gradients, *self.weights)
         return out
 
 
 def sharded(groups: Groups, total: int) -> dict[str, Trial]:
-    """Gathering ``total`` bytes of parameters alone, and both passes: gathering twice and summing gradients."""
+    """Unshard of ``total`` bytes of parameters; forward with backward: unshard twice and reduce_scatter gradients."""
     mesh = groups.device_mesh("cpu", *DATA_GROUPS["attention"])
     assert mesh is not None
     module = _Matrices(total)
-    # The outermost module stays gathered until its backward; a layer is never that.
+    # FSDP keeps its root module unsharded until backward; a layer is never the root.
     outer = nn.Sequential(module)
     for each in (module, outer):
         fully_shard(each, mesh=mesh)

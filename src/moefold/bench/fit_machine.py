@@ -1,12 +1,12 @@
-"""From measured seconds to a machine's table.
+"""Fit a machine's table to measured seconds.
 
-The planner itself says how much of each kind of work it counts in what was measured, so that rates fit its counts. Each
-fit has one or two unknowns and minimises relative errors.
+The FLOPs and bytes of each measurement are counted by the planner's own formulas, so that the fitted speeds match them.
+Each fit has one or two unknowns and minimises relative errors.
 
-    products     arithmetic and fetched bytes -> seconds per FLOP, seconds per byte
-    experts      the same counts, slower by a factor, and a fixed time per expert
-    small runs   what remains after products and attention: traffic and a fixed time per operation
-    messages     what is left without the work that stands between them
+    matmuls      FLOPs and fetched bytes -> seconds per FLOP, seconds per byte
+    experts      the same counts times a slowdown, and a fixed time per expert
+    small runs   the rest after matmuls and attention: memory traffic and a fixed time per operation
+    messages     the rest after the work between them
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from moefold.bench.calibration_shapes import (
     EXPERTS,
     MESSAGES,
     PARAMETERS,
+    REPETITIONS,
     ROUTED,
     RUNS,
     TOKENS,
-    TURNS,
 )
 from moefold.blueprint.param_counts import count_parameters
 from moefold.config.run import RunConfig
@@ -44,19 +44,19 @@ from moefold.plan.timing.throughput import Rates, rates_of
 from moefold.plan.workload import Workload
 
 Times = Mapping[str, float]
-# Less than this cannot be told from nothing.
+# Seconds per FLOP or byte that are smaller are measurement noise.
 _LEAST = 1e-15
-# No message is shorter than this, whatever was left after subtracting.
+# Shortest time of a message, whatever remains after subtracting the work.
 _SHORTEST = 2e-5
 
 
 def smallest_errors(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Non-negative rates of one or two kinds of work, by least squares of relative errors."""
+    """Non-negative seconds per unit of one or two kinds of work, by least squares of relative errors."""
     A, t = np.array(columns).T, np.array(seconds)
     found, *_ = np.linalg.lstsq(A / t[:, None], np.ones(len(t)), rcond=None)
     if (found >= 0).all():
         return [float(rate) for rate in found]
-    # One kind explains it better without the other: keep the one that leaves less.
+    # One coefficient is negative: fit each kind alone and keep the better one.
     best: list[float] = []
     least = np.inf
     for kept in range(A.shape[1]):
@@ -68,7 +68,7 @@ def smallest_errors(columns: Sequence[Sequence[float]], seconds: Sequence[float]
     return best
 
 
-# ---- products and attention ----
+# ---- matmuls and attention ----
 
 
 def _sizes(dim: int, tokens: int, length: int, balance: float) -> Sizes:
@@ -81,53 +81,55 @@ def _sizes(dim: int, tokens: int, length: int, balance: float) -> Sizes:
 
 
 def _counts(layer: Layer, name: str, dim: int, tokens: int) -> list[tuple[str, float, float, float]]:
-    """(direction, FLOPs, bytes, loops) of a part's products, as the planner counts them."""
+    """(direction, FLOPs, bytes, loops) of a part's matmuls, as the planner counts them."""
 
     def part(balance: float) -> Part:
         return next(part for part in parts_of(layer, _sizes(dim, tokens, tokens, balance)) if part.name == name)
 
     found = []
-    for way in ("forward", "backward"):
-        without, fetched = getattr(part(0.0), way), getattr(part(1.0), way)
+    for direction in ("forward", "backward"):
+        without, fetched = getattr(part(0.0), direction), getattr(part(1.0), direction)
         flops = without.gemm_flops + without.grouped_flops
-        found.append((way, flops, fetched.gemm_flops + fetched.grouped_flops - flops, without.loops))
+        found.append((direction, flops, fetched.gemm_flops + fetched.grouped_flops - flops, without.loops))
     return found
 
 
-def product_rates(times: Times) -> tuple[float, float]:
+def matmul_costs(times: Times) -> tuple[float, float]:
     """Seconds per FLOP and per byte."""
     flops, fetched, taken = [], [], []
     for number, shape in enumerate(DENSE):
-        for way, count, moved, _ in _counts(Layer(None, Dense(shape.hidden)), "feed_forward", shape.dim, shape.tokens):
+        for direction, count, moved, _ in _counts(
+            Layer(None, Dense(shape.hidden)), "feed_forward", shape.dim, shape.tokens
+        ):
             flops.append(count)
             fetched.append(moved)
-            taken.append(times[f"dense {number} {way}"])
+            taken.append(times[f"dense {number} {direction}"])
     a, b = smallest_errors((flops, fetched), taken)
     return max(a, _LEAST), max(b, _LEAST)
 
 
-def expert_rates(times: Times, per_flop: float, per_byte: float) -> tuple[float, float]:
-    """How much slower products of experts are, and seconds per expert and product."""
+def expert_costs(times: Times, per_flop: float, per_byte: float) -> tuple[float, float]:
+    """Slowdown of the experts' matmuls, and seconds per expert and matmul."""
     alike, loops, taken = [], [], []
     for number, shape in enumerate(EXPERTS):
         layer = Layer(None, Mixture(shape.experts, 1, shape.hidden))
-        for way, count, moved, looped in _counts(layer, "experts", shape.dim, shape.rows):
+        for direction, count, moved, looped in _counts(layer, "experts", shape.dim, shape.rows):
             alike.append(count * per_flop + moved * per_byte)
             loops.append(looped)
-            taken.append(times[f"experts {number} {way}"])
+            taken.append(times[f"experts {number} {direction}"])
     factor, each = smallest_errors((alike, loops), taken)
     return max(factor, _LEAST), each
 
 
-def attention_rate(times: Times, way: str) -> float:
+def attention_cost(times: Times, direction: str) -> float:
     """Seconds per FLOP."""
     flops, taken = [], []
     for number, shape in enumerate(ATTENTION):
         layer = Layer(Attention(shape.heads, shape.kv_heads, shape.dim, shape.dim), None)
         parts = parts_of(layer, _sizes(shape.heads * shape.dim, shape.tokens, shape.length, 0.0))
         core = next(part for part in parts if part.name == "core_attention")
-        flops.append(getattr(core, way).attention_flops)
-        taken.append(times[f"attention {number} {way}"])
+        flops.append(getattr(core, direction).attention_flops)
+        taken.append(times[f"attention {number} {direction}"])
     return max(smallest_errors((flops,), taken)[0], _LEAST)
 
 
@@ -140,8 +142,8 @@ def _passes_seconds(workload: Workload, rates: Rates) -> float:
     return sum(passes.total for passes in stage_passes(workload, stages, sizes_of(workload), rates, CURRENT))
 
 
-def moving_rates(times: Times, draft: Machine) -> tuple[float, float]:
-    """Seconds per byte of traffic and per operation, from what whole runs take beyond their products and attention."""
+def traffic_costs(times: Times, draft: Machine) -> tuple[float, float]:
+    """Seconds per byte of traffic and per operation, from the time of small runs beyond matmuls and attention."""
     cluster = cluster_of_machine(draft, 1)
     moved, operations, left = [], [], []
     whole = []
@@ -154,7 +156,7 @@ def moving_rates(times: Times, draft: Machine) -> tuple[float, float]:
         left.append(times[f"run {name}"] - known)
         moved.append(_passes_seconds(workload, replace(nothing, traffic=1.0)))
         operations.append(_passes_seconds(workload, replace(nothing, gap=1.0)))
-    # Errors count relative to the whole run, of which these are a part.
+    # Errors are relative to the time of the whole run.
     scale = np.array(whole)
     A = np.array((moved, operations)).T / scale[:, None]
     found, *_ = np.linalg.lstsq(A, np.array(left) / scale, rcond=None)
@@ -162,41 +164,41 @@ def moving_rates(times: Times, draft: Machine) -> tuple[float, float]:
     return max(traffic, _LEAST), gap
 
 
-def update_rate(times: Times) -> float:
+def optimizer_cost(times: Times) -> float:
     """Seconds per parameter."""
     counts = [count_parameters(run.model).total for run in RUNS.values()]
     return smallest_errors((counts,), [times[f"update {name}"] for name in RUNS])[0]
 
 
-# ---- together ----
+# ---- several ranks ----
 
 
 def wires_of(times: Times, world: int, group: int) -> list[Wire]:
-    """How long every operation takes among ``group`` of ``world`` ranks."""
+    """Time of every operation in groups of ``group`` of ``world`` ranks."""
 
     def taken(name: str) -> Callable[[int], float]:
-        """Without the work that stands before each message."""
-        return lambda total: max(0.0, times[f"{name} {group} {total}"] - times[f"work {group}"]) / TURNS
+        """Without the work before each message."""
+        return lambda total: max(0.0, times[f"{name} {group} {total}"] - times[f"work {group}"]) / REPETITIONS
 
     def wire(operation: Operation, seconds: Callable[[int], float], received: Mapping[int, float]) -> Wire:
-        """``received``: bytes that a rank receives, by message. More bytes never take less time."""
+        """``received``: bytes that a rank receives, by message. Times are made monotonic in bytes."""
         us = accumulate((max(seconds(each), _SHORTEST) * 1e6 for each in received), max)
         return Wire(operation, world, group, tuple(received.values()), tuple(us))
 
-    share = 1 - 1 / group
+    received_fraction = 1 - 1 / group
     gather, passes, both = taken("parameters"), taken("passes"), taken("tokens")
-    rows = {total: share * total for total in MESSAGES}
-    parameters = {total: share * total for total in PARAMETERS}
+    rows = {total: received_fraction * total for total in MESSAGES}
+    parameters = {total: received_fraction * total for total in PARAMETERS}
     # Keys and values in float32.
     keys = {
         number: 8.0 * number * CONTEXT.length * CONTEXT.kv_heads * CONTEXT.dim * (group - 1) for number in DOCUMENTS
     }
-    sent = {number: 4.0 * number * ROUTED.top_k * ROUTED.dim * share for number in TOKENS}
+    sent = {number: 4.0 * number * ROUTED.top_k * ROUTED.dim * received_fraction for number in TOKENS}
 
     def beyond(name: str) -> Callable[[int], float]:
-        """What it takes longer than on a rank of its own."""
-        spread, own = taken(name), taken(f"one {name}")
-        return lambda number: spread(number) - own(number)
+        """Time beyond that of the same part on one rank."""
+        distributed, single = taken(name), taken(f"one {name}")
+        return lambda number: distributed(number) - single(number)
 
     return [
         wire("tokens", lambda total: both(total) / 2, rows),
@@ -205,15 +207,15 @@ def wires_of(times: Times, world: int, group: int) -> list[Wire]:
         wire("send", taken("send"), {total: float(total) for total in MESSAGES}),
         wire("sum", taken("sum"), rows),
         wire("parameters", gather, parameters),
-        # Forward and backward gather twice and sum once.
+        # Forward and backward all_gather twice and reduce_scatter once.
         wire("gradients", lambda total: passes(total) - 2 * gather(total), parameters),
     ]
 
 
 def machine_of(name: str, cores: int, memory_gb: float, alone: Times, crowds: Times, wires: Sequence[Wire]) -> Machine:
-    """``alone``: seconds of one rank. ``crowds``: "run 4" and "reference 4", against one rank's."""
-    per_flop, per_byte = product_rates(alone)
-    factor, each = expert_rates(alone, per_flop, per_byte)
+    """``alone``: seconds of one rank. ``crowds``: slowdowns "run 4" and "reference 4" relative to one rank."""
+    per_flop, per_byte = matmul_costs(alone)
+    factor, each = expert_costs(alone, per_flop, per_byte)
     draft = Machine(
         name=name,
         cores=cores,
@@ -221,21 +223,21 @@ def machine_of(name: str, cores: int, memory_gb: float, alone: Times, crowds: Ti
         gemm_gflops=1e-9 / per_flop,
         gemm_gb_s=1e-9 / per_byte,
         grouped=1 / factor,
-        attention_forward_gflops=1e-9 / attention_rate(alone, "forward"),
-        attention_backward_gflops=1e-9 / attention_rate(alone, "backward"),
+        attention_forward_gflops=1e-9 / attention_cost(alone, "forward"),
+        attention_backward_gflops=1e-9 / attention_cost(alone, "backward"),
         traffic_gb_s=1.0,
         operation_us=0.0,
         expert_us=each * 1e6,
-        update_ns=update_rate(alone) * 1e9,
+        update_ns=optimizer_cost(alone) * 1e9,
         wires=tuple(wires),
         crowds=crowds_of(alone, crowds),
     )
-    traffic, operation = moving_rates(alone, draft)
+    traffic, operation = traffic_costs(alone, draft)
     return replace(draft, traffic_gb_s=1e-9 / traffic, operation_us=operation * 1e6)
 
 
 def crowds_of(alone: Times, crowds: Times) -> tuple[Crowd, ...]:
-    """By how many ranks computed at once."""
+    """Slowdown by number of ranks that compute at once."""
     counted = sorted(int(name.split()[1]) for name in crowds if name.startswith("run "))
     return tuple(
         Crowd(ranks, crowds[f"run {ranks}"], crowds[f"reference {ranks}"] * alone["reference"] * 1e6)
@@ -244,7 +246,7 @@ def crowds_of(alone: Times, crowds: Times) -> tuple[Crowd, ...]:
 
 
 def sample_errors(machine: Machine, alone: Times) -> dict[str, float]:
-    """How far the table is from the small runs that it was made of."""
+    """Relative error of the table on the small runs that it was fitted to."""
 
     def error(run: RunConfig, name: str) -> float:
         workload = workload_of_run(run, cluster_of_machine(machine, 1))

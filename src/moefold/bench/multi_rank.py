@@ -1,7 +1,7 @@
-"""What ranks cost each other: exchanges over gloo, sharded parameters, and cores that they share.
+"""Measurements with several ranks: collectives over gloo, sharded parameters, and ranks that share cores.
 
-Groups stand side by side: where two pairs of four ranks talk, both pairs do so at once, as in training. Small and large
-messages tell latency and rate apart.
+All groups of one size communicate at once, as in training: with four ranks, both pairs. Small and large messages tell
+latency and bandwidth apart.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moefold.bench.calibration_shapes import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, RUNS, TOKENS, TURNS
-from moefold.bench.clock import REPEATS, Reference, Say, Trial, meet, ratios, repeat, seconds
+from moefold.bench.calibration_shapes import CROWDED, DOCUMENTS, MESSAGES, PARAMETERS, REPETITIONS, RUNS, TOKENS
+from moefold.bench.clock import REPEATS, Progress, Reference, Trial, barrier, ratios, repeat, seconds
 from moefold.bench.distributed_parts import contexts, experts, sharded
 from moefold.bench.single_rank import random_batch, single_rank_model
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad, reduce_scatter_no_grad
@@ -30,11 +30,11 @@ from moefold.topology.folded_layout import fold
 _ROWS = 64
 
 
-def measure_together(rank: int, world: int, rounds: int, say: Say) -> dict[str, float]:
-    """In references on all ranks at once, by name: "tokens 2 4096" for an operation, a group and a message."""
+def measure_together(rank: int, world: int, rounds: int, progress: Progress | None) -> dict[str, float]:
+    """In units of the reference, by name: "tokens 2 4096" is operation, group size and message bytes."""
     found: dict[str, float] = {}
     for group in group_sizes(world):
-        found |= ratios(_wires(rank, world, group), rounds, f"messages among {group} of {world} ranks", say)
+        found |= ratios(_wires(rank, world, group), rounds, f"messages among {group} of {world} ranks", progress)
     return found
 
 
@@ -42,29 +42,31 @@ def group_sizes(world: int) -> list[int]:
     return [size for size in (2, 4, 8, 16, 32) if size <= world and world % size == 0]
 
 
-def measure_crowds(rank: int, world: int, rounds: int, say: Say) -> dict[str, float]:
-    """How many times longer the same takes when 1, 2, 4, ... ranks do it at once, each for itself, than on one alone.
+def measure_crowds(rank: int, world: int, rounds: int, progress: Progress | None) -> dict[str, float]:
+    """Slowdown of independent work when 1, 2, 4, ... ranks do it at once, relative to one rank.
 
-    "run 2" is a small run, "reference 2" the reference. Numbers of ranks take turns; those that do not compute wait.
+    "run 2" is a small run, "reference 2" the reference. Numbers of ranks alternate; ranks that do not compute wait.
     """
-    share, batch, product = single_rank_model(RUNS[CROWDED]), random_batch(RUNS[CROWDED]), Reference()
-    # The reference as often in a row as elsewhere: cores change hands slowly, so few products share them less evenly.
+    local_model, batch, reference = single_rank_model(RUNS[CROWDED]), random_batch(RUNS[CROWDED]), Reference()
+    # The reference as often in a row as elsewhere: the scheduler moves ranks between cores slowly, so few matmuls share
+    # them less evenly.
     works: list[tuple[str, Trial]] = [
-        ("run", partial(run_schedule, share, [batch])),
-        *[("reference", partial(repeat, product, REPEATS))] * 4,
+        ("run", partial(run_schedule, local_model, [batch])),
+        *[("reference", partial(repeat, reference, REPEATS))] * 4,
     ]
     found: dict[str, list[float]] = {}
     for number in range(rounds):
         for name, work in works:
             alone = 0.0
             for ranks in crowd_sizes(world):
-                meet()
+                barrier()
                 taken = seconds(work) if rank < ranks else 0.0
-                meet()
+                barrier()
                 mean = _mean(taken, ranks)
                 alone = mean if ranks == 1 else alone
                 found.setdefault(f"{name} {ranks}", []).append(mean / alone)
-        say(f"up to {world} ranks at once", number + 1, rounds)
+        if progress is not None:
+            progress(f"up to {world} ranks at once", number + 1, rounds)
     return {name: median(taken) for name, taken in found.items()}
 
 
@@ -73,17 +75,17 @@ def crowd_sizes(world: int) -> list[int]:
 
 
 def _mean(taken: float, ranks: int) -> float:
-    """Over the ranks that computed; the others took no time."""
+    """Over the ranks that computed; the others contribute 0."""
     total = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / ranks
 
 
 def _wires(rank: int, world: int, size: int) -> dict[str, Trial]:
-    """Ranks that share cores come to a message one after the other, so there work and message take turns."""
+    """Ranks that share cores reach a collective one after the other, so there work and message alternate."""
     group = _groups(rank, world, tp=size)["tp"]
     shards = _groups(rank, world, tp=world // size)
-    ways = _groups(rank, world, cp=size).contexts
+    contexts_by_size = _groups(rank, world, cp=size).contexts
     routed = _groups(rank, world, ep=size)
     parts: dict[str, Trial] = {}
     for total in MESSAGES:
@@ -91,15 +93,15 @@ def _wires(rank: int, world: int, size: int) -> dict[str, Trial]:
     for total in PARAMETERS:
         parts |= _named(size, total, sharded(shards, total))
     for number in DOCUMENTS:
-        parts |= _named(size, number, contexts(ways, size, number))
+        parts |= _named(size, number, contexts(contexts_by_size, size, number))
     for number in TOKENS:
         parts |= _named(size, number, experts(routed["ep"], routed["etp"], number))
     work: Trial = Reference() if world > (os.cpu_count() or 1) else idle
-    return {f"work {size}": _in_turns(work)} | {name: _in_turns(work, part) for name, part in parts.items()}
+    return {f"work {size}": _alternating(work)} | {name: _alternating(work, part) for name, part in parts.items()}
 
 
 def idle() -> None:
-    """Ranks with a core each arrive together."""
+    """No work: ranks that have a core each arrive together anyway."""
 
 
 def _named(size: int, amount: int, trials: dict[str, Trial]) -> dict[str, Trial]:
@@ -110,9 +112,9 @@ def _groups(rank: int, world: int, **degrees: Any) -> Groups:
     return Groups(fold(ParallelConfig(**degrees), world), rank, Ledger(), timedelta(seconds=60))
 
 
-def _in_turns(*works: Trial) -> Trial:
+def _alternating(*works: Trial) -> Trial:
     def trial() -> None:
-        for _ in range(TURNS):
+        for _ in range(REPETITIONS):
             for work in works:
                 work()
 

@@ -1,6 +1,6 @@
-"""What one rank with one thread can do: products, attention, whole small runs, and the update.
+"""Measurements of one rank with one thread: matmuls, attention, small runs, and the optimizer.
 
-Everything runs as in training, with moefold's own operations and with gradients that add up in place.
+Everything runs as in training, with moefold's own operations and with gradients that accumulate in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from moefold.attention.sdpa import attend
 from moefold.bench.calibration_shapes import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
-from moefold.bench.clock import Reference, Say, Trial, ratios
+from moefold.bench.clock import Progress, Reference, Trial, ratios
 from moefold.blueprint.parameters import parameters
 from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
@@ -31,34 +31,34 @@ from moefold.pipeline.runtime import run_schedule
 from moefold.pipeline.step import primary_shards
 
 
-def measure_alone(rounds: int, say: Say) -> dict[str, float]:
-    """In references, by name: "dense 0 forward", "attention 1 backward", "run mixture, few tokens", "update ...".
+def measure_alone(rounds: int, progress: Progress | None) -> dict[str, float]:
+    """In units of the reference, by name: "dense 0 forward", "attention 1 backward", "run MoE, few tokens", "update..."
 
     "reference" itself is in seconds.
     """
     reference = Reference()
     found = {"reference": median(reference.seconds() for _ in range(10 * rounds))}
-    found |= ratios(_parts(), rounds, "products and attention", say)
-    found |= ratios(_whole_runs(), rounds, "small runs", say)
+    found |= ratios(_parts(), rounds, "matmuls and attention", progress)
+    found |= ratios(_whole_runs(), rounds, "small runs", progress)
     return found
 
 
-# ---- products and attention ----
+# ---- matmuls and attention ----
 
 
 def _parts() -> dict[str, Trial]:
     trials: dict[str, Trial] = {}
     for number, shape in enumerate(DENSE):
-        trials |= _both_ways(f"dense {number}", _dense(shape))
+        trials |= _forward_and_backward(f"dense {number}", _dense(shape))
     for number, experts in enumerate(EXPERTS):
-        trials |= _both_ways(f"experts {number}", _experts(experts))
+        trials |= _forward_and_backward(f"experts {number}", _experts(experts))
     for number, attention in enumerate(ATTENTION):
-        trials |= _both_ways(f"attention {number}", _attention(attention))
+        trials |= _forward_and_backward(f"attention {number}", _attention(attention))
     return trials
 
 
-def _both_ways(name: str, forward: Callable[[], list[Tensor]]) -> dict[str, Trial]:
-    """The second trial works on a graph of its own, again and again; gradients of weights add up in place."""
+def _forward_and_backward(name: str, forward: Callable[[], list[Tensor]]) -> dict[str, Trial]:
+    """The backward trial keeps its own autograd graph and repeats it; weight gradients accumulate in place."""
     outputs = forward()
     gradients = [torch.randn_like(output) for output in outputs]
     return {
@@ -68,22 +68,22 @@ def _both_ways(name: str, forward: Callable[[], list[Tensor]]) -> dict[str, Tria
 
 
 def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
-    products = NativeMatmul()
+    policy = NativeMatmul()
     up, down = _weights(2, shape.hidden, shape.dim), _weights(shape.dim, shape.hidden)
     x, hidden = _inputs(shape.tokens, shape.dim), _inputs(shape.tokens, shape.hidden)
-    return lambda: [products.linear(x.view_as(x), up), products.linear(hidden.view_as(hidden), down)]
+    return lambda: [policy.linear(x.view_as(x), up), policy.linear(hidden.view_as(hidden), down)]
 
 
 def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
-    products, matmul = NativeMatmul(), BACKENDS[KernelsConfig().experts]
+    policy, matmul = NativeMatmul(), BACKENDS[KernelsConfig().experts]
     host = [shape.rows // shape.experts] * shape.experts
     counts_e = torch.tensor(host)
     up = _weights(shape.experts, 2, shape.hidden, shape.dim)
     down = _weights(shape.experts, shape.dim, shape.hidden)
     x, hidden = _inputs(shape.rows, shape.dim), _inputs(shape.rows, shape.hidden)
     return lambda: [
-        products.grouped(matmul, x, up, counts_e, host),
-        products.grouped(matmul, hidden, down, counts_e, host),
+        policy.grouped(matmul, x, up, counts_e, host),
+        policy.grouped(matmul, hidden, down, counts_e, host),
     ]
 
 
@@ -99,11 +99,11 @@ def _weights(*shape: int) -> torch.nn.Parameter:
 
 
 def _inputs(*shape: int) -> Tensor:
-    """Not a leaf: its gradient is computed and, as inside a model, not kept."""
+    """Not a leaf: as inside a model, its gradient is computed and not stored."""
     return torch.randn(shape).requires_grad_().view(shape)
 
 
-# ---- whole runs ----
+# ---- small runs ----
 
 
 def _whole_runs() -> dict[str, Trial]:
@@ -116,7 +116,7 @@ def _whole_runs() -> dict[str, Trial]:
 
 
 def single_rank_model(run: RunConfig) -> LocalModel:
-    """The whole model, as the only rank has it."""
+    """The whole model on one rank."""
     return build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device("cpu"))
 
 
@@ -137,7 +137,7 @@ def random_batch(run: RunConfig) -> Batch:
 
 
 def _update(local_model: LocalModel, optimizer: Optimizer) -> Trial:
-    """What ends a step: the norm, the bound, and the optimizer's own."""
+    """The end of a step: gradient norm, clipping, optimizer."""
 
     def update() -> None:
         gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])

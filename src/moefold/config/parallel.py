@@ -29,7 +29,7 @@ class LinkConfig:
     """Link costs for the adaptive dispatcher. Bandwidths are in 1e9 bytes per second.
 
     The defaults were measured with gloo between processes on one computer; measure your own with
-    `moefold bench dispatch --adaptive 20`.
+    `python -m benchmarks.adaptive 20` in a clone of the repository.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -1,0 +1,1 @@
+"""Adapters of other libraries' MoE layers."""

@@ -1,0 +1,111 @@
+"""A comparison of candidates that are distributed over ranks.
+
+All candidates are in the same forked ranks and alternate there: a barrier, then one run on every rank. The wall time of
+the slowest rank counts; CPU time is the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.comparison import FIRST_SEED, FIXED_SEED, Setting, rounds_of
+from benchmarks.process_stats import busy_cores_of_others, cpu_times
+from benchmarks.results import CHANGING, CandidateResult, CandidateSpec, Comparison, Run
+from benchmarks.runner import Candidate, Checked, one_line, timed_run
+from moefold.bench.clock import Progress
+from moefold.comm.spawn import spawn_ranks
+from moefold.ops.malloc import disable_malloc_trim
+
+# From rank and world size to a candidate.
+RankBuilder = Callable[[int, int], Candidate]
+# Time limit of a comparison.
+_SECONDS = 1800.0
+
+
+def run_rank_comparison(
+    title: str,
+    world: int,
+    builders: Mapping[str, tuple[str, RankBuilder]],
+    setting: Setting,
+    progress: Progress | None = None,
+) -> Comparison:
+    """``builders``: each candidate's role and builder."""
+
+    def work(rank: int) -> dict[str, Any]:
+        disable_malloc_trim()
+        built, failures = _build_all(builders, rank, world)
+        runs = {
+            routing: _alternate(built, routing, setting, progress if rank == 0 else None)
+            for routing in setting.routings
+        }
+        return {"failures": failures, "runs": runs, "errors": {name: _error(each) for name, each in built.items()}}
+
+    began = cpu_times()
+    ranks = spawn_ranks(work, world, seconds=_SECONDS)
+    others = busy_cores_of_others(began)
+    results = tuple(_result(name, role, ranks, setting.routings) for name, (role, _) in builders.items())
+    return Comparison(title, "wall", setting.rounds, results, setting.tolerance, others)
+
+
+def _build_all(
+    builders: Mapping[str, tuple[str, RankBuilder]], rank: int, world: int
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Candidates, and why others cannot be built; the same on every rank, because all ranks have the same options."""
+    built: dict[str, Candidate] = {}
+    failures: dict[str, str] = {}
+    for name, (_, build) in builders.items():
+        try:
+            built[name] = build(rank, world)
+        except Exception as error:
+            failures[name] = one_line(error)
+    return built, failures
+
+
+def _alternate(
+    built: Mapping[str, Candidate], routing: str, setting: Setting, progress: Progress | None
+) -> dict[str, list[dict[str, float]]]:
+    names, rounds, warm = list(built), setting.rounds, setting.warm
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for number in range(warm + rounds):
+        seed = FIRST_SEED + number if routing == CHANGING else FIXED_SEED
+        for position in range(len(names)):
+            name = names[(position + number) % len(names)]
+            taken = timed_run(built[name], seed, dist.barrier)
+            if number >= warm:
+                runs[name].append(taken)
+        # Here, where nothing is timed.
+        gc.collect()
+        if progress is not None:
+            progress(rounds_of(routing), max(0, number + 1 - warm), rounds)
+    return runs
+
+
+def _error(candidate: Candidate) -> float | None:
+    if not isinstance(candidate, Checked):
+        return None
+    return candidate.relative_error(candidate.prepare(FIXED_SEED))
+
+
+def _result(name: str, role: str, ranks: Sequence[dict[str, Any]], routings: Sequence[str]) -> CandidateResult:
+    spec = CandidateSpec(name, role, {"threads": 1})
+    failure = next((rank["failures"][name] for rank in ranks if name in rank["failures"]), "")
+    if failure:
+        return CandidateResult(spec, failure=failure)
+    runs = {
+        routing: tuple(_slowest(run) for run in zip(*(rank["runs"][routing][name] for rank in ranks)))
+        for routing in routings
+    }
+    errors = [rank["errors"][name] for rank in ranks if rank["errors"][name] is not None]
+    return CandidateResult(spec, runs, allocator="kept", error=max(errors, default=None))
+
+
+def _slowest(run: Sequence[dict[str, float]]) -> Run:
+    return Run(
+        wall=max(rank["wall"] for rank in run),
+        cpu=sum(rank["cpu"] for rank in run),
+        faults=round(max(rank["faults"] for rank in run)),
+    )

@@ -1,0 +1,126 @@
+"""`moefold bench layer`: one MoE layer, forward and backward, beside dense matmuls of the same FLOPs.
+
+N rows, D model dim, F expert hidden dim.
+
+A layer cannot be faster than its matmuls. The lower bound sends all T*K rows through one expert: the same FLOPs in as
+few and as large GEMMs as possible, into buffers that are allocated before, without an activation, a router, a permute
+or autograd. Layer and lower bound take turns, round after round, and their ratio is taken per round, because a
+machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefold.bench.clock import Progress, Timing, alternate
+from moefold.bench.layer_workload import (
+    DTYPES,
+    LayerShape,
+    Weights,
+    draw_input,
+    draw_output_grad,
+    draw_weights,
+)
+from moefold.blueprint.stage_modules import Parts
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig, RouterConfig
+from moefold.model.build import Seams, build_decoder, one_process_seams
+from moefold.moe.layer import MoELayer
+from moefold.moe.moe_kernels import kernels_named
+from moefold.nn.batch import Batch, whole_batch
+
+# The first layer of a model and nothing else of it.
+_FIRST_LAYER = Parts(embedding=False, layers=(0,), mtp=(), final_norm=False, mtp_norms=(), loss=False)
+LAYER, DENSE = "moefold", "dense matmuls"
+
+
+class DenseMatmuls:
+    """Gate, up and down of one expert over ``rows`` rows, forward and backward: nine matmuls."""
+
+    def __init__(self, rows: int, shape: LayerShape, dtype: torch.dtype) -> None:
+        def draw(*sizes: int) -> Tensor:
+            return (torch.randn(*sizes) / sizes[-1] ** 0.5).to(dtype)
+
+        D, hidden = shape.dim, shape.hidden
+        self.x_ND, self.dy_ND = draw(rows, D), draw(rows, D)
+        self.gate_DF, self.up_DF, self.down_FD = draw(D, hidden), draw(D, hidden), draw(hidden, D)
+        self.h_gate_NF, self.h_up_NF, self.d_hidden_NF = draw(rows, hidden), draw(rows, hidden), draw(rows, hidden)
+        self.y_ND, self.dx_ND = draw(rows, D), draw(rows, D)
+        self.d_gate_DF, self.d_up_DF, self.d_down_FD = draw(D, hidden), draw(D, hidden), draw(hidden, D)
+
+    @classmethod
+    def of_layer(cls, shape: LayerShape, dtype: torch.dtype) -> DenseMatmuls:
+        """All rows of the routed experts; the shared expert counts as further rows."""
+        return cls(shape.rows + shape.tokens * shape.shared // shape.hidden, shape, dtype)
+
+    def run(self) -> None:
+        torch.mm(self.x_ND, self.gate_DF, out=self.h_gate_NF)
+        torch.mm(self.x_ND, self.up_DF, out=self.h_up_NF)
+        torch.mm(self.h_gate_NF, self.down_FD, out=self.y_ND)
+        torch.mm(self.dy_ND, self.down_FD.t(), out=self.d_hidden_NF)
+        torch.mm(self.h_gate_NF.t(), self.dy_ND, out=self.d_down_FD)
+        torch.mm(self.d_hidden_NF, self.gate_DF.t(), out=self.dx_ND)
+        torch.mm(self.d_hidden_NF, self.up_DF.t(), out=self.dx_ND)
+        torch.mm(self.x_ND.t(), self.d_hidden_NF, out=self.d_gate_DF)
+        torch.mm(self.x_ND.t(), self.d_hidden_NF, out=self.d_up_DF)
+
+
+def bench_layer(
+    shape: LayerShape, dtype: str, rounds: int, warm: int, progress: Progress | None = None
+) -> dict[str, Timing]:
+    """Every round has new tokens, so that the routing changes as in training."""
+    torch_dtype = DTYPES[dtype]
+    dense = DenseMatmuls.of_layer(shape, torch_dtype)
+    weights = draw_weights(shape, torch_dtype)
+    layer = filled_layer(shape, weights, one_process_seams("fused", kernels_named("native", "cpu")))
+    batch, dy_TD = batch_of(shape.tokens), draw_output_grad(shape, torch_dtype)
+
+    def prepare(seed: int) -> Tensor:
+        layer.zero_grad()
+        return draw_input(shape, torch_dtype, seed).requires_grad_()
+
+    trials = {
+        LAYER: (prepare, lambda x_TD: layer(x_TD, batch, None)[0].backward(dy_TD)),
+        DENSE: (lambda seed: None, lambda nothing: dense.run()),
+    }
+    return alternate(trials, rounds, warm, "rounds", progress)
+
+
+def filled_layer(shape: LayerShape, weights: Weights, seams: Seams) -> MoELayer:
+    """moefold's layer with these weights, built as a model builds it; all experts are on this rank."""
+    dtype = weights.gate_EDF.dtype
+    model = ModelConfig(dim=shape.dim, num_layers=1, moe=moe_config(shape))
+    layer = build_decoder(model, dtype, seams, _FIRST_LAYER).layers["0"].feed_forward
+    assert isinstance(layer, MoELayer)
+    layer.to(dtype).train()
+    copy_weight(layer.router.weight, weights.router_DE.t())
+    copy_weight(layer.experts.gate_up, torch.stack((weights.gate_EDF.mT, weights.up_EDF.mT), dim=1))
+    copy_weight(layer.experts.down, weights.down_EFD.mT)
+    if layer.shared is not None and weights.shared is not None:
+        copy_weight(layer.shared.gate_up, torch.stack((weights.shared.gate_DS.t(), weights.shared.up_DS.t())))
+        copy_weight(layer.shared.down, weights.shared.down_SD.t())
+    return layer
+
+
+def moe_config(shape: LayerShape) -> MoEConfig:
+    return MoEConfig(
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+        expert_hidden_dim=shape.hidden,
+        router=RouterConfig(normalize=True),
+        shared_hidden_dim=shape.shared,
+    )
+
+
+def batch_of(tokens: int) -> Batch:
+    """One document; a MoE layer reads nothing of it but its sizes."""
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    return whole_batch(ids, ids, (tokens,), step_labels=tokens, step_tokens=tokens, step_sequences=1)
+
+
+@torch.no_grad()
+def copy_weight(parameter: Tensor, value: Tensor) -> None:
+    """`copy_` that refuses to broadcast."""
+    assert parameter.shape == value.shape, f"{tuple(value.shape)} for a parameter of {tuple(parameter.shape)}"
+    parameter.copy_(value)
