@@ -39,7 +39,7 @@ from moefold.parallel.param_shards import ParamShard, build_param_shards, local_
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.stage_placement import parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
-from moefold.schedule.names import schedule_named
+from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold
 
 InitValues = Callable[[str, int, str, tuple[int, ...], Box, float, Tensor], None]
@@ -62,13 +62,7 @@ class LocalModel:
 
     @property
     def reshard_per_step(self) -> bool:
-        return reshard_per_step(self.run)
-
-
-def reshard_per_step(run: RunConfig) -> bool:
-    """Whether parameters stay unsharded for a step: with several stages, and where phases run outside of modules."""
-    schedule = schedule_named(run.parallel.schedule)
-    return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
+        return run_reshards_per_step(self.run.parallel)
 
 
 def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Groups:
@@ -110,7 +104,7 @@ def build_on_meta(
         model = build_decoder(run.model, dtype, seams, parts_of_rank[groups["pp"].index])
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards)
-    shard_over_data(model, groups, device.type, reshard_per_step(run))
+    shard_over_data(model, groups, device.type, run_reshards_per_step(run.parallel))
     stream = CommStream(device) if schedule.overlaps else None
     return LocalModel(
         run, groups, model, param_shards, stages_of(run.model, run.parallel), device, weight_grads, stream

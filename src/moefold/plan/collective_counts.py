@@ -28,7 +28,7 @@ from moefold.plan.collective_tally import Tally, tokens_of
 from moefold.plan.stage_placement import parts_by_rank
 from moefold.plan.token_messages import block_messages, embedding_messages, loss_messages
 from moefold.schedule.actions import place
-from moefold.schedule.names import schedule_named
+from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -60,18 +60,12 @@ def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None
     return tuple(Message(*key, count, tally.sizes[key]) for key, count in found)
 
 
-def reshard_per_step(run: RunConfig) -> bool:
-    """Whether weights stay gathered for a step."""
-    schedule = schedule_named(run.parallel.schedule)
-    return run.parallel.pp * run.parallel.vpp > 1 or schedule.overlaps or schedule.splits_backward
-
-
 # ---- sharded data parallelism ----
 
 
 def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, number: int, tally: Tally) -> None:
     held = [spec for spec in parameters(run.model) if parts.holds(spec.name)]
-    once = reshard_per_step(run)
+    once = run_reshards_per_step(run.parallel)
     each = _BYTES[run.precision.params]
     for grid, specs in _modules(held).items():
         is_root, experts = grid == "", grid.endswith(".experts")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError, Problem, UnknownNameError
 from moefold.schedule.actions import Order, Placement
 from moefold.schedule.dualpipe_v import dualpipe_v
@@ -56,6 +57,22 @@ class Schedule:
         if found:
             raise ConfigError(*found)
         return self.make(ranks, virtual, microbatches)
+
+
+def reshard_per_step(num_stages: int, *, overlaps: bool, splits_backward: bool) -> bool:
+    """Whether sharded parameters are unsharded once per step and stay so, instead of once per layer and pass.
+
+    With several stages every microbatch would unshard all of them again; where phases of a layer run outside of its
+    module's forward and backward, FSDP's hooks do not fire. The trainer and the planner both ask here.
+    """
+    return num_stages > 1 or overlaps or splits_backward
+
+
+def run_reshards_per_step(parallel: ParallelConfig) -> bool:
+    schedule = schedule_named(parallel.schedule)
+    return reshard_per_step(
+        parallel.pp * parallel.vpp, overlaps=schedule.overlaps, splits_backward=schedule.splits_backward
+    )
 
 
 def schedule_named(name: str) -> Schedule:

@@ -11,7 +11,7 @@ so each live microbatch has its own. Orders that put weight gradients off keep t
 from __future__ import annotations
 
 from moefold.plan.memory.saved_activations import Setting
-from moefold.plan.memory.states import RankWeights, reshard_per_step
+from moefold.plan.memory.states import RankWeights, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
 from moefold.plan.shape_params import layer_parameters
@@ -91,14 +91,14 @@ def _layer(workload: Workload, stages: tuple[Contents, ...], held: RankWeights) 
     widest = max((_inside(workload, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
     rows, weights = widest
     word = 2.0 if workload.dtypes.format != "float32" else 4.0
-    per_weight = word if reshard_per_step(workload) else word + workload.dtypes.gradient_bytes
+    per_weight = word if workload_reshards_per_step(workload) else word + workload.dtypes.gradient_bytes
     lines = [
         MemoryLine("buffers", "gradients inside a layer", rows, "of an activation, before and after"),
         MemoryLine(
             "buffers", "gradient of one weight", weights * per_weight, f"{weights / 1e9:.3f}B elements of the largest"
         ),
     ]
-    if not reshard_per_step(workload) and (head := _head_gradient(workload, stages)):
+    if not workload_reshards_per_step(workload) and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
     return lines
 

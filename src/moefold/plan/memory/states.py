@@ -20,6 +20,7 @@ from moefold.plan.shape import Layer, Mixture, ModelShape
 from moefold.plan.shape_params import Parameters, layer_parameters
 from moefold.plan.stage_contents import Contents
 from moefold.plan.workload import ParallelDegrees, Workload
+from moefold.schedule.names import reshard_per_step
 from moefold.units import format_bytes
 
 # Vocabularies are padded to a multiple of this times the tensor-parallel size.
@@ -102,8 +103,12 @@ def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     say = _Words(held, cut, dense, experts)
     weights = cut if mode == "zero3" else held.total
     # Where weights are gathered once for all microbatches, gradients are whole until the last.
-    gradients = held.total if mode in GRADIENT_WHOLE or reshard_per_step(workload) else cut
-    if workload.options.framework == "moefold" and workload.batch.microbatches == 1 and not reshard_per_step(workload):
+    gradients = held.total if mode in GRADIENT_WHOLE or workload_reshards_per_step(workload) else cut
+    if (
+        workload.options.framework == "moefold"
+        and workload.batch.microbatches == 1
+        and not workload_reshards_per_step(workload)
+    ):
         # The only microbatch's activations go as gradients come.
         gradients = 0.0
     states = held.total if mode == "none" else cut
@@ -156,11 +161,15 @@ def _narrow_copies(workload: Workload, held: RankWeights, cut: float) -> list[Me
     return [MemoryLine("weights", f"{format} copies", held.in_layers * copies, why)]
 
 
-def reshard_per_step(workload: Workload) -> bool:
-    """Every microbatch would gather again: in a pipeline weights stay whole for the step."""
-    if workload.options.framework == "moefold" and (workload.options.ep_overlap or workload.options.delay_wgrad):
-        return True
-    return workload.degrees.sharding == "zero3" and workload.degrees.pp * workload.degrees.vpp > 1
+def workload_reshards_per_step(workload: Workload) -> bool:
+    """moefold's rule; others run overlapped and deferred passes inside of modules, where FSDP's hooks fire."""
+    degrees, options = workload.degrees, workload.options
+    own = options.framework == "moefold"
+    return (own or degrees.sharding == "zero3") and reshard_per_step(
+        degrees.pp * degrees.vpp,
+        overlaps=own and options.ep_overlap,
+        splits_backward=own and options.delay_wgrad,
+    )
 
 
 def gathered_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
@@ -171,7 +180,7 @@ def gathered_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     if workload.options.framework == "moefold":
         return _gathered_by_moefold(workload, held, over)
     word = 4.0 if workload.dtypes.format == "float32" else 2.0
-    if reshard_per_step(workload):
+    if workload_reshards_per_step(workload):
         why = f"{held.total / 1e9:.3f}B parameters, whole for the step, {word:g} bytes each"
         return [MemoryLine("buffers", "gathered weights", held.total * word, why)]
     two = 2 * held.layer * word
@@ -188,20 +197,24 @@ def _gathered_by_moefold(workload: Workload, held: RankWeights, over: tuple[int,
     """In the parameters' own format, and only what has other holders: the step's in a pipeline, else one layer."""
     dense, experts = (
         (held.dense, held.experts)
-        if reshard_per_step(workload)
+        if workload_reshards_per_step(workload)
         else (held.layer - held.layer_experts, held.layer_experts)
     )
-    if not reshard_per_step(workload):
+    if not workload_reshards_per_step(workload):
         dense += held.ends
     size = dense * (over[0] > 1) + experts * (over[1] > 1)
-    until = "for the step" if reshard_per_step(workload) else "embedding, head and one layer"
+    until = "for the step" if workload_reshards_per_step(workload) else "embedding, head and one layer"
     why = f"{size / 1e9:.3f}B parameters whole, {until}, {workload.dtypes.weight_bytes:g} bytes each"
     return [MemoryLine("buffers", "gathered weights", size * workload.dtypes.weight_bytes, why)]
 
 
 def under_way_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     """zero3: gradients of the layer that just went backward, as computed and as summed."""
-    if workload.degrees.sharding != "zero3" or max(shards(workload.degrees)) == 1 or reshard_per_step(workload):
+    if (
+        workload.degrees.sharding != "zero3"
+        or max(shards(workload.degrees)) == 1
+        or workload_reshards_per_step(workload)
+    ):
         return []
     word = 4.0 if workload.dtypes.format == "float32" else 2.0
     why = f"one layer of {held.layer / 1e9:.3f}B parameters, as computed and as summed"
