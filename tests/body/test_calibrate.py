@@ -10,10 +10,10 @@ import pytest
 from moefold.bench.calibration_shapes import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, REPETITIONS, TOKENS
 from moefold.bench.clock import ratios, seconds
 from moefold.bench.fit_machine import matmul_costs, smallest_errors, wires_of
+from moefold.blueprint.model_shape import Dense, Layer
 from moefold.cli.main import main
 from moefold.hardware.machine import read_machine
 from moefold.plan.op_costs import Sizes, parts_of
-from moefold.plan.shape import Dense, Layer
 
 
 def test_rates_are_found_from_exact_times() -> None:

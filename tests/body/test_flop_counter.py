@@ -15,9 +15,9 @@ import torch
 from tests.body.model_inputs import batch_of, fill
 from torch.utils.flop_counter import FlopCounterMode
 
+from moefold.blueprint.flops import executed_flops_per_token
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.nn.batch import mtp_targets
-from moefold.plan.flops import executed_flops_per_token
 from moefold.recipes.catalog import recipe
 
 aten = torch.ops.aten

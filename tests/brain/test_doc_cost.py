@@ -30,13 +30,13 @@ from moefold.batching.documents import pack
 from moefold.batching.dynamic_cp import plan_step
 from moefold.batching.run_plan import plan_for
 from moefold.batching.step_plan import Cost, StepPlan, estimate
+from moefold.blueprint.flops import forward_flops_per_token
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.plan.flops import forward_flops_per_token
 from moefold.recipes.catalog import RECIPES, recipe
 from moefold.topology.folded_layout import fold
 

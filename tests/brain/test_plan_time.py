@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.blueprint.model_shape import shape_of
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.predict import predict
-from moefold.plan.shape import from_config
 from moefold.plan.timing.step_time import predict_time, step_time
 from moefold.plan.timing.step_timeline import step_timeline
 from moefold.plan.workload import Batch, Dtypes, Format, Options, ParallelDegrees, Workload
@@ -21,8 +21,8 @@ def _job(
     model: str, gpu: str, gpus: int, form: Format, batch: tuple[int, int, int], options: Options, **degrees: int
 ) -> Workload:
     """batch: tokens per sequence, sequences per microbatch, sequences per step."""
-    shape = from_config(RECIPES[model]().model)
-    shape = replace(shape, mtp=1) if model == "deepseek_v3" else shape
+    shape = shape_of(RECIPES[model]().model)
+    shape = replace(shape, mtp_layers=shape.layers[-1:]) if model == "deepseek_v3" else shape
     dp = gpus // (degrees.get("tp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1))
     schedule = "interleaved" if degrees.get("vpp", 1) > 1 else "1f1b"
     return Workload(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.run_records import info_of, record_of
 
-from moefold.plan.flops import training_flops_per_token
+from moefold.blueprint.flops import training_flops_per_token
 from moefold.train.metrics import Meter
 from moefold.train.router_stats import router_stats
 

@@ -1,6 +1,6 @@
 """What a document costs a run's model: the coefficients of `Cost`, from its sizes and from the pace of a rank.
 
-Work is counted as `plan/flops.py` counts it. Every weight matrix that a token meets is a multiplication and an addition
+Work is counted by `blueprint/flops.py`. Every weight matrix that a token meets is a multiplication and an addition
 per entry; attention adds, per layer, scores and a weighted sum over the l/2 positions that a token of l sees on
 average. Through a window the number of positions does not grow with the document, so those layers are linear.
 
@@ -15,12 +15,14 @@ Tensor and pipeline parallelism divide work and bytes alike, so only what has a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moefold.batching.step_plan import Cost
-from moefold.blueprint.param_counts import count_parameters
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.blueprint.flops import flops_per_position, forward_flops_per_token
+from moefold.blueprint.model_shape import Attention, shape_of
+from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 
@@ -63,41 +65,28 @@ def cost_of(run: RunConfig, pace: Pace | None = None) -> Cost:
 
 
 def token_flops(model: ModelConfig, longest: int) -> float:
-    """Forward FLOPs of a token whatever its document's length: all matrices it meets, and attention through windows."""
-    counts = count_parameters(model)
-    # The embedding is looked up; the head is a product, once for every token that is predicted.
-    head = model.dim * model.vocab_size
-    stored = counts.by_kind["embedding"] + counts.by_kind.get("head", 0)
-    matrices = counts.active_matrices - stored + (1 + model.num_mtp) * head
-    return 2 * matrices + _narrow_layers(model, longest) * _flops_per_position(model) * _window(model, longest)
+    """Forward FLOPs of a token whatever its document's length: all matmuls, and attention through windows."""
+    matmuls = replace(forward_flops_per_token(model, longest), attention_core=0.0)
+    windowed = sum(flops_per_position(a) * a.window for a in _attentions(model) if _is_narrow(a, longest))
+    return matmuls.total + windowed
 
 
 def pair_flops(model: ModelConfig, longest: int) -> float:
     """Forward FLOPs per l * l of a document of l tokens: half of them are pairs that see each other."""
-    full = model.num_layers + model.num_mtp - _narrow_layers(model, longest)
-    return full * _flops_per_position(model) / 2
+    return sum(flops_per_position(a) for a in _attentions(model) if not _is_narrow(a, longest)) / 2
 
 
-def _flops_per_position(model: ModelConfig) -> float:
-    """Of one layer, for a token and one of the positions that it sees: all heads' scores and weighted values."""
-    attention = model.attention
-    if isinstance(attention, MLAConfig):
-        return 2 * attention.num_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)
-    return 2 * attention.num_heads * 2 * attention.head_dim
+def _attentions(model: ModelConfig) -> Iterator[Attention]:
+    """Of every block, those of MTP modules too."""
+    shape = shape_of(model)
+    for layer in (*shape.layers, *shape.mtp_layers):
+        assert isinstance(layer.mixer, Attention)
+        yield layer.mixer
 
 
-def _narrow_layers(model: ModelConfig, longest: int) -> int:
-    """How many layers have a window that is shorter than the longest document."""
-    attention = model.attention
-    if isinstance(attention, MLAConfig) or _window(model, longest) == longest:
-        return 0
-    return len(range(0, model.num_layers + model.num_mtp, attention.window_every))
-
-
-def _window(model: ModelConfig, longest: int) -> int:
-    attention = model.attention
-    window = attention.window if isinstance(attention, GQAConfig) else None
-    return longest if window is None else min(window, longest)
+def _is_narrow(attention: Attention, longest: int) -> bool:
+    """Whether it has a window that is shorter than the longest document."""
+    return 0 < attention.window < longest
 
 
 def _key_and_value_entries(model: ModelConfig) -> int:

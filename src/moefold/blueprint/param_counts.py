@@ -27,10 +27,20 @@ Published counts leave multi-token prediction out, and so do the recipes; with `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
-from moefold.blueprint.parameters import ParameterSpec, is_expert, is_mtp, parameters
+from moefold.blueprint.model_shape import Layer, Mixture
+from moefold.blueprint.parameters import (
+    ParameterSpec,
+    block_parameters,
+    is_expert,
+    is_mtp,
+    module_parameters,
+    parameters,
+)
+from moefold.blueprint.sharding import cuts
 from moefold.config.model import ModelConfig
 
 VECTORS = frozenset({"norm", "bias", "sink"})
@@ -55,6 +65,7 @@ class Counts:
 
 def count_parameters(model: ModelConfig) -> Counts:
     specs = parameters(model)
+    top_k = model.moe.top_k if model.moe is not None else 0
     by_kind: dict[str, int] = {}
     for spec in specs:
         by_kind[spec.kind] = by_kind.get(spec.kind, 0) + spec.size
@@ -62,18 +73,61 @@ def count_parameters(model: ModelConfig) -> Counts:
     ahead = [spec for spec in specs if is_mtp(spec.name)]
     return Counts(
         total=sum(spec.size for spec in specs),
-        active=sum(active_size(spec, model) for spec in specs),
+        active=sum(active_size(spec, top_k) for spec in specs),
         matrices=sum(spec.size for spec in matrices),
-        active_matrices=sum(active_size(spec, model) for spec in matrices),
+        active_matrices=sum(active_size(spec, top_k) for spec in matrices),
         experts=sum(spec.size for spec in specs if is_expert(spec.name)),
         mtp=sum(spec.size for spec in ahead),
-        active_mtp=sum(active_size(spec, model) for spec in ahead),
+        active_mtp=sum(active_size(spec, top_k) for spec in ahead),
         by_kind=by_kind,
     )
 
 
-def active_size(spec: ParameterSpec, model: ModelConfig) -> int:
-    """What one token uses; exact, for a stack of E equal experts divides by E."""
-    if model.moe is None or not is_expert(spec.name):
-        return spec.size
-    return spec.size // model.moe.num_experts * model.moe.top_k
+def active_size(spec: ParameterSpec, top_k: int) -> int:
+    """What one token uses; exact, for the first dim of a stack of experts counts them."""
+    return spec.size // spec.shape[0] * top_k if is_expert(spec.name) else spec.size
+
+
+# ---- of one layer of any shape ----
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """Entries of a layer's matrices: those that tp shards, those replicated on tp ranks, and the routed experts'."""
+
+    sharded: int = 0
+    replicated: int = 0
+    experts: int = 0
+
+
+@lru_cache(maxsize=10_000)
+def layer_counts(layer: Layer, dim: int) -> LayerCounts:
+    """Matrices only: vectors are one part in ten thousand, and published counts leave them out."""
+    sharded = replicated = experts = 0
+    for spec in block_parameters("layers.0.", layer, dim):
+        if spec.kind in VECTORS:
+            continue
+        if is_expert(spec.name):
+            experts += spec.size
+        elif any(cut.axis == "tp" for cut in cuts(spec)):
+            sharded += spec.size
+        else:
+            replicated += spec.size
+    return LayerCounts(sharded, replicated, experts)
+
+
+@lru_cache(maxsize=10_000)
+def active_layer_size(layer: Layer, dim: int) -> int:
+    """Parameters of a block that one token uses."""
+    return _active(block_parameters("layers.0.", layer, dim), layer)
+
+
+@lru_cache(maxsize=10_000)
+def active_module_size(block: Layer, dim: int) -> int:
+    """The same of an MTP module, its join included."""
+    return _active(module_parameters("mtp.0.", block, dim), block)
+
+
+def _active(specs: Iterable[ParameterSpec], layer: Layer) -> int:
+    top_k = layer.feed.top_k if isinstance(layer.feed, Mixture) else 0
+    return sum(active_size(spec, top_k) for spec in specs)

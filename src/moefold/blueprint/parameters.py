@@ -1,9 +1,10 @@
 """Every parameter of a model: its name, global shape and kind, before anything is built.
 
-    D width, V vocabulary, H heads, G key/value heads, d head dim, E experts, F (expert) width, L latent width or D
-
 Names and shapes are those of the built model's `named_parameters()`; weights are [out, in]. All experts of a layer are
 one stacked tensor, so the list of a 61-layer model with 256 experts has about a thousand entries.
+
+Blocks are listed from their shape (`blueprint/model_shape.py`), so that layers which moefold cannot build, of published
+runs, are counted by the same rows.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, Recurrence, layer_shape
 from moefold.config.model import ModelConfig
-from moefold.config.moe import MoEConfig
 
 Kind = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert", "sink"]
 
@@ -87,84 +87,110 @@ def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
 
 
 def mtp_parameters(model: ModelConfig, module: int) -> Iterator[ParameterSpec]:
-    """What a look-ahead module has of its own, but for the norm before the head, which is with the loss."""
-    prefix, D = f"mtp.{module}.", model.dim
-    yield ParameterSpec(prefix + "token_norm.weight", (D,), "norm")
-    yield ParameterSpec(prefix + "hidden_norm.weight", (D,), "norm")
-    yield ParameterSpec(prefix + "join.weight", (D, 2 * D), "matrix")
-    yield from layer_parameters(model, model.num_layers + module)
+    """Those of an MTP module, without the norm before the head, which the stage of the loss holds."""
+    yield from module_parameters(f"mtp.{module}.", layer_shape(model, model.num_layers + module), model.dim)
 
 
 def layer_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     """Of one block; numbers from `num_layers` on are those of MTP modules."""
     ahead = layer - model.num_layers
     prefix = f"layers.{layer}." if ahead < 0 else f"mtp.{ahead}.block."
-    yield ParameterSpec(prefix + "attention_norm.weight", (model.dim,), "norm")
-    attention = model.attention
-    if isinstance(attention, MLAConfig):
-        yield from _mla(prefix + "attention.", attention, model.dim)
-    else:
-        yield from _gqa(prefix + "attention.", attention, model.dim)
-    yield ParameterSpec(prefix + "feed_forward_norm.weight", (model.dim,), "norm")
-    if model.moe is not None and model.is_moe_layer(layer):
-        yield from _moe(prefix + "feed_forward.", model.moe, model.dim)
-    else:
-        yield from _gated(prefix + "feed_forward.", model.dense_hidden_dim, model.dim)
+    yield from block_parameters(prefix, layer_shape(model, layer), model.dim)
 
 
-def _gqa(prefix: str, attention: GQAConfig, D: int) -> Iterator[ParameterSpec]:
-    Hd, Gd = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    for name, rows in (("q", Hd), ("k", Gd), ("v", Gd)):
+# ---- of any shape ----
+
+
+def module_parameters(prefix: str, block: Layer, D: int) -> Iterator[ParameterSpec]:
+    """An MTP module: two norms, the join of two rows into one, and a block."""
+    yield ParameterSpec(prefix + "token_norm.weight", (D,), "norm")
+    yield ParameterSpec(prefix + "hidden_norm.weight", (D,), "norm")
+    yield ParameterSpec(prefix + "join.weight", (D, 2 * D), "matrix")
+    yield from block_parameters(prefix + "block.", block, D)
+
+
+def block_parameters(prefix: str, layer: Layer, D: int) -> Iterator[ParameterSpec]:
+    if layer.mixer is not None:
+        yield ParameterSpec(prefix + "attention_norm.weight", (D,), "norm")
+    if isinstance(layer.mixer, Recurrence):
+        yield from _recurrence(prefix + "recurrence.", layer.mixer, D)
+    elif isinstance(layer.mixer, Attention):
+        attention = _mla if layer.mixer.is_latent else _gqa
+        yield from attention(prefix + "attention.", layer.mixer, D)
+    if layer.feed is not None:
+        yield ParameterSpec(prefix + "feed_forward_norm.weight", (D,), "norm")
+    if isinstance(layer.feed, Mixture):
+        yield from _moe(prefix + "feed_forward.", layer.feed, D)
+    elif isinstance(layer.feed, Dense):
+        yield from _feed_forward(prefix + "feed_forward.", layer.feed.dim, D, gated=layer.feed.gated)
+
+
+def _gqa(prefix: str, a: Attention, D: int) -> Iterator[ParameterSpec]:
+    HC, JC = a.heads * a.qk_dim, a.kv_heads * a.qk_dim
+    if a.q_latent:
+        yield from _query_latent(prefix, a, D)
+    for name, rows in (("q", HC), ("k", JC), ("v", a.kv_heads * a.v_dim))[1 if a.q_latent else 0 :]:
         yield ParameterSpec(f"{prefix}{name}.weight", (rows, D), "matrix")
-        if attention.qkv_bias:
+        if a.qkv_bias:
             yield ParameterSpec(f"{prefix}{name}.bias", (rows,), "bias")
-    if attention.qk_norm != "none":
-        full = attention.qk_norm == "full"
-        yield ParameterSpec(prefix + "q_norm.weight", (Hd if full else attention.head_dim,), "norm", full)
-        yield ParameterSpec(prefix + "k_norm.weight", (Gd if full else attention.head_dim,), "norm", full)
-    if attention.sinks:
-        yield ParameterSpec(prefix + "sinks", (attention.num_heads,), "sink")
-    yield ParameterSpec(prefix + "out.weight", (D, Hd), "matrix")
-    if attention.out_bias:
+    if a.qk_norm != "none":
+        full = a.qk_norm == "full"
+        yield ParameterSpec(prefix + "q_norm.weight", (HC if full else a.qk_dim,), "norm", full)
+        yield ParameterSpec(prefix + "k_norm.weight", (JC if full else a.qk_dim,), "norm", full)
+    if a.sinks:
+        yield ParameterSpec(prefix + "sinks", (a.heads,), "sink")
+    yield ParameterSpec(prefix + "out.weight", (D, a.heads * a.v_dim), "matrix")
+    if a.out_bias:
         yield ParameterSpec(prefix + "out.bias", (D,), "bias")
 
 
-def _mla(prefix: str, attention: MLAConfig, D: int) -> Iterator[ParameterSpec]:
-    H, query_dim = attention.num_heads, attention.nope_dim + attention.rope_dim
-    if attention.q_latent is None:
-        yield ParameterSpec(prefix + "q.weight", (H * query_dim, D), "matrix")
+def _mla(prefix: str, a: Attention, D: int) -> Iterator[ParameterSpec]:
+    if a.q_latent:
+        yield from _query_latent(prefix, a, D)
     else:
-        yield ParameterSpec(prefix + "q_down.weight", (attention.q_latent, D), "matrix")
-        yield ParameterSpec(prefix + "q_norm.weight", (attention.q_latent,), "norm")
-        yield ParameterSpec(prefix + "q_up.weight", (H * query_dim, attention.q_latent), "matrix")
+        yield ParameterSpec(prefix + "q.weight", (a.heads * a.qk_dim, D), "matrix")
     # One matrix gives the latent and the rotated slice of the key that all heads share.
-    yield ParameterSpec(prefix + "kv_down.weight", (attention.kv_latent + attention.rope_dim, D), "matrix")
-    yield ParameterSpec(prefix + "kv_norm.weight", (attention.kv_latent,), "norm")
-    rebuilt = H * (attention.nope_dim + attention.value_dim)
-    yield ParameterSpec(prefix + "kv_up.weight", (rebuilt, attention.kv_latent), "matrix")
-    yield ParameterSpec(prefix + "out.weight", (D, H * attention.value_dim), "matrix")
+    yield ParameterSpec(prefix + "kv_down.weight", (a.kv_latent + a.rope_dim, D), "matrix")
+    yield ParameterSpec(prefix + "kv_norm.weight", (a.kv_latent,), "norm")
+    rebuilt = a.heads * (a.qk_dim - a.rope_dim + a.v_dim)
+    yield ParameterSpec(prefix + "kv_up.weight", (rebuilt, a.kv_latent), "matrix")
+    yield ParameterSpec(prefix + "out.weight", (D, a.heads * a.v_dim), "matrix")
 
 
-def _moe(prefix: str, moe: MoEConfig, D: int) -> Iterator[ParameterSpec]:
-    E, F, L = moe.num_experts, moe.expert_hidden_dim, moe.latent_dim or D
+def _query_latent(prefix: str, a: Attention, D: int) -> Iterator[ParameterSpec]:
+    yield ParameterSpec(prefix + "q_down.weight", (a.q_latent, D), "matrix")
+    yield ParameterSpec(prefix + "q_norm.weight", (a.q_latent,), "norm")
+    yield ParameterSpec(prefix + "q_up.weight", (a.heads * a.qk_dim, a.q_latent), "matrix")
+
+
+def _recurrence(prefix: str, r: Recurrence, D: int) -> Iterator[ParameterSpec]:
+    """One projection for input, gate, state and step size, and one back. moefold plans such layers, it has none."""
+    inner = r.heads * r.head_dim
+    yield ParameterSpec(prefix + "in.weight", (2 * inner + 2 * r.groups * r.state + r.heads, D), "matrix")
+    yield ParameterSpec(prefix + "out.weight", (D, inner), "matrix")
+
+
+def _moe(prefix: str, moe: Mixture, D: int) -> Iterator[ParameterSpec]:
+    E, F, L = moe.experts, moe.dim, moe.latent or D
     yield ParameterSpec(prefix + "router.weight", (E, D), "router")
-    if moe.router.logit_bias:
+    if moe.logit_bias:
         yield ParameterSpec(prefix + "router.bias", (E,), "bias")
-    yield ParameterSpec(prefix + "experts.gate_up", (E, 2, F, L), "expert")
+    inputs = 2 if moe.gated else 1
+    yield ParameterSpec(prefix + "experts.gate_up", (E, inputs, F, L), "expert")
     yield ParameterSpec(prefix + "experts.down", (E, L, F), "expert")
-    if moe.expert_mlp_bias:
-        yield ParameterSpec(prefix + "experts.gate_up_bias", (E, 2, F), "bias")
+    if moe.biased:
+        yield ParameterSpec(prefix + "experts.gate_up_bias", (E, inputs, F), "bias")
         yield ParameterSpec(prefix + "experts.down_bias", (E, L), "bias")
     if moe.shared_hidden_dim:
-        yield from _gated(prefix + "shared.", moe.shared_hidden_dim, D)
+        yield from _feed_forward(prefix + "shared.", moe.shared_hidden_dim, D, gated=moe.gated)
     if moe.shared_gate:
         yield ParameterSpec(prefix + "shared_gate.weight", (1, D), "matrix")
-    if moe.latent_dim is not None:
+    if moe.latent:
         yield ParameterSpec(prefix + "latent_down.weight", (L, D), "matrix")
         yield ParameterSpec(prefix + "latent_up.weight", (D, L), "matrix")
 
 
-def _gated(prefix: str, F: int, D: int) -> Iterator[ParameterSpec]:
-    """A SwiGLU's two projections; gate and up are stacked so that a cut over F gives a rank both halves."""
-    yield ParameterSpec(prefix + "gate_up", (2, F, D), "matrix")
+def _feed_forward(prefix: str, F: int, D: int, *, gated: bool) -> Iterator[ParameterSpec]:
+    """Gate and up are stacked, so that sharding F gives a rank both halves; an ungated one has up alone."""
+    yield ParameterSpec(prefix + "gate_up", (2 if gated else 1, F, D), "matrix")
     yield ParameterSpec(prefix + "down", (D, F), "matrix")

@@ -48,6 +48,8 @@ RULES = (
     ShardRule("attention.kv_up.weight", "tp", 0),
     ShardRule("attention.sinks", "tp", 0),
     ShardRule("attention.out.weight", "tp", 1),
+    ShardRule("recurrence.in.weight", "tp", 0),
+    ShardRule("recurrence.out.weight", "tp", 1),
     # Widths: gate and up are stacked [2, F, D], so dim 1 gives a rank the same columns of both.
     ShardRule("feed_forward.gate_up", "tp", 1),
     ShardRule("feed_forward.down", "tp", 1),

@@ -6,19 +6,20 @@
 two virtual stages each is `Et*3|(tt|)*29m|L`: the embedding with three light dense layers, 29 stages of two layers, one
 stage for the module that predicts a second token, one for the loss.
 
-E stands first and L last, layers are in order, and modules come after them. A stage may be empty: it hands on
-what it receives. Without a string the layers' costs are balanced, counted in parameters that a token uses.
+E stands first and L last, layers are in order, and modules come after them. A stage may be empty: it sends on
+what it receives. Without a string moefold balances the costs of the parts, counted in parameters that a token uses;
+other frameworks divide layers evenly (`even_stages`). Trainer and planner both read their stages here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from moefold.blueprint.param_counts import active_size
-from moefold.blueprint.parameters import ParameterSpec, layer_parameters, mtp_parameters
+from moefold.blueprint.model_shape import ModelShape, shape_of
+from moefold.blueprint.param_counts import active_layer_size, active_module_size
 from moefold.blueprint.partition import balance
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
@@ -58,10 +59,10 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageSpec, 
     if problems:
         raise ConfigError(*problems)
     if parallel.stages is None:
-        return balanced_stages(model, wanted)
+        return balanced_stages(shape_of(model), wanted)
     stages = parse_stages(parallel.stages, model.num_layers, model.num_mtp)
     if len(stages) != wanted:
-        balanced = print_stages(balanced_stages(model, wanted))
+        balanced = print_stages(balanced_stages(shape_of(model), wanted))
         raise ConfigError(
             Problem(
                 PATH,
@@ -82,29 +83,48 @@ def stage_size_problems(model: ModelConfig, parallel: ParallelConfig) -> list[Pr
     ]
 
 
-def balanced_stages(model: ModelConfig, num_stages: int) -> tuple[StageSpec, ...]:
-    """Stages of which the dearest is as cheap as possible."""
-    letters = "E" + "t" * model.num_layers + "m" * model.num_mtp + "L"
+def balanced_stages(model: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
+    """Stages of which the most expensive is as cheap as possible."""
+    letters = "E" + "t" * len(model.layers) + "m" * model.mtp + "L"
     edges = (0, *balance(part_costs(model), num_stages), len(letters))
     return _assemble([letters[start:stop] for start, stop in pairwise(edges)])
 
 
-def part_costs(model: ModelConfig) -> list[int]:
+def part_costs(model: ModelShape) -> list[int]:
     """What the embedding, each layer, each MTP module and the loss cost: the parameters that one token uses.
 
     A token reads one row of the embedding, and the whole head once for itself and once per MTP module.
     """
+    layers = [active_layer_size(layer, model.dim) for layer in model.layers]
+    modules = [active_module_size(block, model.dim) for block in model.mtp_layers]
+    return [model.dim, *layers, *modules, _head_cost(model)]
 
-    def used(specs: Iterable[ParameterSpec]) -> int:
-        return sum(active_size(spec, model) for spec in specs)
 
-    # Layers of a kind are alike, and dense ones come first: the first and the last are all there is.
-    ends = (0, model.num_layers - 1)
-    by_kind = {model.is_moe_layer(layer): used(layer_parameters(model, layer)) for layer in ends}
-    layers = [by_kind[model.is_moe_layer(layer)] for layer in range(model.num_layers)]
-    modules = [used(mtp_parameters(model, 0))] * model.num_mtp
-    loss = (1 + model.num_mtp) * model.vocab_size * model.dim
-    return [model.dim, *layers, *modules, loss]
+def even_stages(model: ModelShape, num_stages: int) -> tuple[StageSpec, ...]:
+    """As most frameworks divide layers: evenly, with the embedding and the head in place of a layer each if that makes
+    it even, else balanced. MTP modules are on the last stage."""
+    number, last = len(model.layers), num_stages - 1
+    if number % num_stages == 0:
+        edges = [number // num_stages * index for index in range(num_stages + 1)]
+    elif (number + 2) % num_stages == 0:
+        each = (number + 2) // num_stages
+        edges = [0, *(each * index - 1 for index in range(1, num_stages)), number]
+    else:
+        costs = [active_layer_size(layer, model.dim) for layer in model.layers]
+        # The embedding costs a token nothing; the head and the modules before it stand at the end of the row.
+        end = _head_cost(model) + sum(active_layer_size(block, model.dim) for block in model.mtp_layers)
+        degrees = balance([0, *costs, end], num_stages)
+        edges = [0, *(min(number, max(0, cut - 1)) for cut in degrees), number]
+    return tuple(
+        StageSpec(
+            index, index == 0, range(start, stop), tuple(range(model.mtp)) if index == last else (), index == last
+        )
+        for index, (start, stop) in enumerate(pairwise(edges))
+    )
+
+
+def _head_cost(model: ModelShape) -> int:
+    return (1 + model.mtp) * model.vocab * model.dim
 
 
 def parse_stages(text: str, num_layers: int, num_mtp: int) -> tuple[StageSpec, ...]:

@@ -142,16 +142,17 @@ def _sizes_table(run: RunConfig, counts: Counts) -> str:
 
 def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
     """One row for the dense layers and one for the mixtures: within each, all layers are alike."""
+    top_k = model.moe.top_k if model.moe is not None else 0
     first_moe = min(model.num_dense_layers, model.num_layers) if model.moe is not None else model.num_layers
     for first, end, kind in ((0, first_moe, "dense"), (first_moe, model.num_layers, "mixture")):
         if first < end:
             specs = list(layer_parameters(model, first))
-            total, active = sum(s.size for s in specs), sum(active_size(s, model) for s in specs)
+            total, active = sum(s.size for s in specs), sum(active_size(s, top_k) for s in specs)
             yield (f"{first}-{end - 1}" if end - first > 1 else f"{first}", kind, f"{total:,}", f"{active:,}")
     if model.num_mtp:
         ahead = list(mtp_parameters(model, 0))
         kind = "mixture" if model.is_moe_layer(model.num_layers) else "dense"
-        total, active = sum(s.size for s in ahead), sum(active_size(s, model) for s in ahead)
+        total, active = sum(s.size for s in ahead), sum(active_size(s, top_k) for s in ahead)
         yield ("ahead" if model.num_mtp == 1 else f"ahead 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
 
 

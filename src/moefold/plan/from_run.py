@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import get_args
 
+from moefold.blueprint.model_shape import shape_of
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import BYTES, RecomputedPhase
 from moefold.config.precision import Format as RunFormat
@@ -20,7 +21,6 @@ from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
 from moefold.plan.dispatch_choice import dispatcher_in_use
-from moefold.plan.shape import from_config
 from moefold.plan.traffic import expert_reach
 from moefold.plan.workload import Batch, Dispatcher, Dtypes, Format, Options, ParallelDegrees, Recomputed, Workload
 from moefold.schedule.names import SCHEDULES, schedule_named
@@ -40,7 +40,7 @@ def workload_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) ->
     """What this run would be on this cluster. ``imbalance``: rows of the busiest rank over the mean."""
     layout = fold(run.parallel, cluster.num_gpus)
     return Workload(
-        model=from_config(run.model),
+        model=shape_of(run.model),
         cluster=cluster,
         degrees=_degrees(run.parallel, layout),
         batch=_batch(run, layout.size("dp")),
@@ -52,7 +52,7 @@ def workload_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) ->
 def question_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Workload:
     """The run's model, batch and formats without a layout of its own: what a search begins with."""
     return Workload(
-        model=from_config(run.model),
+        model=shape_of(run.model),
         cluster=cluster,
         degrees=ParallelDegrees(sharding="zero3"),
         batch=Batch(run.data.seq_len, 1, run.data.global_batch),

@@ -14,7 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
+from moefold.blueprint.flops import core_flops
+from moefold.blueprint.matmuls import Matmul, layer_matmuls
+from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, Recurrence
 from moefold.plan.workload import Workload
 
 # Grouped products of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
@@ -141,13 +143,13 @@ def parts_of(layer: Layer, sizes: Sizes) -> tuple[Part, ...]:
     """The parts of one layer."""
     parts: list[Part] = []
     if isinstance(layer.mixer, Attention):
-        parts += _attention(layer.mixer, sizes)
+        parts += _attention(layer, layer.mixer, sizes)
     elif isinstance(layer.mixer, Recurrence):
-        parts += _recurrence(layer.mixer, sizes)
+        parts += _recurrence(layer, layer.mixer, sizes)
     if isinstance(layer.feed, Dense):
-        parts += _dense(layer.feed, sizes)
+        parts += _dense(layer, layer.feed, sizes)
     elif isinstance(layer.feed, Mixture):
-        parts += _mixture(layer.feed, sizes)
+        parts += _mixture(layer, layer.feed, sizes)
     parts.append(_norms(layer, sizes))
     return tuple(parts)
 
@@ -173,7 +175,28 @@ def join_of(sizes: Sizes) -> Part:
     return Part("join", forward, backward)
 
 
-# ---- products ----
+# ---- matmuls ----
+
+
+def _gemms(layer: Layer, s: Sizes) -> dict[str, tuple[Work, Work]]:
+    """Every matmul of the layer as this rank computes it, by name."""
+    return {matmul.name: _local(matmul, s) for matmul in layer_matmuls(layer, s.dim)}
+
+
+def _local(matmul: Matmul, s: Sizes) -> tuple[Work, Work]:
+    ways = s.etp if matmul.experts else s.tp
+    inner = matmul.inner / ways if matmul.sharded == "inner" else matmul.inner
+    outer = max(matmul.least_outer, matmul.outer / ways) if matmul.sharded == "outer" else matmul.outer
+    if matmul.experts:
+        return _grouped(s, _expert_rows(matmul.per_token, s), max(1.0, matmul.experts / s.ep), inner, outer)
+    # A replicated matrix sees this rank's tokens; MLA's keys and values are computed for all of them.
+    every = matmul.sharded is not None or matmul.name == "kv_down"
+    rows = s.tokens if every else s.tokens / s.tp
+    return _gemm(s, rows, inner, outer, wide=matmul.part == "router")
+
+
+def _expert_rows(top_k: int, s: Sizes) -> float:
+    return s.tokens / s.tp * top_k * s.imbalance * s.etp
 
 
 def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = False) -> tuple[Work, Work]:
@@ -234,56 +257,41 @@ def _moves(forward: float, backward: float, kernels: float) -> tuple[Work, Work]
 # ---- mixers ----
 
 
-def _attention(a: Attention, s: Sizes) -> list[Part]:
-    t, D = s.tokens, s.dim
+def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
+    t, gemms = s.tokens, _gemms(layer, s)
     heads, kv_heads = a.heads / s.tp, max(1.0, a.kv_heads / s.tp)
     if a.is_latent:
-        down = _gemm(s, t, D, a.kv_latent + a.rope_dim)
-        if a.q_latent:
-            down = _sum(down, _gemm(s, t / s.tp if s.tp > 1 else t, D, a.q_latent))
-        up = _sum(
-            _gemm(s, t, a.q_latent or D, heads * a.qk_dim),
-            _gemm(s, t, a.kv_latent, heads * (a.qk_dim - a.rope_dim + a.v_dim)),
-            # Queries and keys are put together and rotated.
-            _moves(8.0 * t * heads * a.qk_dim, 8.0 * t * heads * a.qk_dim, 8),
-        )
+        # Queries and keys are concatenated and rotated.
+        rotation = _moves(8.0 * t * heads * a.qk_dim, 8.0 * t * heads * a.qk_dim, 8)
+        up = _sum(gemms["q_up" if a.q_latent else "q"], gemms["kv_up"], rotation)
+        down = _sum(gemms["kv_down"], *(gemms[name] for name in ("q_down",) if name in gemms))
         projections = [Part("latents", *down), Part("mla_up", *up)]
     else:
-        query = a.heads * a.qk_dim
         rotated = 2.0 * t * (heads + kv_heads) * a.qk_dim
-        if a.q_latent:
-            first = _sum(_gemm(s, t, D, a.q_latent), _gemm(s, t, a.q_latent, query / s.tp))
-        else:
-            first = _gemm(s, t, D, query / s.tp)
-        inward = _sum(first, _gemm(s, t, D, 2 * kv_heads * a.qk_dim), _moves(2 * rotated, 2 * rotated, 5))
-        projections = [Part("qkv", *inward)]
-    outward = _gemm(s, t, heads * a.v_dim, D)
-    reach = s.seq_len if not a.window else min(a.window, s.seq_len)
-    seen = reach - reach**2 / (2 * s.seq_len)
-    flops = 2.0 * t * heads * (a.qk_dim + a.v_dim) * seen
+        inward = [gemms[name] for name in ("q_down", "q_up", "q", "kv") if name in gemms]
+        projections = [Part("qkv", *_sum(*inward, _moves(2 * rotated, 2 * rotated, 5)))]
+    flops = t / s.tp * core_flops(layer, s.seq_len)
     moved = 2.0 * t * (heads * (a.qk_dim + a.v_dim) + kv_heads * (a.qk_dim + a.v_dim))
     core = Part(
         "core_attention",
         Work(attention_flops=flops, traffic=moved, kernels=2, launches=2),
         Work(attention_flops=2.5 * flops, traffic=2.5 * moved, kernels=4, launches=4),
     )
-    return [*projections, core, Part("attention_out", *outward)]
+    return [*projections, core, Part("attention_out", *gemms["out"])]
 
 
-def _recurrence(r: Recurrence, s: Sizes) -> list[Part]:
-    t, inner = s.tokens, r.heads * r.head_dim / s.tp
+def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
+    t, inner, gemms = s.tokens, r.heads * r.head_dim / s.tp, _gemms(layer, s)
     state = r.groups * r.state / s.tp
-    inward = _gemm(s, t, s.dim, 2 * inner + 2 * state + r.heads / s.tp)
-    outward = _gemm(s, t, inner, s.dim)
-    # Chunked scans: products inside chunks of 128 tokens and with the state, plus a convolution over a few tokens.
-    scan = 2.0 * t * inner * (2 * r.state + 128)
+    # Chunked scans: beside the products with the state, those inside of chunks of 128 tokens.
+    scan = t / s.tp * core_flops(layer, s.seq_len) + 2.0 * t * inner * 128
     moved = 2.0 * t * (3 * inner + 2 * state)
     mixing = Part(
         "scan",
         Work(scan_flops=scan, traffic=4 * moved, kernels=12, launches=12),
         Work(scan_flops=2.5 * scan, traffic=9 * moved, kernels=20, launches=20),
     )
-    return [Part("scan_in", *inward), mixing, Part("scan_out", *outward)]
+    return [Part("scan_in", *gemms["in"]), mixing, Part("scan_out", *gemms["out"])]
 
 
 # ---- feed-forward parts ----
@@ -295,45 +303,36 @@ def _activation(rows: float, dim: float, *, gated: bool) -> tuple[Work, Work]:
     return _moves(2.0 * rows * dim * (inputs + 1), 2.0 * rows * dim * (2 * inputs + 2), 2)
 
 
-def _dense(d: Dense, s: Sizes) -> list[Part]:
-    matrices = 2 if d.gated else 1
+def _dense(layer: Layer, d: Dense, s: Sizes) -> list[Part]:
+    gemms = _gemms(layer, s)
     return [
-        Part(
-            "feed_forward",
-            *_sum(_gemm(s, s.tokens, s.dim, matrices * d.dim / s.tp), _gemm(s, s.tokens, d.dim / s.tp, s.dim)),
-        ),
+        Part("feed_forward", *_sum(gemms["gate_up"], gemms["down"])),
         Part("dense_activation", *_activation(s.tokens, d.dim / s.tp, gated=d.gated)),
     ]
 
 
-def _mixture(m: Mixture, s: Sizes) -> list[Part]:
-    own = s.tokens / s.tp
+def _mixture(layer: Layer, m: Mixture, s: Sizes) -> list[Part]:
+    own, gemms = s.tokens / s.tp, _gemms(layer, s)
     dim = m.latent or s.dim
-    rows = own * m.top_k * s.imbalance * s.etp
-    local = max(1.0, m.experts / s.ep)
-    matrices = 2 if m.gated else 1
-    experts = _sum(
-        _grouped(s, rows, local, dim, matrices * m.dim / s.etp), _grouped(s, rows, local, m.dim / s.etp, dim)
-    )
-    # Scores, their softmax and the choice, in float32 over all experts.
-    router = _sum(
-        _gemm(s, own, s.dim, m.experts, wide=True), _moves(40.0 * own * m.experts, 24.0 * own * m.experts, 25)
-    )
+    rows = _expert_rows(m.top_k, s)
+    # Scores, their softmax and the top-k, in float32 over all experts.
+    scores = [gemms[name] for name in ("router", "shared_gate") if name in gemms]
+    router = _sum(*scores, _moves(40.0 * own * m.experts, 24.0 * own * m.experts, 25))
     # Rows are sorted by rank, then by expert, and added up on the way back; fused dispatchers move them once less.
     moves = 5.0 if s.fused else 8.0
     permutation = _moves(moves * rows * dim, moves * rows * dim, 10 if s.fused else 24)
     parts = [
         Part("router", *router),
         Part("permutation", *permutation),
-        Part("experts", *experts),
+        Part("experts", *_sum(gemms["experts.gate_up"], gemms["experts.down"])),
         Part("activation", *_activation(rows, m.dim / s.etp, gated=m.gated)),
     ]
     if m.latent:
-        parts.append(Part("latent", *_sum(_gemm(s, own, s.dim, m.latent), _gemm(s, own, m.latent, s.dim))))
+        parts.append(Part("latent", *_sum(gemms["latent_down"], gemms["latent_up"])))
     if m.shared_hidden_dim:
-        shared = Dense(m.shared_hidden_dim, m.gated)
-        parts += [Part("shared" if part.name == "feed_forward" else "shared_activation", part.forward, part.backward)
-                  for part in _dense(shared, s)]  # fmt: skip
+        parts.append(Part("shared", *_sum(gemms["shared.gate_up"], gemms["shared.down"])))
+        activation = _activation(s.tokens, m.shared_hidden_dim / s.tp, gated=m.gated)
+        parts.append(Part("shared_activation", *activation))
     return parts
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moefold.blueprint.flops import training_flops
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.model_flops import model_flops_per_token
 from moefold.plan.prediction import Prediction, TimePrediction, Wall
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.step_time import predict_time
@@ -18,7 +18,7 @@ HOST_BINDS = 0.15
 def predict(workload: Workload, constants: Constants = CURRENT) -> Prediction:
     memory, time = predict_memory(workload), predict_time(workload, constants)
     rate = workload.global_tokens / workload.cluster.num_gpus / time.step_seconds
-    flops = rate * model_flops_per_token(workload.model, workload.batch.seq_len)
+    flops = rate * training_flops(workload.model, workload.batch.seq_len)
     wall: Wall = binding_wall(time) if memory.fits else "memory"
     return Prediction(
         workload,

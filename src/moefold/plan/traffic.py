@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefold.plan.shape import Attention, Layer, Mixture
+from moefold.blueprint.model_shape import Attention, Layer, Mixture
 from moefold.plan.workload import ParallelDegrees, Workload
 
 

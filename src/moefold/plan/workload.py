@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from moefold.blueprint.model_shape import ModelShape
 from moefold.hardware.cluster import Cluster
-from moefold.plan.shape import ModelShape
 
 # How GEMM operands are held: whole words, or eight or four bits with scales per tensor, block or 32 values.
 Format = Literal["float32", "fp16", "bf16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]

@@ -1,8 +1,8 @@
 """What the records of steps mean: speed, how well the machine is used, waiting, and when the run will be done.
 
-TFLOP/s are per rank, in the convention of published runs (see `plan/flops.py`). MFU is their part of the device's peak;
-on a device whose peak is not known there is none, and `Meter.mfu_note` says so. Averages are over an interval of steps:
-all tokens divided by all seconds.
+TFLOP/s are per rank, in the convention of published runs (`blueprint/flops.py`). MFU is their part of the device's
+peak; on a device whose peak is not known there is none, and `Meter.mfu_note` says so. Averages are over an interval of
+steps: all tokens divided by all seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from moefold.blueprint.flops import training_flops_per_token
 from moefold.hardware.peaks import peak_flops
-from moefold.plan.flops import training_flops_per_token
 from moefold.train.callback import RunInfo, StepRecord
 
 # The time to the end is estimated from so many last steps.

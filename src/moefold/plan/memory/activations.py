@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+from moefold.blueprint.model_shape import Layer
 from moefold.plan.memory.saved_activations import (
     Kept,
     Saved,
@@ -21,7 +22,6 @@ from moefold.plan.memory.saved_activations import (
 )
 from moefold.plan.memory.saved_megatron import FSDP2, MEGATRON
 from moefold.plan.memory.saved_moefold import MOEFOLD
-from moefold.plan.shape import Layer
 
 TABLES: Mapping[str, tuple[Saved, ...]] = {
     "megatron": MEGATRON,

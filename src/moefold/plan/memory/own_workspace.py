@@ -10,11 +10,11 @@ so each live microbatch has its own. Orders that put weight gradients off keep t
 
 from __future__ import annotations
 
+from moefold.blueprint.model_shape import Dense, Layer, Mixture, ModelShape
+from moefold.blueprint.param_counts import layer_counts
 from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
-from moefold.plan.shape import Dense, Layer, Mixture, ModelShape
-from moefold.plan.shape_params import layer_parameters
 from moefold.plan.stage_contents import Contents
 from moefold.plan.workload import Workload
 
@@ -33,23 +33,23 @@ def stage_copies(model: ModelShape, stage: Contents, setting: Setting, ep: int) 
     """Bytes of casts that one microbatch of a stage keeps."""
     size = sum(count * _layer_copies(layer, model.dim, setting, ep) for layer, count in stage.layers)
     if stage.mtp:
-        ahead = _layer_copies(model.layers[-1], model.dim, setting, ep)
+        ahead = _layer_copies(model.mtp_layers[-1], model.dim, setting, ep)
         size += stage.mtp * (ahead + 2 * model.dim**2)
     return size * setting.word
 
 
 def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
     """Elements, after all cuts. A phase that is computed again casts again; the router needs no cast."""
-    mixer, feed = layer_parameters(Layer(layer.mixer, None), dim), layer_parameters(Layer(None, layer.feed), dim)
+    mixer, feed = layer_counts(Layer(layer.mixer, None), dim), layer_counts(Layer(None, layer.feed), dim)
     found = 0.0
     if "attention" not in setting.recompute:
-        found += mixer.dense / setting.tp + mixer.whole
+        found += mixer.sharded / setting.tp + mixer.replicated
     if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
-        found += feed.dense / setting.tp
+        found += feed.sharded / setting.tp
     if isinstance(layer.feed, Mixture):
         found += 2 * dim * layer.feed.latent
         if "experts" not in setting.recompute:
-            found += feed.dense / setting.tp + feed.experts / (ep * setting.etp)
+            found += feed.sharded / setting.tp + feed.experts / (ep * setting.etp)
     return found
 
 

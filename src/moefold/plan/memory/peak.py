@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moefold.blueprint.model_shape import Layer, ModelShape
 from moefold.plan.memory.activations import kept_by
 from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.own_workspace import copies_weights, stage_copies
@@ -18,7 +19,6 @@ from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
 from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
-from moefold.plan.shape import Layer, ModelShape
 from moefold.plan.stage_contents import Contents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
@@ -144,7 +144,7 @@ def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[
         stays = kept.away * (stage.head and number == len(stage.layers) - 1)
         found.append((layer, count * kept.total + stays, count))
     if stage.mtp:
-        ahead = model.layers[-1]
+        ahead = model.mtp_layers[-1]
         found.append((ahead, stage.mtp * kept_by(ahead, model.dim, setting).total, stage.mtp))
         found.append((None, stage.mtp * _end_bytes(model, setting, _AROUND_MODULE[setting.framework == "moefold"]), 0))
     if stage.head:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from moefold.plan.shape import Attention, Dense, Layer, Mixture, Recurrence
+from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, Recurrence
 from moefold.plan.workload import Format, Recomputed, Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
@@ -203,7 +203,7 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
             "kv_latent": a.kv_latent,
             "rope": a.rope_dim,
             "turned": a.rope_dim or a.qk_dim,
-            "normed": a.normed * (a.heads + a.kv_heads),
+            "normed": (a.qk_norm != "none") * (a.heads + a.kv_heads),
             "sinks": a.sinks,
             "masked": (length + 1) / sequences if a.sinks and not a.window else 0,
         }

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moefold.blueprint.model_shape import Attention, Dense, Mixture
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saved_activations import OPERAND_BYTES
-from moefold.plan.shape import Attention, Dense, Mixture
 from moefold.plan.workload import Format, Options, Recomputed, Workload
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moefold.blueprint.model_shape import Layer, Mixture, ModelShape
+from moefold.blueprint.param_counts import LayerCounts, layer_counts
 from moefold.plan.prediction import MemoryLine
-from moefold.plan.shape import Layer, Mixture, ModelShape
-from moefold.plan.shape_params import Parameters, layer_parameters
 from moefold.plan.stage_contents import Contents
 from moefold.plan.workload import ParallelDegrees, Workload
 from moefold.schedule.names import reshard_per_step
@@ -58,11 +58,11 @@ def rank_weights(model: ModelShape, stages: tuple[Contents, ...], degrees: tuple
         for layer, count in stage.layers:
             kinds[layer] = kinds.get(layer, 0) + count
         if stage.mtp:
-            kinds[model.layers[-1]] = kinds.get(model.layers[-1], 0) + stage.mtp
+            kinds[model.mtp_layers[-1]] = kinds.get(model.layers[-1], 0) + stage.mtp
             dense += stage.mtp * 2 * model.dim**2 / tp
     for layer, count in kinds.items():
-        held = layer_parameters(layer, model.dim)
-        local = held.dense / tp + held.whole, held.experts / (ep * etp)
+        held = layer_counts(layer, model.dim)
+        local = held.sharded / tp + held.replicated, held.experts / (ep * etp)
         dense += count * local[0]
         experts += count * local[1]
         largest = max(largest, (sum(local), local[1]))
@@ -85,7 +85,7 @@ def _ends(model: ModelShape, stages: tuple[Contents, ...]) -> int:
     return 1 if model.tied and (looks_up or head) else looks_up + head
 
 
-def _one_expert(layer: Layer, held: Parameters) -> float:
+def _one_expert(layer: Layer, held: LayerCounts) -> float:
     return held.experts / layer.feed.experts if isinstance(layer.feed, Mixture) else 0.0
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from moefold.blueprint.model_shape import Attention
 from moefold.blueprint.stages import unfolded
-from moefold.plan.shape import Attention
 from moefold.plan.workload import Dtypes, Options, ParallelDegrees, Workload
 
 Record = Mapping[str, Any]

@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, ModelShape, Recurrence
 from moefold.blueprint.stages import parse_stages
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.gpu import gpu_named
-from moefold.plan.shape import Attention, Dense, Layer, Mixture, ModelShape, Recurrence
 from moefold.plan.workload import (
     Batch,
     Dispatcher,
@@ -84,7 +84,7 @@ def workload_of_record(record: Record) -> Workload:
 def _model(model: Record) -> ModelShape:
     vocab = model.get("vocab") or 51200
     layers, mtp = _layers(model)
-    return ModelShape(model["hidden"], vocab, tuple(layers), bool(model.get("tied")), mtp)
+    return ModelShape(model["hidden"], vocab, tuple(layers), bool(model.get("tied")), (layers[-1],) * mtp)
 
 
 def _layers(model: Record) -> tuple[list[Layer], int]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
+from moefold.blueprint.model_shape import Attention, Dense, Mixture
 from moefold.plan.search.space import Recompute, Space
-from moefold.plan.shape import Attention, Dense, Mixture
 from moefold.plan.workload import Batch, Dispatcher, Format, Graphs, ParallelDegrees, Sharding, Workload
 from moefold.schedule.names import SCHEDULES
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.config.run import RunConfig
@@ -146,7 +147,7 @@ def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
     num_stages = workload.degrees.pp * workload.degrees.vpp
     if workload.degrees.stages is None and num_stages > 1:
         planned = stage_string(workload)
-        if planned != print_stages(balanced_stages(question.run.model, num_stages)):
+        if planned != print_stages(balanced_stages(shape_of(question.run.model), num_stages)):
             workload = replace(workload, degrees=replace(workload.degrees, stages=planned))
     wanted = changes_to_run(workload, question.named or question.run)
     asked = {path: value for path, value in question.dotted.items() if path not in wanted}

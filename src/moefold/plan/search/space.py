@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_args
 
+from moefold.blueprint.model_shape import Attention, Mixture, ModelShape
 from moefold.checks.parallel import COUNT_ROWS
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
-from moefold.plan.shape import Attention, Mixture, ModelShape
 from moefold.plan.workload import Dispatcher, Format, Graphs, Options, Recomputed, Sharding, Workload
 from moefold.schedule.names import SCHEDULES
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from moefold.blueprint.model_shape import Layer, Mixture
+from moefold.blueprint.param_counts import layer_counts
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
-from moefold.plan.shape import Layer, Mixture
-from moefold.plan.shape_params import layer_parameters
 from moefold.plan.timing.constants import Constants
 from moefold.plan.timing.network_time import exchange, ring
 from moefold.plan.timing.throughput import Rates, slower
@@ -224,9 +224,9 @@ def _context(workload: Workload, layer: Layer, c: Constants) -> float:
 
 def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constants) -> Passes:
     """Parameters are gathered before each pass and gradients scattered after the second, beside the computation."""
-    held = layer_parameters(layer, workload.model.dim)
+    held = layer_counts(layer, workload.model.dim)
     degrees = workload.degrees
-    dense = held.dense / degrees.tp + held.whole
+    dense = held.sharded / degrees.tp + held.replicated
     experts = held.experts / (degrees.ep * degrees.etp)
     dense_where, expert_where = data_reach(workload), expert_data_reach(workload)
     gather = ring(2.0 * dense, dense_where, workload.cluster, c) + ring(

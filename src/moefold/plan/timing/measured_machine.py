@@ -17,10 +17,10 @@ whichever is longer.
 
 from __future__ import annotations
 
+from moefold.blueprint.model_shape import Attention, Layer, Mixture
+from moefold.blueprint.param_counts import layer_counts
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes
-from moefold.plan.shape import Attention, Layer, Mixture
-from moefold.plan.shape_params import layer_parameters
 from moefold.plan.timing.layer_time import Load, Passes, Seconds, loads
 from moefold.plan.timing.throughput import Rates
 from moefold.plan.traffic import context_bytes, exchange_bytes, stage_bytes, tensor_bytes
@@ -83,8 +83,8 @@ def sharding_seconds(workload: Workload, machine: Machine, dense: float, experts
 
 
 def _held(workload: Workload, layer: Layer) -> tuple[float, float]:
-    held, degrees = layer_parameters(layer, workload.model.dim), workload.degrees
-    return held.dense / degrees.tp + held.whole, held.experts / (degrees.ep * degrees.etp)
+    held, degrees = layer_counts(layer, workload.model.dim), workload.degrees
+    return held.sharded / degrees.tp + held.replicated, held.experts / (degrees.ep * degrees.etp)
 
 
 def _tensor(workload: Workload, machine: Machine, layer: Layer) -> float:

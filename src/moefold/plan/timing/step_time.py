@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moefold.blueprint.model_shape import Layer, ModelShape
+from moefold.blueprint.param_counts import layer_counts
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes, embedding_of, head_of, join_of, sizes_of
 from moefold.plan.prediction import TimeLine, TimePrediction
-from moefold.plan.shape import Layer, ModelShape
-from moefold.plan.shape_params import layer_parameters
 from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.fitted import INTERVALS
@@ -131,7 +131,7 @@ def stage_passes(workload: Workload, stages: Stages, sizes: Sizes, rates: Rates,
         if contents.embedding:
             total = total.plus(part_passes(embedding_of(sizes), rates))
         if contents.mtp:
-            ahead = of(workload.model.layers[-1]).plus(part_passes(join_of(sizes), rates)).plus(head)
+            ahead = of(workload.model.mtp_layers[-1]).plus(part_passes(join_of(sizes), rates)).plus(head)
             total = total.plus(ahead, contents.mtp)
         if workload.cluster.machine is not None:
             total = total.plus(ends_on_machine(workload, contents.embedding, contents.head))
@@ -185,8 +185,8 @@ def _held_by(
     for index, contents in enumerate(contents_of(model, pp * vpp, written)):
         own = ranks[index % pp]
         for layer, number in contents.layers:
-            held = layer_parameters(layer, model.dim)
-            own[0] += number * (held.dense / tp + held.whole)
+            held = layer_counts(layer, model.dim)
+            own[0] += number * (held.sharded / tp + held.replicated)
             own[1] += number * held.experts / expert_cuts
         own[0] += (contents.embedding + contents.head) * model.dim * model.vocab / tp
     dense, experts = max(ranks, key=sum)

@@ -1,16 +1,18 @@
-"""A model as the planner sees it: a row of layers with their sizes, nothing else.
+"""A model as a row of layers with their sizes: what parameters, FLOPs, stages and the planner are counted from.
 
-It is wider than what moefold trains. Published runs also use layers that mix tokens by a state-space model or a linear
-recurrence, layers without a feed-forward part, and ungated activations; to be held against them the planner must be
-able to say their sizes. `from_config` describes a moefold model, `plan/published/records.py` a published one.
+It covers more than moefold trains. Published runs also use state-space and linear-attention layers, layers without a
+feed-forward part, and ungated activations; the planner predicts those too. `shape_of` describes a moefold model,
+`plan/published/records.py` a published one, and both are counted by the same functions: `blueprint/parameters.py` lists
+the parameters of a shape, `blueprint/matmuls.py` its matmuls, `blueprint/stages.py` its pipeline stages.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Literal
 
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
 
 
@@ -26,12 +28,14 @@ class Attention:
     kv_latent: int = 0
     # The rotated part of an MLA key, shared by all heads; part of qk_dim.
     rope_dim: int = 0
-    # Positions a token looks back at; 0 is all of them.
+    # Positions a token attends to; 0 is all of them.
     window: int = 0
-    # Queries and keys go through a norm of their own.
-    normed: bool = False
+    # "head" normalises each head's vector of queries and keys, "full" the whole projection.
+    qk_norm: Literal["none", "head", "full"] = "none"
     # A learned logit per head takes part in the softmax.
     sinks: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
 
     @property
     def is_latent(self) -> bool:
@@ -40,7 +44,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A state-space or linear-attention mixer: projections and a scan whose cost grows with the length."""
+    """A state-space or linear-attention mixer: projections and a scan whose cost is linear in the length."""
 
     heads: int
     head_dim: int
@@ -64,12 +68,15 @@ class Mixture:
     top_k: int
     dim: int
     shared_hidden_dim: int = 0
-    # Width in which tokens travel and are computed; 0 is the model's own.
+    # Dim in which tokens travel and are computed; 0 is the model's own.
     latent: int = 0
     gated: bool = True
-    # Experts add biases, and bound what enters their activation.
+    # Experts add biases, and clamp what enters their activation.
     biased: bool = False
     clamped: bool = False
+    # The router adds a learned bias to its logits; the shared expert's output is scaled by a learned sigmoid.
+    logit_bias: bool = False
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,8 @@ class ModelShape:
     vocab: int
     layers: tuple[Layer, ...]
     tied: bool = False
-    # Modules that predict further ahead: one more layer like the last, and the head once more, each.
-    mtp: int = 0
+    # The block of each MTP module, which also has a join of two rows and uses the head once more.
+    mtp_layers: tuple[Layer, ...] = ()
 
     def __hash__(self) -> int:
         # Models are keys of caches that a search asks a hundred thousand times; their layers are hashed once.
@@ -95,24 +102,32 @@ class ModelShape:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dim, self.vocab, self.layers, self.tied, self.mtp))
+        return hash((self.dim, self.vocab, self.layers, self.tied, self.mtp_layers))
+
+    @property
+    def mtp(self) -> int:
+        return len(self.mtp_layers)
 
     @cached_property
     def is_mixture(self) -> bool:
         return any(isinstance(layer.feed, Mixture) for layer in self.layers)
 
 
-def from_config(model: ModelConfig) -> ModelShape:
+@lru_cache(maxsize=64)
+def shape_of(model: ModelConfig) -> ModelShape:
     """The shape of a model that moefold can train."""
-    layers = tuple(_layer(model, index) for index in range(model.num_layers))
-    return ModelShape(model.dim, model.vocab_size, layers, model.tied_embeddings, model.num_mtp)
+    layers = tuple(layer_shape(model, index) for index in range(model.num_layers))
+    ahead = tuple(layer_shape(model, model.num_layers + module) for module in range(model.num_mtp))
+    return ModelShape(model.dim, model.vocab_size, layers, model.tied_embeddings, ahead)
 
 
-def _layer(model: ModelConfig, index: int) -> Layer:
-    return Layer(_attention(model.attention, index), _feed(model, index))
+def layer_shape(model: ModelConfig, index: int) -> Layer:
+    """Of one block; numbers from `num_layers` on are those of MTP modules."""
+    return Layer(_attention(model, index), _feed(model, index))
 
 
-def _attention(config: GQAConfig | MLAConfig, index: int) -> Attention:
+def _attention(model: ModelConfig, index: int) -> Attention:
+    config = model.attention
     if isinstance(config, MLAConfig):
         qk_dim = config.nope_dim + config.rope_dim
         heads = config.num_heads
@@ -126,8 +141,10 @@ def _attention(config: GQAConfig | MLAConfig, index: int) -> Attention:
         config.head_dim,
         config.head_dim,
         window=window,
-        normed=config.qk_norm != "none",
+        qk_norm=config.qk_norm,
         sinks=config.sinks,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.out_bias,
     )
 
 
@@ -143,4 +160,6 @@ def _feed(model: ModelConfig, index: int) -> Dense | Mixture:
         moe.latent_dim or 0,
         biased=moe.expert_mlp_bias,
         clamped=moe.activation == "clamped_swiglu",
+        logit_bias=moe.router.logit_bias,
+        shared_gate=moe.shared_gate,
     )
