@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.blueprint.param_counts import count_parameters
-from moefold.blueprint.parameters import block_names, buffers, mixture_names, parameters
+from moefold.blueprint.parameters import block_names, buffers, moe_block_names, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
@@ -62,9 +62,9 @@ def test_modules_that_look_ahead_come_after_the_layers() -> None:
     bias = MoEConfig(router=RouterConfig(expert_bias=True))
     model = ModelConfig(num_layers=3, num_dense_layers=1, num_mtp=2, moe=bias, tied_embeddings=True)
     assert block_names(model) == ("layers.0", "layers.1", "layers.2", "mtp.0.block", "mtp.1.block")
-    assert mixture_names(model) == ("layers.1", "layers.2", "mtp.0.block", "mtp.1.block")
+    assert moe_block_names(model) == ("layers.1", "layers.2", "mtp.0.block", "mtp.1.block")
     assert [spec.name for spec in buffers(model)] == [
-        f"{name}.feed_forward.router.expert_bias" for name in mixture_names(model)
+        f"{name}.feed_forward.router.expert_bias" for name in moe_block_names(model)
     ]
     specs = {spec.name: spec for spec in parameters(model)}
     ahead = [name.removeprefix("mtp.1.") for name in specs if name.startswith("mtp.1.")]
@@ -81,7 +81,7 @@ def test_modules_that_look_ahead_come_after_the_layers() -> None:
 
 def test_without_experts_a_module_is_dense() -> None:
     model = ModelConfig(moe=None, num_mtp=1)
-    assert mixture_names(model) == () and buffers(model) == ()
+    assert moe_block_names(model) == () and buffers(model) == ()
     assert "mtp.0.block.feed_forward.gate_up" in {spec.name for spec in parameters(model)}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, ModelShape, shape_of
+from moefold.blueprint.model_shape import Attention, Dense, Layer, ModelShape, MoE, shape_of
 from moefold.blueprint.stages import balanced_stages
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.memory.activations import kept_by, rows_of
@@ -24,7 +24,7 @@ from moefold.schedule.simulate import peak_live
 
 GIB = 2**30
 MLA = Attention(heads=128, kv_heads=128, qk_dim=192, v_dim=128, q_latent=1536, kv_latent=512, rope_dim=64)
-MOE_LAYER = Layer(MLA, Mixture(256, 8, 2048, 2048))
+MOE_LAYER = Layer(MLA, MoE(256, 8, 2048, 2048))
 DEEPSEEK_V3 = ModelShape(7168, 129280, (Layer(MLA, Dense(18432)),) * 3 + (MOE_LAYER,) * 58, mtp_layers=(MOE_LAYER,))
 # Table 3: PP4 x VPP4 x EP64 on 256 GPUs. The routing weight is applied after the experts there; section 4.1.2 moves it.
 TABLE_3 = Workload(
@@ -127,7 +127,7 @@ def lasting(workload: Workload) -> tuple[float, float, float]:
 
 
 def sharded(mode: str, **degrees: int) -> Workload:
-    model = ModelShape(1024, 32768, (Layer(Attention(16, 16, 64, 64), Mixture(16, 2, 512)),) * 4)
+    model = ModelShape(1024, 32768, (Layer(Attention(16, 16, 64, 64), MoE(16, 2, 512)),) * 4)
     made = ParallelDegrees(sharding=mode, **{"ep": 4, "dp": 16, **degrees})  # type: ignore[arg-type]
     return Workload(model, cluster_of("H100", made.world), made, Batch(2048, 1, 4))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from moefold.blueprint.flops import forward_flops_per_token
-from moefold.blueprint.model_shape import Mixture, shape_of
+from moefold.blueprint.model_shape import MoE, shape_of
 from moefold.blueprint.param_counts import count_parameters, layer_counts
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.op_costs import head_of, parts_of, sizes_of
@@ -73,19 +73,19 @@ def test_deduplicated_bytes_are_those_of_even_choices(ep: int, top_k: int) -> No
 
 
 def test_exchanges_go_where_the_ranks_are() -> None:
-    mixture = Mixture(256, 8, 2048)
+    moe = MoE(256, 8, 2048)
     shape = replace(shape_of(MODELS["deepseek_v3"]), layers=shape_of(MODELS["deepseek_v3"]).layers)
     inside = Workload(shape, cluster_of("GB200", 256), ParallelDegrees(ep=64, dp=256), Batch(4096, 1, 1))
-    assert exchange_bytes(inside, mixture).outside == 0
+    assert exchange_bytes(inside, moe).outside == 0
     across = replace(inside, cluster=cluster_of("H100", 256))
-    sent = exchange_bytes(across, mixture)
+    sent = exchange_bytes(across, moe)
     row = 2 * 7168
     assert sent.inside == pytest.approx(4096 * 8 * row * 7 / 64)
     assert sent.outside == pytest.approx(4096 * 8 * row * 56 / 64)
-    fewer = exchange_bytes(replace(across, options=Options(dispatcher="deepep")), mixture)
-    assert fewer == exchange_bytes(replace(across, options=Options(dispatcher="two_level")), mixture)
-    once = exchange_bytes(replace(across, options=Options(dispatcher="deduplicated")), mixture)
-    assert fewer.outside < once.outside < exchange_bytes(across, mixture).outside
+    fewer = exchange_bytes(replace(across, options=Options(dispatcher="deepep")), moe)
+    assert fewer == exchange_bytes(replace(across, options=Options(dispatcher="two_level")), moe)
+    once = exchange_bytes(replace(across, options=Options(dispatcher="deduplicated")), moe)
+    assert fewer.outside < once.outside < exchange_bytes(across, moe).outside
     assert fewer.outside < 0.7 * sent.outside
 
 

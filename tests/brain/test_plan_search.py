@@ -18,7 +18,7 @@ from moefold.plan.from_run import beyond_moefold, changes_to_run, workload_of_ru
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import search as searching
 from moefold.plan.search.candidates import (
-    Choice,
+    LayoutChoice,
     choice_of_workload,
     layouts,
     limits_of,
@@ -41,9 +41,9 @@ def job_for(name: str, world: int, batch: int = 1024, framework: str = "moefold"
     return run, replace(workload, options=replace(workload.options, framework=framework))  # type: ignore[arg-type]
 
 
-def drawn(grids: list[Choice], space: Space, draw: random.Random) -> Choice:
+def drawn(grids: list[LayoutChoice], space: Space, draw: random.Random) -> LayoutChoice:
     """A coarse candidate with three choices changed."""
-    names = draw.sample(Choice._fields, 3)
+    names = draw.sample(LayoutChoice._fields, 3)
     return draw.choice(grids)._replace(**{name: draw.choice(getattr(space, name)) for name in names})
 
 
@@ -141,10 +141,10 @@ def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "predict_time", pretend_time)
 
 
-def everything(workload: Workload, space: Space) -> list[tuple[float, float, Choice]]:
+def everything(workload: Workload, space: Space) -> list[tuple[float, float, LayoutChoice]]:
     limits, found = limits_of(workload), []
-    for values in product(*(getattr(space, name) for name in Choice._fields)):
-        choice = Choice(*values)
+    for values in product(*(getattr(space, name) for name in LayoutChoice._fields)):
+        choice = LayoutChoice(*values)
         if why_illegal(choice, limits, space) is None:
             candidate = workload_of_choice(choice, workload, limits, space)
             memory = pretend_memory(candidate)

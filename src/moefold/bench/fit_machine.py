@@ -30,7 +30,7 @@ from moefold.bench.calibration_shapes import (
     RUNS,
     TOKENS,
 )
-from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture
+from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE
 from moefold.blueprint.param_counts import count_parameters
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of_machine
@@ -112,7 +112,7 @@ def expert_costs(times: Times, per_flop: float, per_byte: float) -> tuple[float,
     """Slowdown of the experts' matmuls, and seconds per expert and matmul."""
     alike, loops, taken = [], [], []
     for number, shape in enumerate(EXPERTS):
-        layer = Layer(None, Mixture(shape.experts, 1, shape.hidden))
+        layer = Layer(None, MoE(shape.experts, 1, shape.hidden))
         for direction, count, moved, looped in _counts(layer, "experts", shape.dim, shape.rows):
             alike.append(count * per_flop + moved * per_byte)
             loops.append(looped)

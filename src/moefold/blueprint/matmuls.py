@@ -20,7 +20,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from moefold.blueprint.model_shape import Attention, Layer, Mixture
+from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.param_counts import VECTORS
 from moefold.blueprint.parameters import ParameterSpec, block_parameters, is_expert
 from moefold.blueprint.sharding import cuts
@@ -71,7 +71,7 @@ def _matmul(spec: ParameterSpec, layer: Layer) -> Matmul:
     part = next(part for beginning, part in _PARTS if spec.name.startswith(beginning))
     name = spec.name.partition(".")[2].removesuffix(".weight")
     routed = layer.feed if is_expert(spec.name) else None
-    stacked, top_k = (routed.experts, routed.top_k) if isinstance(routed, Mixture) else (0, 1)
+    stacked, top_k = (routed.experts, routed.top_k) if isinstance(routed, MoE) else (0, 1)
     shape = spec.shape[1:] if stacked else spec.shape
     last = len(spec.shape) - 1
     split = [cut.dim for cut in cuts(spec) if cut.axis == ("etp" if stacked else "tp")]

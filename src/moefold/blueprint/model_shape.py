@@ -61,7 +61,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class MoE:
     """Routed experts, and a shared one of `shared_hidden_dim` (0: none)."""
 
     experts: int
@@ -84,7 +84,7 @@ class Layer:
     """Either part may be missing: hybrid models alternate them."""
 
     mixer: Attention | Recurrence | None
-    feed: Dense | Mixture | None
+    feed: Dense | MoE | None
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class ModelShape:
         return len(self.mtp_layers)
 
     @cached_property
-    def is_mixture(self) -> bool:
-        return any(isinstance(layer.feed, Mixture) for layer in self.layers)
+    def is_moe(self) -> bool:
+        return any(isinstance(layer.feed, MoE) for layer in self.layers)
 
 
 @lru_cache(maxsize=64)
@@ -148,11 +148,11 @@ def _attention(model: ModelConfig, index: int) -> Attention:
     )
 
 
-def _feed(model: ModelConfig, index: int) -> Dense | Mixture:
+def _feed(model: ModelConfig, index: int) -> Dense | MoE:
     if model.moe is None or not model.is_moe_layer(index):
         return Dense(model.dense_hidden_dim)
     moe = model.moe
-    return Mixture(
+    return MoE(
         moe.num_experts,
         moe.top_k,
         moe.expert_hidden_dim,

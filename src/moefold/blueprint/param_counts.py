@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.blueprint.model_shape import Layer, Mixture
+from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.parameters import (
     ParameterSpec,
     block_parameters,
@@ -129,5 +129,5 @@ def active_module_size(block: Layer, dim: int) -> int:
 
 
 def _active(specs: Iterable[ParameterSpec], layer: Layer) -> int:
-    top_k = layer.feed.top_k if isinstance(layer.feed, Mixture) else 0
+    top_k = layer.feed.top_k if isinstance(layer.feed, MoE) else 0
     return sum(active_size(spec, top_k) for spec in specs)

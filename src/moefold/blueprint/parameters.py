@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, Recurrence, layer_shape
+from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence, layer_shape
 from moefold.config.model import ModelConfig
 
 Kind = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert", "sink"]
@@ -47,11 +47,11 @@ def buffers(model: ModelConfig) -> tuple[ParameterSpec, ...]:
         return ()
     return tuple(
         ParameterSpec(f"{block}.feed_forward.router.expert_bias", (moe.num_experts,), "bias")
-        for block in mixture_names(model)
+        for block in moe_block_names(model)
     )
 
 
-def mixture_names(model: ModelConfig) -> tuple[str, ...]:
+def moe_block_names(model: ModelConfig) -> tuple[str, ...]:
     """Which blocks are mixtures, in the order of the forward pass: the rows of everything kept per mixture."""
     return tuple(name for layer, name in enumerate(block_names(model)) if model.is_moe_layer(layer))
 
@@ -119,7 +119,7 @@ def block_parameters(prefix: str, layer: Layer, D: int) -> Iterator[ParameterSpe
         yield from attention(prefix + "attention.", layer.mixer, D)
     if layer.feed is not None:
         yield ParameterSpec(prefix + "feed_forward_norm.weight", (D,), "norm")
-    if isinstance(layer.feed, Mixture):
+    if isinstance(layer.feed, MoE):
         yield from _moe(prefix + "feed_forward.", layer.feed, D)
     elif isinstance(layer.feed, Dense):
         yield from _feed_forward(prefix + "feed_forward.", layer.feed.dim, D, gated=layer.feed.gated)
@@ -170,7 +170,7 @@ def _recurrence(prefix: str, r: Recurrence, D: int) -> Iterator[ParameterSpec]:
     yield ParameterSpec(prefix + "out.weight", (D, inner), "matrix")
 
 
-def _moe(prefix: str, moe: Mixture, D: int) -> Iterator[ParameterSpec]:
+def _moe(prefix: str, moe: MoE, D: int) -> Iterator[ParameterSpec]:
     E, F, L = moe.experts, moe.dim, moe.latent or D
     yield ParameterSpec(prefix + "router.weight", (E, D), "router")
     if moe.logit_bias:

@@ -14,7 +14,7 @@ import torch
 from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
-from moefold.blueprint.parameters import mixture_names
+from moefold.blueprint.parameters import moe_block_names
 from moefold.blueprint.stage_modules import Parts, parts_of, whole_model
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
@@ -84,7 +84,7 @@ def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts:
         head=Linear(model.dim, model.vocab_size, seams.products) if parts.loss and not model.tied_embeddings else None,
         mtp_norms={depth: _norm(model, seams) for depth in parts.mtp_norms},
         loss=LanguageLoss(seams.tokens, seams.vocab, kernels=seams.kernels),
-        mixtures=mixture_names(model),
+        mixtures=moe_block_names(model),
     )
 
 

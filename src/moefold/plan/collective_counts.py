@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
-from moefold.blueprint.parameters import ParameterSpec, is_expert, mixture_names, parameters
+from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
 from moefold.blueprint.stages import StageSpec, stages_of
@@ -135,8 +135,8 @@ def _stage(run: RunConfig, layout: FoldedLayout, stage: StageSpec, rank: int, nu
     for _ in range(int(stage.embedding) + len(stage.mtp)):
         embedding_messages(run, layout, number, tally)
     blocks = [*stage.layers, *(model.num_layers + module for module in stage.mtp)]
-    for is_mixture, count in Counter(model.is_moe_layer(layer) for layer in blocks).items():
-        block_messages(run, layout, rank, is_mixture, number * count, tally)
+    for is_moe, count in Counter(model.is_moe_layer(layer) for layer in blocks).items():
+        block_messages(run, layout, rank, is_moe, number * count, tally)
     if stage.loss:
         for _ in range(1 + model.num_mtp):
             loss_messages(run, layout, number, tally)
@@ -164,6 +164,6 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
         tally.add("all_reduce", axis, _LOSSES)
     experts = run.model.moe.num_experts if run.model.moe is not None else 0
     # Assignments per expert: before dropping, after it, and of the plain top-k.
-    counts = 3 * len(mixture_names(run.model)) * experts * 8
+    counts = 3 * len(moe_block_names(run.model)) * experts * 8
     for size in (_BALANCE, counts, _NORM):
         tally.add("all_reduce", "world", size)

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from moefold.blueprint.flops import core_flops
 from moefold.blueprint.matmuls import Matmul, layer_matmuls
-from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, Recurrence
+from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
 from moefold.plan.workload import Workload
 
 # Grouped products of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
@@ -148,8 +148,8 @@ def parts_of(layer: Layer, sizes: Sizes) -> tuple[Part, ...]:
         parts += _recurrence(layer, layer.mixer, sizes)
     if isinstance(layer.feed, Dense):
         parts += _dense(layer, layer.feed, sizes)
-    elif isinstance(layer.feed, Mixture):
-        parts += _mixture(layer, layer.feed, sizes)
+    elif isinstance(layer.feed, MoE):
+        parts += _moe_parts(layer, layer.feed, sizes)
     parts.append(_norms(layer, sizes))
     return tuple(parts)
 
@@ -311,7 +311,7 @@ def _dense(layer: Layer, d: Dense, s: Sizes) -> list[Part]:
     ]
 
 
-def _mixture(layer: Layer, m: Mixture, s: Sizes) -> list[Part]:
+def _moe_parts(layer: Layer, m: MoE, s: Sizes) -> list[Part]:
     own, gemms = s.tokens / s.tp, _gemms(layer, s)
     dim = m.latent or s.dim
     rows = _expert_rows(m.top_k, s)

@@ -31,14 +31,14 @@ def loss_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally
     tally.add("all_reduce", "tp", tokens.shared * tokens.wide, times)
 
 
-def block_messages(run: RunConfig, layout: FoldedLayout, rank: int, is_mixture: bool, times: int, tally: Tally) -> None:
+def block_messages(run: RunConfig, layout: FoldedLayout, rank: int, is_moe: bool, times: int, tally: Tally) -> None:
     """One layer, forward and backward."""
     again = "attention" in run.memory.recompute
     _attention(run, layout, times, again, tally)
     if layout.size("cp") > 1:
         _context(run, layout, rank, times, again, tally)
     moe = run.model.moe
-    if not is_mixture or moe is None:
+    if not is_moe or moe is None:
         _gather(run, layout, run.model.dim, times, tally, "feed_forward" in run.memory.recompute)
         _reduce(run, layout, run.model.dim, times, tally)
         return

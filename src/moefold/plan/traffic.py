@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefold.blueprint.model_shape import Attention, Layer, Mixture
+from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.plan.workload import ParallelDegrees, Workload
 
 
@@ -61,27 +61,27 @@ class ExchangeBytes:
     outside: float
 
 
-def exchange_bytes(workload: Workload, mixture: Mixture) -> ExchangeBytes:
+def exchange_bytes(workload: Workload, moe: MoE) -> ExchangeBytes:
     """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
     degrees, where = workload.degrees, expert_reach(workload)
     tokens = workload.batch.tokens / degrees.cp / degrees.tp * workload.options.imbalance
-    row = workload.dtypes.word * (mixture.latent or workload.model.dim)
+    row = workload.dtypes.word * (moe.latent or workload.model.dim)
     kind, ep = workload.options.dispatcher, degrees.ep
     if ep == 1 or kind == "local":
         return ExchangeBytes(0.0, 0.0)
     if kind == "all_gather":
         return ExchangeBytes(tokens * row * (where.inside - 1), tokens * row * (ep - where.inside) / where.inside)
     if kind == "all_to_all":
-        rows = tokens * mixture.top_k
+        rows = tokens * moe.top_k
         return ExchangeBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
-    ranks = distinct(ep, mixture.top_k)
+    ranks = distinct(ep, moe.top_k)
     if kind == "deduplicated":
         # A token goes to a rank once, wherever that is.
         rows = tokens * ranks
         return ExchangeBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
     # In two levels a token goes to a domain once over the network, and to a rank once over fast links.
     domains = where.domains
-    touched = distinct(domains, mixture.top_k)
+    touched = distinct(domains, moe.top_k)
     outside = tokens * row * touched * (domains - 1) / domains
     return ExchangeBytes(tokens * row * ranks * (1 - 1 / where.inside), outside)
 
@@ -97,12 +97,12 @@ def tensor_bytes(workload: Workload, layer: Layer) -> float:
     tokens = workload.batch.tokens / workload.degrees.cp
     once = workload.dtypes.word * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
-    if isinstance(layer.feed, Mixture):
+    if isinstance(layer.feed, MoE):
         passes += 2.0 * (layer.feed.shared_hidden_dim > 0)
     elif layer.feed is not None:
         passes += 2.0
     total = passes * once
-    if isinstance(layer.feed, Mixture) and workload.degrees.etp > 1:
+    if isinstance(layer.feed, MoE) and workload.degrees.etp > 1:
         etp = workload.degrees.etp
         rows = tokens / tp * layer.feed.top_k * etp
         total += 2 * workload.dtypes.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moefold.blueprint.init_std import init_std
-from moefold.blueprint.parameters import buffers, mixture_names, parameters
+from moefold.blueprint.parameters import buffers, moe_block_names, parameters
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
@@ -66,7 +66,7 @@ def reference_model(case: Case) -> Decoder:
 
 def _forward_and_backward(case: Case, model: Decoder) -> Answer:
     """Gradients add up in the model; sums add up here."""
-    mixtures = len(mixture_names(case.run.model))
+    mixtures = len(moe_block_names(case.run.model))
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
     none_ME = torch.zeros(mixtures, experts, dtype=torch.int64)
     answer = {"counts": none_ME, "kept": none_ME, "plain": none_ME, "dropped": torch.tensor(0)}

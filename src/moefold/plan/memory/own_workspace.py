@@ -10,7 +10,7 @@ so each live microbatch has its own. Orders that put weight gradients off keep t
 
 from __future__ import annotations
 
-from moefold.blueprint.model_shape import Dense, Layer, Mixture, ModelShape
+from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, workload_reshards_per_step
@@ -46,7 +46,7 @@ def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
         found += mixer.sharded / setting.tp + mixer.replicated
     if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
         found += feed.sharded / setting.tp
-    if isinstance(layer.feed, Mixture):
+    if isinstance(layer.feed, MoE):
         found += 2 * dim * layer.feed.latent
         if "experts" not in setting.recompute:
             found += feed.sharded / setting.tp + feed.experts / (ep * setting.etp)
@@ -107,7 +107,7 @@ def _inside(workload: Workload, layer: Layer) -> tuple[float, float]:
     """Bytes of gradients of rows, and elements of the largest weight."""
     degrees, feed, tokens = workload.degrees, layer.feed, workload.batch.tokens / workload.degrees.cp
     word = 2.0 if workload.dtypes.format != "float32" else 4.0
-    if isinstance(feed, Mixture):
+    if isinstance(feed, MoE):
         rows = tokens / degrees.tp * feed.top_k * workload.options.imbalance
         inner = rows * feed.dim * (2 * word + 4.0 + word)
         weight = feed.experts / degrees.ep * 2 * feed.dim * (feed.latent or workload.model.dim) / degrees.etp

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, Recurrence
+from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
 from moefold.plan.workload import Format, Recomputed, Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
 Cut = Literal["tokens", "whole", "heads", "rows", "columns"]
-Part = Literal["attention", "recurrence", "dense", "mixture"]
+Part = Literal["attention", "recurrence", "dense", "moe"]
 
 # Bytes of one element of a saved operand: scales per block of 128 or 32 values, or per 16 with half a byte each.
 OPERAND_BYTES: Mapping[Format, float] = {
@@ -214,7 +214,7 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
         found |= {"heads": a.heads, "states": inner * a.state / 256}
     if isinstance(feed, Dense):
         found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim}
-    elif isinstance(feed, Mixture):
+    elif isinstance(feed, MoE):
         found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim, "experts": feed.experts}
         found |= {"top_k": feed.top_k, "travel": feed.latent or dim, "biased": feed.biased * (feed.latent or dim)}
         found |= {"clamped": feed.clamped * feed.dim}
@@ -232,7 +232,7 @@ def parts_of(layer: Layer) -> tuple[Part, ...]:
     if isinstance(layer.feed, Dense):
         found.append("dense")
     elif layer.feed is not None:
-        found.append("mixture")
+        found.append("moe")
     return tuple(found)
 
 

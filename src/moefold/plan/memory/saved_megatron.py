@@ -66,24 +66,24 @@ DENSE = (
     Saved("dense", "after activation", lambda s: s.hidden, "operand", "heads", dropped=_MLP),
     Saved("dense", "dropout mask", lambda s: s.D, "byte", needs="dropout"),
 )
-MIXTURE = (
-    Saved("mixture", "input", lambda s: s.D, offload="mlp_norm"),
+MOE = (
+    Saved("moe", "input", lambda s: s.D, offload="mlp_norm"),
     # The router reads words; the shared expert's matrix keeps its own operand.
-    Saved("mixture", "normed input", lambda s: s.D, dropped=_drops("norms")),
-    Saved("mixture", "normed input, again", lambda s: s.D * (s.shared > 0), "copy", dropped=_drops("experts", "norms")),
+    Saved("moe", "normed input", lambda s: s.D, dropped=_drops("norms")),
+    Saved("moe", "normed input, again", lambda s: s.D * (s.shared > 0), "copy", dropped=_drops("experts", "norms")),
     # Logits, probabilities, and the map of choices.
-    Saved("mixture", "routing", lambda s: 2 * s.experts + s.top_k, "single", dropped=_MOE),
-    Saved("mixture", "choices", lambda s: s.experts, "byte", dropped=_MOE),
-    Saved("mixture", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
-    Saved("mixture", "shared, after activation", lambda s: s.shared, "operand", "heads", dropped=_MOE),
-    Saved("mixture", "in the experts' width", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
-    Saved("mixture", "rows", lambda s: s.top_k * s.travel, "operand", "rows", _MOE, "expert_fc1"),
-    Saved("mixture", "before activation", lambda s: s.top_k * s.up, "word", "columns", _MOE, "moe_act"),
-    Saved("mixture", "after activation", lambda s: s.top_k * s.hidden, "operand", "columns", _ACTIVATION),
-    Saved("mixture", "answers", lambda s: s.top_k * s.travel, "word", "rows", _MOE, lacks="weighted_inside"),
-    Saved("mixture", "dropout mask", lambda s: s.D, "byte", needs="dropout"),
+    Saved("moe", "routing", lambda s: 2 * s.experts + s.top_k, "single", dropped=_MOE),
+    Saved("moe", "choices", lambda s: s.experts, "byte", dropped=_MOE),
+    Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
+    Saved("moe", "shared, after activation", lambda s: s.shared, "operand", "heads", dropped=_MOE),
+    Saved("moe", "in the experts' width", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
+    Saved("moe", "rows", lambda s: s.top_k * s.travel, "operand", "rows", _MOE, "expert_fc1"),
+    Saved("moe", "before activation", lambda s: s.top_k * s.up, "word", "columns", _MOE, "moe_act"),
+    Saved("moe", "after activation", lambda s: s.top_k * s.hidden, "operand", "columns", _ACTIVATION),
+    Saved("moe", "answers", lambda s: s.top_k * s.travel, "word", "rows", _MOE, lacks="weighted_inside"),
+    Saved("moe", "dropout mask", lambda s: s.D, "byte", needs="dropout"),
 )
-MEGATRON: tuple[Saved, ...] = ATTENTION + RECURRENCE + DENSE + MIXTURE
+MEGATRON: tuple[Saved, ...] = ATTENTION + RECURRENCE + DENSE + MOE
 
 
 # ---- PyTorch with FSDP2, and other programs that call operators one by one ----
@@ -109,15 +109,13 @@ FSDP2: tuple[Saved, ...] = (
     Saved("dense", "gate", lambda s: s.up - s.hidden, cut="heads", dropped=_MLP, lacks="own_products"),
     Saved("dense", "up", lambda s: s.hidden, cut="heads", dropped=_DROPPED_MLP),
     Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_DROPPED_MLP),
-    Saved("mixture", "input", lambda s: s.D, dropped=_drops("norms")),
-    Saved("mixture", "normed input", lambda s: s.D, dropped=_drops("norms")),
-    Saved("mixture", "routing", lambda s: 2 * s.experts + s.top_k, "single", dropped=_MOE),
-    Saved("mixture", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
-    Saved("mixture", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_DROPPED_MOE),
-    Saved("mixture", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE),
-    Saved("mixture", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_DROPPED_MOE),
-    Saved("mixture", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_DROPPED_MOE),
-    Saved(
-        "mixture", "answers", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE, lacks="weighted_inside"
-    ),
+    Saved("moe", "input", lambda s: s.D, dropped=_drops("norms")),
+    Saved("moe", "normed input", lambda s: s.D, dropped=_drops("norms")),
+    Saved("moe", "routing", lambda s: 2 * s.experts + s.top_k, "single", dropped=_MOE),
+    Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
+    Saved("moe", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_DROPPED_MOE),
+    Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE),
+    Saved("moe", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_DROPPED_MOE),
+    Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_DROPPED_MOE),
+    Saved("moe", "answers", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE, lacks="weighted_inside"),
 )

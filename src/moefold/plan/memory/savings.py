@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from moefold.blueprint.model_shape import Attention, Dense, Mixture
+from moefold.blueprint.model_shape import Attention, Dense, MoE
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saved_activations import OPERAND_BYTES
 from moefold.plan.workload import Format, Options, Recomputed, Workload
@@ -49,12 +49,12 @@ def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
     options, own = workload.options, workload.options.framework == "moefold"
     for kind in _recomputed(workload):
         yield _NAMES[kind], _with(workload, recompute=options.recompute | {kind})
-    if not options.weighted_inside and workload.model.is_mixture:
+    if not options.weighted_inside and workload.model.is_moe:
         yield "weigh inside the experts' activation", _with(workload, weighted_inside=True)
     if own:
         return
     for name, what in _AWAY.items():
-        if workload.model.is_mixture and name not in options.offloaded:
+        if workload.model.is_moe and name not in options.offloaded:
             yield f"offload {what}", _with(workload, offloaded=options.offloaded | {name})
     if not options.optimizer_on_host:
         yield "hold optimizer states in the host's memory", _with(workload, optimizer_on_host=True)
@@ -78,11 +78,11 @@ def _recomputed(workload: Workload) -> Iterator[Recomputed]:
     options, layers = workload.options, workload.model.layers
     if "full" in options.recompute:
         return
-    mixtures = any(isinstance(layer.feed, Mixture) for layer in layers)
+    has_moe = any(isinstance(layer.feed, MoE) for layer in layers)
     has: dict[Recomputed, bool] = {
         "feed_forward": any(isinstance(layer.feed, Dense) for layer in layers),
-        "experts": mixtures,
-        "activation": mixtures,
+        "experts": has_moe,
+        "activation": has_moe,
         "mla_up": any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in layers),
         "core_attention": not options.flash,
     }

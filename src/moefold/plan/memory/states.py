@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moefold.blueprint.model_shape import Layer, Mixture, ModelShape
+from moefold.blueprint.model_shape import Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import LayerCounts, layer_counts
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import Contents
@@ -86,7 +86,7 @@ def _ends(model: ModelShape, stages: tuple[Contents, ...]) -> int:
 
 
 def _one_expert(layer: Layer, held: LayerCounts) -> float:
-    return held.experts / layer.feed.experts if isinstance(layer.feed, Mixture) else 0.0
+    return held.experts / layer.feed.experts if isinstance(layer.feed, MoE) else 0.0
 
 
 def shards(degrees: ParallelDegrees) -> tuple[int, int]:

@@ -143,11 +143,11 @@ def _ranks(folder: Path, records: Mapping[str, Record], errors: Mapping[str, flo
 
 
 def _kind(point: Point) -> str:
-    return "mixture" if point.workload.model.is_mixture else "dense"
+    return "moe" if point.workload.model.is_moe else "dense"
 
 
 def _intervals(points: list[Point], errors: Mapping[str, float]) -> tuple[dict[str, tuple[float, float]], float]:
-    ratios: dict[str, list[float]] = {"dense": [], "mixture": []}
+    ratios: dict[str, list[float]] = {"dense": [], "moe": []}
     for point in points:
         ratios[_kind(point)].append(1 / (1 + errors[point.id]))
     found = {

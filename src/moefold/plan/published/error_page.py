@@ -110,7 +110,7 @@ def _never_seen(result: Assessment) -> list[tuple[str, ...]]:
 def _macros(points: Iterable[Point], errors: Mapping[str, float]) -> tuple[str, str]:
     groups: dict[bool, dict[str, list[float]]] = {True: defaultdict(list), False: defaultdict(list)}
     for point in points:
-        groups[point.workload.model.is_mixture][point.leak_group].append(abs(errors[point.id]))
+        groups[point.workload.model.is_moe][point.leak_group].append(abs(errors[point.id]))
     mixtures, dense = (
         _percent(statistics.fmean(statistics.fmean(group) for group in groups[kind].values())) if groups[kind] else "-"
         for kind in (True, False)

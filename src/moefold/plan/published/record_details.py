@@ -158,7 +158,7 @@ def _dtypes(record: Record, workload: Workload) -> Dtypes:
         dtypes,
         gradient_bytes=2.0,
         weight_bytes=1.0 if dtypes.format in _NATIVE_FP8 else dtypes.weight_bytes,
-        moments_bytes=4.0 if workload.model.is_mixture else dtypes.moments_bytes,
+        moments_bytes=4.0 if workload.model.is_moe else dtypes.moments_bytes,
     )
 
 

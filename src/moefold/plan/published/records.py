@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, Mixture, ModelShape, Recurrence
+from moefold.blueprint.model_shape import Attention, Dense, Layer, ModelShape, MoE, Recurrence
 from moefold.blueprint.stages import parse_stages
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.gpu import gpu_named
@@ -106,7 +106,7 @@ def _hybrid_layer(model: Record, letter: str) -> Layer:
         return Layer(Recurrence(mamba["heads"], mamba["head_dim"], mamba["state"], mamba["groups"]), None)
     if letter == "*":
         return Layer(_attention(model, 0), None)
-    return Layer(None, _mixture(model) if letter == "E" else _dense(model))
+    return Layer(None, _moe(model) if letter == "E" else _dense(model))
 
 
 def _plain_layer(model: Record, index: int) -> Layer:
@@ -120,8 +120,8 @@ def _plain_layer(model: Record, index: int) -> Layer:
         mixer = _attention(model, model["window"] if windowed else 0)
     first = model.get("dense_first_layers") or 0
     frequency = model.get("moe_layer_freq") or 1
-    is_mixture = model["moe"] and index >= first and (index + 1) % frequency == 0
-    return Layer(mixer, _mixture(model) if is_mixture else _dense(model))
+    is_moe = model["moe"] and index >= first and (index + 1) % frequency == 0
+    return Layer(mixer, _moe(model) if is_moe else _dense(model))
 
 
 def _attention(model: Record, window: int) -> Attention:
@@ -147,9 +147,9 @@ def _dense(model: Record) -> Dense:
     return Dense(model.get("ffn") or 4 * model["hidden"], _is_gated(model))
 
 
-def _mixture(model: Record) -> Mixture:
+def _moe(model: Record) -> MoE:
     shared = model.get("shared_ffn") or 0
-    return Mixture(
+    return MoE(
         model["experts"], model["topk"], model["moe_ffn"], shared, model.get("moe_latent") or 0, _is_gated(model)
     )
 

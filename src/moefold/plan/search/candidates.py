@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import NamedTuple
 
-from moefold.blueprint.model_shape import Attention, Dense, Mixture
+from moefold.blueprint.model_shape import Attention, Dense, MoE
 from moefold.plan.search.space import Recompute, Space
 from moefold.plan.workload import Batch, Dispatcher, Format, Graphs, ParallelDegrees, Sharding, Workload
 from moefold.schedule.names import SCHEDULES
@@ -30,7 +30,7 @@ _ROW = 8
 _LONG = 8192
 
 
-class Choice(NamedTuple):
+class LayoutChoice(NamedTuple):
     """One value for every choice of a `Space`; the order of microbatches follows from them."""
 
     tp: int
@@ -77,8 +77,8 @@ def limits_of(workload: Workload) -> Limits:
     sizes = {(mixer.heads, "heads") for mixer in mixers}
     sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
     sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
-    mixtures = [feed for feed in feeds if isinstance(feed, Mixture)]
-    sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in mixtures}
+    moe_parts = [feed for feed in feeds if isinstance(feed, MoE)]
+    sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in moe_parts}
     # Other programs fill the vocabulary up to a multiple.
     sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
     return Limits(
@@ -87,15 +87,15 @@ def limits_of(workload: Workload) -> Limits:
         seq_len=workload.batch.seq_len,
         depth=len(model.layers) + model.mtp,
         over_tp=tuple(sorted(sizes)),
-        experts=min((feed.experts for feed in mixtures), default=1),
-        expert_hidden_dims=tuple(sorted({feed.dim for feed in mixtures})),
+        experts=min((feed.experts for feed in moe_parts), default=1),
+        expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
         ours=ours,
         shards=workload.options.framework in ("moefold", "fsdp2", "jax"),
         domain=workload.cluster.usable_domain,
     )
 
 
-def why_illegal(choice: Choice, limits: Limits, space: Space) -> str | None:
+def why_illegal(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
     """The first rule that this candidate breaks, or None."""
     stage = limits.world // choice.pp
     model = choice.tp * choice.cp * choice.pp
@@ -121,7 +121,7 @@ def why_illegal(choice: Choice, limits: Limits, space: Space) -> str | None:
     return _why_no_batch(choice, limits) or _why_no_program(choice, limits, space)
 
 
-def _why_no_batch(choice: Choice, limits: Limits) -> str | None:
+def _why_no_batch(choice: LayoutChoice, limits: Limits) -> str | None:
     dp = limits.world // (choice.tp * choice.cp * choice.pp)
     if limits.sequences % (choice.sequences * dp):
         return f"a batch of {limits.sequences} sequences does not divide over sequences*dp"
@@ -131,7 +131,7 @@ def _why_no_batch(choice: Choice, limits: Limits) -> str | None:
     return None
 
 
-def _why_no_program(choice: Choice, limits: Limits, space: Space) -> str | None:
+def _why_no_program(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
     """What programs do not combine."""
     if (choice.dispatcher == "local") != (choice.ep * choice.etp == 1):
         return "only experts on the same rank need no dispatcher"
@@ -151,12 +151,12 @@ def _why_no_program(choice: Choice, limits: Limits, space: Space) -> str | None:
     return None if order_of_choice(choice, limits, space) else "no order of microbatches does this"
 
 
-def microbatches_of(choice: Choice, limits: Limits) -> int:
+def microbatches_of(choice: LayoutChoice, limits: Limits) -> int:
     dp = limits.world // (choice.tp * choice.cp * choice.pp)
     return limits.sequences // (choice.sequences * dp)
 
 
-def order_of_choice(choice: Choice, limits: Limits, space: Space) -> str | None:
+def order_of_choice(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
     if not limits.ours:
         name = "1f1b" if choice.vpp == 1 else "interleaved"
         return name if name in space.schedule else None
@@ -171,7 +171,7 @@ def order_of_choice(choice: Choice, limits: Limits, space: Space) -> str | None:
     return None
 
 
-def workload_of_choice(choice: Choice, template: Workload, limits: Limits, space: Space) -> Workload:
+def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits, space: Space) -> Workload:
     """The template with this candidate's cuts, batch, format and options."""
     microbatches = microbatches_of(choice, limits)
     dp = limits.world // (choice.tp * choice.cp * choice.pp)
@@ -201,15 +201,15 @@ def workload_of_choice(choice: Choice, template: Workload, limits: Limits, space
             graphs=choice.graphs,
             graph_parts=_GRAPHED if choice.graphs == "partial" else frozenset(),
             # Graphs of a whole step need rows of experts in places that do not move.
-            paged_stash=choice.graphs == "full" and template.model.is_mixture,
+            paged_stash=choice.graphs == "full" and template.model.is_moe,
         ),
     )
 
 
-def choice_of_workload(workload: Workload) -> Choice:
+def choice_of_workload(workload: Workload) -> LayoutChoice:
     """The candidate that is this job, as far as choices describe it."""
     degrees, options = workload.degrees, workload.options
-    return Choice(
+    return LayoutChoice(
         degrees.tp,
         degrees.cp,
         degrees.pp,
@@ -231,7 +231,7 @@ def choice_of_workload(workload: Workload) -> Choice:
 # ---- enumeration ----
 
 
-def layouts(limits: Limits, space: Space) -> Iterator[Choice]:
+def layouts(limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     """Coarse candidates: every grid worth trying, with the first value of every option that the grid allows."""
     for pp, tp, cp, ep in product(space.pp, space.tp, worthwhile_contexts(limits, space.cp), space.ep):
         if limits.world % (tp * cp * pp) or (limits.world // pp) % ep:
@@ -242,8 +242,8 @@ def layouts(limits: Limits, space: Space) -> Iterator[Choice]:
                 yield from islice(presets(grid, limits, space), 1)
 
 
-def first_choice(space: Space) -> Choice:
-    return Choice(*(getattr(space, name)[0] for name in Choice._fields))
+def first_choice(space: Space) -> LayoutChoice:
+    return LayoutChoice(*(getattr(space, name)[0] for name in LayoutChoice._fields))
 
 
 def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ..
     return tuple(cp for cp in sizes if cp == least or cp == 2 * least > 2 or (scarce and cp > least))
 
 
-def presets(choice: Choice, limits: Limits, space: Space) -> Iterator[Choice]:
+def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     """The legal ones of this grid's usual programs: with and without hidden exchanges and put-off weight gradients."""
     spread = choice.ep * choice.etp > 1
     local: tuple[Dispatcher, ...] = ("local",)
@@ -295,14 +295,14 @@ def _worthwhile_widths(ep: int, limits: Limits, space: Space) -> tuple[int, ...]
     return tuple(etp for etp in space.etp if etp == 1)
 
 
-def neighbours(choice: Choice, limits: Limits, space: Space) -> Iterator[Choice]:
+def neighbours(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     """Legal candidates that differ in one choice, or in one and what must follow it."""
     for made in _steps(choice, limits, space):
         if made != choice and why_illegal(made, limits, space) is None:
             yield made
 
 
-def _steps(choice: Choice, limits: Limits, space: Space) -> Iterator[Choice]:
+def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     for name in choice._fields:
         for value in getattr(space, name):
             yield choice._replace(**{name: value})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moefold.plan.prediction import Prediction, Wall
-from moefold.plan.search.candidates import Choice, choice_of_workload
+from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
 from moefold.plan.search.what_if import Answer
 from moefold.plan.workload import Workload
 from moefold.units import format_bytes
@@ -80,10 +80,10 @@ _SHARDED = {
 }
 
 
-def changed_choices(first: Choice, second: Choice) -> str:
+def changed_choices(first: LayoutChoice, second: LayoutChoice) -> str:
     """What the second chooses differently: `ep 64 instead of 32, no graphs instead of full`."""
     words = []
-    for name, a, b in zip(Choice._fields, first, second):
+    for name, a, b in zip(LayoutChoice._fields, first, second):
         if a != b:
             words.append(f"{_OPTION_NAMES.get(name, name)} {_shown(b)} instead of {_shown(a)}")
     return ", ".join(words) or "the same choices"

@@ -22,7 +22,7 @@ from typing import TypeVar
 from moefold.errors import MoefoldError
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.search.candidates import (
-    Choice,
+    LayoutChoice,
     Limits,
     choice_of_workload,
     first_choice,
@@ -55,7 +55,7 @@ class NothingFitsError(MoefoldError):
 class Candidate:
     """A choice with what was predicted for it."""
 
-    choice: Choice
+    choice: LayoutChoice
     workload: Workload
     seconds: float
     bytes: float
@@ -84,7 +84,7 @@ class Result:
         return next((each for each in self.ranked if grid_of(each.choice) != grid_of(self.best.choice)), None)
 
 
-def grid_of(choice: Choice) -> tuple[int, ...]:
+def grid_of(choice: LayoutChoice) -> tuple[int, ...]:
     return choice[:6]
 
 
@@ -130,30 +130,30 @@ class _Looked:
 
     def __init__(self, template: Workload, limits: Limits, space: Space, headroom: float) -> None:
         self.template, self.limits, self.space = template, limits, space
-        self.held: dict[Choice, float] = {}
-        self.timed: dict[Choice, Candidate] = {}
+        self.held: dict[LayoutChoice, float] = {}
+        self.timed: dict[LayoutChoice, Candidate] = {}
         self.usable = 1 - headroom
         self.capacity = template.cluster.gpu.memory_bytes
         self.milestones = _milestones(space.recompute)
 
-    def workload(self, choice: Choice) -> Workload:
+    def workload(self, choice: LayoutChoice) -> Workload:
         return workload_of_choice(choice, self.template, self.limits, self.space)
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: LayoutChoice) -> bool:
         if choice not in self.held:
             memory = predict_memory(self.workload(choice))
             self.capacity = memory.capacity * self.usable
             self.held[choice] = memory.total
         return self.held[choice] <= self.capacity
 
-    def time(self, choice: Choice) -> Candidate | None:
+    def time(self, choice: LayoutChoice) -> Candidate | None:
         """None if it does not fit."""
         if choice not in self.timed and self.fits(choice):
             workload = self.workload(choice)
             self.timed[choice] = Candidate(choice, workload, predict_time(workload).step_seconds, self.held[choice])
         return self.timed.get(choice)
 
-    def lightest(self, choice: Choice) -> Candidate | None:
+    def lightest(self, choice: LayoutChoice) -> Candidate | None:
         """With the recompute set that is cheapest among those that fit."""
         if self.fits(choice):
             return self.time(choice)
@@ -169,7 +169,7 @@ class _Looked:
         """Fastest first; among equals the leanest, then the one of most usual values."""
         places = (
             getattr(self.space, name).index(value)
-            for name, value in zip(Choice._fields, each.choice)
+            for name, value in zip(LayoutChoice._fields, each.choice)
             if value in getattr(self.space, name)
         )
         return each.seconds, each.bytes, sum(places)
@@ -188,14 +188,14 @@ class _Looked:
         return f"no legal layout: {listed}"
 
 
-def _grids(start: Choice, space: Space) -> Iterator[Choice]:
+def _grids(start: LayoutChoice, space: Space) -> Iterator[LayoutChoice]:
     for pp in space.pp:
         for tp in space.tp:
             for ep in space.ep:
                 yield start._replace(pp=pp, tp=tp, ep=ep)
 
 
-def described(choice: Choice) -> str:
+def described(choice: LayoutChoice) -> str:
     """A candidate in a few words: what it cuts, and the options that are on."""
     axes = ("tp", "cp", "pp", "vpp", "ep", "etp")
     sizes = [f"{axis}{getattr(choice, axis)}" for axis in axes if getattr(choice, axis) > 1] or ["dp only"]
@@ -219,7 +219,7 @@ def _sweep(looked: _Looked, say: Progress, from_own: bool) -> list[Candidate]:
     return [each for each in found if each is not None]
 
 
-def _within(choice: Choice, space: Space) -> bool:
+def _within(choice: LayoutChoice, space: Space) -> bool:
     return all(getattr(choice, name) in getattr(space, name) for name in choice._fields)
 
 

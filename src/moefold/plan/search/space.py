@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, get_args
 
-from moefold.blueprint.model_shape import Attention, Mixture, ModelShape
+from moefold.blueprint.model_shape import Attention, ModelShape, MoE
 from moefold.checks.parallel import COUNT_ROWS
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
@@ -45,7 +45,7 @@ _LARGEST_TP, _MOST_SEQUENCES, _SHORTEST_SHARE = 8, 8, 1024
 
 @dataclass(frozen=True)
 class Space:
-    """Each field lists the values of one choice of `candidates.Choice`."""
+    """Each field lists the values of one choice of `candidates.LayoutChoice`."""
 
     tp: tuple[int, ...]
     cp: tuple[int, ...]
@@ -85,11 +85,11 @@ def usual_space(workload: Workload) -> Space:
         pp=_divisors(cluster.num_gpus, max(1, (depth + 2) // 2)),
         vpp=tuple(range(1, depth + 3)),
         ep=_divisors(_experts(model), cluster.num_gpus),
-        etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_mixture else (1,),
+        etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_moe else (1,),
         sequences=_doubling(min(_MOST_SEQUENCES, sequences)),
         format=(workload.dtypes.format,) if ours else _formats(cluster.gpu, workload.dtypes.format),
         dispatcher=_dispatchers(model, workload.options),
-        ep_overlap=(True, False) if model.is_mixture else (False,),
+        ep_overlap=(True, False) if model.is_moe else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
         graphs=("full", "partial", "none") if workload.options.framework == "megatron" else ("none",),
@@ -164,12 +164,12 @@ def _refused(name: str, word: str, known: Iterable[str]) -> Problem:
 
 
 def _experts(model: ModelShape) -> int:
-    return next((layer.feed.experts for layer in model.layers if isinstance(layer.feed, Mixture)), 1)
+    return next((layer.feed.experts for layer in model.layers if isinstance(layer.feed, MoE)), 1)
 
 
 def _dispatchers(model: ModelShape, options: Options) -> tuple[Dispatcher, ...]:
     framework = options.framework
-    if not model.is_mixture:
+    if not model.is_moe:
         return ("local",)
     if framework == "moefold":
         # With capacities, slots may be padded, and then counts must be known beforehand.
@@ -193,7 +193,7 @@ def _recompute_sets(model: ModelShape, ours: bool) -> tuple[Recompute, ...]:
     made = {frozenset(part for part in parts if part is not None) for parts in product(*groups)}
     if not ours:
         made.add(frozenset({"full"}))
-    if not model.is_mixture:
+    if not model.is_moe:
         made = {parts for parts in made if "experts" not in parts}
     return tuple(sorted(made, key=lambda parts: (sum(_DEAR[part] for part in parts), sorted(parts))))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
-from moefold.plan.search.candidates import Choice, choice_of_workload, limits_of, why_illegal, workload_of_choice
+from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal, workload_of_choice
 from moefold.plan.search.space import Space, usual_space
 from moefold.plan.workload import Workload
 
@@ -43,7 +43,7 @@ def _about_machine(workload: Workload) -> Iterator[Answer]:
     if cluster.machine is not None:
         # Measured as a whole: nobody knows what another network would change.
         return
-    if workload.model.is_mixture or workload.degrees.tp > 1:
+    if workload.model.is_moe or workload.degrees.tp > 1:
         for domain in (_RACK, _NODE):
             changed = replace(workload, cluster=replace(cluster, domain=domain))
             if domain != cluster.domain and changed.cluster.usable_domain <= cluster.num_gpus:
@@ -69,7 +69,7 @@ def _about_layout(workload: Workload) -> Iterator[Answer]:
 
 def _worth_asking(workload: Workload, name: str, size: int) -> bool:
     if name == "ep":
-        return workload.model.is_mixture
+        return workload.model.is_moe
     if name == "vpp":
         return workload.degrees.pp > 1
     return name != "cp" or workload.degrees.cp > 1 or workload.batch.seq_len >= 16_384
@@ -95,12 +95,12 @@ def _about_program(workload: Workload) -> Iterator[Answer]:
         if format != own.format:
             yield _changed(workload, own._replace(format=format), space, f"products were in {format}", "program")
     balanced = replace(workload, options=replace(workload.options, imbalance=workload.options.imbalance + 0.3))
-    if workload.model.is_mixture and not workload.options.drops:
+    if workload.model.is_moe and not workload.options.drops:
         words = f"the busiest rank got {balanced.options.imbalance:.1f} times the mean"
         yield Answer(words, "program", predict(balanced))
 
 
-def _changed(workload: Workload, choice: Choice, space: Space, question: str, about: str) -> Answer:
+def _changed(workload: Workload, choice: LayoutChoice, space: Space, question: str, about: str) -> Answer:
     limits = limits_of(workload)
     reason = why_illegal(choice, limits, space)
     if reason is not None:

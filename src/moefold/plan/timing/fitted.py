@@ -55,5 +55,5 @@ FITTED: dict[str, float] = {
 # Measured over predicted step times: the tenth and the ninetieth percentile of runs left out.
 INTERVALS: dict[str, tuple[float, float]] = {
     "dense": (0.861, 1.140),
-    "mixture": (0.858, 1.312),
+    "moe": (0.858, 1.312),
 }

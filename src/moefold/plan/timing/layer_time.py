@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from moefold.blueprint.model_shape import Layer, Mixture
+from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
@@ -147,14 +147,14 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     options, degrees = workload.options, workload.degrees
     before, after, backward = loads(layer, sizes, options)
     again = 1.0 if "full" in options.recompute else 0.0
-    mixture = layer.feed if isinstance(layer.feed, Mixture) else None
-    one_exchange = exchange(exchange_bytes(workload, mixture), workload, c) if mixture else 0.0
+    moe = layer.feed if isinstance(layer.feed, MoE) else None
+    one_exchange = exchange(exchange_bytes(workload, moe), workload, c) if moe else 0.0
     repeated = 1.0 if again or "experts" in options.recompute else 0.0
     hide = c.expert_hidden if options.ep_overlap else 0.0
     tensor = _tensor(workload, layer, c)
     exposed = c.tensor_hidden if options.tp_overlap else c.tensor_exposed
     context = _context(workload, layer, c) * c.context_exposed
-    sync = _sync(options, mixture, c)
+    sync = _sync(options, moe, c)
     gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
 
     def one(load: Load, exchanges: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
@@ -197,9 +197,9 @@ def part_passes(part: Part, rates: Rates) -> Passes:
     return Passes(one(part.forward, back=False), one(part.backward, back=True))
 
 
-def _sync(options: Options, mixture: Mixture | None, c: Constants) -> float:
+def _sync(options: Options, moe: MoE | None, c: Constants) -> float:
     """Dropless mixtures must tell the host how many rows arrive, unless the card keeps that to itself."""
-    if mixture is None or options.graphs == "full" or options.drops:
+    if moe is None or options.graphs == "full" or options.drops:
         return 0.0
     return c.sync_us * 1e-6 * (1.0 if options.dispatcher in ("deepep", "hybridep") else 2.0)
 

@@ -17,7 +17,7 @@ whichever is longer.
 
 from __future__ import annotations
 
-from moefold.blueprint.model_shape import Attention, Layer, Mixture
+from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes
@@ -93,16 +93,16 @@ def _tensor(workload: Workload, machine: Machine, layer: Layer) -> float:
         return 0.0
     calls = 0
     if workload.degrees.tp > 1:
-        shared = isinstance(layer.feed, Mixture) and not layer.feed.shared_hidden_dim
+        shared = isinstance(layer.feed, MoE) and not layer.feed.shared_hidden_dim
         calls += 2 * (layer.mixer is not None) + 2 * (layer.feed is not None and not shared)
-    if isinstance(layer.feed, Mixture) and workload.degrees.etp > 1:
+    if isinstance(layer.feed, MoE) and workload.degrees.etp > 1:
         calls += 3
     return machine.seconds("tokens", tensor_bytes(workload, layer), size, workload.cluster.num_gpus, calls)
 
 
 def _sums(workload: Workload, machine: Machine, layer: Layer) -> float:
     """A balance loss adds up counts over the ranks that share a microbatch's tokens."""
-    if not isinstance(layer.feed, Mixture):
+    if not isinstance(layer.feed, MoE):
         return 0.0
     world = workload.cluster.num_gpus
     return sum(
@@ -112,7 +112,7 @@ def _sums(workload: Workload, machine: Machine, layer: Layer) -> float:
 
 def _experts(workload: Workload, machine: Machine, layer: Layer) -> float:
     """Forward; backward is the same."""
-    if not isinstance(layer.feed, Mixture) or workload.degrees.ep == 1:
+    if not isinstance(layer.feed, MoE) or workload.degrees.ep == 1:
         return 0.0
     world, ep = workload.cluster.num_gpus, workload.degrees.ep
     moved = exchange_bytes(workload, layer.feed).inside

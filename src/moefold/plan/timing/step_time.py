@@ -230,7 +230,7 @@ def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
         TimeLine("optimizer", "optimizer", step.optimizer),
         TimeLine("host", "fixed time of a step", step.fixed),
     )
-    low, high = INTERVALS["mixture" if workload.model.is_mixture else "dense"]
+    low, high = INTERVALS["moe" if workload.model.is_moe else "dense"]
     return TimePrediction(
         step.total, low * step.total, high * step.total, tuple(line for line in lines if line.seconds)
     )
