@@ -51,7 +51,7 @@ class Reference:
         self.a @ self.b
 
     def seconds(self) -> float:
-        """Of one matmul on all ranks at once. Ends with a barrier, so that the next trial starts on all ranks at once."""
+        """Of one matmul on all ranks at once. Ends with a barrier, so that all ranks start the next trial together."""
         barrier()
         taken = seconds(lambda: repeat(self, REPEATS)) / REPEATS
         barrier()

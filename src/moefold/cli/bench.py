@@ -231,7 +231,7 @@ def layer(args: argparse.Namespace) -> int:
 def step(args: argparse.Namespace) -> int:
     _start(args)
     from moefold.bench.step_bench import MATMUL, MATMUL_SIZE, RECIPE, STEP, bench_step, run_for_bench
-    from moefold.plan.flops import training_flops_per_token
+    from moefold.blueprint.flops import training_flops_per_token
 
     changes = changes_of(args)
     run = run_for_bench(args.dtype, changes)

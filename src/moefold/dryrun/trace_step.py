@@ -22,7 +22,7 @@ from moefold.dryrun.memory_timeline import Peak, peak_of
 from moefold.dryrun.storage_tracker import Watch
 from moefold.nn.batch import Ahead, Batch, TokenSets
 from moefold.parallel.parallelize import LocalModel
-from moefold.pipeline.pipeline_state import Key, PipelineState, flat
+from moefold.pipeline.pipeline_state import Key, PipelineState, hidden_tensors
 from moefold.pipeline.runtime import OnAction
 from moefold.pipeline.step import run_step
 from moefold.schedule.actions import TRANSFERS, Action, Kind
@@ -166,7 +166,7 @@ class _Watcher:
         """What a stage was given stays until its backward."""
         key = (forward.stage, forward.microbatch)
         given = flight.inputs.get(key)
-        for tensor in () if given is None else flat(given):
+        for tensor in () if given is None else hidden_tensors(given):
             number = self.watch.meet(tensor)
             if number not in self.watch.category:
                 self.watch.category[number] = "activations"
