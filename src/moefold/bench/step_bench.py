@@ -5,7 +5,7 @@ M microbatches, b sequences of a microbatch, n tokens of a sequence.
 A step is forward, backward, gradient norm, clipping, AdamW and dropping the gradients, by the path that `moefold train`
 takes. Parameters, gradients and moments are float32; activations and matmuls have the format that was asked for. The
 matmul says how many FLOP/s this machine reaches at best, so the report can say what part of it the step's model FLOPs
-(`plan/flops.py`) reach.
+(`blueprint/flops.py`) reach.
 """
 
 from __future__ import annotations
