@@ -1,8 +1,8 @@
-"""Typed errors, written for the person who reads them.
+"""Typed errors.
 
-An error says what happened, where in the configuration, with the actual numbers, and what would work. Whatever is wrong
-with a configuration is reported at once, not one problem per attempt. The command line prints these without a
-traceback; any other exception is a defect of moefold itself.
+An error says what happened, where in the configuration, with the actual numbers, and what would work. All problems of a
+configuration are reported at once. The command line prints these errors without a traceback; any other exception is a
+bug in moefold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Problem:
 
 
 class MoefoldError(Exception):
-    """The base of every error that a user can cause and mend."""
+    """The base of every error that a user can cause and fix."""
 
 
 class ProblemsError(MoefoldError):
@@ -55,27 +55,27 @@ class ProblemsError(MoefoldError):
 
 
 class ConfigError(ProblemsError):
-    """The configuration cannot be read, or says something that no run can mean."""
+    """The configuration cannot be read, or is not valid."""
 
 
 class LayoutError(ProblemsError):
-    """These sizes do not make two grids over this many ranks."""
+    """These degrees do not fold into two grids over this many ranks."""
 
 
 class OrderError(MoefoldError):
-    """A pipeline order that cannot be carried out; the message shows the place."""
+    """A pipeline order that cannot be executed; the message shows the place."""
 
 
 class BackendError(MoefoldError):
-    """A backend is missing on this machine; the message names the alternatives."""
+    """A backend that cannot run on this machine; the message names the alternatives."""
 
 
 class ExchangeError(MoefoldError):
-    """Ranks disagree about what travels between them."""
+    """Ranks disagree about the sizes of a message between them."""
 
 
 class RankError(MoefoldError):
-    """A rank failed; the message is the first one's own. ``mendable``: by the user, so trying again will not help."""
+    """A rank failed; the message is the first failed rank's. ``mendable``: by the user, so a restart will not help."""
 
     def __init__(self, message: str, mendable: bool = False) -> None:
         super().__init__(message)
@@ -87,27 +87,27 @@ class CheckpointError(MoefoldError):
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint that is intact, but of another model; an older one would not be better."""
+    """A checkpoint that is intact, but of another model, so that an older one does not help either."""
 
 
 class RunBusyError(MoefoldError):
-    """Another process is at work on this run; the message names it."""
+    """Another process holds the lock of this run; the message names it."""
 
 
 class ConversionError(ProblemsError):
-    """Weights in somebody else's format that are not what they say, or that ours cannot become; nothing was changed."""
+    """Weights in another format that are inconsistent, or that have no counterpart in ours; nothing was written."""
 
 
 class TrainingError(MoefoldError):
-    """A run that cannot go on by itself."""
+    """A run that cannot continue without the user."""
 
 
 class DataError(MoefoldError):
-    """Token files, or the mixture made of them, cannot be used; the message names file, field and numbers."""
+    """Token files or their data mixture cannot be used; the message names file, field and numbers."""
 
 
 class UnknownNameError(MoefoldError):
-    """A name that is in no catalog."""
+    """A name that no registry has."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -117,15 +117,15 @@ class UnknownNameError(MoefoldError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` was probably meant to be."""
+    """The known word that is closest to `word`."""
     if len(word) > _LONGEST_WORD:
         return None
     close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
-    # People get the first letter right.
+    # The first letter is rarely mistyped.
     return min(close, key=lambda found: found[0] != word[0], default=None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A phrase to put in front of a list of what is known; empty when nothing is near."""
+    """A phrase for the front of a list of known words; empty when none is close."""
     found = nearest(word, known)
     return f"did you mean {found!r}? " if found else ""

@@ -1,7 +1,7 @@
 """Tables for every printed report, as plain text for a terminal and as Markdown for a page.
 
-Cells are text; whoever fills the table has already formatted its numbers. A column in which every filled cell is a
-number, perhaps with a unit, is aligned on the right.
+Cells are text; numbers are formatted by the caller. A column whose filled cells are all numbers, perhaps with a unit,
+is right-aligned.
 """
 
 from __future__ import annotations

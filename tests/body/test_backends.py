@@ -126,7 +126,7 @@ def test_doctor_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_doctor_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["device"] == "cpu" and found["here"]["torch"] == torch.__version__
+    assert found["device"] == "cpu" and found["host"]["torch"] == torch.__version__
     works = {(row["job"], row["backend"]): row["works"] for row in found["backends"]}
     assert works["experts", "sequential"] and not works["permute", "triton"]
 

@@ -80,12 +80,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert (stopped.value.code, capsys.readouterr().out.strip()) == (0, f"moefold {__version__}")
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+SUBVERBS = {"bench": ["calibrate", "layer", "step"], "convert": ["to-hf", "from-hf", "upcycle"]}
+COMMANDS = [[verb, *rest] for verb in VERBS for rest in ([], *([sub] for sub in SUBVERBS.get(verb, ())))]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_verb_has_help_with_an_example_and_json(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main([verb, "--help"])
+        main([*words, "--help"])
     assert stopped.value.code == 0
-    assert f"moefold {verb} " in capsys.readouterr().out.split("example")[1]
+    text = capsys.readouterr().out
+    assert f"moefold {' '.join(words)} " in text.split("example")[1]
+    # A verb with sub-verbs has its options there.
+    assert "--json" in text or words[-1] in SUBVERBS
 
 
 def test_help_lists_every_verb_without_torch() -> None:

@@ -89,13 +89,13 @@ def test_what_moefold_cannot_start_is_said(capsys: Output) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["plan"], "plan what?"),
+        (["plan"], "no RUN given"),
         (["plan", "olmoe_1b_7b"], "give --gpus 1024"),
         (["plan", "olmo", "--gpus", "8"], "no recipe named 'olmo'"),
         ([*SMALL, "--gpu", "H10"], "no gpu named 'H10'"),
         ([*SMALL, "--domain", "0", "--nic", "-1"], "nic: is -1"),
         ([*SMALL, "--fix", "ep=7"], "no legal layout: 64 experts do not divide over ep"),
-        ([*SMALL, "--headroom", "2"], "use a share"),
+        ([*SMALL, "--headroom", "2"], "use a fraction"),
         ([*SMALL, "--mtbf-hours", "-3"], "mtbf-hours: is -3"),
         ([*SMALL, "--mtbf-hours", "0"], "mtbf-hours: is 0"),
         (["plan", "deepseek_v3", "--gpus", "8", "--global-batch", "64"], "nothing fits: "),

@@ -75,7 +75,7 @@ def test_the_verb_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     out = capsys.readouterr().out
     assert "interleaved   ranks 4   stages per rank 2   microbatches 8" in out
     assert "F0a F1a F2a F3a F0b" in out
-    assert "finish 28.5   bubble 15.79%   at most 5.5 microbatches held by a rank" in out
+    assert "finish 28.5   bubble 15.79%   at most 5.5 microbatches in flight on a rank" in out
     assert picture.read_text().startswith("<svg") and json.loads(trace.read_text())["traceEvents"]
 
 
@@ -115,7 +115,7 @@ def test_splitting_saves_time(capsys: pytest.CaptureFixture[str]) -> None:
         (["1f1b", *SMALL, "--forward", "nan"], "a time must be more than 0"),
         (["1f1b", *SMALL, "--send", "-1"], "use 0 or more"),
         (["1f1b", "--stages", "100000", "--microbatches", "100000"], "at most 2,000,000 can be shown"),
-        (["--svg", "x", *SMALL], "a file holds one order"),
+        (["--svg", "x", *SMALL], "a file shows one schedule"),
     ],
 )
 def test_a_wrong_question_gets_one_clear_answer(

@@ -26,7 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_is_described_and_verified(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(run_dir), "--verify", "--tensors"]) == 0
     out = capsys.readouterr().out
-    assert "step 8" in out and "name debug_mla" in out and "exp_avg_sq" in out and "every tensor is whole" in out
+    assert "step 8" in out and "name debug_mla" in out and "exp_avg_sq" in out and "every tensor is complete" in out
     assert main(["inspect", str(run_dir / "checkpoints" / "step_00000007"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["step"] == 7 and data["world"] == 1 and data["state"] == {"train": {"step": 7}}
@@ -36,7 +36,7 @@ def test_a_checkpoint_is_described_and_verified(run_dir: Path, capsys: pytest.Ca
 def test_two_checkpoints_are_compared(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     older, newer = (str(run_dir / "checkpoints" / f"step_0000000{step}") for step in (7, 8))
     assert main(["inspect", older, "--compare", older]) == 0
-    assert "have equal bits" in capsys.readouterr().out
+    assert "are bitwise equal" in capsys.readouterr().out
     assert main(["inspect", older, "--compare", newer]) == 1
     out = capsys.readouterr().out
     assert "parameter/embedding.weight" in out and "5.000e-01" in out and "1 of " in out

@@ -1,4 +1,4 @@
-"""`moefold check`: every problem of a run, and how large the run is, unless its sizes are what is wrong."""
+"""`moefold check`: every problem of a run, and its parameter counts if its sizes and layout are valid."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ EXAMPLES = """examples:
   moefold check my_run.yaml --world 512 --json
   moefold check --list
 
-A published recipe names no data: its sizes are printed, and data.train is a problem until you name tokens.
-exits with 0 when there is no problem, 1 when there is one, 2 when the command cannot be understood"""
+A published recipe names no data: its sizes are printed, and data.train is a problem until tokens are named.
+Exits with 0 when there is no problem, 1 when there is one, 2 when the command is wrong."""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "check",
-        help="list every problem of a run, and its parameters",
-        description="List every problem of a run; and how large it is, unless its sizes or layout are what is wrong.",
+        help="list every problem of a run, and its parameter counts",
+        description="List every problem of a run, and its parameter counts if its sizes and layout are valid.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return list_recipes(args.json)
     if args.name is None:
-        raise MoefoldError("which run? name a recipe or a YAML file; `moefold check --list` shows the recipes")
+        raise MoefoldError("no RUN given; name a recipe or a YAML file; `moefold check --list` shows the recipes")
     return check(args.name, args.changes, args.world, args.json)
 
 
 def check(name: str, changes: list[str], world: int | None, as_json: bool) -> int:
-    """Print the answer about one run and return the exit code."""
+    """Print the report about one run and return the exit code."""
     try:
         run = find_run(name, changes)
     except ConfigError as error:
@@ -69,8 +69,8 @@ def check(name: str, changes: list[str], world: int | None, as_json: bool) -> in
         return _report_problems(run.name, found, as_json)
     share = largest_share(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
     if as_json:
-        told = _as_dict(run, world, share) | {"problems": [asdict(problem) for problem in found]}
-        print(json.dumps(told, indent=2))
+        data = _as_dict(run, world, share) | {"problems": [asdict(problem) for problem in found]}
+        print(json.dumps(data, indent=2))
         return 1 if found else 0
     if not found:
         print(f"{run.name}: no problems\n")
@@ -121,15 +121,15 @@ def _report(run: RunConfig, world: int | None, share: RankShare | None) -> Itera
 def _sizes_table(run: RunConfig, counts: Counts) -> str:
     rows = [
         ("total", counts.total, "every trained parameter"),
-        ("active", counts.active, "used by one token: all but the experts it does not choose"),
+        ("active", counts.active, "used by one token: all but the experts it is not assigned to"),
         ("experts", counts.experts, f"routed experts, {_percent(counts.experts, counts)} of the total"),
-        ("total, matrices", counts.matrices, "without norms, biases and sinks, as published tables count"),
-        ("active, matrices", counts.active_matrices, "the same of what a token uses"),
+        ("total, matrices", counts.matrices, "without norms, biases and sinks, as in published tables"),
+        ("active, matrices", counts.active_matrices, "active without norms, biases and sinks"),
     ]
     if run.model.num_mtp:
         rows += [
-            ("ahead", counts.mtp, "of the total: modules that predict further ahead, which published tables leave out"),
-            ("ahead, active", counts.active_mtp, "of the active ones"),
+            ("MTP", counts.mtp, "of the total: MTP modules, which published tables leave out"),
+            ("MTP, active", counts.active_mtp, "of the active ones"),
         ]
     table = text_table(
         ("parameters", "exactly", "about", "what"), [(a, f"{n:,}", format_count(n), b) for a, n, b in rows]
@@ -141,32 +141,32 @@ def _sizes_table(run: RunConfig, counts: Counts) -> str:
 
 
 def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
-    """One row for the dense layers and one for the mixtures: within each, all layers are alike."""
+    """One row for the dense layers, one for the MoE layers: within each, all layers have equal sizes."""
     top_k = model.moe.top_k if model.moe is not None else 0
     first_moe = min(model.num_dense_layers, model.num_layers) if model.moe is not None else model.num_layers
-    for first, end, kind in ((0, first_moe, "dense"), (first_moe, model.num_layers, "mixture")):
+    for first, end, kind in ((0, first_moe, "dense"), (first_moe, model.num_layers, "MoE")):
         if first < end:
             specs = list(layer_parameters(model, first))
             total, active = sum(s.size for s in specs), sum(active_size(s, top_k) for s in specs)
             yield (f"{first}-{end - 1}" if end - first > 1 else f"{first}", kind, f"{total:,}", f"{active:,}")
     if model.num_mtp:
-        ahead = list(mtp_parameters(model, 0))
-        kind = "mixture" if model.is_moe_layer(model.num_layers) else "dense"
-        total, active = sum(s.size for s in ahead), sum(active_size(s, top_k) for s in ahead)
-        yield ("ahead" if model.num_mtp == 1 else f"ahead 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
+        mtp = list(mtp_parameters(model, 0))
+        kind = "MoE" if model.is_moe_layer(model.num_layers) else "dense"
+        total, active = sum(s.size for s in mtp), sum(active_size(s, top_k) for s in mtp)
+        yield ("MTP" if model.num_mtp == 1 else f"MTP 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
 
 
 def _share_table(run: RunConfig, world: int | None, share: RankShare) -> str:
     rows = [
         (what, f"{n:,}", format_count(n), format_bytes(n * BYTES[run.precision.params]))
-        for what, n in (("after tp, ep, etp, pp", share.computed), ("at rest, data sharded", share.at_rest))
+        for what, n in (("unsharded (after tp, ep, etp, pp)", share.computed), ("FSDP shard", share.at_rest))
     ]
     stage = f", a rank of stage {share.stage}" if run.parallel.pp > 1 else ""
     return text_table((f"largest of {world:,} ranks{stage}", "parameters", "about", run.precision.params), rows)
 
 
 def _dispatcher_table(run: RunConfig) -> str:
-    """What the adaptive choice is made of, and what it comes to."""
+    """The expected cost of each dispatcher, and the one that `adaptive` takes."""
     chosen = dispatcher_in_use(run)
     rows = [
         (name, f"{seconds * 1e3:.3g} ms", "chosen" if name == chosen else "")

@@ -1,4 +1,4 @@
-"""`moefold convert`: weights to and from Hugging Face's format, and dense models to mixtures."""
+"""`moefold convert`: checkpoints to and from Hugging Face's format, and dense models upcycled to MoE."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXAMPLES = """examples:
   moefold convert upcycle Qwen3-0.6B runs --name qwen3_scaled --experts 64 --top-k 8 --shards 8 --scheme scaled
 
 Families: those of the recipes (`moefold check --list`), and two dense ones to upcycle: llama and qwen3.
-from-hf and upcycle make a run at step 0 in OUT/NAME, without data if the source has none: train it with
+from-hf and upcycle create a run at step 0 in OUT/NAME, without data if the source has none; train it with
 `moefold train OUT/NAME/config.yaml --data.train FOLDER`."""
 _DTYPES = ("float32", "bfloat16", "float64")
 _WITH_TRANSFORMERS = "compare logits with transformers afterwards"
@@ -38,8 +38,8 @@ _TOLERANCE = 1e-4
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
-        help="to and from Hugging Face, and from dense to mixture",
-        description="Convert weights, one tensor at a time; nothing in a foreign directory is ever executed.",
+        help="to and from Hugging Face, and from dense to MoE",
+        description="Convert weights, one tensor at a time; no code in a Hugging Face directory is ever executed.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,53 +49,71 @@ def add_to(commands: Any) -> None:
     _add_upcycle(verbs)
 
 
+def _add_verb(verbs: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    examples = [line for line in EXAMPLES.splitlines() if f" convert {name} " in line]
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog="\n".join(["examples:", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
 def _add_to_hf(verbs: Any) -> None:
-    parser = verbs.add_parser("to-hf", help="checkpoint -> a directory that transformers loads")
+    parser = _add_verb(verbs, "to-hf", "checkpoint -> a directory that transformers loads")
     parser.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run (its newest checkpoint)")
-    parser.add_argument("out", metavar="OUT", help="the directory to make")
+    parser.add_argument("out", metavar="OUT", help="the directory to create")
     parser.add_argument("--max-shard", default="5GB", metavar="SIZE", help="largest file (5GB)")
-    parser.add_argument("--context", type=int, metavar="N", help="longest sequence it is meant for (as trained)")
-    parser.add_argument("--tokenizer", metavar="DIR", help="carry tokenizer files along (default: those of the run)")
-    parser.add_argument("--no-mtp", action="store_true", help="leave out modules that predict further ahead")
-    _add_shared(parser, "number format (that of the checkpoint)", _WITH_TRANSFORMERS)
+    parser.add_argument("--context", type=int, metavar="N", help="max_position_embeddings to write (the run's seq_len)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer files from here (default: those of the run)")
+    parser.add_argument("--no-mtp", action="store_true", help="leave out MTP modules")
+    _add_shared(parser, "dtype to write (that of the checkpoint)", _WITH_TRANSFORMERS)
     parser.set_defaults(run=to_hf)
 
 
 def _add_from_hf(verbs: Any) -> None:
-    parser = verbs.add_parser("from-hf", help="a directory of safetensors -> a run at step 0")
+    parser = _add_verb(verbs, "from-hf", "a directory of safetensors -> a run at step 0")
     parser.add_argument("source", metavar="HF_DIR", help="a directory with config.json and safetensors")
     _add_target(parser, _WITH_TRANSFORMERS)
     parser.set_defaults(run=from_hf)
 
 
 def _add_upcycle(verbs: Any) -> None:
-    parser = verbs.add_parser("upcycle", help="a dense model -> a mixture that starts from it")
+    parser = _add_verb(verbs, "upcycle", "a dense model -> an MoE model initialised from it")
     parser.add_argument("source", metavar="SOURCE", help="a dense checkpoint, run, or Hugging Face directory")
-    _add_target(parser, "compare the first logits with the dense model's")
+    _add_target(parser, "compare the initial logits with the dense model's")
     parser.add_argument("--experts", type=int, required=True, metavar="N", help="number of experts")
-    parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts that a token chooses")
-    parser.add_argument("--shards", type=int, default=1, metavar="G", help="cut the feed-forward into G parts (1)")
+    parser.add_argument("--top-k", type=int, required=True, metavar="K", help="experts per token")
+    parser.add_argument(
+        "--shards",
+        type=int,
+        default=1,
+        metavar="G",
+        help="split the feed-forward into G experts (granularity; default 1)",
+    )
     parser.add_argument(
         "--scheme",
         choices=("exact", "scaled"),
         default="exact",
-        help="exact: the first output is the dense model's (default); scaled: softmax then top-k and scaled weights, "
-        "as in He et al. 2024: close to the dense model's",
+        help="exact: the initial output equals the dense model's (default); scaled: softmax then top-k and scaled "
+        "weights (He et al. 2024), which is close to it",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the router (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the router's init (0)")
     parser.set_defaults(run=upcycle)
 
 
 def _add_target(parser: argparse.ArgumentParser, check_help: str) -> None:
-    parser.add_argument("out", metavar="OUT", help="where runs live; the run is made in OUT/NAME")
-    parser.add_argument("--name", required=True, metavar="NAME", help="of the run")
-    _add_shared(parser, "format of the parameters (float32)", check_help)
+    parser.add_argument("out", metavar="OUT", help="directory of runs; the run is created in OUT/NAME")
+    parser.add_argument("--name", required=True, metavar="NAME", help="name of the run")
+    _add_shared(parser, "dtype of the parameters (float32)", check_help)
 
 
 def _add_shared(parser: argparse.ArgumentParser, dtype_help: str, check_help: str) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, help=dtype_help)
     parser.add_argument("--check", action="store_true", help=check_help)
-    parser.add_argument("--json", action="store_true", help="print data instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def to_hf(args: argparse.Namespace) -> int:
@@ -113,9 +131,9 @@ def to_hf(args: argparse.Namespace) -> int:
     plan = Export(
         stored.run.model, args.context or stored.run.data.seq_len, dtype, max_shard, tokenizer, not args.no_mtp
     )
-    with _watched(_size(stored), "writing") as tick:
+    with _byte_bar(_size(stored), "writing") as tick:
         done = export(stored, plan, Path(args.out), tick)
-    return _tell(args, done, lambda: largest_difference(stored, stored.run.model, done.path, dtype))
+    return _report(args, done, lambda: largest_difference(stored, stored.run.model, done.path, dtype))
 
 
 def from_hf(args: argparse.Namespace) -> int:
@@ -128,9 +146,9 @@ def from_hf(args: argparse.Namespace) -> int:
     _check_name(args.name)
     directory = HfDirectory(Path(args.source), getattr(torch, args.dtype) if args.dtype else None)
     dtype = directory.dtype("parameter/embedding.weight")
-    with _watched(directory.num_bytes, "reading") as tick:
+    with _byte_bar(directory.num_bytes, "reading") as tick:
         done, run = import_directory(directory, Path(args.out), args.name, tick)
-    return _tell(args, done, lambda: largest_difference(directory, run.model, directory.path, dtype))
+    return _report(args, done, lambda: largest_difference(directory, run.model, directory.path, dtype))
 
 
 def upcycle(args: argparse.Namespace) -> int:
@@ -149,12 +167,12 @@ def upcycle(args: argparse.Namespace) -> int:
         if (path / "config.json").exists()
         else StoredWeights(_checkpoint(path))
     )
-    with _watched(_size(source) * args.experts, "upcycling") as tick:
+    with _byte_bar(_size(source) * args.experts, "upcycling") as tick:
         how = Upcycling(args.experts, args.top_k, args.shards, args.scheme)
-        done, mixture = import_upcycled(source, Path(args.out), args.name, how, args.seed, tick)
+        done, upcycled = import_upcycled(source, Path(args.out), args.name, how, args.seed, tick)
     dense = source.config.model if isinstance(source, HfDirectory) else source.run.model
     tolerance = _TOLERANCE if args.scheme == "exact" else None
-    return _tell(args, done, lambda: difference_between((source, dense), (mixture, mixture.model)), tolerance)
+    return _report(args, done, lambda: difference_between((source, dense), (upcycled, upcycled.model)), tolerance)
 
 
 def _checkpoint(path: Path) -> Path:
@@ -176,13 +194,13 @@ def _size(source: TensorSource) -> int:
     return sum(prod(source.shape(name)) * source.dtype(name).itemsize for name in source.names())
 
 
-def _tell(
+def _report(
     args: argparse.Namespace,
     done: Converted,
     difference: Callable[[], tuple[float, float]],
     tolerance: float | None = _TOLERANCE,
 ) -> int:
-    """Say what was done, and with --check whether the logits agree; without a tolerance, by how much they differ."""
+    """Print what was written, and with --check whether logits agree, or without a tolerance how much they differ."""
     report: dict[str, Any] = {**asdict(done), "path": str(done.path)}
     lines = [f"{done.path}: {done.tensors:,} tensors of {done.family}, {format_bytes(done.bytes)}", *done.notes]
     equal = True
@@ -198,8 +216,8 @@ def _tell(
 
 
 @contextmanager
-def _watched(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes on a terminal; nothing elsewhere."""
+def _byte_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """A progress bar of bytes on a terminal; nothing elsewhere."""
     if not sys.stderr.isatty() or not total:
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""`moefold doctor`: what this machine has, which backends can run on it, and why the others cannot."""
+"""`moefold doctor`: hardware and packages of this machine, which backends can run on it, and why others cannot."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ EXAMPLES = """examples:
   moefold doctor
   moefold doctor --device cuda --json
 
-A backend is chosen by name in the run's configuration; one that cannot run is refused at the start, never replaced.
-Exits with 0: whatever a machine lacks, looking at it worked."""
+A backend is chosen by name in the run's configuration (kernels.backend, kernels.experts); one that cannot run is
+refused at the start, never replaced. Always exits with 0."""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what this machine has, and which backends can run on it",
-        description="Look at this machine: torch, devices, what its CPU can do, the allocator, optional packages, and "
-        "the table of backends with the reason for every one that cannot run.",
+        help="show hardware, packages and which backends can run here",
+        description="Show torch, devices, CPU features, the allocator and optional packages of this machine, and the "
+        "backends with the reason for each that cannot run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="ask about this device (default: the best one here)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="backends of this device (default: cuda if there is a GPU)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -40,18 +42,19 @@ def run(args: argparse.Namespace) -> int:
     from moefold.ops.backends import as_rows
     from moefold.ops.host_probe import CPU_FEATURES, PACKAGES, probe_host
 
-    here = probe_host()
-    device = args.device or here.device
-    rows = as_rows(device, here)
+    host = probe_host()
+    device = args.device or host.device
+    rows = as_rows(device, host)
     if args.json:
-        facts = asdict(here) | {"cpu_features": {name: name in here.cpu_features for name in CPU_FEATURES}}
-        print(json.dumps({"moefold": __version__, "here": facts, "device": device, "backends": rows}, indent=2))
+        facts = asdict(host) | {"cpu_features": {name: name in host.cpu_features for name in CPU_FEATURES}}
+        print(json.dumps({"moefold": __version__, "host": facts, "device": device, "backends": rows}, indent=2))
         return 0
-    print(text_table(("what", "here"), _facts(here, PACKAGES)))
+    print(text_table(("what", "on this machine"), _facts(host, PACKAGES)))
     print()
     print(
         text_table(
-            ("CPU feature", "here", "for"), [(n, _yes(n in here.cpu_features), f) for n, f in CPU_FEATURES.items()]
+            ("CPU feature", "present", "used by"),
+            [(n, _yes(n in host.cpu_features), f) for n, f in CPU_FEATURES.items()],
         )
     )
     print(f"\nbackends on {device}")
@@ -62,24 +65,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(here: HostInfo, packages: tuple[str, ...]) -> list[tuple[str, str]]:
-    cards = [
-        f"{card.name}, capability {card.capability[0]}.{card.capability[1]}, {format_bytes(card.memory)}"
-        for card in here.gpus
+def _facts(host: HostInfo, packages: tuple[str, ...]) -> list[tuple[str, str]]:
+    gpus = [
+        f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, {format_bytes(gpu.memory)}"
+        for gpu in host.gpus
     ]
     kept = (
         "freed memory can be kept for the next step"
-        if here.malloc_trim_disabled
+        if host.malloc_trim_disabled
         else "cannot be told to keep freed memory"
     )
     return [
         ("moefold", __version__),
-        ("torch", f"{here.torch}, " + (f"for CUDA {here.cuda}" if here.cuda else "for CPUs only")),
-        ("GPUs", "; ".join(cards) or "none"),
-        ("CPU", f"{here.cpu}, {here.cores} cores, torch uses {here.threads} threads"),
-        ("allocator", f"{here.allocator}: {kept}"),
-        ("messages", f"gloo {_yes(here.gloo)}, nccl {_yes(here.nccl)}"),
-        *((name, here.packages.get(name, "not installed")) for name in packages),
+        ("torch", f"{host.torch}, " + (f"for CUDA {host.cuda}" if host.cuda else "for CPUs only")),
+        ("GPUs", "; ".join(gpus) or "none"),
+        ("CPU", f"{host.cpu}, {host.cores} cores, torch uses {host.threads} threads"),
+        ("allocator", f"{host.allocator}: {kept}"),
+        ("collectives", f"gloo {_yes(host.gloo)}, nccl {_yes(host.nccl)}"),
+        *((name, host.packages.get(name, "not installed")) for name in packages),
     ]
 
 

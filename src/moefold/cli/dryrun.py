@@ -1,4 +1,4 @@
-"""`moefold dryrun`: the real training step of one rank of a large job, on tensors without memory."""
+"""`moefold dryrun`: the real training step of one rank of a large job, on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ EXAMPLES = """examples:
   moefold dryrun deepseek_v3 --world 256 --rank 64 --parallel.pp 4 --parallel.vpp 4 --parallel.schedule interleaved
   moefold dryrun deepseek_v3 --world 256 --rank 0 --imbalance 1.5 --json
 
-Runs on one core; no other process is started and no memory of that size is needed.
-Exits with 0 when the step ran, 2 when the command cannot be understood."""
+Runs in one process; fake tensors allocate no memory.
+Exits with 0 when the step ran, 2 when the command is wrong."""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "dryrun",
-        help="run one rank's training step on fake tensors: true peak memory and every collective",
-        description="Run the training step of one rank of a job without the job: peak memory by category, what each "
-        "microbatch keeps, and every collective with its bytes.",
+        help="run one rank's training step on fake tensors: peak memory and every collective",
+        description="Run the training step of one rank of a job on fake tensors: peak memory by category, activations "
+        "per microbatch, and every collective with its bytes.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,14 +34,14 @@ def add_to(commands: Any) -> None:
         "--microbatches",
         type=int,
         metavar="M",
-        help="a step of exactly M microbatches, all carried out (default: as many as show the run's whole step)",
+        help="a step of exactly M microbatches, all executed (default: as many as the whole step can be counted from)",
     )
     parser.add_argument(
         "--imbalance",
         type=float,
         default=1.0,
         metavar="F",
-        help="rows that arrive at this rank's experts, as a multiple of the average (default 1.0)",
+        help="rows received by this rank's experts, as a multiple of the average (default 1.0)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -53,14 +53,14 @@ def run(args: argparse.Namespace) -> int:
 
     asked = find_run(args.name, args.changes)
     found = dry_run(
-        asked, args.world, args.rank, args.microbatches, imbalance=args.imbalance, progress=_shown("actions")
+        asked, args.world, args.rank, args.microbatches, imbalance=args.imbalance, progress=_progress_bar("actions")
     )
     print(json.dumps(as_data(found)) if args.json else report(found))
     return 0
 
 
-def _shown(what: str) -> Any:
-    """Turns calls with (done, total) into a bar."""
+def _progress_bar(what: str) -> Any:
+    """A callback of (done, total) that advances a progress bar."""
     bars: list[Iterator[int]] = []
 
     def advance(done: int, total: int) -> None:

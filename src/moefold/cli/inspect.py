@@ -1,4 +1,4 @@
-"""`moefold inspect`: what is in a checkpoint, whether it is sound to the last bit, and how it differs from another."""
+"""`moefold inspect`: what a checkpoint contains, whether it is intact, and how it differs from another."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ EXAMPLES = """examples:
   moefold inspect runs/debug_small/checkpoints/step_00000200 --verify
   moefold inspect runs/a/checkpoints/step_00000200 --compare runs/b/checkpoints/step_00000200
 
-DIR is a checkpoint, or a run or a directory of checkpoints, of which the newest sound one is taken.
-Exits with 0 when the checkpoint is sound (and equal, with --compare), 1 when it is not, 2 when the command is wrong."""
+DIR is a checkpoint, or a run or a directory of checkpoints, whose newest committed checkpoint is taken.
+Exits with 0 when the checkpoint is intact (with --compare: and equal), 1 when not, 2 when the command is wrong."""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "inspect",
         help="describe, verify and compare checkpoints",
-        description="Describe a checkpoint; --verify reads every byte, --compare holds two against each other.",
+        description="Describe a checkpoint; --verify reads every byte, --compare compares two tensor by tensor.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint, a run, or a folder of checkpoints")
-    parser.add_argument("--verify", action="store_true", help="hash every file and check that every tensor is whole")
+    parser.add_argument("--verify", action="store_true", help="hash every file and check that every tensor is complete")
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="compare with another checkpoint, bit by bit")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find(directory: Path) -> Path:
-    """The checkpoint that is meant."""
+    """The checkpoint in DIR, or the newest below it."""
     from moefold.checkpoint.load import latest
 
     if (directory / "manifest.json").exists():
@@ -77,7 +77,7 @@ def _find(directory: Path) -> Path:
 
 
 def _problem(path: Path, world: int) -> str | None:
-    """What is wrong with it, if anything."""
+    """The first problem that verification finds, or None."""
     from moefold.checkpoint.manifest import read_manifest
     from moefold.checkpoint.verify import check_files, check_structure
 
@@ -122,7 +122,7 @@ def _describe(path: Path, manifest: Manifest, with_tensors: bool) -> dict[str, A
 
 
 def _summary(config: str) -> dict[str, Any]:
-    """The run in a few words; a configuration of another version is no reason not to look at its tensors."""
+    """The run's main sizes. Tensors are shown even if the configuration is of another version and cannot be read."""
     from moefold.config.loading import parse_run
 
     if not config:
@@ -132,13 +132,13 @@ def _summary(config: str) -> dict[str, Any]:
     except ConfigError as error:
         return {"unreadable": "; ".join(map(str, error.problems))}
     model, moe = run.model, run.model.moe
-    sizes = {"name": run.name, "seed": run.seed, "layers": model.num_layers, "width": model.dim}
+    sizes = {"name": run.name, "seed": run.seed, "layers": model.num_layers, "dim": model.dim}
     sizes |= {"vocabulary": model.vocab_size, "params": run.precision.params}
     return sizes | ({"experts": moe.num_experts, "top_k": moe.top_k} if moe else {})
 
 
 def _report(data: dict[str, Any], found: list[TensorComparison]) -> str:
-    layout = "  ".join(f"{axis} {size}" for axis, size in data["layout"].items() if size > 1) or "one rank per copy"
+    layout = "  ".join(f"{axis} {size}" for axis, size in data["layout"].items() if size > 1) or "one rank per replica"
     lines = [
         f"{data['path']}",
         f"step {data['step']:,}   {format_bytes(data['bytes'])}   written by {data['world']} ranks ({layout})",
@@ -156,14 +156,14 @@ def _report(data: dict[str, Any], found: list[TensorComparison]) -> str:
         lines += ["", text_table(["tensor", "dtype", "shape"], listed)]
     if "problem" in data:
         problem = data["problem"]
-        lines += ["", f"DAMAGED: {problem}" if problem else "every file has its hash and every tensor is whole"]
+        lines += ["", f"DAMAGED: {problem}" if problem else "every file has its hash and every tensor is complete"]
     return "\n".join(lines + (["", *_differences(data["other"], found)] if "other" in data else []))
 
 
 def _differences(other: str, found: list[TensorComparison]) -> list[str]:
     different = [item for item in found if not item.same]
     if not different:
-        return [f"all {len(found)} tensors have equal bits in {other}"]
+        return [f"all {len(found)} tensors are bitwise equal in {other}"]
     rows = [[c.name, c.verdict, "-" if c.largest is None else f"{c.largest:.3e}"] for c in different]
     summary = f"{len(different)} of {len(found)} tensors differ from {other}"
     return [text_table(["tensor", "verdict", "largest difference"], rows), "", summary]

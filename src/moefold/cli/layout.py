@@ -1,4 +1,4 @@
-"""`moefold layout`: where every rank stands, which ranks form which group, and which groups leave an NVLink domain."""
+"""`moefold layout`: every rank's coordinates, which ranks form which group, and which groups leave an NVLink domain."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SIZES = {
     "pp": "pipeline stages",
     "ep": "expert parallel",
     "etp": "tensor parallel inside an expert",
-    "dp_replicate": "copies of the sharded dense parameters",
-    "edp_replicate": "copies of the sharded expert parameters",
+    "dp_replicate": "HSDP replicas of the dense parameters",
+    "edp_replicate": "HSDP replicas of the expert parameters",
 }
-# Beyond this, groups become lists too long to hold.
+# Beyond this, the lists of ranks do not fit in memory.
 _LARGEST_WORLD = 10_000_000
 
 
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "layout",
         help="show both grids, every group, and which groups leave an NVLink domain",
-        description="Fold the attention grid and the expert grid over the same ranks and show who stands where.",
+        description="Fold the attention grid and the expert grid over the same ranks and show every group.",
         epilog="example: moefold layout --world 16384 --pp 16 --tp 4 --cp 2 --ep 64",
     )
     parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
         "--domain", type=int, action="append", metavar="N", help="ranks per NVLink domain; may be repeated (8 and 72)"
     )
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="show the groups of this rank (0)")
-    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
@@ -75,7 +75,7 @@ def _report(layout: FoldedLayout, places: dict[str, list[Locality]], domains: Se
         [name, layout.size(name), found[0].num_groups, _brief(layout.ranks(name, rank)), *map(_leaving, found)]
         for name, found in places.items()
     ]
-    # A group of one rank goes nowhere.
+    # A group of one rank has no messages.
     shared = [name for name in places if layout.size(name) > 1]
     return "\n".join(
         [
@@ -96,8 +96,8 @@ def _grid_table(title: str, grid: Grid, rank: int) -> str:
     header = (f"{title} grid", *(axis for axis, _ in grid.axes))
     rows = [
         ("size", *(size for _, size in grid.axes)),
-        ("neighbours are apart", *(grid.stride(axis) for axis, _ in grid.axes)),
-        (f"rank {rank} stands at", *grid.coordinates(rank).values()),
+        ("stride between neighbours", *(grid.stride(axis) for axis, _ in grid.axes)),
+        (f"coordinates of rank {rank}", *grid.coordinates(rank).values()),
     ]
     return text_table(header, rows)
 

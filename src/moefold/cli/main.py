@@ -1,11 +1,11 @@
-"""`moefold VERB ...`: finds the verb's file, runs it, and turns errors into one clear message.
+"""`moefold VERB ...`: imports the verb's module, runs it, and prints errors without a traceback.
 
 A verb is a module with `add_to(commands)`, which declares its arguments, and `run(args)`, which returns the exit code.
-Only the verb that is asked for is imported, and a verb imports what is heavy inside `run`, so that help and the
-torch-free verbs answer at once. Exit codes: 0 done, 1 the answer is no, 2 the question was wrong.
+Only the verb on the command line is imported, and heavy imports are inside `run`, so that help and the torch-free verbs
+start quickly. Exit codes: 0 done, 1 a negative result, 2 a wrong command.
 
-A signal can come before the verb's file is imported. So this file imports at its top only what hears signals, and the
-rest once that is done: `train` remembers the signal, and every other verb ends without a traceback.
+A signal can arrive before the verb's module is imported. So this file imports only the signal handlers at its top, and
+everything else after they are installed: `train` remembers the signal, and every other verb ends without a traceback.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ VERBS = {
     "inspect": "moefold.cli.inspect",
     "doctor": "moefold.cli.doctor",
 }
-# Verbs that stop in their own time when asked by a signal; `args.stop` tells them.
+# Verbs that handle signals themselves, through `args.stop`.
 STOPPED_BY_REQUEST = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Without ``argv`` this is the whole process, which ends with the code that is returned."""
+    """The entry point; returns the exit code. Without ``argv`` it owns the process and its signal handlers."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in STOPPED_BY_REQUEST:
         with stop_on_signals(until_exit=argv is None) as stop:
-            return _answer(words, stop)
+            return _dispatch(words, stop)
     try:
-        return _answer(words, None)
+        return _dispatch(words, None)
     except KeyboardInterrupt:
         print("moefold: interrupted", file=sys.stderr)
         return 130
 
 
-def _answer(words: list[str], stop: StopRequest | None) -> int:
+def _dispatch(words: list[str], stop: StopRequest | None) -> int:
     from moefold.config.renamed_keys import renamed_option
     from moefold.errors import did_you_mean
 
@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"moefold: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader of our output went away (`moefold ... | head`); that is its right.
+        # The reader of stdout closed the pipe (`moefold ... | head`).
         sys.stderr.close()
         return 0
 

@@ -1,4 +1,4 @@
-"""`moefold plan`: will it fit, how fast will it be, which wall binds, and which layout is best. No GPU, no torch."""
+"""`moefold plan`: memory, step time, the binding wall, and the best layout of a run. No GPU, no torch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ EXAMPLES = """examples:
   moefold plan --records published.jsonl --predictions out.jsonl
   moefold plan --score published/ --page docs/planner-error.md
 
---framework moefold searches what moefold can start today; --framework megatron also what other programs offer:
-eight-bit products, DeepEP-class dispatchers, graphs. Choices to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (of
-a microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate.
-Exits with 0 when the choice fits, 1 when it does not, 2 when the command cannot be understood or nothing fits."""
+--framework moefold searches layouts that moefold can train; --framework megatron also options of other frameworks: FP8
+GEMMs, DeepEP-class dispatchers, CUDA graphs. Options to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (per
+microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate.
+Exits with 0 when the layout fits, 1 when it does not, 2 when the command is wrong or nothing fits."""
 
 
 def add_to(commands: Any) -> None:
@@ -53,46 +53,61 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"one of {', '.join(GPUS)} (H100)")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many of them")
     parser.add_argument(
-        "--machine", type=Path, metavar="FILE", help="ranks on a computer that `moefold bench calibrate` measured"
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="a machine that `moefold bench calibrate` measured, instead of --gpu",
     )
-    parser.add_argument("--domain", type=int, metavar="N", help="GPUs that fast links join (the card's usual)")
-    parser.add_argument("--nic", type=float, metavar="GB/S", help="each GPU's share of the network (the card's usual)")
+    parser.add_argument("--domain", type=int, metavar="N", help="GPUs per NVLink domain (the GPU's usual)")
+    parser.add_argument("--nic", type=float, metavar="GB/S", help="network bandwidth per GPU (the GPU's usual)")
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences per step (the run's)")
     parser.add_argument("--seq", type=int, metavar="N", help="tokens per sequence (the run's)")
     parser.add_argument(
-        "--framework", choices=("moefold", "megatron", "fsdp2"), default="moefold", help="whose options"
+        "--framework",
+        choices=("moefold", "megatron", "fsdp2"),
+        default="moefold",
+        help="whose options to search (moefold)",
     )
     parser.add_argument(
-        "--fix", default="", metavar="CHOICES", help="pin choices: tp=1,ep=32,64,recompute=mla_up+norms"
+        "--fix", default="", metavar="OPTIONS", help="pin options: tp=1,ep=32,64,recompute=mla_up+norms"
     )
     parser.add_argument("--no-search", action="store_true", help="predict the run's own layout only")
     parser.add_argument(
-        "--imbalance", type=float, default=1.0, metavar="X", help="rows of the busiest rank over the mean (1)"
+        "--imbalance", type=float, default=1.0, metavar="X", help="rows of the most loaded rank over the mean (1)"
     )
-    parser.add_argument("--headroom", type=float, default=0.0, metavar="X", help="share of memory to leave free (0)")
+    parser.add_argument("--headroom", type=float, default=0.0, metavar="X", help="fraction of memory to leave free (0)")
 
 
 def _add_goodput(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mtbf-hours", type=float, metavar="H", help="GPU hours per failure (50,000)")
-    parser.add_argument("--restart-seconds", type=float, metavar="S", help="from a failure until training (600)")
-    parser.add_argument("--save-seconds", type=float, metavar="S", help="a save stops training for (reckoned)")
-    parser.add_argument("--write-seconds", type=float, metavar="S", help="and is whole on disk after (reckoned)")
+    parser.add_argument("--restart-seconds", type=float, metavar="S", help="from a failure to the next step (600)")
+    parser.add_argument("--save-seconds", type=float, metavar="S", help="a checkpoint blocks training for (estimated)")
+    parser.add_argument("--write-seconds", type=float, metavar="S", help="and is complete on disk after (estimated)")
     parser.add_argument("--tokens", default="1T", metavar="N", help="tokens to train on, such as 14.8T (1T)")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the order for chrome://tracing or Perfetto")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained HTML page")
     parser.add_argument(
-        "--serve", type=int, nargs="?", const=8765, metavar="PORT", help="the page with sliders, on 127.0.0.1 (8765)"
+        "--trace", type=Path, metavar="FILE", help="write the schedule for chrome://tracing or Perfetto"
+    )
+    parser.add_argument(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=8765,
+        metavar="PORT",
+        help="serve the page with a form on 127.0.0.1 (8765)",
     )
     parser.add_argument("--records", type=Path, metavar="FILE", help="predict published records, one JSON per line")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="where to write them (stdout)")
-    parser.add_argument("--score", type=Path, metavar="FOLDER", help="the planner's own error against published runs")
+    parser.add_argument(
+        "--score", type=Path, metavar="FOLDER", help="measure the planner's error against published runs"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="with --score: write the page of errors")
     parser.add_argument("--constants", type=Path, metavar="FILE", help="with --score: write the fitted constants")
 
@@ -107,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_score(args.score, args.predictions, args.page, args.constants, args.json, _progress())
     if args.name is None:
-        raise MoefoldError("plan what? name a RUN, or give --records FILE; see `moefold plan --help`")
+        raise MoefoldError("no RUN given; name a RUN, or give --records FILE; see `moefold plan --help`")
     from moefold.plan.search.proposal import propose
 
     question = question_of(args)
@@ -146,7 +161,7 @@ def _write(path: Path, text: str, option: str) -> None:
 
 
 def question_of(args: argparse.Namespace) -> Any:
-    """What was asked, or every problem with the asking."""
+    """The question to the planner; raises with every problem of the options."""
     from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
     from moefold.plan.search.proposal import Question
 
@@ -173,7 +188,7 @@ def question_of(args: argparse.Namespace) -> Any:
 
 
 def _dotted(changes: list[str]) -> dict[str, str]:
-    """`--a.b 1` and `--a.b=1` by their keys."""
+    """Overrides `--a.b 1` and `--a.b=1` by their keys."""
     found: dict[str, str] = {}
     words = iter(changes)
     for word in words:
@@ -185,13 +200,13 @@ def _dotted(changes: list[str]) -> dict[str, str]:
 def _cluster(args: argparse.Namespace) -> Cluster:
     problems = []
     if args.gpus is None:
-        problems.append(Problem("gpus", "how many GPUs?", "give --gpus 1024"))
+        problems.append(Problem("gpus", "no number of GPUs given", "give --gpus 1024"))
     for name, low in (("gpus", 1), ("domain", 1), ("nic", 1e-6), ("global_batch", 1), ("seq", 1), ("imbalance", 1)):
         value = getattr(args, name)
         if value is not None and not low <= value <= 10_000_000:
             problems.append(Problem(name.replace("_", "-"), f"is {value:g}", f"use a number from {low:g}"))
     if not 0 <= args.headroom < 1:
-        problems.append(Problem("headroom", f"is {args.headroom:g}", "use a share, such as 0.05"))
+        problems.append(Problem("headroom", f"is {args.headroom:g}", "use a fraction, such as 0.05"))
     if problems:
         raise ConfigError(*problems)
     if args.machine is not None:
@@ -210,7 +225,7 @@ def _print(proposal: Any) -> None:
 
 
 def _progress() -> Callable[[str, int, int], None]:
-    """One line on stderr that is rewritten; on anything but a terminal, one line per stage of the search."""
+    """A line on stderr that is rewritten on a terminal; elsewhere one line per stage of the search."""
     live = sys.stderr.isatty()
 
     def say(what: str, done: int, total: int) -> None:

@@ -1,7 +1,4 @@
-"""`moefold plan --records`: predict a file of published records and write one line for each.
-
-`moefold plan --score`: the planner's own error against a folder of published runs.
-"""
+"""`moefold plan --records` predicts published records; `moefold plan --score` measures the planner's error on them."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from moefold.tables import text_table
 
 
 def run_records(records: Path, predictions: Path | None, as_json: bool) -> int:
-    """Exit code 0 if at least one record was predicted; those that were not are named on stderr."""
+    """Returns 0 if at least one record was predicted; the others are listed on stderr."""
     lines = _read(records)
     total = sum(bool(line.strip()) for line in lines)
-    answers = list(with_progress(predict_lines(lines), total, "predicting records"))
-    predicted = [answer for answer in answers if isinstance(answer, dict)]
-    unread = [answer for answer in answers if isinstance(answer, Unread)]
+    results = list(with_progress(predict_lines(lines), total, "predicting records"))
+    predicted = [answer for answer in results if isinstance(answer, dict)]
+    unread = [answer for answer in results if isinstance(answer, Unread)]
     for each in unread:
         print(f"not predicted: {each.id}: {each.reason}", file=sys.stderr)
     text = "".join(json.dumps(answer) + "\n" for answer in predicted)
@@ -35,7 +32,7 @@ def run_records(records: Path, predictions: Path | None, as_json: bool) -> int:
         _write(predictions, text)
     elif not as_json:
         sys.stdout.write(text)
-    _summarize(len(answers), predicted, unread, as_json, predictions)
+    _summarize(len(results), predicted, unread, as_json, predictions)
     return 0 if predicted else 1
 
 
@@ -49,7 +46,7 @@ def _summarize(
     fits = sum(answer["fits"] for answer in predicted)
     where = f", written to {predictions}" if predictions else ""
     words = f"{len(predicted)} of {total} records predicted ({fits} fit), {len(unread)} not{where}"
-    # Predictions on stdout stay a clean file.
+    # On stdout there are only predictions, so that it can be redirected into a file.
     print(words, file=sys.stdout if predictions else sys.stderr)
 
 
@@ -75,7 +72,7 @@ def run_score(
     as_json: bool,
     progress: Callable[[str, int, int], None],
 ) -> int:
-    """Prints the error by set; writes the predictions, the page and the fitted constants where asked."""
+    """Prints the error per set of runs; writes predictions, page and fitted constants where paths are given."""
     result = assess(folder, progress)
     if predictions is not None:
         predictions.write_text("".join(json.dumps(line) + "\n" for line in prediction_lines(result)), "utf-8")
@@ -108,7 +105,7 @@ def _data(result: Assessment) -> dict[str, object]:
         "false_oom": list(result.false_oom),
         "interval_holds": result.covered,
         "errors": dict(result.errors),
-        "errors_without_the_card": dict(result.gpu_errors),
+        "errors_without_the_gpu": dict(result.gpu_errors),
         "errors_without_the_family": dict(result.family_errors),
         "memory_errors": dict(result.memory_errors),
     }

@@ -1,8 +1,8 @@
-"""`moefold plan --serve`: the page with a form, on this machine only.
+"""`moefold plan --serve`: the plan's page with a form, on this machine only.
 
-One request at a time, GET alone. It listens on the loopback address and answers only requests that name it, so that no
-page of another site can reach it under another name. Nothing is fetched, stored or executed; values are checked by
-`plan/report/form.py` before the planner sees them.
+One request at a time, GET only. It listens on the loopback address and answers only requests whose Host header names
+it, so that no other site can reach it by DNS rebinding. Nothing is fetched, stored or executed; `plan/report/form.py`
+checks values before the planner gets them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POLICY = (
 
 
 def serve(question: Question, port: int) -> int:
-    """Until it is interrupted."""
+    """Serves until interrupted."""
     if not 0 <= port <= 65535:
         raise MoefoldError(f"no port {port}; use a number from 1024 to 65535")
     try:
@@ -42,7 +42,7 @@ def serve(question: Question, port: int) -> int:
 
 
 def make_server(question: Question, port: int) -> HTTPServer:
-    """Ready to serve; port 0 takes a free one."""
+    """A server that is bound to the port; 0 takes a free one."""
 
     class Handler(PlanHandler):
         first = question
@@ -106,4 +106,4 @@ class PlanHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: the page is the answer."""
+        """Requests are not logged."""

@@ -1,4 +1,4 @@
-"""`moefold prove`: run a layout on real processes and on one, and compare everything."""
+"""`moefold prove`: run a layout on several processes and on one, and compare every result."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ EXAMPLES = """examples:
   moefold prove --kept tests/ranks/failed_cases.jsonl
   moefold prove --mutants
 
-A run's sizes are reduced to what a laptop can prove; its structure, routing and layout stay.
-A drawn case that fails prints the command that repeats it, and the line that keeps it for --kept.
-Exits with 0 when everything holds, 1 when something does not, 2 when the command cannot be understood."""
+A run's sizes are reduced to what a laptop can run; its structure, routing and layout stay.
+A random case that fails prints the command that repeats it, and the line that adds it to a --kept file.
+Exits with 0 when every comparison holds, 1 when one does not, 2 when the command is wrong."""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "prove",
         help="prove that a layout computes what one process computes",
-        description="Prove that a layout computes what one process computes: loss, every gradient, the norm, "
+        description="Prove that a layout computes what one process computes: loss, every gradient, the gradient norm, "
         "the clipped update, balance losses, bias updates and token counts.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_argument(parser, optional=True)
     parser.add_argument("--world", type=int, default=4, metavar="N", help="processes to run on (default 4)")
-    parser.add_argument("--cases", type=int, metavar="N", help="draw N random legal cases instead of a run")
-    parser.add_argument("--case", type=int, metavar="NUMBER", help="draw one case again, by the number it was named by")
-    parser.add_argument("--kept", type=Path, metavar="FILE", help="prove the cases of a file, one line of JSON each")
-    parser.add_argument("--max-world", type=int, default=8, metavar="W", help="most processes of a drawn case")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="which random cases")
-    parser.add_argument("--mutants", action="store_true", help="seed known faults and show that each is caught")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--cases", type=int, metavar="N", help="N random valid cases instead of a run")
+    parser.add_argument("--case", type=int, metavar="NUMBER", help="one random case again, by its number")
+    parser.add_argument("--kept", type=Path, metavar="FILE", help="the cases of a file, one line of JSON each")
+    parser.add_argument(
+        "--max-world", type=int, default=8, metavar="W", help="most processes of a random case (default 8)"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="seed of the random cases (default 1)")
+    parser.add_argument("--mutants", action="store_true", help="inject known faults and show that each is caught")
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32", "bfloat16"), default="float64", help="default: float64"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -55,9 +59,7 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     asked = [given is not None for given in (args.name, args.cases, args.case, args.kept)] + [args.mutants]
     if sum(asked) != 1:
-        raise MoefoldError(
-            "prove what? give one of RUN, --cases N, --case NUMBER, --kept FILE and --mutants; see `prove --help`"
-        )
+        raise MoefoldError("give one of RUN, --cases N, --case NUMBER, --kept FILE and --mutants; see `prove --help`")
     if args.mutants:
         return prove_mutants(args.json)
     if args.cases is not None:
@@ -77,7 +79,7 @@ def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json:
 
     full = find_run(name, changes)
     found = problems(full, world)
-    # Batch and width rules are about the full run; the reduced one brings its own sizes.
+    # Rules about the batch and dims are for the full run; the reduced one has its own sizes.
     layout = [problem for problem in found if problem.path.startswith(("parallel", "world"))]
     if layout:
         raise ConfigError(*layout)
@@ -90,7 +92,7 @@ def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json:
 
 
 def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int:
-    """One drawn case again, with its whole table."""
+    """One random case again, with its whole table."""
     from moefold.prove.proof_report import as_data, case_report
     from moefold.prove.random_cases import draw_case
     from moefold.prove.verdict import prove
@@ -121,14 +123,14 @@ def prove_kept(path: Path, as_json: bool) -> int:
     found = {entry.case: entry.found for entry in kept}
 
     def report(verdict: Verdict) -> str:
-        return f"{case_report(verdict)}\n\nWhat this case once found: {found[verdict.case]}"
+        return f"{case_report(verdict)}\n\nThis case once found: {found[verdict.case]}"
 
     verdicts = _prove_each(found, len(found), as_json, report)
     return _sum_up(verdicts, str(path), began, as_json, {"kept": str(path)})
 
 
 def _prove_each(cases: Iterable[Case], count: int, as_json: bool, report: Callable[[Verdict], str]) -> list[Verdict]:
-    """Failures are printed as they come."""
+    """Failures are printed as they occur."""
     from moefold.prove.verdict import prove
 
     verdicts = []
@@ -155,7 +157,7 @@ def prove_mutants(as_json: bool) -> int:
     from moefold.prove.mutants import prove_mutants as results
     from moefold.prove.proof_report import as_data, case_report, mutants_report
 
-    everything = list(with_progress(results(), len(CASES) + len(MUTANTS), "seeding faults"))
+    everything = list(with_progress(results(), len(CASES) + len(MUTANTS), "injecting faults"))
     clean = [verdict for mutant, verdict in everything if mutant is None]
     faulty = [(mutant, verdict) for mutant, verdict in everything if mutant is not None]
     passed = all(verdict.holds for verdict in clean) and all(caught(verdict) for _, verdict in faulty)
@@ -174,6 +176,7 @@ def _tolerance_note(dtype: str) -> str:
     if dtype == "bfloat16":
         return (
             "bfloat16: errors are relative in norm; allowed are 6 * 2^-9/sqrt(3) * sqrt(36 roundings per layer + 12) * "
-            "(tokens)^(1/4), twice that for squared gradients, 0 for counts; choices are replayed from the reference"
+            "(tokens)^(1/4), twice that for squared gradients, 0 for counts; assignments are replayed from the "
+            "reference"
         )
     return f"{dtype}: the largest difference relative to the largest entry; 1e-9 is allowed"

@@ -1,4 +1,4 @@
-"""`moefold report`: one self-contained HTML page about a run, finished or not."""
+"""`moefold report`: one self-contained HTML page about a finished or running run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   moefold report runs/debug_small --out page.html
   moefold report runs/debug_small --json
 
-Reads RUN_DIR/metrics.jsonl and nothing else, so it can look at a run that is still going on."""
+Reads only RUN_DIR/metrics.jsonl, so it works on a run that is still training."""
 
 
 def add_to(commands: Any) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _opened(path: Path, mode: str) -> Any:
-    """With a bar on a terminal: the file of a long run takes a while to read."""
+    """With a progress bar on a terminal: the file of a long run takes a while to read."""
     from rich.console import Console
     from rich.progress import open as open_with_bar
 

@@ -1,8 +1,6 @@
-"""What every verb about a run shares: RUN is a recipe's name or a YAML file, and dotted options change it.
+"""The RUN argument of many verbs, with its dotted overrides, and a progress bar.
 
-moefold check deepseek_v3 --parallel.ep 32 --data.micro_batch=2
-
-How far a long command has come.
+RUN is a recipe's name or a YAML file: `moefold check deepseek_v3 --parallel.ep 32 --data.micro_batch=2`.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False)
     parser.description = f"{parser.description} {note}" if parser.description else note
     parse = parser.parse_known_args
 
-    # Which dotted keys exist depends on the run, and `override` explains a wrong one better than argparse could. They
-    # are taken out before argparse looks, or it would take their values for RUN.
+    # Dotted options are removed before argparse parses, which would take their values for RUN. Which keys exist depends
+    # on the run, and `override` explains a wrong one.
     def without_changes(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         words, changes = split_changes(args or ())
         found, rest = parse(words, namespace)
@@ -39,7 +37,7 @@ def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False)
 
 
 def split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Other words, and `--dotted.key VALUE` or `--dotted.key=VALUE` pairs."""
+    """(other words, the words of `--dotted.key VALUE` and `--dotted.key=VALUE`)."""
     others: list[str] = []
     changes: list[str] = []
     rest = iter(words)
@@ -64,7 +62,7 @@ Item = TypeVar("Item")
 
 
 def with_progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """A bar on a terminal, a line now and then elsewhere; always on stderr, so that output stays clean."""
+    """A progress bar on a terminal, a line per 20 items elsewhere; on stderr, so that stdout has only output."""
     from rich.console import Console
     from rich.progress import track
 

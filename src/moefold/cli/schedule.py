@@ -1,4 +1,4 @@
-"""`moefold schedule`: what every pipeline rank does and when, how long it idles and what it holds."""
+"""`moefold schedule`: draw a pipeline schedule with its timing, bubble and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMES = {
     "backward_weight": "its weight gradients",
 }
 _MOST_RANKS_SHOWN = 32
-# More than this takes minutes and cannot be looked at.
+# More takes minutes to draw.
 _LARGEST_ORDER, _LARGEST_PICTURE = 2_000_000, 200_000
 
 
@@ -33,30 +33,34 @@ def add_to(commands: Any) -> None:
     orders = "\n".join(f"  {name:<24}{schedule.summary}" for name, schedule in SCHEDULES.items())
     parser = commands.add_parser(
         "schedule",
-        help="draw a pipeline order, with its finish time, bubble and memory",
-        description=f"Build, check and time a pipeline order, and draw it.\n\n{orders}\n\n"
-        "Without a name, compare all that fit the sizes.",
+        help="draw a pipeline schedule, with its finish time, bubble and memory",
+        description=f"Build, validate, time and draw a pipeline schedule.\n\n{orders}\n\n"
+        "Without NAME, compare all that take these sizes.",
         epilog="example: moefold schedule interleaved --stages 4 --virtual 2 --microbatches 8 --svg order.svg",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of the orders above")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of the schedules above")
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline ranks")
     parser.add_argument(
-        "--virtual", type=int, metavar="V", help="stages per rank (2, where the order takes any number)"
+        "--virtual", type=int, metavar="V", help="virtual stages per rank (2, where the schedule takes any number)"
     )
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches of a step")
-    parser.add_argument("--split", action="store_true", help="split backwards and fill bubbles with weight gradients")
+    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches per step")
+    parser.add_argument("--split", action="store_true", help="split backward and fill bubbles with weight gradients")
     for name, meaning in _TIMES.items():
         help_text = f"time of {meaning} (1); or one number per stage, with commas"
         parser.add_argument(f"--{name.replace('_', '-')}", default="1", metavar="T", help=help_text)
     parser.add_argument("--send", type=float, default=0.0, metavar="T", help="time of a message between ranks (0)")
     parser.add_argument(
-        "--overlap", type=float, default=1.0, metavar="X", help="time of a pair over the sum of its parts' times (1)"
+        "--overlap",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="time of an overlapped forward and backward over the sum of both (1)",
     )
     parser.add_argument("--width", type=int, metavar="N", help="columns of the drawing (the terminal's)")
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for chrome://tracing or ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="print data instead of a drawing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return _compare(args)
     timeline = _timeline(args, args.name)
     if args.svg:
-        _refuse_pictures(timeline.order)
+        _refuse_large_pictures(timeline.order)
         Path(args.svg).write_text(svg(timeline))
     if args.trace:
         Path(args.trace).write_text(json.dumps(chrome_trace(timeline)))
@@ -78,14 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     if args.svg or args.trace:
-        raise ConfigError(Problem("svg, trace", "a file holds one order", "say which: moefold schedule NAME ..."))
+        raise ConfigError(Problem("svg, trace", "a file shows one schedule", "name it: moefold schedule NAME ..."))
     found = {}
     for name, schedule in SCHEDULES.items():
         virtual = _virtual(args, name)
         if not schedule.problems(args.stages, virtual, args.microbatches):
             found[name] = _timeline(args, name)
     if not found:
-        # Then the sizes are to blame, and any order says so.
+        # No schedule takes these sizes; this raises the problems.
         schedule_named("interleaved").build(args.stages, args.virtual or 1, args.microbatches)
     if args.json:
         print(json.dumps({name: _data(timeline, actions=False) for name, timeline in found.items()}, indent=2))
@@ -97,7 +101,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _virtual(args: argparse.Namespace, name: str) -> int:
     if args.virtual is not None and args.name is not None:
         return int(args.virtual)
-    # In a comparison, orders with a fixed number of stages per rank stand beside those that take any.
+    # A comparison includes schedules with a fixed number of stages per rank.
     return SCHEDULES[name].virtual or args.virtual or 2
 
 
@@ -121,7 +125,7 @@ def _refuse_sizes(args: argparse.Namespace, virtual: int) -> None:
         raise ConfigError(Problem("microbatches", message, f"at most {_LARGEST_ORDER:,} can be shown"))
 
 
-def _refuse_pictures(order: Order) -> None:
+def _refuse_large_pictures(order: Order) -> None:
     boxes = sum(map(len, order.actions))
     if boxes > _LARGEST_PICTURE:
         raise ConfigError(
@@ -161,7 +165,7 @@ def _report(timeline: Timeline, width: int) -> str:
             rank,
             ", ".join(map(str, order.stages_of(rank))),
             f"{timeline.bubbles[rank]:.2%}",
-            _held(timeline, rank),
+            _in_flight(timeline, rank),
         ]
         for rank in shown(order.num_ranks, _MOST_RANKS_SHOWN)
     ]
@@ -172,16 +176,16 @@ def _report(timeline: Timeline, width: int) -> str:
             "",
             text_grid(timeline, width, _MOST_RANKS_SHOWN),
             "",
-            text_table(["rank", "stages", "bubble", "microbatches held"], rows),
+            text_table(["rank", "stages", "bubble", "microbatches in flight"], rows),
             "",
             f"finish {timeline.finish:g}   bubble {timeline.bubble:.2%}"
-            f"   at most {max(timeline.peak_live) / order.num_virtual:g} microbatches held by a rank",
+            f"   at most {max(timeline.peak_live) / order.num_virtual:g} microbatches in flight on a rank",
         ]
     )
 
 
-def _held(timeline: Timeline, rank: int) -> str:
-    """In microbatches of a whole rank: one of V stages counts a V-th."""
+def _in_flight(timeline: Timeline, rank: int) -> str:
+    """In microbatches of a whole rank: one of its V stages counts 1 / V."""
     return f"{timeline.peak_live[rank] / timeline.order.num_virtual:g}"
 
 
@@ -197,7 +201,7 @@ def _comparison(found: dict[str, Timeline]) -> str:
         ]
         for name, timeline in found.items()
     ]
-    return text_table(["order", "stages per rank", "finish", "bubble", "microbatches held", "what it is"], rows)
+    return text_table(["schedule", "stages per rank", "finish", "bubble", "microbatches in flight", "about"], rows)
 
 
 def _data(timeline: Timeline, actions: bool = True) -> dict[str, Any]:

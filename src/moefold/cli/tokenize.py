@@ -17,8 +17,8 @@ EXAMPLES = """examples:
   moefold tokenize web.jsonl --tokenizer tokenizer.json --append-eod --out data/web --workers 16
   moefold tokenize web.jsonl --tokenizer tokenizer.json --append-eod --format npy --out data/web
 
-A text file is one document, and so is a line of a .jsonl file. Of a folder, text files are taken, at any depth.
-Documents keep the order of the input, and the result is the same for any number of workers. Train on it with
+A text file is one document, and so is a line of a .jsonl file. Folders are searched for text files recursively.
+Documents keep the order of the input, and the output is the same for any number of workers. Train on it with
 --data.train data/books."""
 
 
@@ -31,7 +31,7 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl files, folders")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="path of the result, without its ending")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="path of the output, without its suffix")
     parser.add_argument(
         "--tokenizer", default="bytes", metavar="T", help="`bytes` (default), or a tokenizer.json, or a folder with one"
     )
@@ -41,11 +41,11 @@ def add_to(commands: Any) -> None:
         default="bin",
         help="bin: Megatron .bin and .idx (default); npy: a raw array as OLMo reads it, without an index of documents",
     )
-    parser.add_argument("--jsonl-key", default="text", metavar="KEY", help="where a JSONL line has its text (text)")
+    parser.add_argument("--jsonl-key", default="text", metavar="KEY", help="key of the text in a JSONL line (text)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
-    parser.add_argument("--append-eod", action="store_true", help="end every document with a token that says so")
-    parser.add_argument("--eod-token", metavar="WORD", help="the word of that token (default: the usual ones)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an older result")
+    parser.add_argument("--append-eod", action="store_true", help="append an end-of-document token to every document")
+    parser.add_argument("--eod-token", metavar="WORD", help="that token's text (default: the usual ones)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     files, others = input_files(args.inputs)
     tasks = list(cut(files))
     empty = read = 0
-    with open_writer(args.out, args.format, _narrowest(args.format, vocab_size), args.overwrite) as writer:
+    with open_writer(args.out, args.format, _smallest_dtype(args.format, vocab_size), args.overwrite) as writer:
         for done in with_progress(tokenize(tasks, recipe, writer, workers), len(tasks), "tokenizing"):
             empty, read = empty + done.empty, read + done.read
         if not writer.num_tokens:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _narrowest(kind: str, vocab_size: int) -> str:
+def _smallest_dtype(kind: str, vocab_size: int) -> str:
     from moefold.data.tokens import raw_dtype
 
     if kind == "npy":
@@ -93,11 +93,11 @@ def _narrowest(kind: str, vocab_size: int) -> str:
 
 
 def _report(facts: dict[str, Any]) -> str:
-    rate = format_bytes(facts["bytes"] / max(facts["seconds"], 1e-3))
+    speed = format_bytes(facts["bytes"] / max(facts["seconds"], 1e-3))
     left_out = f"; {facts['empty']:,} empty documents left out" if facts["empty"] else ""
-    left_out += f"; {facts['others']:,} files of folders are no text and were left out" if facts["others"] else ""
+    left_out += f"; {facts['others']:,} files in folders are not text and were left out" if facts["others"] else ""
     return (
         f"{' and '.join(facts['files'])}\n"
         f"{facts['documents']:,} documents, {facts['tokens']:,} tokens ({facts['dtype']}) from {facts['inputs']:,} "
-        f"files{left_out}\n{facts['seconds']:.1f} s, {rate}/s; vocabulary of {facts['vocab_size']:,}"
+        f"files{left_out}\n{facts['seconds']:.1f} s, {speed}/s; vocabulary of {facts['vocab_size']:,}"
     )

@@ -1,1 +1,1 @@
-"""What every HTML page of moefold has in common: looks in two themes, a frame, scales. Nothing is fetched."""
+"""Parts that all HTML pages of moefold share: CSS, document frame, chart scales. Pages load nothing from elsewhere."""

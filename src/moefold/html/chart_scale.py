@@ -1,4 +1,4 @@
-"""From numbers to pixels: round tick values and short labels."""
+"""Axis scales for charts: values to pixels, round tick values, short labels."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         value = min(max(value, self.low), self.high)
-        part = (self._bent(value) - self._bent(self.low)) / (self._bent(self.high) - self._bent(self.low))
-        return self.start + part * (self.end - self.start)
+        fraction = (self._transformed(value) - self._transformed(self.low)) / (
+            self._transformed(self.high) - self._transformed(self.low)
+        )
+        return self.start + fraction * (self.end - self.start)
 
     def ticks(self, about: int = 5) -> list[float]:
         return log_ticks(self.low, self.high) if self.log else round_ticks(self.low, self.high, about)
 
-    def _bent(self, value: float) -> float:
+    def _transformed(self, value: float) -> float:
         return math.log10(value) if self.log else value
 
 

@@ -1,7 +1,4 @@
-"""The frame of a page: one self-contained HTML document, and the small pieces that all pages are made of.
-
-The looks of a page, in both themes: cards, panels, figures, stacked bars, tables. Pages add what is theirs alone.
-"""
+"""One self-contained HTML document: its frame, cards, figures, and the CSS that all pages share, light and dark."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def card(value: str, label: str, small: str = "") -> str:
 
 
 def figure(title: str, legend: Sequence[tuple[str, int]], note: str, body: str) -> str:
-    """A title, what the colors mean if there are several, the picture, a remark."""
+    """A title, a legend if there are several colors, the picture, a note."""
     keys = "".join(f'<span class="key"><i class="c{color}"></i>{escape(name)}</span>' for name, color in legend)
     head = f"<figcaption><b>{escape(title)}</b>{keys if len(legend) > 1 else ''}</figcaption>"
     return f"<figure>{head}{body}{f'<p class=note>{escape(note)}</p>' if note else ''}</figure>"

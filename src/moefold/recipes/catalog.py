@@ -1,4 +1,4 @@
-"""All named runs. A recipe is a function without arguments; its name is the function's name."""
+"""All recipes by name. A recipe is a function without arguments that returns a run; its name is the function's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe(name: str) -> RunConfig:
-    """Dashes and capitals are accepted, for that is how models are written elsewhere: DeepSeek-V3 is deepseek_v3."""
+    """The run of that name; dashes and capitals are accepted, so DeepSeek-V3 is deepseek_v3."""
     found = RECIPES.get(name.lower().replace("-", "_"))
     if found is None:
         raise UnknownNameError("recipe", name, RECIPES)

@@ -1,6 +1,6 @@
-"""Runs for trying things out: seconds on one core, with every part that a large run has.
+"""Small runs for development: seconds per run on one core, with every part that a large run has.
 
-Only these train on the builtin corpus; elsewhere a run names its tokens.
+Only these train on the builtin corpus; every other run must name its tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
-# These runs are for machines without a GPU.
+# For machines without a GPU.
 ON_CPU = KernelsConfig(experts="fused")
 _BYTES = DataConfig(train=BUILTIN, validation=BUILTIN)
 
 
 def debug_tiny() -> RunConfig:
-    """Two layers and eight experts: the smallest run that still routes."""
+    """Two layers and eight experts: the smallest MoE run."""
     return RunConfig(
         name="debug_tiny",
         kernels=ON_CPU,
@@ -58,9 +58,9 @@ def debug_small() -> RunConfig:
 def debug_10m() -> RunConfig:
     """Ten million parameters on the builtin corpus: learns Python's bytes in minutes on two cores.
 
-    Made to be compared between layouts, step by step: two layouts round differently, and where a token's best two
-    experts score alike to the last digit each may choose another. Here few tokens choose one of few experts each, its
-    answer is a correction to that of a shared expert, and the rate is low, so that a choice that flips stays small.
+    For comparing losses between layouts step by step. Layouts round differently, so a token whose top experts score
+    equally may be assigned differently. With top-1 of few experts, a small router scale beside a shared expert and a
+    low lr, such a flip changes the loss little.
     """
     return RunConfig(
         name="debug_10m",
@@ -88,7 +88,7 @@ def debug_10m() -> RunConfig:
 
 
 def debug_50m() -> RunConfig:
-    """Fifty million parameters, a third of them at work for a token, in the shape of Qwen3-MoE: a step to be timed."""
+    """Fifty million parameters, a third of them active, in the shape of Qwen3-MoE: for timing a step."""
     return RunConfig(
         name="debug_50m",
         model=ModelConfig(
@@ -114,7 +114,7 @@ def debug_50m() -> RunConfig:
 
 
 def debug_mla() -> RunConfig:
-    """Latent attention, a dense layer, a shared expert, expert groups and the loss-free bias, at the smallest size."""
+    """MLA, a dense layer, a shared expert, expert groups and the loss-free bias, at the smallest size."""
     return RunConfig(
         name="debug_mla",
         model=ModelConfig(

@@ -1,7 +1,7 @@
-"""DeepSeek: latent attention, dense layers first, a shared expert.
+"""DeepSeek: MLA, dense layers first, a shared expert.
 
-V3 scores with a sigmoid, opens only some groups of experts to a token, and balances by a bias instead of a loss; it is
-listed without its module for multi-token prediction, as its size is published; `model.num_mtp: 1` adds it.
+V3 has sigmoid scores, group-limited routing, and a loss-free bias instead of a balance loss. It is listed without its
+MTP module, as its size is published; `model.num_mtp: 1` adds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INIT_STD = 0.006
 
 
 def deepseek_v2_lite() -> RunConfig:
-    """Queries without a latent, two shared experts, plain softmax weights."""
+    """Queries without low rank, two shared experts, softmax probs that are not normalised."""
     return RunConfig(
         name="deepseek_v2_lite",
         model=ModelConfig(
@@ -43,7 +43,7 @@ def deepseek_v2_lite() -> RunConfig:
 
 
 def deepseek_v2_lite_proxy() -> RunConfig:
-    """V2-Lite's shape: two shared experts in one, one dense layer first."""
+    """V2-Lite's shape: two shared experts as one of twice the hidden dim, one dense layer first."""
     return RunConfig(
         name="deepseek_v2_lite_proxy",
         model=ModelConfig(
@@ -86,7 +86,7 @@ def deepseek_v3() -> RunConfig:
 
 
 def deepseek_v3_proxy() -> RunConfig:
-    """V3's shape: half of the expert groups are open to a token."""
+    """V3's shape: a token is routed to half of the expert groups."""
     return RunConfig(
         name="deepseek_v3_proxy",
         model=v3_shape(
@@ -123,7 +123,7 @@ def v3_shape(
     scale: float,
     init_std: float,
 ) -> ModelConfig:
-    """What V3 and its descendants have in common; `groups` is (number of groups, groups open to a token)."""
+    """What V3 and its descendants have in common; `groups` is (num_groups, top_groups)."""
     num_groups, top_groups = groups
     return ModelConfig(
         vocab_size=vocab,

@@ -1,4 +1,4 @@
-"""gpt-oss: biases everywhere, a learned sink per head, a short window in every second layer, and a clamped SwiGLU."""
+"""gpt-oss: biases in all linear layers, attention sinks, a sliding window in every second layer, clamped SwiGLU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def gpt_oss_20b() -> RunConfig:
-    """24 layers of 32 experts, four chosen."""
+    """24 layers of 32 experts, top 4."""
     return RunConfig(
         name="gpt_oss_20b",
         model=_full_size(layers=24, experts=32),
@@ -23,7 +23,7 @@ def gpt_oss_20b() -> RunConfig:
 
 
 def gpt_oss_120b() -> RunConfig:
-    """36 layers of 128 experts, four chosen."""
+    """36 layers of 128 experts, top 4."""
     return RunConfig(
         name="gpt_oss_120b",
         model=_full_size(layers=36, experts=128),
@@ -39,7 +39,7 @@ def gpt_oss_20b_proxy() -> RunConfig:
 
 
 def gpt_oss_120b_proxy() -> RunConfig:
-    """The same with twice the experts, so a token uses a quarter of them."""
+    """The same with 16 experts instead of 8."""
     return RunConfig(name="gpt_oss_120b_proxy", model=_proxy_size(experts=16))
 
 
@@ -109,6 +109,6 @@ def _gpt_oss(
             expert_mlp_bias=True,
         ),
         norm_eps=1e-5,
-        # initializer_range of the published config.json; the model card does not say how training started.
+        # initializer_range of the published config.json; the model card does not say what training used.
         init_std=0.02,
     )

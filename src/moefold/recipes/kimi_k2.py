@@ -9,7 +9,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.recipes.deepseek import v3_shape
 
-# initializer_range of the published config.json; the paper does not say how training started.
+# initializer_range of the published config.json; the paper does not say what training used.
 INIT_STD = 0.02
 
 
@@ -39,7 +39,7 @@ def kimi_k2() -> RunConfig:
 
 
 def kimi_k2_proxy() -> RunConfig:
-    """Kimi-K2's shape: three times a power of two of experts, to find out who assumes powers of two."""
+    """Kimi-K2's shape: 12 experts, so that code that assumes a power of two fails."""
     return RunConfig(
         name="kimi_k2_proxy",
         model=v3_shape(

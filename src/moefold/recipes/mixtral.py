@@ -1,4 +1,4 @@
-"""Mixtral: eight wide experts per layer, two chosen, the softmax taken over the two chosen logits."""
+"""Mixtral: eight large experts per layer, top 2, softmax over the two selected logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def mixtral_8x7b() -> RunConfig:
-    """Four query heads per key/value head; experts three and a half times as wide as the model."""
+    """Four query heads per key/value head; expert hidden dim 3.5 times the model dim."""
     return RunConfig(
         name="mixtral_8x7b",
         model=_mixtral(
@@ -88,6 +88,6 @@ def _mixtral(*, vocab: int, dim: int, layers: int, attention: GQAConfig, expert_
             balance=BalanceConfig(microbatch=0.02),
         ),
         norm_eps=1e-5,
-        # initializer_range of the published config.json; no paper says how training started.
+        # initializer_range of the published config.json; the paper does not say what training used.
         init_std=0.02,
     )

@@ -1,4 +1,4 @@
-"""OLMoE: sixty-four small experts, raw softmax weights, and the whole query and key normalised, not each head."""
+"""OLMoE: 64 small experts, softmax probs that are not normalised, QK-norm over the whole projection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def olmoe_1b_7b() -> RunConfig:
-    """Sixteen heads without grouping, an eighth of 64 experts chosen."""
+    """16 heads without grouping, 64 experts, top 8."""
     return RunConfig(
         name="olmoe_1b_7b",
         model=_olmoe(vocab=50_304, dim=2048, layers=16, heads=16, experts=64, top_k=8, expert_hidden_dim=1024),
@@ -23,7 +23,7 @@ def olmoe_1b_7b() -> RunConfig:
 
 
 def olmoe_1b_7b_proxy() -> RunConfig:
-    """OLMoE's shape: one key/value head per query head, an eighth of the experts chosen."""
+    """OLMoE's shape: one key/value head per query head, top 2 of 16 experts."""
     return RunConfig(
         name="olmoe_1b_7b_proxy",
         model=_olmoe(vocab=256, dim=64, layers=2, heads=4, experts=16, top_k=2, expert_hidden_dim=40),
@@ -45,6 +45,6 @@ def _olmoe(
             balance=BalanceConfig(microbatch=0.01, z=1e-3),
         ),
         norm_eps=1e-5,
-        # The paper's table of hyper-parameters; it cuts the normal off at three standard deviations, this one at 4.9.
+        # The paper's table of hyper-parameters; it truncates the normal at three standard deviations, ours at 4.9.
         init_std=0.02,
     )

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: many narrow experts, every head's query and key normalised, chosen weights made to sum to one."""
+"""Qwen3-MoE: many small experts, QK-norm per head, top-k probs normalised to sum to one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moefold.config.run import RunConfig
 
 
 def qwen3_30b_a3b() -> RunConfig:
-    """128 experts, eight chosen; eight query heads per key/value head."""
+    """128 experts, top 8; eight query heads per key/value head."""
     return RunConfig(
         name="qwen3_30b_a3b",
         model=_qwen3(
@@ -32,7 +32,7 @@ def qwen3_30b_a3b() -> RunConfig:
 
 
 def qwen3_235b_a22b() -> RunConfig:
-    """The same number of experts, twice as wide; sixteen query heads per key/value head."""
+    """128 experts of twice the hidden dim, top 8; sixteen query heads per key/value head."""
     return RunConfig(
         name="qwen3_235b_a22b",
         model=_qwen3(
@@ -52,7 +52,7 @@ def qwen3_235b_a22b() -> RunConfig:
 
 
 def qwen3_30b_a3b_proxy() -> RunConfig:
-    """30B-A3B's shape: heads that together are wider than the model."""
+    """30B-A3B's shape: num_heads * head_dim is larger than the model dim."""
     return RunConfig(
         name="qwen3_30b_a3b_proxy",
         model=_qwen3(
@@ -109,9 +109,9 @@ def _qwen3(
             router=RouterConfig(normalize=True),
             balance=BalanceConfig(global_batch=1e-3),
         ),
-        # Every layer is a mixture; the published configuration names a dense width all the same.
+        # Every layer is an MoE layer; the published configuration has a dense hidden dim all the same.
         dense_hidden_dim=dense_hidden_dim,
         norm_eps=1e-6,
-        # initializer_range of the published config.json; the report does not say how training started.
+        # initializer_range of the published config.json; the report does not say what training used.
         init_std=0.02,
     )
