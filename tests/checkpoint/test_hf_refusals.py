@@ -18,10 +18,10 @@ import torch
 from tests.checkpoint.hf_sources import Imagined
 from torch import Tensor
 
+from moefold.checkpoint.hf.config_maps import family_rules
 from moefold.checkpoint.hf.conversion import Export, export, import_directory
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.hf.hf_config import family_of, read_config, write_config
-from moefold.checkpoint.hf.name_maps import MIXTRAL_NAMES
 from moefold.checkpoint.hf.name_rules import NameRule, parse_dims, pieces
 from moefold.checkpoint.hf.safetensors_file import as_bytes, header
 from moefold.checkpoint.single_process import StoredWeights
@@ -44,7 +44,7 @@ def write_directory(path: Path, tensors: Tensors, config: dict[str, Any] | None 
 
 
 def good_tensors() -> Tensors:
-    return {piece.theirs: torch.ones(piece.their_shape) for piece in pieces(MIXTRAL_NAMES, MODEL)}
+    return {piece.theirs: torch.ones(piece.their_shape) for piece in pieces(family_rules("mixtral"), MODEL)}
 
 
 GATE = "model.layers.1.block_sparse_moe.gate.weight"
@@ -249,9 +249,9 @@ def test_dims_go_there_and_back() -> None:
     ids=["one too few", "one covers twice", "a name twice", "a slice missing"],
 )
 def test_rules_that_are_no_bijection_are_refused(change: Any) -> None:
-    pieces(MIXTRAL_NAMES, MODEL)
+    pieces(family_rules("mixtral"), MODEL)
     with pytest.raises(ConversionError):
-        pieces(change(MIXTRAL_NAMES), MODEL)
+        pieces(change(family_rules("mixtral")), MODEL)
 
 
 # ---- memory ----

@@ -129,22 +129,30 @@ def _read_latent(config: Mapping[str, Any]) -> Values:
         raise Unreadable("head_dim", f"must be qk_rope_head_dim ({rope})")
     if isinstance(nope, int) and isinstance(rope, int) and config.get("qk_head_dim", nope + rope) != nope + rope:
         raise Unreadable("qk_head_dim", f"must be qk_nope_head_dim + qk_rope_head_dim ({nope + rope})")
-    shared, width = config.get("n_shared_experts") or 0, config.get("moe_intermediate_size")
-    if not (isinstance(shared, int) and isinstance(width, int)):
+    return {}
+
+
+LATENT = Section(
+    ("num_key_value_heads", "head_dim", "qk_head_dim"),
+    _read_latent,
+    lambda model: {"num_key_value_heads": model.attention.num_heads},
+)
+
+
+def _read_shared(config: Mapping[str, Any]) -> Values:
+    shared, dim = config.get("n_shared_experts") or 0, config.get("moe_intermediate_size")
+    if not (isinstance(shared, int) and isinstance(dim, int)):
         raise Unreadable("n_shared_experts", "must be a whole number, as must moe_intermediate_size")
-    return {"moe.shared_hidden_dim": shared * width}
+    return {"moe.shared_hidden_dim": shared * dim}
 
 
-def _write_latent(model: ModelConfig) -> Values:
+def _write_shared(model: ModelConfig) -> Values:
+    """A hidden dim that is not a multiple reads back as another model, which is refused."""
     moe = _moe(model)
-    return {
-        "num_key_value_heads": model.attention.num_heads,
-        # A width that is no multiple comes back as another model, which is how that is noticed.
-        "n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim or None,
-    }
+    return {"n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim or None}
 
 
-LATENT = Section(("num_key_value_heads", "head_dim", "qk_head_dim", "n_shared_experts"), _read_latent, _write_latent)
+SHARED_EXPERTS = Section(("n_shared_experts",), _read_shared, _write_shared)
 
 
 def _read_v2_groups(config: Mapping[str, Any]) -> Values:

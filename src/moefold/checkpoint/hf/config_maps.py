@@ -20,21 +20,24 @@ from moefold.checkpoint.hf.config_converters import (
     HEADS,
     LATENT,
     ROPE,
+    SHARED_EXPERTS,
     V2_GROUPS,
     V3_GROUPS,
     WINDOWS,
     Section,
 )
 from moefold.checkpoint.hf.name_maps import (
-    DEEPSEEK_V2_NAMES,
-    DEEPSEEK_V3_NAMES,
-    GPT_OSS_NAMES,
-    LLAMA_NAMES,
-    MIXTRAL_NAMES,
+    DECODER_NAMES,
+    DEEPSEEK_MOE_NAMES,
+    DENSE_NAMES,
+    EXPERT_NAMES,
+    GPT_OSS_MOE_NAMES,
+    HEAD_NAMES,
+    LATENT_NAMES,
+    MIXTRAL_EXPERT_NAMES,
     MTP_COPIES,
-    OLMOE_NAMES,
-    QWEN3_MOE_NAMES,
-    QWEN3_NAMES,
+    MTP_NAMES,
+    NORMED_HEAD_NAMES,
 )
 from moefold.checkpoint.hf.name_rules import CopyRule, NameRule
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
@@ -151,7 +154,7 @@ _MIXTRAL = Dialect(
         Key("intermediate_size", "moe.expert_hidden_dim"),
         Key("sliding_window", "attention.window", None),
     ),
-    MIXTRAL_NAMES,
+    (*DECODER_NAMES, *HEAD_NAMES, *MIXTRAL_EXPERT_NAMES),
     (ROPE, HEADS),
     _SILU,
 )
@@ -168,7 +171,7 @@ _QWEN3_MOE = Dialect(
         Key("moe_intermediate_size", "moe.expert_hidden_dim"),
         Key("norm_topk_prob", "moe.router.normalize", False),
     ),
-    QWEN3_MOE_NAMES,
+    (*DECODER_NAMES, *NORMED_HEAD_NAMES, *DENSE_NAMES, *EXPERT_NAMES),
     (ROPE, HEADS, DENSE_FIRST, FULL_LAYERS),
     {**_SILU, **_NO_BIAS, "decoder_sparse_step": (1,), "use_sliding_window": (False,), "sliding_window": (None,)},
 )
@@ -184,7 +187,7 @@ _OLMOE = Dialect(
         Key("intermediate_size", "moe.expert_hidden_dim"),
         Key("norm_topk_prob", "moe.router.normalize", False),
     ),
-    OLMOE_NAMES,
+    (*DECODER_NAMES, *NORMED_HEAD_NAMES, *EXPERT_NAMES),
     (ROPE, HEADS),
     {**_SILU, **_NO_BIAS, "clip_qkv": (None,)},
 )
@@ -205,7 +208,7 @@ _GPT_OSS = Dialect(
         Key("intermediate_size", "moe.expert_hidden_dim"),
         Key("sliding_window", "attention.window", 128),
     ),
-    GPT_OSS_NAMES,
+    (*DECODER_NAMES, *HEAD_NAMES, *GPT_OSS_MOE_NAMES),
     (ROPE, HEADS, WINDOWS),
     {**_SILU, "attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
 )
@@ -215,8 +218,8 @@ _DEEPSEEK_V2 = Dialect(
     "DeepseekV2ForCausalLM",
     ModelConfig(attention=MLAConfig(), rope=RopeConfig(interleaved=True), moe=_mixture()),
     _latent_keys(),
-    DEEPSEEK_V2_NAMES,
-    (ROPE, LATENT, V2_GROUPS),
+    (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES),
+    (ROPE, LATENT, SHARED_EXPERTS, V2_GROUPS),
     {
         **_SILU,
         **_NO_BIAS,
@@ -243,8 +246,8 @@ _DEEPSEEK_V3 = Dialect(
         Key("rope_interleave", "rope.interleaved", True),
         Key("num_nextn_predict_layers", "num_mtp", 0, names=("num_mtp_layers",)),
     ),
-    DEEPSEEK_V3_NAMES,
-    (ROPE, LATENT, V3_GROUPS),
+    (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES, *MTP_NAMES),
+    (ROPE, LATENT, SHARED_EXPERTS, V3_GROUPS),
     {
         **_SILU,
         **_NO_BIAS,
@@ -262,7 +265,7 @@ _LLAMA = Dialect(
     "LlamaForCausalLM",
     ModelConfig(attention=_PLAIN, moe=None),
     (*_DECODER, Key("intermediate_size", "dense_hidden_dim")),
-    LLAMA_NAMES,
+    (*DECODER_NAMES, *HEAD_NAMES, *DENSE_NAMES),
     (ROPE, HEADS),
     {**_SILU, **_NO_BIAS, "mlp_bias": (False,)},
 )
@@ -272,7 +275,7 @@ _QWEN3 = Dialect(
     "Qwen3ForCausalLM",
     ModelConfig(attention=replace(_PLAIN, qk_norm="head"), moe=None),
     (*_DECODER, Key("intermediate_size", "dense_hidden_dim")),
-    QWEN3_NAMES,
+    (*DECODER_NAMES, *NORMED_HEAD_NAMES, *DENSE_NAMES),
     (ROPE, HEADS, FULL_LAYERS),
     {**_SILU, **_NO_BIAS, "use_sliding_window": (False,), "sliding_window": (None,)},
 )

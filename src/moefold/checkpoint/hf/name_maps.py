@@ -1,7 +1,7 @@
-"""The tensor names that each family of models uses on disk, in `save_pretrained`'s spelling.
+"""The tensor names that families of models use on disk, in `save_pretrained`'s spelling.
 
-Dims in the rules: E experts, F expert hidden dim, D model dim. gpt-oss stores [in, out], with the rows of gate and up
-alternating.
+Blocks of rules that families share; `config_maps.py` combines them in each family's table. Dims in the rules: E
+experts, F expert hidden dim, D model dim.
 
 DeepSeek-V3's MTP modules are stored as layers after the last one, `model.layers.61`: a layer's names for the block,
 four more for what is around it, and the embedding and the head once more. `eh_proj` multiplies
@@ -37,7 +37,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[NameRule, ...]:
     )
 
 
-_DECODER = (
+DECODER_NAMES = (
     NameRule("embedding.weight", "model.embed_tokens.weight"),
     NameRule("final_norm.weight", "model.norm.weight"),
     NameRule("head.weight", "lm_head.weight"),
@@ -45,17 +45,17 @@ _DECODER = (
     _layer("feed_forward_norm.weight", "post_attention_layernorm.weight"),
 )
 
-_HEADS = tuple(
+HEAD_NAMES = tuple(
     _layer(f"attention.{ours}.{leaf}", f"self_attn.{theirs}.{leaf}")
     for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("out", "o_proj"))
     for leaf in ("weight", "bias")
 )
-_NORMED_HEADS = (
-    *_HEADS,
+NORMED_HEAD_NAMES = (
+    *HEAD_NAMES,
     _layer("attention.q_norm.weight", "self_attn.q_norm.weight"),
     _layer("attention.k_norm.weight", "self_attn.k_norm.weight"),
 )
-_LATENT = tuple(
+LATENT_NAMES = tuple(
     _layer(f"attention.{ours}.weight", f"self_attn.{theirs}.weight")
     for ours, theirs in (
         ("q", "q_proj"),
@@ -69,24 +69,34 @@ _LATENT = tuple(
     )
 )
 
-_ONE_BY_ONE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_DENSE = _gated("", "")
-_DEEPSEEK = (
-    *_DECODER,
-    *_LATENT,
-    *_DENSE,
-    *_ONE_BY_ONE,
+EXPERT_NAMES = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+DENSE_NAMES = _gated("", "")
+# Dense layers, routed and shared experts, and the loss-free bias.
+DEEPSEEK_MOE_NAMES = (
+    *DENSE_NAMES,
+    *EXPERT_NAMES,
     *_gated("shared.", "shared_experts."),
     _layer("feed_forward.router.expert_bias", "mlp.gate.e_score_correction_bias"),
 )
+MIXTRAL_EXPERT_NAMES = _experts("block_sparse_moe", "w1", "w3", "w2")
+# Attention sinks, router and experts of gpt-oss, which stores [in, out], gate and up rows alternating.
+GPT_OSS_MOE_NAMES = (
+    _layer("attention.sinks", "self_attn.sinks"),
+    _layer("feed_forward.router.weight", "mlp.router.weight"),
+    _layer("feed_forward.router.bias", "mlp.router.bias"),
+    _layer("feed_forward.experts.gate_up", "mlp.experts.gate_up_proj", "E 2 F D = E D (F 2)"),
+    _layer("feed_forward.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias", "E 2 F = E (F 2)"),
+    _layer("feed_forward.experts.down", "mlp.experts.down_proj", "E D F = E F D"),
+    _layer("feed_forward.experts.down_bias", "mlp.experts.down_proj_bias"),
+)
 
 # An MTP module: every tensor of a layer, and the four around its block.
-_MTP = (
+MTP_NAMES = (
     *(
         replace(
             rule, ours=rule.ours.replace("layers.{i}", "mtp.{k}.block"), theirs=rule.theirs.replace("{i}", "{after}")
         )
-        for rule in _DEEPSEEK
+        for rule in (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES)
         if rule.ours.startswith("layers.{i}.")
     ),
     NameRule("mtp.{k}.token_norm.weight", "model.layers.{after}.enorm.weight"),
@@ -99,23 +109,3 @@ MTP_COPIES = (
     CopyRule("embedding.weight", "model.layers.{after}.embed_tokens.weight"),
     CopyRule("head.weight", "model.layers.{after}.shared_head.head.weight"),
 )
-
-# Each family's rules; `config_maps.py` names them in the family's table.
-MIXTRAL_NAMES = (*_DECODER, *_HEADS, *_experts("block_sparse_moe", "w1", "w3", "w2"))
-QWEN3_MOE_NAMES = (*_DECODER, *_NORMED_HEADS, *_DENSE, *_ONE_BY_ONE)
-OLMOE_NAMES = (*_DECODER, *_NORMED_HEADS, *_ONE_BY_ONE)
-DEEPSEEK_V2_NAMES = _DEEPSEEK
-DEEPSEEK_V3_NAMES = (*_DEEPSEEK, *_MTP)
-GPT_OSS_NAMES = (
-    *_DECODER,
-    *_HEADS,
-    _layer("attention.sinks", "self_attn.sinks"),
-    _layer("feed_forward.router.weight", "mlp.router.weight"),
-    _layer("feed_forward.router.bias", "mlp.router.bias"),
-    _layer("feed_forward.experts.gate_up", "mlp.experts.gate_up_proj", "E 2 F D = E D (F 2)"),
-    _layer("feed_forward.experts.gate_up_bias", "mlp.experts.gate_up_proj_bias", "E 2 F = E (F 2)"),
-    _layer("feed_forward.experts.down", "mlp.experts.down_proj", "E D F = E F D"),
-    _layer("feed_forward.experts.down_bias", "mlp.experts.down_proj_bias"),
-)
-LLAMA_NAMES = (*_DECODER, *_HEADS, *_DENSE)
-QWEN3_NAMES = (*_DECODER, *_NORMED_HEADS, *_DENSE)
