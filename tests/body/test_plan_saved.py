@@ -42,7 +42,7 @@ def kept_bytes(run: RunConfig, layer: int, num_sequences: int) -> int:
         return tensor
 
     x = torch.randn(num_sequences * LENGTH, run.model.dim, dtype=torch.bfloat16).requires_grad_()
-    # A phase that is computed again holds its inputs by other means: they are kept outside of the hooks.
+    # A recomputed phase holds its inputs by other means: they are kept outside of the hooks.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, batch_of(num_sequences, LENGTH, run.model.vocab_size))
     return sum(kept.values())
@@ -81,7 +81,7 @@ def test_a_phase_that_is_computed_again_keeps_none_of_its_own(name: str) -> None
     plain, again = proxy(name), proxy(name, ("attention", "feed_forward", "experts"))
     layer = plain.model.num_layers - 1
     assert said(again, layer) < 0.7 * said(plain, layer)
-    besides = ("mixture: phase input", "mixture: rows")
+    besides = ("moe: phase input", "moe: rows")
     workload = workload_of_run(again, cluster_of("H100", 1))
     kept = kept_by(workload.model.layers[layer], again.model.dim, setting_of(workload)).kept
     own = sum(size for name, size in kept if name not in besides)

@@ -60,7 +60,7 @@ def test_json_is_data_and_the_choice_obeys_what_was_pinned(capsys: Output) -> No
     assert data["goodput"]["failures_per_day"] == pytest.approx(24 * 16 / 1000)
     assert data["goodput"]["days"] > 0 and data["goodput"]["tokens"] == 5e12
     assert data["would_free"] and all(each["bytes"] > 0 and each["slower"] > -0.5 for each in data["would_free"])
-    assert {answer["about"] for answer in data["what_if"]} == {"machine", "layout", "program"}
+    assert {answer["about"] for answer in data["what_if"]} == {"machine", "layout", "framework"}
 
 
 def test_without_a_search_the_runs_own_layout_is_predicted(capsys: Output) -> None:

@@ -66,7 +66,7 @@ def test_what_if_changes_one_thing() -> None:
     rack = found["the NVLink domain were 72"].prediction
     assert rack is not None and rack.time.step_seconds < predict(own).time.step_seconds
     assert found["MBS 2"].prediction is not None
-    for question in ("products were twice as fast", "NVLink were twice as fast", "the network were twice as fast"):
+    for question in ("matmuls were twice as fast", "NVLink were twice as fast", "the network were twice as fast"):
         assert found[question].faster(predict(own)) >= 0, question
 
 

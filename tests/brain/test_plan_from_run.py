@@ -55,7 +55,7 @@ def test_a_run_is_the_job_it_describes() -> None:
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_the_command_line_starts_the_same_job(parallel: ParallelConfig) -> None:
-    """From any run to this one and back: what `train` would read is the job that was planned."""
+    """From any run to this one and back: what `train` would read is the workload that was planned."""
     asked, cluster = of(parallel, recompute=("experts",)), cluster_of("H100", 64)
     workload = workload_of_run(asked, cluster)
     assert beyond_moefold(workload) == [] and order_of(workload) == parallel.schedule
@@ -93,7 +93,7 @@ def test_what_moefold_cannot_do_is_said() -> None:
         )
     )
     text = "; ".join(beyond)
-    for word in ("hybridep", "mxfp8", "mla_up", "full graphs", "zero1", "put-off weight gradients"):
+    for word in ("hybridep", "mxfp8", "mla_up", "full graphs", "zero1", "deferred weight gradients"):
         assert word in text
 
 

@@ -35,7 +35,7 @@ TABLE_3 = Workload(
     Dtypes(),
     Options(weighted_inside=False),
 )
-# The table's "GB" are 2**30 bytes, and its rank is the third: 16 mixture layers, of which 60 in live microbatches.
+# The table's "GB" are 2**30 bytes, and its rank is the third: 16 MoE layers, of which 60 in live microbatches.
 RANK = 2
 
 
@@ -230,7 +230,7 @@ def test_savings_are_differences_of_whole_predictions() -> None:
     for one in found.values():
         assert predict_memory(one.workload).total == pytest.approx(now - one.bytes)
     assert {"compute whole layers again", "weigh inside the experts' activation", "compute in fp8_tensor"} < set(found)
-    # Rank 0, which is the fullest, has 55 mixture layers alive, and holes are counted with them.
+    # Rank 0, which is the fullest, has 55 MoE layers alive, and holes are counted with them.
     assert found["weigh inside the experts' activation"].bytes / GIB > 24
 
 

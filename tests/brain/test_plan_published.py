@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FOLDER, reason="the publi
 
 
 def questions() -> dict[str, list[Workload]]:
-    """Layouts by what they have in common: cluster, batch, format, program and its date."""
+    """Layouts by what they have in common: cluster, batch, format, framework and its date."""
     found: dict[str, list[Workload]] = {}
     for line in (Path(FOLDER) / "published.jsonl").open() if FOLDER else ():
         record: dict[str, Any] = json.loads(line)

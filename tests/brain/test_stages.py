@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.blueprint.model_shape import shape_of
-from moefold.blueprint.partition import balance, dearest
+from moefold.blueprint.partition import balance, largest_cost
 from moefold.blueprint.stages import (
     StageSpec,
     balanced_stages,
@@ -128,7 +128,7 @@ def test_printing_and_parsing_are_inverse(stages: tuple[StageSpec, ...]) -> None
 
 def brute_force(costs: list[float], parts: int) -> float:
     inner = range(1, len(costs))
-    return min(dearest(costs, cuts) for cuts in combinations_with_replacement(inner, parts - 1))
+    return min(largest_cost(costs, cuts) for cuts in combinations_with_replacement(inner, parts - 1))
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=8), st.integers(1, 5))
@@ -137,12 +137,12 @@ def test_no_cut_is_better(costs: list[int], parts: int) -> None:
     assert len(cuts) == parts - 1
     assert cuts == sorted(cuts)
     assert all(1 <= cut <= len(costs) - 1 for cut in cuts)
-    assert dearest(costs, cuts) == brute_force([*costs], parts)
+    assert largest_cost(costs, cuts) == brute_force([*costs], parts)
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=7), st.integers(1, 4))
 def test_no_cut_is_better_in_fractions(costs: list[float], parts: int) -> None:
-    assert dearest(costs, balance(costs, parts)) == pytest.approx(brute_force(costs, parts), rel=1e-12)
+    assert largest_cost(costs, balance(costs, parts)) == pytest.approx(brute_force(costs, parts), rel=1e-12)
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7), st.integers(2, 4))
@@ -153,7 +153,7 @@ def test_an_expensive_end_does_not_excuse_the_others(costs: list[int], parts: in
     found = max(sum(costs[a:b]) for a, b in pairwise(edges))
     everything_first = [c for c in combinations_with_replacement(range(1, len(costs) + 1), parts - 2)]
     assert cuts[-1] == len(costs)
-    assert found == min(dearest(costs, cuts) for cuts in everything_first)
+    assert found == min(largest_cost(costs, cuts) for cuts in everything_first)
 
 
 def test_equal_layers_are_spread_evenly() -> None:
@@ -174,13 +174,13 @@ def test_balance_is_fast_at_any_size() -> None:
 
 
 def test_deepseek_v3_balances_itself() -> None:
-    """In parameters used, a dense layer is a mixture; the head, used twice with MTP, is worth three layers."""
+    """In active parameters a dense layer equals an MoE layer; the head, used twice with MTP, is worth three."""
     model = replace(RECIPES["deepseek_v3"]().model, num_mtp=1)
-    embedding, dense, *_, mixture, module, loss = (
+    embedding, dense, *_, moe, module, loss = (
         cost / part_costs(shape_of(model))[3] for cost in part_costs(shape_of(model))
     )
     assert embedding < 0.001
-    assert (dense, mixture, module, loss) == pytest.approx((1, 1, 1.17, 3.17), abs=0.03)
+    assert (dense, moe, module, loss) == pytest.approx((1, 1, 1.17, 3.17), abs=0.03)
     assert print_stages(balanced_stages(shape_of(model), 32)) == "Ett|(tt|)*29tm|L"
     assert print_stages(balanced_stages(shape_of(model), 16)) == "Et*5|(t*4|)*14mL"
 

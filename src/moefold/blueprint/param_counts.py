@@ -50,7 +50,7 @@ VECTORS = frozenset({"norm", "bias", "sink"})
 class Counts:
     """Numbers of parameters; `experts` are the routed experts with their biases, all layers together.
 
-    `mtp` and `active_mtp` say how much of `total` and `active` is in the modules that predict further ahead.
+    `mtp` and `active_mtp` say how much of `total` and `active` is in the MTP modules.
     """
 
     total: int

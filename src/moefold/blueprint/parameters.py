@@ -36,12 +36,12 @@ class ParameterSpec:
 
 
 def parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """Everything that is trained, in the order of the forward pass."""
+    """All trained parameters, in the order of the forward pass."""
     return tuple(_parameters(model))
 
 
 def buffers(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """What is saved but not trained: the loss-free bias of every router that has one."""
+    """Saved but not trained: the loss-free bias of every router that has one."""
     moe = model.moe
     if moe is None or not moe.router.expert_bias:
         return ()
@@ -52,7 +52,7 @@ def buffers(model: ModelConfig) -> tuple[ParameterSpec, ...]:
 
 
 def moe_block_names(model: ModelConfig) -> tuple[str, ...]:
-    """Which blocks are mixtures, in the order of the forward pass: the rows of everything kept per mixture."""
+    """Which blocks have experts, in the order of the forward pass: the rows of all state that is kept per MoE layer."""
     return tuple(name for layer, name in enumerate(block_names(model)) if model.is_moe_layer(layer))
 
 
@@ -63,12 +63,12 @@ def block_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to routed experts: cut over ep and etp, replicated over edp."""
+    """Whether a parameter belongs to routed experts: sharded over ep and etp, replicated over edp."""
     return ".experts." in name
 
 
 def is_mtp(name: str) -> bool:
-    """Whether a parameter belongs to a module that predicts further ahead: of no use to one who predicts one token."""
+    """Whether a parameter belongs to an MTP module; inference of one token at a time does not need it."""
     return name.startswith(("mtp.", "mtp_norms."))
 
 

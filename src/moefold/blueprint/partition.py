@@ -1,14 +1,14 @@
-"""How to cut a row of costs into consecutive parts so that the dearest part is as cheap as possible.
+"""How to cut a row of costs into consecutive parts so that the most expensive part is as cheap as possible.
 
-A pipeline is as slow as its slowest stage, so the first wish is a small maximum; it is met exactly. The second: where
-the end of the row alone sets that maximum (a head over a large vocabulary), the other parts shall not grow to it. The
-third: what is left free is spent on parts that are alike. The first cost stays in the first part and the last in
+A pipeline is as slow as its slowest stage, so the first goal is the smallest maximum, which is found exactly. Second:
+where the end of the row alone sets that maximum (a head over a large vocabulary), the other parts must not grow to it.
+Third: the remaining freedom makes parts as equal as possible. The first cost stays in the first part and the last in
 the last, for that is where the embedding and the loss belong; parts between them may be empty.
 
 "Is a limit enough?" is answered by filling each part up to it, and halving finds the least limit that is. Costs become
 whole numbers first, so every comparison is exact. Nothing here takes parts times costs steps.
 
-    costs 1 5 1 1 1 4 over 3 parts      1 5 | 1 1 1 | 4      dearest 6
+    costs 1 5 1 1 1 4 over 3 parts      1 5 | 1 1 1 | 4      largest 6
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
     return _spread(sums, parts, others, limit)
 
 
-def dearest(costs: Sequence[float], cuts: Sequence[int]) -> float:
+def largest_cost(costs: Sequence[float], cuts: Sequence[int]) -> float:
     """What the most expensive part costs."""
     edges = (0, *cuts, len(costs))
     return max(sum(costs[start:stop]) for start, stop in pairwise(edges))
@@ -74,7 +74,7 @@ def _end_when_filled(sums: Sequence[int], start: int, limit: int) -> int:
 def _spread(sums: Sequence[int], parts: int, limit: int, last: int) -> list[int]:
     """Cuts within the limits, each as near as they allow to an even share of what is left to share."""
     earliest = _earliest_cuts(sums, parts, limit, last)
-    # A last part that is dearer than all others is no measure for them: they share what comes before it.
+    # A last part that costs more than all others is no measure for them: they divide what comes before it.
     shared, takers = (sums[-1], parts) if limit == last else (sums[earliest[-1]], parts - 1)
     cuts: list[int] = []
     start = 0

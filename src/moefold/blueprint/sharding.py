@@ -1,10 +1,10 @@
 """How tensor and expert parallelism cut each parameter: one table from name patterns to (axis, dim).
 
-    tp  cuts dense matrices by heads or width, and the vocabulary
-    ep  cuts the stack of experts
-    etp cuts every expert's width
+    tp  shards dense matrices by heads or hidden dim, and the vocabulary
+    ep  shards the stack of experts
+    etp shards every expert's hidden dim
 
-What no rule cuts is replicated along the axis. The same table is read for bytes, for placements and for checkpoints.
+What no rule shards is replicated along the axis. The same table is read for bytes, for placements and for checkpoints.
 Sharded data parallelism then cuts once more whatever is left, along `shard_dim`.
 """
 
@@ -55,7 +55,7 @@ RULES = (
     ShardRule("feed_forward.down", "tp", 1),
     ShardRule("feed_forward.shared.gate_up", "tp", 1),
     ShardRule("feed_forward.shared.down", "tp", 1),
-    # Experts, and inside each its width.
+    # Experts, and inside each its hidden dim.
     ShardRule("feed_forward.experts.*", "ep", 0),
     ShardRule("feed_forward.experts.gate_up", "etp", 2),
     ShardRule("feed_forward.experts.gate_up_bias", "etp", 2),

@@ -1,7 +1,7 @@
 """Which parts of a model a pipeline rank holds: those that its stages need.
 
 A part that several stages use, on different ranks, is held by each of them: the embedding, which also serves the
-modules that look ahead and, where it is tied, the head; the final norm, which the first such module reads too. Such
+MTP modules and, where it is tied, the head; the final norm, which the first such module reads too. Such
 copies start equal, their gradients are added up, and so they stay equal.
 """
 

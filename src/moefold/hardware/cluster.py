@@ -16,7 +16,7 @@ from moefold.hardware.machine import Machine
 class Cluster:
     gpu: Gpu
     num_gpus: int
-    # Accelerators that reach each other by fast links; a rack of GB200 has 72 of which jobs mostly use 64.
+    # Accelerators that reach each other by fast links; a rack of GB200 has 72 of which runs mostly use 64.
     domain: int
     # One accelerator's share of the network between domains, in 1e9 bytes per second and direction.
     nic_gb_s: float
@@ -27,14 +27,14 @@ class Cluster:
 
     @property
     def usable_domain(self) -> int:
-        """Ranks per domain: jobs leave 8 of a rack's 72 aside, so that powers of two fit."""
+        """Ranks per domain: runs leave 8 of a rack's 72 aside, so that powers of two fit."""
         return 64 if self.domain == 72 else self.domain
 
 
 def cluster_of(gpu: str, num_gpus: int, **changes: object) -> Cluster:
-    """The usual cluster of this card; `changes` are fields to differ in."""
-    card = gpu_named(gpu)
-    usual = Cluster(card, num_gpus, card.domain, card.nic_gb_s)
+    """The usual cluster of this GPU; `changes` are fields to differ in."""
+    spec = gpu_named(gpu)
+    usual = Cluster(spec, num_gpus, spec.domain, spec.nic_gb_s)
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 

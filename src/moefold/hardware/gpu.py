@@ -1,8 +1,8 @@
 """Accelerators as data: what each can do at best, as its maker or a benchmark's table states it.
 
-These are nominal figures. What a program really gets of them (the sustained share of a peak, the achieved share of a
-link) is the planner's business: `plan/timing/constants.py`. Memory is what a program can allocate, which is less than
-the label on cards whose driver keeps a part.
+These are nominal figures. What a run really gets of them (the sustained share of a peak, the achieved share of a
+link) is the planner's business: `plan/timing/constants.py`. Memory is what can be allocated, which is less than the
+label on GPUs whose driver keeps a part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Gpu:
     """One accelerator. Rates are per second and per direction, in units of 1e12 FLOP and 1e9 bytes."""
 
     name: str
-    # Dense products without sparsity; 0 where the format has no units of its own.
+    # Dense matmuls without sparsity; 0 where the format has no units of its own.
     bf16_tflops: float
     fp8_tflops: float
     fp4_tflops: float
@@ -32,7 +32,7 @@ class Gpu:
     # Its share of the node's network cards, and of the path to the host's memory.
     nic_gb_s: float
     host_gb_s: float
-    # What programs are built for; cards of one architecture run the same kernels.
+    # What kernels are built for; GPUs of one architecture run the same ones.
     architecture: str
     watts: float
 

@@ -27,7 +27,7 @@ from moefold.errors import ConfigError, Problem
 
 # What ranks do together, by bytes that one of them receives.
 #   tokens       gathered before a cut product, summed and cut after it
-#   exchange     what a mixture takes longer with experts on other ranks, forward and backward, by rows one way
+#   exchange     what an MoE layer takes longer with experts on other ranks, forward and backward, by rows one way
 #   context      what attention takes longer over ranks, forward and backward, by keys and values
 #   send, sum    one message; one all-reduce
 #   parameters, gradients   gathered and summed by sharded data parallelism, its copies included
@@ -93,7 +93,7 @@ class Machine:
     memory_gb: float
     gemm_gflops: float
     gemm_gb_s: float
-    # Arithmetic of experts' products against one product's.
+    # Arithmetic of experts' matmuls against one large matmul's.
     grouped: float
     attention_forward_gflops: float
     attention_backward_gflops: float

@@ -1,10 +1,10 @@
 """Peak arithmetic of accelerators: what MFU is a fraction of.
 
-Dense bfloat16 products, without sparsity, as the makers state them (for GB200 and GB300 the 2,450 that NVIDIA's own
+Dense bfloat16 matmuls, without sparsity, as the makers state them (for GB200 and GB300 the 2,450 that NVIDIA's own
 benchmark recipes divide by; for MI355X the 2,300 of AMD's). Sustained rates are lower: that is what MFU shows.
 
-A device that is not listed has no peak, and then there is no MFU. A guess would be worse: the PCIe and NVL cards of a
-generation are slower than their namesakes, and a MIG slice is a fraction of its card.
+A device that is not listed has no peak, and then there is no MFU. A guess would be worse: the PCIe and NVL GPUs of a
+generation are slower than their namesakes, and a MIG slice is a fraction of its GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moefold.hardware.gpu import GPUS
 # Variants with a dash in their name are not told apart by what torch prints.
 _KNOWN = {name: gpu.bf16_tflops for name, gpu in GPUS.items() if "-" not in name}
 _OTHER_CARD = {"PCIE", "NVL", "MIG"}
-# The A100's PCIe card has the same peak.
+# The A100's PCIe GPU has the same peak.
 _SAME_AS_PCIE = {"A100"}
 
 

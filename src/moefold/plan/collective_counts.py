@@ -1,14 +1,14 @@
 """Every collective of one step of a moefold run on one rank: name, group, how often, and how many bytes.
 
-Counted as the ledger counts: bytes that the rank hands in, forward and backward. Routing is taken to be even. The dry
-run, which carries the step out, finds the same numbers; a test holds the two against each other, byte for byte.
+Counted as the ledger counts: bytes that the rank passes to the collective, forward and backward, with even routing. The
+dry run, which executes the step, finds the same numbers; a test compares the two, byte for byte.
 
     who sends                   what
-    sharded data parallelism    gathers weights, sums gradients: per layer and microbatch, or once in a pipeline
-    tensor parallelism          gathers tokens before a product that is cut, sums after it (`plan/token_messages.py`)
+    sharded data parallelism    all_gather of weights, reduce_scatter of gradients: per microbatch, or per step
+    tensor parallelism          all_gather of tokens before a sharded matmul, reduce_scatter after (`token_messages.py`)
     context parallelism         keys and values around the ring, their gradients back
-    expert parallelism          counts, rows and weights there, answers back (`plan/expert_messages.py`)
-    the pipeline                streams forward, gradients backward
+    expert parallelism          dispatch of counts, rows and probs, combine (`plan/expert_messages.py`)
+    the pipeline                hidden states forward, gradients backward
     the end of the step         partial gradients, losses, counts, the norm
 """
 
@@ -88,7 +88,7 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
 
 
 def _modules(held: Iterable[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """Parameters by the module that gathers them: experts, layers, modules ahead, and the root for the rest."""
+    """Parameters by the module that unshards them: experts, layers, MTP modules, and the root for the rest."""
     found: dict[str, list[ParameterSpec]] = {}
     for spec in held:
         first, number, *_ = spec.name.split(".")
@@ -126,7 +126,7 @@ def _microbatches(run: RunConfig, layout: FoldedLayout, here: int, rank: int, nu
 
 
 def _streams(stages: tuple[StageSpec, ...], border: int) -> int:
-    """What crosses the border after this stage: the stream, and that of every module ahead which has run."""
+    """How many hidden states cross the border after this stage: one, and one per MTP module that has run."""
     return 1 + sum(len(stage.mtp) for stage in stages[: border + 1])
 
 

@@ -1,4 +1,4 @@
-"""What a rank hands to collectives, added up by operation and group, and how many tokens it has to send."""
+"""Bytes that a rank passes to collectives, added up by operation and group, and how many tokens it has to send."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
 """Which dispatcher is cheapest: what each sends and copies, times what the link costs.
 
-t tokens of a rank, K choices per token, E experts, P ranks of an ep group, B bytes of a row, D entries of a row.
+t tokens of a rank, K experts per token, E experts, W ranks of an ep group, B bytes of a row, D entries of a row.
 
     all_to_all      t * K rows go, and come back
-    deduplicated    t * H rows go, and come back; H is how many ranks a token meets
-    all_gather      t * (P - 1) rows come; as many sums of D float32 entries go home
+    deduplicated    t * N rows go, and come back; N is how many ranks have one of a token's experts
+    all_gather      t * (W - 1) rows come; as many sums of D float32 entries go back
 
-A token's K experts differ, so a rank that holds E / P of them is missed by all K with the chance
+A token's K experts differ, so a rank that holds E / W of them has none of the K with probability
 
-    C(E - E/P, K) / C(E, K)        and        H = P * (1 - that)
+    C(E - E/W, K) / C(E, K)        and        N = W * (1 - that)
 
-Of rows sent, one in P stays where it is. A row that is sent one by one is also gathered on its way out and added up on
-its way home, which costs memory traffic; finding out what goes where takes a number of small operations. Times are
-those of one dispatch and combine; the backward pass does the same once more the other way round, so it does not change
-who wins.
+Of rows sent, one in W stays where it is. A row that is sent on its own is also gathered before dispatch and added up in
+combine, which costs memory traffic; computing the routing maps takes a number of small operations. Times are those of
+one dispatch and combine; the backward does the same in the other direction, so it does not change the ranking.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from moefold.config.parallel import DispatcherName, LinkConfig
 from moefold.config.run import RunConfig
 
 _WORD = {"float64": 8, "float32": 4, "bfloat16": 2}
-# Of a routing weight, an expert's number with a row, and one that is gathered.
+# Of a prob, an expert's number with a row, and one that is gathered.
 _WEIGHT, _NUMBER, _GATHERED_NUMBER = 4, 2, 8
 # Counts, rows, choices, answers; or tokens, weights, choices, sums.
 _MESSAGES = 4

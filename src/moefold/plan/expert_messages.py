@@ -1,13 +1,11 @@
-"""What tokens send to reach their experts and come back, by dispatcher, forward and backward.
+"""Collectives of dispatch and combine, by dispatcher, forward and backward.
 
-N tokens of a microbatch, t of those on this rank, K choices per token, E experts, P ranks of a group, D width.
+Routing is that of the balanced router: assignment k of token n goes to expert (n * K + k) mod E. Then every count is
+known, and the bytes are those of a real step, to the byte.
 
-Routing is taken as the balanced router does it: choice k of token n goes to expert (n * K + k) mod E. Then every count
-is known, and the bytes are those of a real step, to the byte.
-
-    all_to_all      a row per choice there and back, its weight beside it
-    all_gather      every token of the block to everyone; answers are summed in float32
-    deduplicated    a row per token and rank that it has a choice on, its K weights and K numbers beside it
+    all_to_all      a row per assignment there and back, its prob beside it
+    all_gather      every token of the group to every rank; expert outputs are summed in float32
+    deduplicated    a row per token and rank that has one of its experts, with its K probs and K expert numbers
     two_level       a row per token and host, then a row per token and rank of that host
 """
 
@@ -25,8 +23,8 @@ from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.topology.folded_layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 
-# Of a routing weight, of an expert's number as it travels, and of a count.
-_WEIGHT, _NUMBER, _COUNT = 4, 2, 8
+# Bytes of a prob, of an expert number in a message, and of a count.
+_PROB, _NUMBER, _COUNT = 4, 2, 8
 
 
 def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
@@ -35,28 +33,30 @@ def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoECon
         _SENDERS[dispatcher_in_use(run)](run, layout, rank, moe, times, tally)
 
 
-def _to_experts(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """Rows and weights there, answers back; twice, for their gradients go the other way."""
+def _all_to_all_messages(
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+) -> None:
+    """Dispatch of rows and probs and combine of expert outputs; twice, for their gradients go the other way."""
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
-    leaving, arriving = tokens.mine * moe.top_k, arriving_rows(run, layout, rank)
+    sent, received = tokens.mine * moe.top_k, received_rows(run, layout, rank)
     counts = moe.num_experts * _COUNT
     if moe.capacity is None:
         tally.add("all_to_all", "ep", counts, times)
         tally.add("all_gather", "etp", counts, times)
-    for rows in (leaving, arriving):
+    for rows in (sent, received):
         tally.add("all_to_all", "ep", rows * dim * tokens.word, 2 * times)
-        tally.add("all_to_all", "ep", rows * _WEIGHT, times)
-    # Ranks that share an expert gather each other's rows, and add their answers up; short ones are filled up.
-    most = max(arriving_rows(run, layout, peer) for peer in layout.ranks("etp", rank))
+        tally.add("all_to_all", "ep", rows * _PROB, times)
+    # Ranks that shard an expert gather each other's rows, and sum their outputs; all are padded to the most rows.
+    most = max(received_rows(run, layout, peer) for peer in layout.ranks("etp", rank))
     etp = layout.size("etp")
     tally.add("all_gather", "etp", most * dim * tokens.word, 2 * times)
-    tally.add("all_gather", "etp", most * _WEIGHT, times)
+    tally.add("all_gather", "etp", most * _PROB, times)
     tally.add("reduce_scatter", "etp", etp * most * dim * tokens.wide, 2 * times)
-    tally.add("reduce_scatter", "etp", etp * most * _WEIGHT, times)
+    tally.add("reduce_scatter", "etp", etp * most * _PROB, times)
 
 
-def arriving_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
-    """Rows that come to this rank from its ep peers, if choices are dealt in turn: n * K + k to that number mod E."""
+def received_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
+    """Rows that this rank receives from its ep peers if assignment n * K + k goes to expert (n * K + k) mod E."""
     assert run.model.moe is not None
     experts, top_k = run.model.moe.num_experts, run.model.moe.top_k
     each = experts // layout.size("ep")
@@ -66,12 +66,14 @@ def arriving_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
     for peer in layout.ranks("ep", rank):
         place = layout.coordinate(peer, "cp"), layout.coordinate(peer, "tp")
         if place not in by_place:
-            by_place[place] = _dealt(_held(run, layout, *place), top_k, experts, first, first + each)
+            by_place[place] = _count_assignments(
+                _tokens_of_rank(run, layout, *place), top_k, experts, first, first + each
+            )
         rows += by_place[place]
     return rows
 
 
-def _held(run: RunConfig, layout: FoldedLayout, context: int, shard: int) -> list[int]:
+def _tokens_of_rank(run: RunConfig, layout: FoldedLayout, context: int, shard: int) -> list[int]:
     """The numbers of a rank's tokens in their microbatch."""
     lengths, cp, tp = (run.data.seq_len,) * run.data.micro_batch, layout.size("cp"), layout.size("tp")
     shared = [token for start, stop in places(lengths, context, cp) for token in range(start, stop)]
@@ -79,82 +81,88 @@ def _held(run: RunConfig, layout: FoldedLayout, context: int, shard: int) -> lis
     return shared[starts[shard] : starts[shard + 1]]
 
 
-def _dealt(tokens: list[int], top_k: int, experts: int, first: int, stop: int, once: bool = False) -> int:
-    """How many choices of these tokens fall on experts from ``first`` to before ``stop``; ``once``: how many tokens."""
+def _count_assignments(tokens: list[int], top_k: int, experts: int, first: int, stop: int, once: bool = False) -> int:
+    """How many assignments of these tokens are to experts in ``[first, stop)``; ``once``: how many tokens have one."""
     residues = Counter(token * top_k % experts for token in tokens)
     inside = {start: sum(first <= (start + k) % experts < stop for k in range(top_k)) for start in residues}
     return sum(count * (inside[start] > 0 if once else inside[start]) for start, count in residues.items())
 
 
-def _to_everyone(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """All tokens of the block are gathered with their choices; answers are summed."""
+def _all_gather_messages(
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+) -> None:
+    """All tokens of the group are gathered with their assignments; expert outputs are summed."""
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     everyone = tokens.mine * layout.size("expert_block")
     group = "expert_block"
     tally.add("all_gather", group, tokens.mine * dim * tokens.word, 2 * times)
-    tally.add("all_gather", group, tokens.mine * moe.top_k * _WEIGHT, times)
+    tally.add("all_gather", group, tokens.mine * moe.top_k * _PROB, times)
     tally.add("all_gather", group, tokens.mine * moe.top_k * 8, times)
     tally.add("reduce_scatter", group, everyone * dim * tokens.wide, 2 * times)
-    tally.add("reduce_scatter", group, everyone * moe.top_k * _WEIGHT, times)
+    tally.add("reduce_scatter", group, everyone * moe.top_k * _PROB, times)
 
 
-# ---- rows that go once ----
+# ---- a row per token and rank, not per assignment ----
 
 
-def _direct(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """One hop over the ep group."""
+def _deduplicated_messages(
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+) -> None:
+    """One all-to-all over the ep group."""
     peers = layout.ranks("ep", rank)
-    leaving = sum(_rows_once(run, layout, moe, (rank,), peer, 1) for peer in peers)
-    arriving = {
+    sent = sum(_rows_once(run, layout, moe, (rank,), peer, 1) for peer in peers)
+    received = {
         end: sum(_rows_once(run, layout, moe, (peer,), end, 1) for peer in layout.ranks("ep", end))
         for end in layout.ranks("etp", rank)
     }
-    _hop(run, layout, moe, "ep", len(peers), moe.num_experts, leaving, arriving[rank], times, tally)
-    _split(run, layout, moe, len(peers), moe.num_experts, max(arriving.values()), times, tally)
+    _dedup_all_to_all(run, layout, moe, "ep", len(peers), moe.num_experts, sent, received[rank], times, tally)
+    _etp_messages(run, layout, moe, len(peers), moe.num_experts, max(received.values()), times, tally)
 
 
-def _two_level(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """One hop across hosts, and one inside for the tokens of all hosts' ranks that crossed to this one."""
+def _two_level_messages(
+    run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally
+) -> None:
+    """One all-to-all between hosts, and one inside of the host for the tokens that came to it."""
     size = run.parallel.ep_inner
     across, inside = levels(layout.ranks("ep", rank), rank, size)
-    leaving = sum(_rows_once(run, layout, moe, (rank,), peer, size) for peer in across)
+    sent = sum(_rows_once(run, layout, moe, (rank,), peer, size) for peer in across)
     crossed = sum(_rows_once(run, layout, moe, (peer,), rank, size) for peer in across)
     of_host = moe.num_experts // len(across)
-    _hop(run, layout, moe, "ep_across", len(across), moe.num_experts, leaving, crossed, times, tally)
+    _dedup_all_to_all(run, layout, moe, "ep_across", len(across), moe.num_experts, sent, crossed, times, tally)
     spread = sum(_rows_once(run, layout, moe, across, peer, 1) for peer in inside)
-    arriving = {}
+    received = {}
     for end in layout.ranks("etp", rank):
         peers = levels(layout.ranks("ep", end), end, size)[1]
         holders = (levels(layout.ranks("ep", peer), peer, size)[0] for peer in peers)
-        arriving[end] = sum(_rows_once(run, layout, moe, each, end, 1) for each in holders)
-    _hop(run, layout, moe, "ep_inside", len(inside), of_host, spread, arriving[rank], times, tally)
-    _split(run, layout, moe, len(inside), of_host, max(arriving.values()), times, tally)
+        received[end] = sum(_rows_once(run, layout, moe, each, end, 1) for each in holders)
+    _dedup_all_to_all(run, layout, moe, "ep_inside", len(inside), of_host, spread, received[rank], times, tally)
+    _etp_messages(run, layout, moe, len(inside), of_host, max(received.values()), times, tally)
 
 
-def _hop(
+def _dedup_all_to_all(
     run: RunConfig,
     layout: FoldedLayout,
     moe: MoEConfig,
     group: str,
     ranks: int,
     experts: int,
-    leaving: int,
-    arriving: int,
+    sent: int,
+    received: int,
     times: int,
     tally: Tally,
 ) -> None:
-    """Counts; rows there and back, and their gradients; choices there, and their weights' gradients back."""
+    """Counts; rows there and back, and their gradients; assignments there, and the gradients of probs back."""
     if ranks == 1:
         return
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     tally.add("all_to_all", group, (ranks + experts) * _COUNT, times)
-    for rows in (leaving, arriving):
+    for rows in (sent, received):
         tally.add("all_to_all", group, rows * dim * tokens.word, 2 * times)
-    tally.add("all_to_all", group, leaving * moe.top_k * (_WEIGHT + _NUMBER), times)
-    tally.add("all_to_all", group, arriving * moe.top_k * _WEIGHT, times)
+    tally.add("all_to_all", group, sent * moe.top_k * (_PROB + _NUMBER), times)
+    tally.add("all_to_all", group, received * moe.top_k * _PROB, times)
 
 
-def _split(
+def _etp_messages(
     run: RunConfig,
     layout: FoldedLayout,
     moe: MoEConfig,
@@ -164,32 +172,35 @@ def _split(
     times: int,
     tally: Tally,
 ) -> None:
-    """Ranks that share an expert gather each other's rows, and add their answers up; short ones are filled up."""
+    """Ranks that shard an expert gather each other's rows, and sum their outputs; all are padded to the most rows."""
     tokens, dim, etp = tokens_of(run, layout), moe.latent_dim or run.model.dim, layout.size("etp")
     tally.add("all_gather", "etp", (ranks + experts) * _COUNT, times)
     tally.add("all_gather", "etp", most * dim * tokens.word, 2 * times)
-    tally.add("all_gather", "etp", most * moe.top_k * (_WEIGHT + _NUMBER), times)
+    tally.add("all_gather", "etp", most * moe.top_k * (_PROB + _NUMBER), times)
     tally.add("reduce_scatter", "etp", etp * most * dim * tokens.wide, 2 * times)
-    tally.add("reduce_scatter", "etp", etp * most * moe.top_k * _WEIGHT, times)
+    tally.add("reduce_scatter", "etp", etp * most * moe.top_k * _PROB, times)
 
 
 def _rows_once(
     run: RunConfig, layout: FoldedLayout, moe: MoEConfig, holders: tuple[int, ...], end: int, size: int
 ) -> int:
-    """How many tokens of these ranks have a choice on the end's rank, or on its host of ``size`` ranks."""
+    """How many tokens of these ranks have an assignment on the end's rank, or on its host of ``size`` ranks."""
     number = moe.num_experts // layout.size("ep") * size
     first = layout.index("ep", end) // size * number
     spots = Counter((layout.coordinate(rank, "cp"), layout.coordinate(rank, "tp")) for rank in holders)
     return sum(
-        count * _dealt(_held(run, layout, *spot), moe.top_k, moe.num_experts, first, first + number, once=True)
+        count
+        * _count_assignments(
+            _tokens_of_rank(run, layout, *spot), moe.top_k, moe.num_experts, first, first + number, once=True
+        )
         for spot, count in spots.items()
     )
 
 
 _Sender = Callable[[RunConfig, FoldedLayout, int, MoEConfig, int, Tally], None]
 _SENDERS: dict[str, _Sender] = {
-    "all_to_all": _to_experts,
-    "all_gather": _to_everyone,
-    "deduplicated": _direct,
-    "two_level": _two_level,
+    "all_to_all": _all_to_all_messages,
+    "all_gather": _all_gather_messages,
+    "deduplicated": _deduplicated_messages,
+    "two_level": _two_level_messages,
 }

@@ -1,9 +1,9 @@
-"""A moefold run as a job, and a job as the command that starts it.
+"""A moefold run as a workload, and a workload as the command that starts it.
 
-The planner reasons about jobs; the trainer reads runs. This file is the only bridge. What a run says in one word may be
-two facts of a job: an order that pairs forwards with backwards hides the experts' exchanges (`ep_overlap`), one that
-splits the backward puts weight gradients off (`delay_wgrad`). What a job has and moefold does not offer yet is listed
-by `beyond_moefold`, never dropped in silence.
+The planner predicts workloads; the trainer reads runs. Only this file translates between them. One key of a run may be
+two facts of a workload: a schedule that pairs forwards with backwards overlaps the experts' communication
+(`ep_overlap`), one that splits the backward defers weight gradients (`delay_wgrad`). `beyond_moefold` lists what a
+workload has and moefold does not offer.
 """
 
 from __future__ import annotations
@@ -120,15 +120,15 @@ def _dispatcher(run: RunConfig) -> Dispatcher:
 
 
 def beyond_moefold(workload: Workload) -> list[str]:
-    """What this job has that moefold cannot carry out, in words; empty if it can start it."""
+    """What this workload has that moefold cannot run, in words; empty if it can."""
     options, degrees = workload.options, workload.degrees
     found = []
     if options.dispatcher not in (*RUN_DISPATCHERS, "local"):
         found.append(f"the {options.dispatcher} dispatcher")
     if workload.dtypes.format not in _FORMATS.values():
-        found.append(f"products in {workload.dtypes.format}")
+        found.append(f"matmuls in {workload.dtypes.format}")
     if extra := sorted(options.recompute - set(RUN_RECOMPUTED)):
-        found.append(f"computing {', '.join(extra)} again")
+        found.append(f"recomputing {', '.join(extra)}")
     if options.graphs != "none":
         found.append(f"{options.graphs} graphs")
     if degrees.sharding != "zero3" and degrees.dp * degrees.cp > 1:
@@ -141,7 +141,7 @@ def beyond_moefold(workload: Workload) -> list[str]:
 
 
 def order_of(workload: Workload) -> str | None:
-    """The name of moefold's order for this job; None if it has none that does all of it."""
+    """The name of moefold's schedule for this workload; None if there is none."""
     degrees, wanted = workload.degrees, (workload.options.ep_overlap, workload.options.delay_wgrad)
 
     def suits(name: str) -> bool:
@@ -156,12 +156,12 @@ def order_of(workload: Workload) -> str | None:
 
 def _traits(workload: Workload) -> str:
     options = workload.options
-    named = ("hidden exchanges" * options.ep_overlap, "put-off weight gradients" * options.delay_wgrad)
+    named = ("overlapped expert communication" * options.ep_overlap, "deferred weight gradients" * options.delay_wgrad)
     return f"{workload.degrees.schedule} with {' and '.join(filter(None, named)) or 'plain passes'}"
 
 
 def changes_to_run(workload: Workload, run: RunConfig) -> dict[str, str]:
-    """The dotted keys in which the run must change to be this job, with their new values as a command line has them."""
+    """The dotted keys in which the run differs from this workload, with the workload's values as on a command line."""
     degrees, batch = workload.degrees, workload.batch
     recompute = [phase for phase in get_args(RecomputedPhase) if _RECOMPUTED[phase] in workload.options.recompute]
     wanted: dict[str, object] = {f"parallel.{axis}": getattr(degrees, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}

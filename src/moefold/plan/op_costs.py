@@ -1,8 +1,8 @@
 """What one microbatch costs a rank, part by part of a layer: counts alone, no speeds.
 
     t  tokens of the microbatch after context parallelism cut it; each tensor-parallel rank sees all of them in its
-       products (widths are cut) and 1/tp of them elsewhere (sequence parallelism)
-    D  the model's width      R  rows of tokens that reach this rank's experts      f  an expert's width
+       matmuls (dims are cut) and 1/tp of them elsewhere (sequence parallelism)
+    D  the model's dim      R  rows of tokens that reach this rank's experts      f  an expert's dim
 
 `Work` is a small vector of totals. Time is linear in most of it, so a layer is priced by a scalar product and a search
 can afford thousands of layouts. `parts_of(layer, ...)` names the parts as the recompute options do, for a part that is
@@ -19,10 +19,10 @@ from moefold.blueprint.matmuls import Matmul, layer_matmuls
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
 from moefold.plan.workload import Workload
 
-# Grouped products of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
+# Grouped GEMMs of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128
-# How sharply the slower of fetching and multiplying wins: 4 adds 19 % where both are equal. Without anything that runs
-# beside, as in one thread, they add up.
+# Exponent of the smooth maximum of memory and arithmetic time: 4 adds 19 % where both are equal. In one thread, where
+# nothing overlaps, they add up.
 _SHARPNESS = 4.0
 
 
@@ -30,19 +30,19 @@ _SHARPNESS = 4.0
 class Work:
     """Totals of one pass. FLOPs count a multiplication and its addition as two; bytes are those of device memory."""
 
-    # Products of dense layers and of experts. Those whose operands take longer to fetch than to multiply count as the
+    # Matmuls of dense layers and of experts. Those whose operands take longer to fetch than to multiply count as the
     # arithmetic that would take as long; experts' rows are rounded up to tiles.
     gemm_flops: float = 0.0
     grouped_flops: float = 0.0
     # Elements that are converted to a narrow format: on their own, or while a norm or an activation writes them.
     quantised: float = 0.0
     quantised_fused: float = 0.0
-    # Attention's two products (five backward), and scans of recurrences.
+    # Attention's two matmuls (five backward), and scans of recurrences.
     attention_flops: float = 0.0
     scan_flops: float = 0.0
     # Everything that only moves memory: norms, activations, permutations, losses.
     traffic: float = 0.0
-    # What the card runs, and what the host launches. Over experts programs loop without Python between.
+    # What the GPU runs, and what the host launches. Over experts frameworks loop without Python between.
     kernels: float = 0.0
     launches: float = 0.0
     loops: float = 0.0
@@ -68,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a job a layer's work depends on."""
+    """What of a workload a layer's work depends on."""
 
     dim: int
     seq_len: int
@@ -82,9 +82,9 @@ class Sizes:
     gradient_bytes: float
     fused: bool
     exact: bool
-    # FLOPs that the card does while it fetches one byte.
+    # FLOPs that the GPU does while it fetches one byte.
     balance: float
-    # Bytes of an element where products are not narrow.
+    # Bytes of an element where matmuls are not narrow.
     word: float = 2.0
     tile: int = TILE
     sharpness: float = _SHARPNESS
@@ -170,7 +170,7 @@ def embedding_of(sizes: Sizes) -> Part:
 
 
 def join_of(sizes: Sizes) -> Part:
-    """Where a module that predicts further ahead joins two rows into one."""
+    """Where an MTP module joins two rows into one."""
     forward, backward = _gemm(sizes, sizes.tokens, 2 * sizes.dim, sizes.dim / sizes.tp)
     return Part("join", forward, backward)
 
@@ -205,7 +205,7 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     operand = s.word if wide else s.operand_bytes
     x, w, y = rows * inner, inner * outer, rows * outer
     narrow = s.narrow and not wide
-    # Products that stay wide in a narrow run take as long as more arithmetic of the narrow kind.
+    # Matmuls that stay wide in a narrow run take as long as more arithmetic of the narrow kind.
     slower = 2.0 / s.operand_bytes if wide and s.narrow else 1.0
     forward = slower * _roofline(flops, operand * (x + w) + s.word * y, s)
     # The weight's gradient is added to a buffer: read and written.
@@ -283,7 +283,7 @@ def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
 def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
     t, inner, gemms = s.tokens, r.heads * r.head_dim / s.tp, _gemms(layer, s)
     state = r.groups * r.state / s.tp
-    # Chunked scans: beside the products with the state, those inside of chunks of 128 tokens.
+    # Chunked scans: beside the matmuls with the state, those inside of chunks of 128 tokens.
     scan = t / s.tp * core_flops(layer, s.seq_len) + 2.0 * t * inner * 128
     moved = 2.0 * t * (3 * inner + 2 * state)
     mixing = Part(

@@ -1,4 +1,4 @@
-"""One job's prediction: memory and time together, and the wall that binds."""
+"""One workload's prediction: memory and time together, and the wall that binds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says about one job: memory line by line, the step's time by cause, and which wall binds."""
+"""What the planner says about one workload: memory line by line, the step's time by cause, and which wall binds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Prediction:
     time: TimePrediction
     wall: Wall
     tokens_per_second_per_gpu: float
-    # In the published convention: what the model needs, not what is computed twice.
+    # In the published convention: what the model needs, not what is recomputed.
     tflops_per_gpu: float
     mfu: float
     notes: tuple[str, ...] = field(default=())

@@ -1,7 +1,7 @@
-"""What a microbatch's tokens send as they pass a part of the model: between tp, cp, ep and etp ranks.
+"""Collectives of a microbatch's tokens in each part of the model: over tp, cp, ep and etp ranks.
 
-N tokens of a microbatch, T in this rank's context share, t of those on this rank. A gather hands in t tokens and its
-backward sums T; a sum hands in T, carried in float32, and its backward gathers t.
+Of the T tokens of a microbatch a rank's context shard has S, of which t are on this rank. An all_gather takes t tokens
+and its backward reduces S; a reduce_scatter takes S, in float32, and its backward gathers t.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SMALLEST_MESSAGE = 1 << 16
 
 
 def embedding_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
-    """Each rank looks up its part of the vocabulary; the sum is complete."""
+    """Each rank looks up its shard of the vocabulary; the sum over ranks is the embedding."""
     _reduce(run, layout, run.model.dim, times, tally)
 
 
 def loss_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
-    """Tokens are gathered, each rank takes its part of the vocabulary, two numbers per token are merged."""
+    """Tokens are gathered, each rank has its shard of the vocabulary, two numbers per token are reduced."""
     tokens = tokens_of(run, layout)
     _gather(run, layout, run.model.dim, times, tally)
     tally.add("all_gather", "tp", tokens.shared * tokens.wide, times)
@@ -43,22 +43,22 @@ def block_messages(run: RunConfig, layout: FoldedLayout, rank: int, is_moe: bool
         _reduce(run, layout, run.model.dim, times, tally)
         return
     if moe.shared_hidden_dim:
-        computed_again = "experts" in run.memory.recompute
-        _gather(run, layout, run.model.dim, times, tally, computed_again)
-        _reduce(run, layout, run.model.dim, times, tally, computed_again)
+        recomputed = "experts" in run.memory.recompute
+        _gather(run, layout, run.model.dim, times, tally, recomputed)
+        _reduce(run, layout, run.model.dim, times, tally, recomputed)
     _balance(run, layout, moe, times, tally)
     expert_messages(run, layout, rank, moe, times, tally)
 
 
 def _gather(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
-    """``again``: the phase is computed again, and gathers again."""
+    """``again``: the phase is recomputed, and gathers again."""
     tokens = tokens_of(run, layout)
     tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times * (1 + again))
     tally.add("reduce_scatter", "tp", tokens.shared * dim * tokens.wide, times)
 
 
 def _reduce(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
-    """``again``: it is not the last thing of a phase that is computed again, which alone is left out then."""
+    """``again``: a recomputed phase repeats it; recomputation leaves out only the last operation of a phase."""
     tokens = tokens_of(run, layout)
     tally.add("reduce_scatter", "tp", tokens.shared * dim * tokens.wide, times * (1 + again))
     tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times)
@@ -82,11 +82,11 @@ def _attention(run: RunConfig, layout: FoldedLayout, times: int, again: bool, ta
 
 
 def _context(run: RunConfig, layout: FoldedLayout, rank: int, times: int, again: bool, tally: Tally) -> None:
-    """The ring: tokens are dealt in zigzag, so a rank sends both chunks to ranks before it, one to those after."""
+    """The ring: tokens are sharded in zigzag, so a rank sends both chunks to ranks before it, one to those after."""
     attention, tokens, cp = run.model.attention, tokens_of(run, layout), layout.size("cp")
     if run.parallel.context.full != "ring" or (isinstance(attention, GQAConfig) and attention.window is not None):
         what = "only a ring over whole documents is counted"
-        raise ConfigError(Problem("parallel.context", f"{what}, not exchanges of heads or windows", "use ring"))
+        raise ConfigError(Problem("parallel.context", f"{what}, not all-to-all over heads or windows", "use ring"))
     heads, entries = _keys(attention, layout.size("tp"))
     kept = tokens.shared * heads * entries * tokens.word
     slices = min(heads, max(1, kept // _SMALLEST_MESSAGE))
@@ -113,7 +113,7 @@ def _keys(attention: GQAConfig | MLAConfig, tp: int) -> tuple[int, int]:
 
 
 def _balance(run: RunConfig, layout: FoldedLayout, moe: MoEConfig, times: int, tally: Tally) -> None:
-    """Counts that a balance loss is made of, of the ranks that share the tokens or of all."""
+    """Counts for the balance losses, summed over the ranks that share the tokens or over all."""
     balance, context = moe.balance, f"context_{layout.size('cp')}"
     for coefficient, sets in (
         (balance.microbatch, 1),

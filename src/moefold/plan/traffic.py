@@ -1,12 +1,12 @@
-"""How many bytes a rank exchanges, and over which links.
+"""How many bytes a rank communicates, and over which links.
 
 Ranks are numbered with tensor parallelism fastest, then context, then data, then pipeline; on the expert side etp, ep,
-edp, pp. So a group of `size` ranks that are `stride` apart keeps `inside` of them in one domain of fast links:
+edp, pp. So a group of `size` ranks that are `stride` apart has `inside` of them in one domain of fast links:
 
     inside = min(size, max(1, domain // stride))
 
-Each accelerator has its own share of the network. A ring over a group with `inside` ranks per domain crosses
-the network once per domain, with `inside` cards side by side.
+Each GPU has its own share of the network. A ring over a group with `inside` ranks per domain crosses the network once
+per domain, with the bandwidth of `inside` GPUs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def exchange_bytes(workload: Workload, moe: MoE) -> ExchangeBytes:
 
 
 def distinct(places: float, choices: int) -> float:
-    """How many of `places` are hit by so many even choices, on average."""
+    """How many of `places` so many uniform assignments hit, on average."""
     return float(places * (1 - (1 - 1 / places) ** choices))
 
 
@@ -119,7 +119,7 @@ def context_bytes(workload: Workload, layer: Layer) -> float:
 
 
 def stage_bytes(workload: Workload) -> float:
-    """What one stage hands to the next for one microbatch."""
+    """Bytes that one stage sends to the next for one microbatch."""
     return workload.dtypes.word * workload.local_tokens * workload.model.dim
 
 

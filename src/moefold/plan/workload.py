@@ -1,8 +1,8 @@
-"""A job: everything a prediction depends on, and nothing about where it came from.
+"""A workload: everything a prediction depends on, whether it came from a moefold run or from a published record.
 
-A job is a model's shape, a cluster, how the work is cut over it, and the options of the program that runs it. Jobs are
-made from a moefold run (`plan/from_run.py`) or from a published record (`plan/published/records.py`); memory, time,
-search and reports only ever see jobs, so a formula that is right about published runs is the formula that plans yours.
+It is a model's shape, a cluster, the parallel degrees, the batch, and the options of the framework that runs it.
+`plan/from_run.py` makes workloads from runs, `plan/published/records.py` from records; memory, time, search and reports
+see only workloads, so the formulas that plan a run are those that are fitted to published ones.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from moefold.hardware.cluster import Cluster
 
 # How GEMM operands are held: whole words, or eight or four bits with scales per tensor, block or 32 values.
 Format = Literal["float32", "fp16", "bf16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
-# What is cut over data-parallel ranks. zero1: optimizer states. zero3: parameters and gradients too (FSDP).
+# What is sharded over data-parallel ranks. zero1: optimizer states. zero3: parameters and gradients too (FSDP).
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 Dispatcher = Literal["local", "all_to_all", "all_gather", "deduplicated", "two_level", "deepep", "hybridep"]
-# Parts of a layer whose activations are dropped and computed again. "full" is whole layers.
+# Parts of a layer whose activations are dropped and recomputed. "full" is whole layers.
 Recomputed = Literal["full", "attention", "core_attention", "mla_up", "norms", "feed_forward", "experts", "activation"]
 # What launches kernels: one by one, some parts from a recorded graph, or the whole step from one.
 Graphs = Literal["none", "partial", "full"]
-# Programs differ in what they save, overlap and launch: `plan/stacks.py` says how.
+# Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
 Framework = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
 
 
 @dataclass(frozen=True)
 class ParallelDegrees:
-    """Over how many ranks each dimension is cut."""
+    """Parallel degrees, the pipeline schedule and how parameters are sharded over data-parallel ranks."""
 
     tp: int = 1
     cp: int = 1
@@ -71,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Formats of products, and bytes per element of what is kept."""
+    """Formats of matmuls, and bytes per element of what is kept."""
 
     format: Format = "bf16"
     weight_bytes: float = 2.0
@@ -82,19 +82,19 @@ class Dtypes:
 
     @property
     def word(self) -> float:
-        """Bytes of an element wherever it is not narrow: as it travels, and between products."""
+        """Bytes of an element wherever it is not narrow: as it travels, and between matmuls."""
         return 4.0 if self.format == "float32" else 2.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the program carries the work out."""
+    """How the framework runs the work."""
 
     framework: Framework = "megatron"
     dispatcher: Dispatcher = "all_to_all"
-    # Expert exchanges of one microbatch run beside the computation of another.
+    # Dispatch and combine of one microbatch overlap with the computation of another.
     ep_overlap: bool = False
-    # Weight gradients are put off to fill the waits.
+    # Weight gradients are deferred to fill the waits.
     delay_wgrad: bool = False
     recompute: frozenset[Recomputed] = frozenset()
     graphs: Graphs = "none"
@@ -117,15 +117,15 @@ class Options:
     compiled: bool = False
     # Between matrices that tensor parallelism cuts, tokens are cut instead (else every rank keeps all of them).
     sequence_parallel: bool = True
-    # Attention keeps no scores: it computes them again block by block.
+    # Attention saves no scores: it recomputes them block by block.
     flash: bool = True
-    # The routing weight is applied inside the experts' activation, so that their answers need not be kept.
+    # The prob is applied inside the experts' activation, so that their outputs need not be saved.
     weighted_inside: bool = True
     # Loss and gradient are written over the logits; else each pass makes its own copies.
     fused_loss: bool = True
     # Dropout keeps a mask.
     dropout: bool = False
-    # The year and month of the program, as a float (2025.5); kernels get better with time. 0 is not known.
+    # The year and month of the framework, as a float (2025.5); kernels get better with time. 0 is not known.
     date: float = 0.0
 
 

@@ -1,4 +1,4 @@
-"""Activations of one layer under a job's settings: what is kept, what recomputation drops, what the backward needs.
+"""Activations of one layer under a workload's settings: what is kept, what recomputation drops, what backward needs.
 
 All figures are bytes per token of a microbatch after context parallelism cut the tokens; tensor and expert parallelism
 are inside. Results are kept per kind of layer and setting, so that a search pays for them once.

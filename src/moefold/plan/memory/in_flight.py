@@ -1,12 +1,12 @@
 """How many microbatches of each stage a pipeline rank holds at once.
 
 A rank keeps the activations of a (stage, microbatch) from its forward until its backward is done. The order says how
-many that are, and of which stages: with several virtual stages per rank the early ones pile up higher than the late
-ones, and stages differ in size. So the answer for a rank is not a number but a list of **moments**: how many
-microbatches of each of its stages it holds, at every time that no other time outdoes.
+many those are, and of which stages: with several virtual stages per rank more microbatches of the early stages are in
+flight than of the late ones, and stages differ in size. So the result for a rank is a list of **moments**: how many
+microbatches of each of its stages it holds, at every time that is not dominated by another.
 
-The walk over an order is exact for every schedule. 1F1B and its interleaved form, which a search asks for by the
-thousand, have the same answer without building the order: ranks forward `warm_up` times and then alternate.
+Walking an order is exact for every schedule. 1F1B and its interleaved form, which a search asks for by the thousand,
+have a closed form: ranks forward `warm_up` times and then alternate.
 """
 
 from __future__ import annotations

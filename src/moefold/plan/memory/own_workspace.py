@@ -1,11 +1,11 @@
-"""What moefold's own step needs beside states and saved activations. Held against the dry run.
+"""Temporary memory of moefold's own step, beside states and saved activations. Tested against the dry run.
 
-**Casts.** Parameters are kept in one format and used in another; a product keeps the cast it used until its backward,
-so each live microbatch has its own. Orders that put weight gradients off keep the parameter itself instead.
+**Casts.** Parameters are kept in one format and used in another; a matmul keeps the cast it used until its backward,
+so each live microbatch has its own. Orders that defer weight gradients keep the parameter itself instead.
 
 **Loss.** Logits exist one chunk of the vocabulary at a time; the head's gradient is whole.
 
-**Backward of a layer.** The widest moment is that of the experts' first matrix: its gradient, and what reaches it.
+**Backward of a layer.** The peak is at the experts' first matrix: its gradient, and the gradient of its output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK = 8192
 
 
 def copies_weights(workload: Workload) -> bool:
-    """Whether products keep casts of their weights."""
+    """Whether matmuls keep casts of their weights."""
     options = workload.options
     narrow = workload.dtypes.format != "float32" and workload.dtypes.weight_bytes > 2
     return options.framework == "moefold" and narrow and not (options.ep_overlap or options.delay_wgrad)
@@ -39,7 +39,7 @@ def stage_copies(model: ModelShape, stage: Contents, setting: Setting, ep: int) 
 
 
 def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
-    """Elements, after all cuts. A phase that is computed again casts again; the router needs no cast."""
+    """Elements, after all cuts. A phase that is recomputed casts again; the router needs no cast."""
     mixer, feed = layer_counts(Layer(layer.mixer, None), dim), layer_counts(Layer(None, layer.feed), dim)
     found = 0.0
     if "attention" not in setting.recompute:

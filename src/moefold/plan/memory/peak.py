@@ -1,9 +1,9 @@
-"""What the fullest rank holds at its fullest moment, cause by cause.
+"""Peak memory of the fullest rank, cause by cause.
 
-States stay all step long (`states.py`). Activations pile up with the microbatches that the pipeline's order keeps alive
-(`live.py`), each with what its layers keep (`activations.py`). On top comes what one passing moment needs
-(`workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and with what is
-computed again. Pipeline ranks differ in all of this, so each is reckoned and the fullest reported.
+States exist for the whole step (`states.py`). Activations accumulate with the microbatches that the pipeline's order
+keeps in flight (`in_flight.py`), each with what its layers save (`activations.py`). Temporary memory comes on top
+(`workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and what is
+recomputed. Pipeline ranks differ in all of this, so each is computed and the fullest reported.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
 
-# Labels of cards count memory in units of 2**30, and the driver keeps a little of it.
+# Labels of GPUs count memory in units of 2**30, and the driver keeps a little of it.
 LABEL_UNIT = 2**30
 USABLE_SHARE = 0.983
-# Holes between allocated blocks, as a share of all that is allocated (nine runs of one node: 3 to 8 %, and programs
+# Holes between allocated blocks, as a share of all that is allocated (nine runs of one node: 3 to 8 %, and frameworks
 # that let segments grow have fewer).
 FRAGMENTATION = 0.03
 # Of one more microbatch, where a forward runs beside a backward (two runs without a pipeline: 50 and 75 %).
@@ -152,7 +152,7 @@ def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[
     return tuple(found)
 
 
-# Words per width around the head (a norm's input and output) and a module ahead (two more, joined); moefold's norms
+# Words per dim around the head (a norm's input and output) and an MTP module (two more, joined); moefold's norms
 # keep four each.
 _AROUND_HEAD, _AROUND_MODULE = (2, 4), (5, 16)
 
@@ -202,7 +202,7 @@ def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, set
         f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment))}), "
         f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"
     )
-    return f"{why}; {kept.again:,.0f} more are computed again or wait in the host's memory" if kept.again else why
+    return f"{why}; {kept.again:,.0f} more are recomputed or wait in the host's memory" if kept.again else why
 
 
 def _pair_lines(workload: Workload, shape: _RankShape, tokens: float) -> list[MemoryLine]:
@@ -218,7 +218,7 @@ def _copy_lines(shape: _RankShape, moment: Moment) -> list[MemoryLine]:
     size = sum(count * fixed for count, fixed in zip(moment, shape.fixed_bytes))
     if not size:
         return []
-    why = f"products keep their weights as they were cast, for each of {sum(moment)} live microbatches"
+    why = f"matmuls keep their weights as they were cast, for each of {sum(moment)} live microbatches"
     return [MemoryLine("activations", "casts of weights", size, why)]
 
 

@@ -2,7 +2,7 @@
 
 A row says what the tensor is, how many elements a token has of it, in which format it is held, over which ranks it is
 cut, which kinds of recomputation drop it, and which name an offload knows it by. `saved_megatron.py` and its
-neighbours have the rows of each program; this file adds them up for a layer under a job's settings.
+neighbours have the rows of each framework; this file adds them up for a layer under a workload's settings.
 
     kind       bytes of an element
     word       2 (4 in float32): the tensor as it is computed
@@ -16,7 +16,7 @@ neighbours have the rows of each program; this file adds them up for a layer und
     whole      every tensor-parallel rank has all tokens
     heads      every tensor-parallel rank has its heads or columns, for all tokens
     rows       rows that were routed to the rank's experts; expert-tensor ranks all have them
-    columns    the same rows, and expert-tensor ranks share their width
+    columns    the same rows, and expert-tensor ranks share their dim
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sizes:
     q_latent: int = 0
     kv_latent: int = 0
     rope: int = 0
-    # What turns with positions, which heads have norms, which have a sink, and whose scores need a mask.
+    # What RoPE rotates, which heads have norms, which have a sink, and whose scores need a mask.
     turned: int = 0
     normed: int = 0
     sinks: int = 0
@@ -73,11 +73,11 @@ class Sizes:
     shared: int = 0
     experts: int = 0
     top_k: int = 0
-    # Width in which tokens travel to experts; the same if experts have biases, and the hidden width if it is bounded.
+    # Dim in which tokens travel to experts; the same if experts have biases; the hidden dim if the activation clamps.
     travel: int = 0
     biased: int = 0
     clamped: int = 0
-    # What a recurrence projects its input to, its inner width, and the state between blocks of tokens.
+    # What a recurrence projects its input to, its inner dim, and the state between blocks of tokens.
     projected: int = 0
     inner: int = 0
     states: float = 0.0
@@ -85,7 +85,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that a program keeps for the backward."""
+    """One tensor that a framework keeps for the backward."""
 
     part: Part
     name: str
@@ -102,7 +102,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Setting:
-    """All of a job that decides what a layer keeps."""
+    """All of a workload that decides what a layer keeps."""
 
     framework: str
     format: Format
@@ -111,7 +111,7 @@ class Setting:
     recompute: frozenset[Recomputed]
     offloaded: frozenset[str]
     length: int
-    # Of a microbatch, where a program shares something between them.
+    # Of a microbatch, where a framework shares something between them.
     sequences: int
     imbalance: float
     # Share of the layers whose activations all wait in the host's memory.
@@ -151,7 +151,7 @@ class Kept:
 
 
 def setting_of(workload: Workload) -> Setting:
-    """The same for all layers of a job."""
+    """The same for all layers of a workload."""
     options, degrees = workload.options, workload.degrees
     on = []
     if options.flash:

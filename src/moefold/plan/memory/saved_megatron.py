@@ -1,4 +1,4 @@
-"""What Megatron Core with Transformer Engine keeps, tensor by tensor; and how other programs differ.
+"""What Megatron Core with Transformer Engine keeps, tensor by tensor; and how other frameworks differ.
 
 Norms are fused with the matrix after them and keep both their input and their output. Flash attention keeps queries,
 keys, values, its output and one number per head. An activation keeps its input; the matrix after it keeps the
@@ -76,7 +76,7 @@ MOE = (
     Saved("moe", "choices", lambda s: s.experts, "byte", dropped=_MOE),
     Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
     Saved("moe", "shared, after activation", lambda s: s.shared, "operand", "heads", dropped=_MOE),
-    Saved("moe", "in the experts' width", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
+    Saved("moe", "in the experts' dim", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
     Saved("moe", "rows", lambda s: s.top_k * s.travel, "operand", "rows", _MOE, "expert_fc1"),
     Saved("moe", "before activation", lambda s: s.top_k * s.up, "word", "columns", _MOE, "moe_act"),
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, "operand", "columns", _ACTIVATION),
@@ -86,7 +86,7 @@ MOE = (
 MEGATRON: tuple[Saved, ...] = ATTENTION + RECURRENCE + DENSE + MOE
 
 
-# ---- PyTorch with FSDP2, and other programs that call operators one by one ----
+# ---- PyTorch with FSDP2, and other frameworks that call operators one by one ----
 
 # The operator-wise choice ("norms" and "activation" together) keeps every second product and attention's output.
 _OPERATORS = _drops("activation")

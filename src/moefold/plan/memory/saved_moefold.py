@@ -1,11 +1,11 @@
-"""What moefold's own model keeps for the backward, tensor by tensor: its code, read and measured.
+"""What moefold's own model saves for the backward, tensor by tensor.
 
-A test runs the model with saved-tensor hooks and finds these bytes. Norms keep their input and one number per row; what
-they give is kept as the next product's input. Attention keeps what the fused kernel reads and gives; where values are
-narrower than keys they are padded to one width, and the answer is cut from a padded one. An activation keeps both
-halves of its input and its output; experts keep the output before and after the token's weight.
+A test runs the model with saved-tensor hooks and finds these bytes. Norms save their input and one number per row;
+their output is saved as the next matmul's input. Attention saves what the fused kernel reads and returns; where values
+have a smaller head dim than keys they are padded, and the context is cut from the padded output. An activation saves
+both halves of its input and its output; experts save the output before and after the token's prob.
 
-A phase that is computed again keeps its input alone. Between phases travel the rows that arrived, so those stay.
+A recomputed phase saves its input alone. The rows that dispatch received pass between phases, so those stay.
 """
 
 from __future__ import annotations
@@ -84,21 +84,21 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED),
     Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED),
     Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED),
-    # ---- mixture: routing and the way there ----
+    # ---- MoE layer: routing and the way there ----
     Saved("moe", "input", lambda s: s.D),
     Saved("moe", "size of the input", lambda s: 1, "single"),
-    # The router, the shared expert and a phase that is computed again keep the same tensor.
+    # The router, the shared expert and a phase that is recomputed keep the same tensor.
     Saved("moe", "normed input", lambda s: s.D),
     # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
     Saved("moe", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
     Saved("moe", "chosen experts", lambda s: 8 * s.top_k, "byte"),
     Saved("moe", "places of rows at home", lambda s: 16 * s.top_k, "byte", needs="all_to_all"),
     Saved("moe", "places of rows", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
-    Saved("moe", "in the experts' width", lambda s: s.travel * (s.travel != s.D)),
+    Saved("moe", "in the experts' dim", lambda s: s.travel * (s.travel != s.D)),
     # Computed again, they are gathered again, from the tokens where those are here.
     Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all"),
     Saved("moe", "rows that arrived", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
-    # ---- mixture: experts ----
+    # ---- MoE layer: experts ----
     Saved(
         "moe",
         "normed input of all ranks, for the shared expert",

@@ -1,7 +1,7 @@
-"""What each memory-saving choice would take off the fullest rank, one at a time, as this job stands.
+"""What each memory-saving option would free on the fullest rank, one at a time.
 
-Savings do not add up: two choices may drop the same tensor, and another rank may become the fullest. So each is the
-difference of two whole predictions, with the choice and without it.
+Savings do not add up: two options may drop the same tensor, and another rank may become the fullest. So each is the
+difference of two whole predictions, with the option and without it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AWAY = {"expert_fc1": "rows that enter experts", "moe_act": "what enters the ex
 
 @dataclass(frozen=True)
 class Saving:
-    """A choice that this job has not made, and the bytes it would free on the fullest rank."""
+    """An option that this workload does not use, and the bytes it would free on the fullest rank."""
 
     name: str
     workload: Workload
@@ -74,7 +74,7 @@ def _with(workload: Workload, **changes: object) -> Workload:
 
 
 def _recomputed(workload: Workload) -> Iterator[Recomputed]:
-    """Kinds that this program has, this model has something of, and this job does not compute again already."""
+    """Kinds that this framework has, this model has something of, and this workload does not recompute already."""
     options, layers = workload.options, workload.model.layers
     if "full" in options.recompute:
         return

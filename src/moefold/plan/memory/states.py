@@ -1,14 +1,13 @@
-"""What stays on a rank all step long: weights, gradients, optimizer states, and copies of weights.
+"""What a rank holds for the whole step: weights, gradients, optimizer states, and copies of weights.
 
-Cuts come first: tensor parallelism cuts dense matrices, expert parallelism deals experts out, expert-tensor parallelism
-cuts each. What is left is the same on several ranks: dense matrices on dp * cp of them, experts on edp. Sharding cuts
-some of it over those:
+Tensor parallelism shards dense matrices, expert parallelism distributes experts, expert-tensor parallelism shards each.
+What is left is replicated: dense matrices on dp * cp ranks, experts on edp. Data-parallel sharding cuts some of it:
 
     mode     weights   gradients   optimizer states
     none     whole     whole       whole
-    zero1    whole     whole       cut
-    zero2    whole     cut         cut
-    zero3    cut       cut         cut, and weights of a few layers are whole while they are used
+    zero1    whole     whole       sharded
+    zero2    whole     sharded     sharded
+    zero3    sharded   sharded     sharded, and weights of a few layers are unsharded while they are used
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
 
 def _ends(model: ModelShape, stages: tuple[Contents, ...]) -> int:
-    """How many matrices of vocabulary by width: the embedding, the head, and the copy that modules ahead read."""
+    """How many matrices of vocabulary by dim: the embedding, the head, and the copy that MTP modules read."""
     embedding = any(stage.embedding for stage in stages)
     head = any(stage.head for stage in stages)
     looks_up = embedding or any(stage.mtp for stage in stages)

@@ -1,9 +1,9 @@
-"""What a passing moment needs on top of states and saved activations.
+"""Temporary memory on top of states and saved activations.
 
-Two moments compete, and the larger counts. The **loss** has the logits, the head's weight gradient before it is added
-up, and the last hidden states in several forms. The **backward of a layer** has the gradients inside of it and what was
-dropped or sent away and is there again. Programs also keep buffers of their own: Transformer Engine hands autograd one
-unused gradient per shape of matrix, because the real one is already added up.
+Two moments are candidates for the peak, and the larger counts. The **loss** has the logits, the head's weight gradient
+before it is accumulated, and the last hidden states in several forms. The **backward of a layer** has the gradients
+inside of it and what was recomputed or brought back from the host. Frameworks also keep buffers of their own:
+Transformer Engine passes autograd one unused gradient per shape of matrix, because the real one is already accumulated.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import Contents
 from moefold.plan.workload import Workload
 
-# Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both are
-# there. Else Megatron has
-# the logits, the probabilities in float32 and the gradient; plain PyTorch has float32 logarithms, their gradient and
-# the logits' gradient in float32 beside the logits.
+# Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both
+# exist. Else Megatron has the logits, the probabilities in float32 and the gradient; plain PyTorch has float32
+# log-probabilities, their gradient and the logits' gradient in float32 beside the logits.
 FUSED_LOSS, COMPILED_LOSS, MEGATRON_LOSS, PLAIN_LOSS = 2.0, 4.0, 8.0, 14.0
 # Hidden states of all tensor-parallel ranks' tokens around the head: normed, gathered, their gradients.
 HIDDEN_AT_LOSS = 6
@@ -96,7 +95,7 @@ def _layer_lines(workload: Workload, stages: tuple[Contents, ...], setting: Sett
     ]
     if kept.again:
         why = f"one layer, {tokens:,.0f} tokens of {kept.again:,.0f} bytes"
-        lines.append(MemoryLine("buffers", "computed again or brought back", kept.again * tokens, why))
+        lines.append(MemoryLine("buffers", "recomputed or brought back", kept.again * tokens, why))
     if kept.away:
         why = f"the next layer on its way from the host, {tokens:,.0f} tokens of {kept.away:,.0f} bytes"
         lines.append(MemoryLine("buffers", "on its way", kept.away * tokens, why))

@@ -1,1 +1,1 @@
-"""Published measurements: read as jobs, fitted to, and held against."""
+"""Published measurements: read as workloads, used for fitting, and compared with predictions."""

@@ -1,7 +1,7 @@
 """The planner's own error: every published run predicted by constants that never saw it.
 
 One call does everything that the page of errors shows: the fit, the predictions with each leak group left out, the same
-with each card and each family of models left out, memory against what was measured, and whether runs that fit are said
+with each GPU and each family of models left out, memory against what was measured, and whether runs that fit are said
 to fit.
 """
 
@@ -42,14 +42,14 @@ class Assessment:
     records: Mapping[str, Record]
     points: tuple[Point, ...]
     fitted: Fit
-    # Step time, with the leak group, the card, or the family left out.
+    # Step time, with the leak group, the GPU, or the family left out.
     errors: Mapping[str, float]
     gpu_errors: Mapping[str, float]
     family_errors: Mapping[str, float]
     memory_errors: Mapping[str, float]
     sets: tuple[SetScore, ...]
     ranks: tuple[RankScore, ...]
-    # Measured over predicted step times, the tenth and ninetieth percentile of dense models and of mixtures.
+    # Measured over predicted step times, the tenth and ninetieth percentile of dense models and of MoE models.
     intervals: Mapping[str, tuple[float, float]]
     covered: float
     fits: Mapping[str, bool]
@@ -73,7 +73,7 @@ def assess(folder: Path, progress: Progress) -> Assessment:
     ]
     intervals, covered = _intervals(points, errors)
     fits = {point.id: predict_memory(point.workload).fits for point in points}
-    # A fact without the number of cards or the length of sequences says nothing that could be held against it.
+    # A fact without the number of GPUs or the length of sequences says nothing that could be held against it.
     facts = [fact for fact in facts if fact.get("num_gpus") and fact.get("seq_len")]
     fits |= {fact["id"]: predict_memory(published_workload(fact)).fits for fact in facts}
     return Assessment(

@@ -16,14 +16,14 @@ from moefold.tables import markdown_table
 _INTRODUCTION = """# The planner's error
 
 Every figure on this page is of **predictions by constants that never saw the run**: each published run is left out
-together with its leak group (the same model, layout and card in any release, or its whole sweep), the constants are
+together with its leak group (the same model, layout and GPU in any release, or its whole sweep), the constants are
 fitted again, and the run is predicted. This page is written by one command from a folder of published measurements:
 
     moefold plan --score FOLDER --page docs/planner-error.md
 
 Errors are predicted / measured - 1 of the step time. *Macro* is the mean over leak groups of their mean absolute error,
 *bias* the mean signed error (positive: predicted too slow). None of these runs was made by moefold or on a machine of
-ours; the same configuration in several releases of one program differs by 3.9 % (median), so no planner can be much
+ours; the same configuration in several releases of one framework differs by 3.9 % (median), so no planner can be much
 better than that.
 
 What was **not** left out: the formulas, the priors, and what is assumed where a source does not print something
@@ -43,9 +43,9 @@ def error_page(result: Assessment) -> str:
                 markdown_table(("set", "runs", "macro", "median", "bias"), _sets(result)),
                 _ranks(result),
                 _feasibility(result),
-                "## A card or a family of models that was never seen",
-                "All runs of one card, or of one family of models, left out at once. Macro errors:",
-                markdown_table(("left out", "mixtures", "dense models"), _never_seen(result)),
+                "## A GPU or a family of models that was never seen",
+                "All runs of one GPU, or of one family of models, left out at once. Macro errors:",
+                markdown_table(("left out", "MoE models", "dense models"), _never_seen(result)),
                 "## The worst ten",
                 markdown_table(
                     ("run", "error", "what the record does not say, or the planner does not know"), _worst(result)
@@ -98,7 +98,7 @@ def _feasibility(result: Assessment) -> str:
 
 def _never_seen(result: Assessment) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        ("one card", *_macros(result.points, result.gpu_errors)),
+        ("one GPU", *_macros(result.points, result.gpu_errors)),
         ("one family", *_macros(result.points, result.family_errors)),
     ]
     for gpu in sorted({point.gpu for point in result.points}):

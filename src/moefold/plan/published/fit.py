@@ -1,16 +1,13 @@
-"""Fitting the planner's constants to published runs, and leaving runs out to see how well they are predicted.
+"""Fits the planner's constants to published runs, leaves runs out to measure the error, and writes the fitted module.
 
 The logarithm of the predicted step is compared with that of the measured one, so that a run of minutes and one of
-milliseconds count alike. Constants are fitted as logarithms too, each held to its prior by a spring whose strength is
-its spread: a constant that few runs speak about stays where microbenchmarks put it. Residuals beyond ten percent lose
-weight, so a run that did something its record does not say cannot bend a constant far; and a group of n related runs
-counts as sqrt(n).
+milliseconds count alike. Constants are fitted as logarithms too, each with a Gaussian prior of its own spread: a
+constant that few runs depend on stays where microbenchmarks put it. Residuals beyond ten percent lose weight, so a run
+that did something its record does not say cannot move a constant far; and a group of n related runs counts as sqrt(n).
 
 **Leaving out.** For every group the constants are fitted again without it, by one more step of the same Gauss-Newton
 iteration from the common optimum, and the group is predicted with those. The step uses the derivatives at the optimum;
 what is left of the group's influence is of second order in how far the constants move.
-
-Writes fitted constants as the module that the planner reads.
 """
 
 from __future__ import annotations

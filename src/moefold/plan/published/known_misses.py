@@ -1,7 +1,6 @@
-"""Runs that the planner misses by much, and what their records do not say or the planner does not know.
+"""Runs with a large prediction error, and what their records do not say or the planner does not model.
 
-Prefixes of ids, so that one line speaks for a sweep. Nothing here changes a prediction: these are words for the page of
-errors.
+Prefixes of ids, so that one line covers a sweep. Nothing here changes a prediction: it is text for the page of errors.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _REASONS = {
     "mbcard-gpt-oss": "neither the dispatcher nor graphs are stated",
     "mbskill-moonlight": "one microbatch of 4,096 tokens per step: fixed costs the planner spreads too thin",
     "primus-": "the only AMD run; nothing was fitted to it, and its attention is sparse in a way that is not modelled",
-    "titan-nvfp4": "torchtitan of 2026 at four cards; other torchtitan runs of the collection are slower per FLOP",
+    "titan-nvfp4": "torchtitan of 2026 at four GPUs; other torchtitan runs of the collection are slower per FLOP",
     "titan-b200": "torchtitan of 2025 with one sequence per step",
     "titan-t2": "torchtitan's first ring attention slows down with each doubling of the ring, Megatron's does not",
-    "titan-": "FSDP2 programs differ among themselves by more than the one factor they have here",
+    "titan-": "frameworks on FSDP2 differ among themselves by more than the one factor they have here",
     "vtrain": "a cluster with half the usual network; which traffic shares it is not stated",
     "zoo-qwen235-h100-fsdp": "Megatron-FSDP; the planner gathers experts for every microbatch at 0.7 of the network",
     "report-t11-deepseek_v3-GB200-bf16": "its layout differs between two tables of the same report",

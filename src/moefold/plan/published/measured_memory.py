@@ -1,6 +1,6 @@
-"""Which figure a published record measured, so that a prediction is held against the same thing.
+"""Which figure a published record measured, so that a prediction is compared with the same thing.
 
-Sources print different figures: what the allocator gave out at most (**allocated**), what it had taken from the device
+Sources print different figures: the peak that the allocator gave out (**allocated**), what it had taken from the device
 (**reserved**), or what the device showed; of the last rank, of rank 0, or of the fullest.
 """
 

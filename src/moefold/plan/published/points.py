@@ -1,7 +1,7 @@
-"""Published step times that the planner's constants are fitted to and held against.
+"""Published step times to which the planner's constants are fitted and with which they are compared.
 
-A point is a job, its measured step, and the groups it must be left out with: its **leak group** (the same model, layout
-and card in any release, or a whole sweep), its card, and its family of models.
+A point is a workload, its measured step, and the groups it must be left out with: its **leak group** (the same model,
+layout and GPU in any release, or a whole sweep), its GPU, and its family of models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Point:
 
 
 def published_workload(record: Record) -> Workload:
-    """The job of a record, with what its source leaves unsaid filled in."""
+    """The workload of a record, with what its source leaves unsaid filled in."""
     return with_details(record, workload_of_record(completed(record)))
 
 

@@ -1,7 +1,7 @@
 """Predictions of published records, one JSON object per line in, one per line out.
 
-Every record gets an answer: a prediction under its own id, or the reason why there is none. What a record says about
-its own result is not looked at.
+Every record gets one line: a prediction under its own id, or the reason why there is none. What a record says about
+its own result is not read.
 """
 
 from __future__ import annotations

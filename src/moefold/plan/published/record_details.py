@@ -1,7 +1,7 @@
-"""What published records leave unsaid and memory depends on, program by program.
+"""What published records do not state and memory depends on, framework by framework.
 
-`completed` fills in fields that a source does not print, so that the record can be read as a job at all; `with_details`
-sets what a program does without being told. Both know programs, never results.
+`completed` fills in fields that a source does not print, so that the record can be read as a workload at all;
+`with_details` sets the defaults of its framework. Neither reads results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NATIVE_FP8 = ("fp8_delayed", "fp8_tensor", "mxfp8")
 
 
 def completed(record: Record) -> Record:
-    """The same record with what it lacks: microbatches, the experts' width, the vocabulary, dense layers, vpp."""
+    """The same record with what it lacks: microbatches, the experts' dim, the vocabulary, dense layers, vpp."""
     made = {**record, "model": _completed_model(record["model"]), "parallel": dict(record["parallel"])}
     parallel, flags = made["parallel"], record.get("flags") or {}
     tp, pp, cp = (parallel.get(axis) or 1 for axis in ("tp", "pp", "cp"))
@@ -43,7 +43,7 @@ def completed(record: Record) -> Record:
         parallel["vpp"] = parallel.get("vpp") or max(1, (letters.count("|") + 1) // pp)
         made["model"]["mtp"] = letters.count("m")
     if not parallel.get("etp") and (parallel.get("ep") or 1) > 1:
-        # The program's own default.
+        # The framework's own default.
         parallel["etp"] = tp
     if not parallel.get("fsdp") and any("FSDP" in note for note in record.get("notes") or ()):
         parallel["fsdp"] = "stated in words"
@@ -55,7 +55,7 @@ def completed(record: Record) -> Record:
 
 
 def is_test_configuration(record: Record) -> bool:
-    """Of a program's own functional tests: its defaults hold, not those of tuned runs."""
+    """Of a framework's own functional tests: its defaults hold, not those of tuned runs."""
     return record.get("flags_source") == "model_config.yaml"
 
 
@@ -74,7 +74,7 @@ def _completed_model(model: Record) -> dict[str, Any]:
 
 
 def with_details(record: Record, workload: Workload) -> Workload:
-    """The job with what its program does no_action_callback."""
+    """The workload with the defaults of its framework."""
     flags = record.get("flags") or {}
     options = replace(
         workload.options,
@@ -153,7 +153,7 @@ def _dtypes(record: Record, workload: Workload) -> Dtypes:
     if workload.options.framework != "megatron" or not _is_tuned(record):
         return dtypes
     # Presets of tuned runs reduce gradients as words, hold weights in eight bits where the format allows, and those of
-    # mixtures hold moments as words.
+    # MoE models hold moments as words.
     return replace(
         dtypes,
         gradient_bytes=2.0,

@@ -1,4 +1,4 @@
-"""Published measurements as jobs.
+"""Published measurements as workloads.
 
 A record is one JSON object with a model, a cluster, a layout and flags, in the schema of public collections of training
 runs: `model`, `hardware`, `parallel`, `flags`, `precision`, `seq_len`, `gbs`, `mbs`. Sources print what they like, so
@@ -55,7 +55,7 @@ _RECOMPUTED: dict[str, tuple[Recomputed, ...]] = {
     "moe": ("experts",),
     "mlp": ("feed_forward",),
     "core_attn": ("core_attention",),
-    # torch's operator-wise choice keeps matrix products and drops the rest.
+    # torch's operator-wise choice keeps matmuls and drops the rest.
     "per-op SAC": ("norms", "activation"),
     "selective AC (every 2nd layer / op)": ("norms", "activation"),
 }
@@ -65,7 +65,7 @@ _VOCAB_MULTIPLE = 128
 
 
 def workload_of_record(record: Record) -> Workload:
-    """The job that a record describes."""
+    """The workload that a record describes."""
     degrees = _degrees(record)
     options = _options(record, degrees)
     return Workload(
@@ -132,7 +132,7 @@ def _attention(model: Record, window: int) -> Attention:
             heads, heads, qk_dim, model["v_head"], model.get("q_lora") or 0, model["kv_lora"], model["qk_rope"]
         )
     if model["attn"] == "dsv4_hybrid":
-        # One key and value of the head's width for all heads; tokens look at a window and a few compressed blocks.
+        # One key and value of the head's dim for all heads; tokens look at a window and a few compressed blocks.
         dim = model["qk_nope"] + model["qk_rope"]
         return Attention(heads, 1, dim, dim, model["q_lora"], window=model["csa_window"] + model["idx_topk"])
     dim = model.get("head_dim") or model["hidden"] // heads
@@ -158,7 +158,7 @@ def _moe(model: Record) -> MoE:
 
 
 def _cluster(record: Record) -> Cluster:
-    # A record of feasibility names the card and the number alone.
+    # A record of feasibility names the GPU and the number alone.
     hardware = record.get("hardware") or {"gpu": record["gpu"], "num_gpus": record["num_gpus"]}
     gpu = gpu_named(hardware["gpu"])
     network = "efa" if "EFA" in str(hardware.get("network")) else "ib"
@@ -176,7 +176,7 @@ def _degrees(record: Record) -> ParallelDegrees:
     ep = parallel.get("ep") or 1
     vpp = parallel.get("vpp") or 1
     world = _world(record)
-    # Old programs without folding cut experts by the tensor-parallel size; those say so in `etp`.
+    # Old frameworks without folding cut experts by the tensor-parallel size; those say so in `etp`.
     etp = tp if flags.get("system") in ("FSDP", "FSDP+EP") else parallel.get("etp") or 1
     sharding, shards = _sharding(parallel.get("fsdp"), flags)
     schedule = "1f1b" if vpp == 1 else "interleaved"
@@ -236,7 +236,7 @@ def _batch(record: Record, degrees: ParallelDegrees) -> Batch:
     return Batch(record["seq_len"], sequences, microbatches)
 
 
-# ---- the program ----
+# ---- the framework ----
 
 
 def _framework(record: Record) -> Framework:

@@ -49,7 +49,7 @@ class RankScore:
 
 
 def rank_score(name: str, measured: Sequence[float], predicted: Sequence[float]) -> RankScore:
-    """Rates (more is better) of layouts of one job, measured and predicted."""
+    """Rates (more is better) of layouts of one workload, measured and predicted."""
     # Predictions that differ in the sixth digit are the same prediction.
     guesses = [float(f"{value:.5g}") for value in predicted]
     pick = max(range(len(guesses)), key=guesses.__getitem__)

@@ -1,4 +1,4 @@
-"""Bars of the page: what every pipeline rank holds against the card, and where the step's time goes."""
+"""Bars of the page: what every pipeline rank holds compared with the GPU's memory, and where the step's time goes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_RANKS = 16
 def memory_section(prediction: Prediction) -> str:
     memory = prediction.memory
     room = 1 - memory.total / memory.capacity
-    left = f"{room:.1%} of the card is left" if room >= 0 else f"{-room:.1%} more than the card has"
+    left = f"{room:.1%} of the GPU is left" if room >= 0 else f"{-room:.1%} more than the GPU has"
     keys = "".join(
         f'<span class="key"><i class="c{color}"></i>{group} {format_bytes(memory.of(group))}</span>'
         for group, color in MEMORY_COLORS.items()
@@ -28,7 +28,7 @@ def memory_section(prediction: Prediction) -> str:
     )
     note = (
         f"Pipeline rank {memory.pipeline_rank} is the fullest: {format_bytes(memory.total)} of "
-        f"{format_bytes(memory.capacity)}; {left}. The red line is what the card has. Amounts beside the colours are "
+        f"{format_bytes(memory.capacity)}; {left}. The red line is what the GPU has. Amounts beside the colours are "
         "the fullest rank's."
     )
     return (

@@ -1,7 +1,7 @@
-"""The form on top of the served page: what was asked, to be asked again with something changed.
+"""The form on top of the served page: the question, to be asked again with something changed.
 
 Values come back as text from a browser, so every one is checked against what the form offered: names against lists,
-numbers against bounds. What is wrong is told, all at once, and nothing of it reaches the planner. Of runs, only recipes
+numbers against bounds. All problems are shown at once, and no wrong value reaches the planner. Of runs, only recipes
 and the one that the server was started with can be named, so a request never opens a file.
 """
 
@@ -130,8 +130,8 @@ def question_of_form(values: Mapping[str, str], first: Question) -> Question:
 def form_html(values: Mapping[str, str], first: Question, problems: Sequence[str] = ()) -> str:
     fields = [
         _select("run", "run", _runs(first), values),
-        _select("gpu", "card", tuple(GPUS), values),
-        _select("framework", "program", _FRAMEWORKS, values),
+        _select("gpu", "GPU", tuple(GPUS), values),
+        _select("framework", "framework", _FRAMEWORKS, values),
         *(_number(name, number, values) for name, number in _NUMBERS.items()),
         *(_select(name, name, (ANY, *known), values) for name, known in _PINS.items()),
         "<button>plan</button>",

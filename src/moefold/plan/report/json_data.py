@@ -1,4 +1,4 @@
-"""A proposal as plain data, for `--json` and for whoever reads it next."""
+"""A proposal as plain data, for `--json`."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def pareto_figure(proposal: Proposal) -> str:
     told, beyond = _marks(proposal, x, y)
     body = _axes(x, y) + "".join(_dots(near, result.pareto, x, y)) + told
     body += f'<path class="limit" d="M{_INSIDE} {y(capacity):.1f}H{_ACROSS}"/>'
-    body += f'<text class="tick end" x="{_ACROSS - 2}" y="{y(capacity) - 5:.1f}">what the card has</text>'
+    body += f'<text class="tick end" x="{_ACROSS - 2}" y="{y(capacity) - 5:.1f}">what the GPU has</text>'
     note = (
         f"Every dot is a candidate that fits, of {len(result.ranked):,} that were timed; those beyond "
         f"{seconds(longest)} are not drawn. On the blue line nobody is both faster and leaner.{beyond}"

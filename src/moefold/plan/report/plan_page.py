@@ -1,7 +1,4 @@
-"""The page: the choice and why, memory, time, the order, the others, what if, goodput, and the line that starts it.
-
-What the planner's page adds to the common looks.
-"""
+"""The HTML page: the best layout and why, memory, time, the order, the others, what if, goodput, and the command."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def _cards(proposal: Proposal) -> str:
         card(seconds(time.step_seconds), "per step", f"80 %: {time.low:.2f} to {seconds(time.high)}"),
         card(f"{rate:,.0f}", "tokens/s per GPU", f"{format_count(rate * question.cluster.num_gpus)} in all"),
         card(f"{chosen.tflops_per_gpu:,.0f}", "TFLOP/s per GPU", mfu) if chosen.tflops_per_gpu else "",
-        card(format_bytes(memory.total), "memory", f"{memory.total / memory.capacity:.0%} of the card"),
+        card(format_bytes(memory.total), "memory", f"{memory.total / memory.capacity:.0%} of the GPU"),
         card(
             f"{proposal.days:,.1f} days",
             f"for {format_count(question.tokens)} tokens",
@@ -156,7 +153,7 @@ _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("80 % interval", lambda p: f"{p.time.low:.2f} to {seconds(p.time.high)}"),
     ("tokens/s per GPU", lambda p: f"{p.tokens_per_second_per_gpu:,.0f}"),
     ("memory", lambda p: format_bytes(p.memory.total)),
-    ("of the card", lambda p: f"{p.memory.total / p.memory.capacity:.0%}"),
+    ("of the GPU", lambda p: f"{p.memory.total / p.memory.capacity:.0%}"),
     ("wall", lambda p: p.wall),
     (
         "tp x cp x pp x vpp",
@@ -169,7 +166,7 @@ _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("order", lambda p: p.workload.degrees.schedule),
     ("dispatcher", lambda p: p.workload.options.dispatcher),
     ("format", lambda p: p.workload.dtypes.format),
-    ("computed twice", lambda p: ", ".join(sorted(p.workload.options.recompute)) or "nothing"),
+    ("recomputed", lambda p: ", ".join(sorted(p.workload.options.recompute)) or "nothing"),
     ("graphs", lambda p: p.workload.options.graphs),
 )
 
@@ -210,7 +207,7 @@ def _goodput(proposal: Proposal) -> str:
     )
     save, write, restart = (format_seconds(each) for each in (faults.save, faults.write, faults.restart))
     words = (
-        f"At one failure per {question.mtbf_hours:,.0f} GPU hours this job fails {found.failures_per_day:.2g} times a "
+        f"At one failure per {question.mtbf_hours:,.0f} GPU hours this run fails {found.failures_per_day:.2g} times a "
         f"day. A save stops training for {save} and is whole on disk {write} later; a restart takes {restart}. Saving "
         f"every {format_seconds(found.interval)} of training is best. {format_count(question.tokens)} tokens take "
         f"{proposal.days:,.1f} days."
@@ -223,7 +220,7 @@ def _goodput(proposal: Proposal) -> str:
 
 def _small_print(proposal: Proposal) -> str:
     notes = [
-        "Step times are predictions by a model of the program, the card and the links; the interval holds about 80 % "
+        "Step times are predictions by a model of the framework, the GPU and the links; the interval holds about 80 % "
         "of published runs of this kind. The order in time is drawn from the same stage times.",
         f"Rows of the busiest rank over the mean: {proposal.question.imbalance:g}.",
         "Memory counts what the allocator and the runtime take on top of tensors.",

@@ -1,4 +1,4 @@
-"""A proposal on a terminal: the choice, its memory and time by cause, the others, and why, on about one screen."""
+"""A proposal on a terminal: the best layout, its memory and time by cause, the others, and why, on about one screen."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _table(*columns: str, **options: Any) -> Table:
 
 
 def _choice_table(proposal: Proposal) -> Table:
-    table = _table("", "step", "tokens/s/GPU", "memory", "of card", "wall", "layout")
+    table = _table("", "step", "tokens/s/GPU", "memory", "of GPU", "wall", "layout")
     rows = [("chosen", proposal.chosen), ("runner-up", proposal.runner_up), ("your own", proposal.own)]
     for name, found in rows:
         if found is None or (name == "your own" and found.workload == proposal.chosen.workload):
@@ -151,7 +151,7 @@ def _what_if(proposal: Proposal) -> Table:
 def _goodput_words(proposal: Proposal) -> str:
     found, question = proposal.goodput, proposal.question
     return (
-        f"Goodput: at one failure per {question.mtbf_hours:,.0f} GPU hours the job fails {found.failures_per_day:.2g} "
+        f"Goodput: at one failure per {question.mtbf_hours:,.0f} GPU hours the run fails {found.failures_per_day:.2g} "
         f"times a day. Saving every {format_seconds(found.interval)} is best: {found.effective:.1%} of the time trains "
         f"(saves {found.lost_to_saves:.1%}, restarts {found.lost_to_restarts:.1%}, repeated work "
         f"{found.lost_to_repeats:.1%}). {format_count(question.tokens)} tokens take {proposal.days:,.1f} days."

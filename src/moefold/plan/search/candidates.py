@@ -1,12 +1,11 @@
-"""Candidates: one value for every choice, which of them are legal, and the job that each is.
+"""Candidates of a search: one value for every option, which of them are legal, and the workload of each.
 
-Legality is divisibility, by the rules of `checks` told about shapes instead of runs: heads over tp, experts over ep,
-experts' widths over etp, the batch over microbatches and data-parallel ranks, the two grids over the same ranks, and an
-order of microbatches that exists. `why_illegal` gives the rule in words, so that a search that finds nothing can say
-why.
+Legality is divisibility, by the rules of `checks` applied to shapes instead of runs: heads over tp, experts over ep,
+experts' hidden dims over etp, the batch over microbatches and data-parallel ranks, the two grids over the same ranks,
+and a schedule that exists. `why_illegal` gives the rule in words, so that a search that finds nothing can say why.
 
 `layouts` lists the coarse candidates from which a search starts. It leaves out what another candidate dominates: stages
-that only repeat the depth of fewer ones, and experts cut in width where they could be dealt out whole.
+that only repeat the depth of fewer ones, and experts sharded by etp where ep could distribute them whole.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from moefold.schedule.names import SCHEDULES
 # Where several orders would do, the first of these is meant.
 _ORDERS = tuple(dict.fromkeys(("1f1b", "interleaved", "1f1b_overlapped", "interleaved_overlapped", *SCHEDULES)))
 _GRAPHED = frozenset({"attn", "moe_router", "moe_preprocess"})
-# grouped products read rows in pieces of this many elements of two bytes.
+# Grouped GEMMs read rows in pieces of this many elements of two bytes.
 _ROW = 8
 # Tokens of a sequence that one rank can well hold.
 _LONG = 8192
@@ -62,9 +61,9 @@ class Limits:
     over_tp: tuple[tuple[int, str], ...]
     experts: int
     expert_hidden_dims: tuple[int, ...]
-    # moefold's own rules, on top of those of every program.
+    # moefold's own rules, on top of those of every framework.
     ours: bool
-    # The program shards parameters as a matter of course.
+    # The framework shards parameters as a matter of course.
     shards: bool
     domain: int
 
@@ -79,7 +78,7 @@ def limits_of(workload: Workload) -> Limits:
     sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
     moe_parts = [feed for feed in feeds if isinstance(feed, MoE)]
     sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in moe_parts}
-    # Other programs fill the vocabulary up to a multiple.
+    # Other frameworks fill the vocabulary up to a multiple.
     sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
     return Limits(
         world=workload.cluster.num_gpus,
@@ -132,22 +131,22 @@ def _why_no_batch(choice: LayoutChoice, limits: Limits) -> str | None:
 
 
 def _why_no_program(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
-    """What programs do not combine."""
+    """What frameworks do not combine."""
     if (choice.dispatcher == "local") != (choice.ep * choice.etp == 1):
         return "only experts on the same rank need no dispatcher"
     if choice.replicate > 1 and choice.sharding != "zero3":
         return "copies are of what is sharded"
     if not limits.ours:
         if choice.ep_overlap and choice.pp > 1 and choice.vpp == 1:
-            return "hiding exchanges in a pipeline needs virtual stages"
+            return "overlapping dispatch in a pipeline needs virtual stages"
         if choice.delay_wgrad and not choice.ep_overlap:
-            return "weight gradients are put off to fill what hidden exchanges leave"
+            return "weight gradients are deferred to fill what overlapped dispatch leaves"
         if choice.sharding == "zero3" and choice.pp > 1 and not limits.shards:
             return "zero3 with a pipeline gathers weights for every microbatch"
         if choice.vpp > 1 and microbatches_of(choice, limits) % choice.pp:
             return "interleaved stages take microbatches in rounds of pp"
     if choice.ep_overlap and choice.ep * choice.etp == 1:
-        return "there is no exchange to hide"
+        return "there is no dispatch to overlap"
     return None if order_of_choice(choice, limits, space) else "no order of microbatches does this"
 
 
@@ -207,7 +206,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
 
 
 def choice_of_workload(workload: Workload) -> LayoutChoice:
-    """The candidate that is this job, as far as choices describe it."""
+    """The candidate that is this workload, as far as choices describe it."""
     degrees, options = workload.degrees, workload.options
     return LayoutChoice(
         degrees.tp,
@@ -256,7 +255,7 @@ def worthwhile_contexts(limits: Limits, sizes: tuple[int, ...]) -> tuple[int, ..
 
 
 def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
-    """The legal ones of this grid's usual programs: with and without hidden exchanges and put-off weight gradients."""
+    """The legal ones of this grid's usual options: with and without overlapped dispatch, deferred weight gradients."""
     spread = choice.ep * choice.etp > 1
     local: tuple[Dispatcher, ...] = ("local",)
     dispatchers = tuple(name for name in space.dispatcher if name != "local") if spread else local
@@ -289,7 +288,7 @@ def worthwhile_stages(depth: int, pp: int, virtual: tuple[int, ...]) -> tuple[in
 
 
 def _worthwhile_widths(ep: int, limits: Limits, space: Space) -> tuple[int, ...]:
-    """Experts are cut in width only where they cannot be dealt out further, or where the user says so."""
+    """etp is tried only where ep cannot distribute experts further, or where the user pins it."""
     if len(space.etp) == 1 or ep == limits.experts or ep == max(space.ep):
         return space.etp
     return tuple(etp for etp in space.etp if etp == 1)

@@ -1,4 +1,4 @@
-"""Why this layout, in words: against another one line by line, which wall binds, and what would move it."""
+"""Why this layout, in words: compared with another line by line, which wall binds, and what would move it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OPTION_NAMES = {"sequences": "microbatch", "ep_overlap": "hidden exchanges", "d
 _MEANING: dict[Wall, str] = {
     "memory": "it does not fit",
     "communication": "ranks wait for each other's data",
-    "compute": "the card's arithmetic and memory are busy",
-    "host": "the card waits for the host to launch work",
+    "compute": "the GPU's arithmetic and memory are busy",
+    "host": "the GPU waits for the host to launch work",
 }
 
 
@@ -66,7 +66,7 @@ def layout_words(workload: Workload) -> str:
         spread = degrees.ep * degrees.etp
         where = "inside one domain" if spread <= domain else f"over {-(-spread // domain)} domains of fast links"
         wide = f", each cut over {degrees.etp}" if degrees.etp > 1 else ""
-        parts.append(f"experts dealt over {degrees.ep} ranks{wide} ({where})")
+        parts.append(f"experts distributed over {degrees.ep} ranks{wide} ({where})")
     parts.append(f"{degrees.dp} data-parallel copies of the attention, which shard {_SHARDED[degrees.sharding]}")
     size = "1 sequence" if batch.sequences == 1 else f"{batch.sequences} sequences"
     return f"That is {', '.join(parts)}. Each copy runs {batch.microbatches} microbatches of {size} per step."
@@ -115,16 +115,16 @@ def wall_words(prediction: Prediction) -> str:
     time = prediction.time
     shares = {wall: time.of(wall) / time.step_seconds for wall in ("compute", "communication", "host", "bubble")}
     listed = ", ".join(f"{wall} {share:.0%}" for wall, share in sorted(shares.items(), key=lambda item: -item[1]))
-    dearest = max(
+    largest = max(
         (line for line in time.lines if line.wall == prediction.wall),
         key=lambda line: line.seconds - line.hidden,
         default=None,
     )
     if prediction.wall == "memory":
         over = prediction.memory.total - prediction.memory.capacity
-        first = f"Memory binds: {format_bytes(over)} more than the card has"
+        first = f"Memory binds: {format_bytes(over)} more than the GPU has"
     else:
-        part = f", most of it {dearest.name}" if dearest else ""
+        part = f", most of it {largest.name}" if largest else ""
         first = f"{prediction.wall.capitalize()} binds: {_MEANING[prediction.wall]}{part}"
     return f"{first}. Exposed time: {listed}."
 

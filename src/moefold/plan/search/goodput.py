@@ -1,6 +1,6 @@
 """How much of the time a long run really trains: failures, the best checkpoint interval, days for a token budget.
 
-Failures come at random, each GPU on average once per `mtbf`, so a job of N GPUs fails at rate N / mtbf. Every failure
+Failures come at random, each GPU on average once per `mtbf`, so a run of N GPUs fails at rate N / mtbf. Every failure
 costs the restart and the work since the last checkpoint that is whole on disk. Saving more often loses less work and
 costs more saves. The model is exact for failures without memory (exponential gaps), which may also hit a save or a
 restart:
@@ -33,7 +33,7 @@ _GOLDEN = (sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, and what it costs. All in seconds but the rate, which is per second and for the whole job."""
+    """What goes wrong, and what it costs. All in seconds but the rate, which is per second and for the whole run."""
 
     rate: float
     # Training stands still for so long at every save.
@@ -46,7 +46,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What is left of a job's time at its best checkpoint interval."""
+    """What is left of a run's time at its best checkpoint interval."""
 
     # Seconds of training between saves: the best, and Young's estimate of it.
     interval: float
@@ -129,7 +129,7 @@ def days_for(tokens: float, tokens_per_second: float, effective: float = 1.0) ->
 
 
 def _grow(exponent: float) -> float:
-    """exp, but infinite instead of an error: a job that fails faster than it restarts never ends."""
+    """exp, but infinite instead of an error: a run that fails faster than it restarts never ends."""
     return exp(exponent) if exponent < 700 else inf
 
 

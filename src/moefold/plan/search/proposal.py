@@ -1,7 +1,7 @@
-"""A proposal: everything that the planner has to say about one question, made once and shown in many ways.
+"""A proposal: everything that the planner reports about one question, computed once and shown in many ways.
 
 The terminal, JSON, the HTML page and the page with sliders all read this. Making one searches (unless told not to),
-predicts the choice, the runner-up and the user's own layout in full, asks what if, and reckons goodput.
+predicts the best layout, the runner-up and the user's own in full, answers the what-if questions, and computes goodput.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Question:
     fixed: str = ""
     searching: bool = True
     imbalance: float = 1.0
-    # Share of the card's memory to leave free.
+    # Share of the GPU's memory to leave free.
     headroom: float = 0.0
     mtbf_hours: float = USUAL_MTBF_HOURS
     restart_seconds: float = USUAL_RESTART_SECONDS
-    # None: reckoned from the states' bytes and the links they travel.
+    # None: computed from the states' bytes and the links' bandwidth.
     save_seconds: float | None = None
     write_seconds: float | None = None
     tokens: float = 1e12
@@ -143,7 +143,7 @@ def _freed(chosen: Prediction) -> Iterator[Freed]:
 
 
 def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
-    """The line that starts it. Stages are written out where the trainer would deal layers otherwise."""
+    """The line that starts it. Stages are written out where the trainer would divide layers otherwise."""
     num_stages = workload.degrees.pp * workload.degrees.vpp
     if workload.degrees.stages is None and num_stages > 1:
         planned = stage_string(workload)
@@ -157,7 +157,7 @@ def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
 
 
 def stage_string(workload: Workload) -> str:
-    """The layers of every stage as the prediction dealt them."""
+    """The layers of every stage as the prediction distributed them."""
     stages = contents_of(workload.model, workload.degrees.pp * workload.degrees.vpp, workload.degrees.stages)
     letters = "|".join(
         "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
@@ -175,7 +175,7 @@ def _own(question: Question) -> tuple[Workload | None, ProblemsError | None]:
 
 
 def _with_framework(workload: Workload, framework: Framework) -> Workload:
-    """The same work under another program, which keeps other things."""
+    """The same work under another framework, which keeps other things."""
     if framework == "moefold":
         return workload
     sharded = framework == "fsdp2"
@@ -203,7 +203,7 @@ def _reasons(
 
 
 def _tight(chosen: Prediction, result: Result | None, spare: float) -> str:
-    words = f"Memory is tight: {spare:.1%} of the card is left, less than the prediction's own error."
+    words = f"Memory is tight: {spare:.1%} of the GPU is left, less than the prediction's own error."
     roomy = next(
         (each for each in (result.pareto if result else ()) if each.bytes < 0.9 * chosen.memory.capacity), None
     )
@@ -215,7 +215,7 @@ def _tight(chosen: Prediction, result: Result | None, spare: float) -> str:
 
 def _faults(question: Question) -> Faults:
     gpus = question.cluster.num_gpus
-    # Every state is saved once, by whoever holds it.
+    # Every state is saved once, by its primary replica.
     each = 12.0 * count_parameters(question.run.model).total / gpus
     save, write = question.save_seconds, question.write_seconds
     return faults_of(

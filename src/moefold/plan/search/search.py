@@ -1,14 +1,14 @@
-"""The search: which legal candidate makes the fastest step that fits, and which others nobody beats in both.
+"""The search: which legal candidate makes the fastest step that fits, and the Pareto set of time and memory.
 
-There are far too many candidates to predict them all (billions for thousands of ranks), and choices hang together, so
-the search goes from coarse to fine:
+There are far too many candidates to predict them all (billions for thousands of ranks), and options interact, so the
+search goes from coarse to fine:
 
 1. every grid worth trying, with usual options and the lightest recompute that fits: one prediction each;
 2. the best grids of every kind (per pp, ep and tp, and overall), each with its options varied one at a time;
-3. the best few of those, climbing: every legal neighbour in any choice, until none is faster.
+3. the best few of those, by hill climbing: every legal neighbour in any option, until none is faster.
 
-Memory is asked first, because it is cheap and rules most out. Everything predicted on the way is kept, and those that
-no other beats in both time and memory are the Pareto set. Nothing is random: the same question has the same answer.
+Memory is predicted first, because it is cheap and rules most out. Everything predicted on the way is kept, and those
+that no other beats in both time and memory are the Pareto set. Nothing is random.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def search(
     from_own: bool = True,
     headroom: float = 0.0,
 ) -> Result:
-    """The best candidates for the template's model, cluster, batch and program.
+    """The best candidates for the template's model, cluster, batch and framework.
 
     With ``from_own`` the template's own choice is one of the starts, so the answer is never slower than it.
-    ``headroom`` is the share of the card's memory that must stay free.
+    ``headroom`` is the share of the GPU's memory that must stay free.
     """
     began = time.monotonic()
     space = space or usual_space(template)
@@ -126,7 +126,7 @@ def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 class _Looked:
-    """What has been asked already."""
+    """Predictions made so far."""
 
     def __init__(self, template: Workload, limits: Limits, space: Space, headroom: float) -> None:
         self.template, self.limits, self.space = template, limits, space
@@ -238,7 +238,7 @@ def _starts(coarse: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _vary(looked: _Looked, start: Candidate) -> Candidate:
-    """One option at a time, each time keeping the fastest; twice, because options hang together."""
+    """One option at a time, each time keeping the fastest; twice, because options interact."""
     best = start
     for _ in range(2):
         before = best

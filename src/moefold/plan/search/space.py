@@ -1,6 +1,6 @@
-"""What a search may choose: for every choice the values it may take, as data.
+"""The search space as data: for every option the values it may take.
 
-`usual_space` says what is worth trying for a program, a card and a model; `narrowed` keeps what the user pinned:
+`usual_space` says what is worth trying for a framework, a GPU and a model; `narrowed` keeps what the user pinned:
 `tp=1,ep=32,64,recompute=mla_up+norms` leaves one value of tp, two of ep and one set of recomputed parts. Values stand
 in the order in which they are tried, the fastest or most usual first.
 """
@@ -21,8 +21,8 @@ from moefold.plan.workload import Dispatcher, Format, Graphs, Options, Recompute
 from moefold.schedule.names import SCHEDULES
 
 Recompute = frozenset[Recomputed]
-# How dear it is to compute each part again, in any unit: the order in which sets are tried.
-_DEAR: Mapping[Recomputed, int] = {
+# How expensive it is to recompute each part, in any unit: the order in which sets are tried.
+_RECOMPUTE_COST: Mapping[Recomputed, int] = {
     "norms": 1,
     "activation": 1,
     "mla_up": 3,
@@ -32,7 +32,7 @@ _DEAR: Mapping[Recomputed, int] = {
     "experts": 12,
     "full": 40,
 }
-# Cards whose programs hold operands in eight or four bits, by architecture.
+# GPUs whose frameworks hold operands in eight or four bits, by architecture.
 _FORMATS: Mapping[str, tuple[Format, ...]] = {
     "sm90": ("fp8_tensor", "fp8_block"),
     "sm100": ("mxfp8", "fp8_tensor"),
@@ -71,7 +71,7 @@ CHOICES = tuple(field.name for field in fields(Space))
 
 
 def usual_space(workload: Workload) -> Space:
-    """What is worth trying for this job's program, card, model and batch."""
+    """What is worth trying for this workload's framework, GPU, model and batch."""
     model, cluster, batch = workload.model, workload.cluster, workload.batch
     sequences = round(workload.global_tokens / batch.seq_len)
     ours = workload.options.framework == "moefold"
@@ -178,7 +178,7 @@ def _dispatchers(model: ModelShape, options: Options) -> tuple[Dispatcher, ...]:
 
 
 def _formats(gpu: Gpu, asked: Format) -> tuple[Format, ...]:
-    """Those of the card, and the one that was asked for."""
+    """Those of the GPU, and the one that was asked for."""
     return tuple(dict.fromkeys((*_FORMATS.get(gpu.architecture, ()), "bf16", asked)))
 
 
@@ -195,7 +195,7 @@ def _recompute_sets(model: ModelShape, ours: bool) -> tuple[Recompute, ...]:
         made.add(frozenset({"full"}))
     if not model.is_moe:
         made = {parts for parts in made if "experts" not in parts}
-    return tuple(sorted(made, key=lambda parts: (sum(_DEAR[part] for part in parts), sorted(parts))))
+    return tuple(sorted(made, key=lambda parts: (sum(_RECOMPUTE_COST[part] for part in parts), sorted(parts))))
 
 
 def _doubling(most: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""What if: the same job with one thing changed, predicted again.
+"""What if: the same workload with one thing changed, predicted again.
 
 Some questions are about the machine (a larger domain of fast links, a faster network), some about the layout or the
-program (more experts' ranks, larger microbatches, no recompute). Each answer is a prediction or the rule that forbids
+framework (more experts' ranks, larger microbatches, no recompute). Each answer is a prediction or the rule that forbids
 it. An answer that does not fit is still given its time: it says what memory costs.
 """
 
@@ -34,7 +34,7 @@ class Answer:
 
 
 def answers(workload: Workload) -> list[Answer]:
-    """Every question that makes sense for this job."""
+    """Every question that makes sense for this workload."""
     return [*_about_machine(workload), *_about_layout(workload), *_about_program(workload)]
 
 
@@ -52,10 +52,10 @@ def _about_machine(workload: Workload) -> Iterator[Answer]:
     yield Answer("the network were twice as fast", "machine", predict(replace(workload, cluster=twice)))
     links = replace(cluster, gpu=replace(gpu, link_gb_s=2 * gpu.link_gb_s))
     yield Answer("NVLink were twice as fast", "machine", predict(replace(workload, cluster=links)))
-    # With the power that it takes: cards sustain a share of their peak that depends on their watts.
+    # With the power that it takes: GPUs sustain a share of their peak that depends on their watts.
     rate = {name: 2 * getattr(gpu, name) for name in ("bf16_tflops", "fp8_tflops", "fp4_tflops", "watts")}
-    products = replace(cluster, gpu=replace(gpu, **rate))
-    yield Answer("products were twice as fast", "machine", predict(replace(workload, cluster=products)))
+    matmuls = replace(cluster, gpu=replace(gpu, **rate))
+    yield Answer("matmuls were twice as fast", "machine", predict(replace(workload, cluster=matmuls)))
 
 
 def _about_layout(workload: Workload) -> Iterator[Answer]:
@@ -78,26 +78,30 @@ def _worth_asking(workload: Workload, name: str, size: int) -> bool:
 def _about_program(workload: Workload) -> Iterator[Answer]:
     own, space = choice_of_workload(workload), usual_space(workload)
     if own.recompute:
-        yield _changed(workload, own._replace(recompute=frozenset()), space, "nothing were computed twice", "program")
+        yield _changed(workload, own._replace(recompute=frozenset()), space, "nothing were recomputed", "framework")
     if own.ep * own.etp > 1:
         hidden = "exchanges were not hidden" if own.ep_overlap else "exchanges were hidden behind other microbatches"
-        yield _changed(workload, own._replace(ep_overlap=not own.ep_overlap), space, hidden, "program")
+        yield _changed(workload, own._replace(ep_overlap=not own.ep_overlap), space, hidden, "framework")
         for dispatcher in space.dispatcher:
             if dispatcher not in (own.dispatcher, "local"):
                 yield _changed(
-                    workload, own._replace(dispatcher=dispatcher), space, f"the dispatcher were {dispatcher}", "program"
+                    workload,
+                    own._replace(dispatcher=dispatcher),
+                    space,
+                    f"the dispatcher were {dispatcher}",
+                    "framework",
                 )
     for graphs in space.graphs:
         if graphs != own.graphs:
             words = "kernels were launched one by one" if graphs == "none" else f"graphs were {graphs}"
-            yield _changed(workload, own._replace(graphs=graphs), space, words, "program")
+            yield _changed(workload, own._replace(graphs=graphs), space, words, "framework")
     for format in space.format:
         if format != own.format:
-            yield _changed(workload, own._replace(format=format), space, f"products were in {format}", "program")
+            yield _changed(workload, own._replace(format=format), space, f"matmuls were in {format}", "framework")
     balanced = replace(workload, options=replace(workload.options, imbalance=workload.options.imbalance + 0.3))
     if workload.model.is_moe and not workload.options.drops:
         words = f"the busiest rank got {balanced.options.imbalance:.1f} times the mean"
-        yield Answer(words, "program", predict(balanced))
+        yield Answer(words, "framework", predict(balanced))
 
 
 def _changed(workload: Workload, choice: LayoutChoice, space: Space, question: str, about: str) -> Answer:

@@ -1,8 +1,8 @@
-"""The planner's constants: what of a nominal figure a real program gets.
+"""The planner's constants: which share of a nominal figure a real run gets.
 
-Every number here has a name, a meaning, a prior (what microbenchmarks and data sheets suggest, with how sure that is)
+Every number here has a name, a meaning, a prior (what microbenchmarks and data sheets suggest, with its uncertainty)
 and a value fitted to published runs by `plan/published/fit.py`, which keeps it near its prior unless many runs
-disagree. The table is short on purpose: constants describe machines and programs, never single runs.
+disagree. The table is short on purpose: constants describe machines and frameworks, never single runs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Meaning:
 
 MEANINGS: tuple[Meaning, ...] = (
     # ---- arithmetic ----
-    Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak in large products, at H100's watts per FLOP/s"),
-    Meaning("gemm_fp8", 0.82, 0.15, "the same for 8-bit products and the 8-bit peak"),
-    Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit products and twice the 8-bit peak"),
-    Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class cards against H100-class ones"),
-    Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class cards"),
-    Meaning("narrow_sm100", 1.15, 0.1, "8-bit over bf16 products on B200-class cards, against the same on H100-class"),
+    Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak in large matmuls, at H100's watts per FLOP/s"),
+    Meaning("gemm_fp8", 0.82, 0.15, "the same for 8-bit matmuls and the 8-bit peak"),
+    Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit matmuls and twice the 8-bit peak"),
+    Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class GPUs against H100-class ones"),
+    Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class GPUs"),
+    Meaning("narrow_sm100", 1.15, 0.1, "8-bit over bf16 matmuls on B200-class GPUs, against the same on H100-class"),
     Meaning("power", 0.7, 0.4, "how the sustained share falls with FLOP/s per watt: (ratio to H100's) ** -power"),
-    Meaning("grouped", 0.92, 0.12, "grouped products of experts against one product of equal arithmetic"),
+    Meaning("grouped", 0.92, 0.12, "grouped GEMMs of experts against one matmul of equal arithmetic"),
     Meaning("attention_forward", 0.55, 0.12, "share of the bf16 peak in causal attention at 4k tokens (cuDNN: 0.55)"),
     Meaning("attention_backward", 0.40, 0.12, "the same backward (cuDNN: 0.43-0.44)"),
     Meaning("attention_long", 0.11, 0.4, "gain of attention per doubling of the length seen beyond 4k, up to 16k"),
-    Meaning("attention_sm103", 1.25, 0.15, "attention of B300-class cards against B200-class ones"),
+    Meaning("attention_sm103", 1.25, 0.15, "attention of B300-class GPUs against B200-class ones"),
     Meaning("scan", 0.2, 0.4, "share of the bf16 peak in chunked scans of recurrences"),
     # ---- memory traffic ----
     Meaning("traffic", 0.40, 0.2, "share of memory bandwidth in norms, activations, permutations and losses"),
@@ -47,7 +47,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("loop_us", 10.0, 0.5, "host time per expert and product in loops that leave Python aside"),
     Meaning("launch_grace", 1.15, 0.2, "the same on Grace hosts, as a factor"),
     Meaning("gap_us", 1.0, 0.3, "device time lost between two kernels"),
-    Meaning("sync_us", 150.0, 0.5, "idle time per forward pass of a mixture whose row counts the host must know"),
+    Meaning("sync_us", 150.0, 0.5, "idle time per forward pass of an MoE layer whose row counts the host must know"),
     # ---- links ----
     Meaning("ring_link", 0.70, 0.15, "share of fast links in gathers and scatters"),
     Meaning("ring_nic", 0.78, 0.05, "share of the network in gathers and scatters"),
@@ -61,18 +61,18 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("efa_latency_us", 500.0, 1.0, "fixed time of a collective over EFA"),
     # ---- overlap ----
     Meaning("tensor_exposed", 0.75, 0.25, "tensor-parallel collectives left exposed where nothing overlaps them"),
-    Meaning("tensor_hidden", 0.35, 0.3, "the same where they run beside products"),
+    Meaning("tensor_hidden", 0.35, 0.3, "the same where they run beside matmuls"),
     Meaning("expert_hidden", 0.85, 0.06, "expert exchanges hidden by running beside another microbatch"),
     Meaning("context_exposed", 0.25, 0.5, "context-parallel exchanges left exposed"),
     Meaning("data_exposed", 0.25, 0.4, "gradient reduction and parameter gathering left exposed"),
     Meaning("contention", 0.15, 0.5, "compute time lost per hidden second of communication"),
     Meaning("stage_exposed", 0.30, 0.5, "messages between stages left exposed"),
-    # ---- programs ----
-    Meaning("fsdp2", 1.05, 0.1, "compute time of FSDP2 programs against Megatron's"),
-    Meaning("ring_fsdp2", 0.10, 0.5, "growth of attention's time per doubling of the context ranks, in FSDP2 programs"),
+    # ---- frameworks ----
+    Meaning("fsdp2", 1.05, 0.1, "compute time with FSDP2 against Megatron's"),
+    Meaning("ring_fsdp2", 0.10, 0.5, "growth of attention's time per doubling of the context ranks, with FSDP2"),
     Meaning("deepspeed", 1.10, 0.1, "the same for Megatron-DeepSpeed of 2023"),
     Meaning("jax", 1.05, 0.1, "the same for JAX"),
-    Meaning("year", 0.05, 0.4, "share of compute and host time that programs lose per year"),
+    Meaning("year", 0.05, 0.4, "share of compute and host time that frameworks lose per year"),
     Meaning("step_ms", 30.0, 0.7, "fixed time of a step: clipping, logging, the optimizer's launches"),
 )  # fmt: skip
 

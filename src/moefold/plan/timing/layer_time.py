@@ -1,4 +1,4 @@
-"""The time of one layer, forward and backward, on one rank: the card, the host, and what other ranks cost."""
+"""The time of one layer, forward and backward, on one rank: the GPU, the host, and what other ranks cost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from moefold.plan.traffic import (
 )
 from moefold.plan.workload import Options, Workload
 
-# A kernel inside a recorded graph costs the host and the card this share of one outside.
+# A kernel inside a recorded graph costs the host and the GPU this share of one outside.
 _GRAPHED = 0.06
 _GRAPHED_GAP = 0.5
-# Parts that a partial graph holds, by the names programs give them.
+# Parts that a partial graph holds, by the names frameworks give them.
 _SCOPES: dict[str, frozenset[str]] = {
     "attn": frozenset({"qkv", "latents", "mla_up", "core_attention", "attention_out", "norms"}),
     "mamba": frozenset({"scan_in", "scan", "scan_out"}),
@@ -42,7 +42,7 @@ _AGAIN: dict[str, frozenset[str]] = {
     "feed_forward": frozenset({"feed_forward", "dense_activation"}),
     "experts": frozenset({"router", "permutation", "experts", "activation", "latent", "shared", "shared_activation"}),
 }
-# moefold stops as soon as it has what it needs: a phase's last product, and routes that it keeps, run once.
+# moefold's recomputation stops early: a phase's last matmul, and the routing that it keeps, run once.
 _AGAIN_MOEFOLD = _AGAIN | {
     "attention": _AGAIN["attention"] - {"attention_out"},
     "experts": frozenset({"experts", "activation", "shared", "shared_activation"}),
@@ -99,7 +99,7 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work between two moments at which the host must wait for the card, and what of it the host launches itself."""
+    """Work between two moments at which the host must wait for the GPU, and what of it the host launches itself."""
 
     work: Work = field(default_factory=Work)
     launches: float = 0.0
@@ -164,11 +164,11 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
         expert, ring_time = exchanges * one_exchange, gathers * tensor
         shown = (1 - hide) * expert + exposed * ring_time + rings * context
         lost = c.contention * (hide * expert + (1 - exposed) * ring_time)
-        card = compute + moving + shown + lost
+        gpu_seconds = compute + moving + shown + lost
         return Seconds(
             compute + lost,
             moving,
-            slower(card, host) - card + waits * sync,
+            slower(gpu_seconds, host) - gpu_seconds + waits * sync,
             exposed * ring_time,
             (1 - hide) * expert,
             rings * context,
@@ -177,7 +177,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
         )
 
     if sync:
-        # The host starts anew after it has waited: no lead from before the routing helps after it.
+        # After a sync the host has no lead over the GPU: launches from before the routing do not help after it.
         forward = one(before, 0, 1, 1, back=False).plus(one(after, 2, 0, 0, back=False, waits=1))
     else:
         together = Load(before.work + after.work, before.launches + after.launches, before.loops + after.loops)
@@ -189,7 +189,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
 
 
 def part_passes(part: Part, rates: Rates) -> Passes:
-    """The embedding, the head and the like: no exchange, and their host time hides behind the card."""
+    """The embedding, the head and the like: no collectives, and their host time is hidden by the GPU's."""
 
     def one(work: Work, *, back: bool) -> Seconds:
         return Seconds(rates.compute(work, backward=back), rates.moving(work) + rates.gap * work.kernels)
@@ -198,7 +198,7 @@ def part_passes(part: Part, rates: Rates) -> Passes:
 
 
 def _sync(options: Options, moe: MoE | None, c: Constants) -> float:
-    """Dropless mixtures must tell the host how many rows arrive, unless the card keeps that to itself."""
+    """Dropless dispatch reads row counts back to the host, unless the kernels need no counts there."""
     if moe is None or options.graphs == "full" or options.drops:
         return 0.0
     return c.sync_us * 1e-6 * (1.0 if options.dispatcher in ("deepep", "hybridep") else 2.0)
@@ -223,7 +223,7 @@ def _context(workload: Workload, layer: Layer, c: Constants) -> float:
 
 
 def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constants) -> Passes:
-    """Parameters are gathered before each pass and gradients scattered after the second, beside the computation."""
+    """Parameters are unsharded before each pass and gradients reduced after the second, overlapped with computation."""
     held = layer_counts(layer, workload.model.dim)
     degrees = workload.degrees
     dense = held.sharded / degrees.tp + held.replicated

@@ -1,18 +1,16 @@
-"""One layer of a moefold run on a computer that was measured.
+"""Step time of a moefold run on a computer that was measured: one layer, what a step costs once, and shared cores.
 
-The work is counted as for any cluster (`plan/op_costs.py`). Exchanges are those of moefold's own program, one after the
-other and after the computation, for a rank of a processor has nothing that could carry them beside it:
+The work is counted as for any cluster (`plan/op_costs.py`). Collectives run one after the other and after the
+computation, because a CPU rank has no second stream:
 
-    tensor parallelism   a gather before and a sum after each half that is cut; backward the other way round
-    experts              counts, rows and weights there, answers back; backward the other way round
+    tensor parallelism   all_gather before and reduce_scatter after each sharded half; backward the other way round
+    experts              dispatch of counts, rows and probs, combine; backward the other way round
     context              keys and values round the ring, once forward, twice backward with their gradients
     sharding             parameters before each pass, gradients after the second, unless a pipeline does it once
 
-What a step of a moefold run costs once, on a computer that was measured, and what sharing its cores costs.
-
-Ranks that wait leave their core to others. So if there are more ranks than cores, a pipeline's waits are other ranks'
-time: the step takes as long as its longest chain of work on free cores, or as all work on the cores there are,
-whichever is longer.
+Ranks that wait leave their core to others. So with more ranks than cores, a pipeline's bubbles are other ranks' time:
+the step takes as long as its longest chain of work on free cores, or as all work on the cores there are, whichever is
+longer.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from moefold.plan.workload import Workload
 
 
 def layer_on_machine(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates) -> Passes:
-    """One microbatch through one layer, each rank with a core of its own; `machine_step.py` lets them share."""
+    """One microbatch through one layer, each rank with a core of its own; `stretch` corrects for shared cores."""
     machine = workload.cluster.machine
     assert machine is not None
     before, after, backward = loads(layer, sizes, workload.options)
@@ -44,7 +42,7 @@ def layer_on_machine(workload: Workload, layer: Layer, sizes: Sizes, rates: Rate
         return Seconds(compute, moving)
 
     there = Seconds(tensor=tensor + sums, expert=expert, context=context / 3, sharded=gather)
-    # Of what is computed again, the first half gathers again.
+    # Of what is recomputed, the first half gathers again.
     back = Seconds(
         tensor=tensor * (1 + 0.5 * repeats),
         expert=expert,
@@ -55,7 +53,7 @@ def layer_on_machine(workload: Workload, layer: Layer, sizes: Sizes, rates: Rate
 
 
 def ends_on_machine(workload: Workload, embedding: bool, head: bool) -> Passes:
-    """What the embedding and the head exchange: rows of theirs that are sharded, tokens where the vocabulary is cut."""
+    """Collectives of embedding and head: their sharded rows, and tokens where tp shards the vocabulary."""
     machine, model, tp = workload.cluster.machine, workload.model, workload.degrees.tp
     assert machine is not None
     tables = (embedding or head) if model.tied else embedding + head
@@ -64,7 +62,7 @@ def ends_on_machine(workload: Workload, embedding: bool, head: bool) -> Passes:
     if tp > 1:
         moved = workload.dtypes.word * workload.batch.tokens / workload.degrees.cp * model.dim * (tp - 1) / tp
         tokens = (embedding + head) * machine.seconds("tokens", moved, tp, workload.cluster.num_gpus)
-    # They stay gathered from forward to backward.
+    # They stay unsharded from forward to backward.
     return Passes(Seconds(tensor=tokens, sharded=gather), Seconds(tensor=tokens, sharded=scatter))
 
 
@@ -129,14 +127,14 @@ def _context(workload: Workload, machine: Machine, layer: Layer) -> float:
     return machine.seconds("context", context_bytes(workload, layer), cp, workload.cluster.num_gpus)
 
 
-# Losses, balance, counts, the norm, objections, requests to stop: small sums over all ranks.
+# Losses, balance, counts, grad_norm, skip reasons, requests to stop: small all_reduces over all ranks.
 _SUMS = 8
-# Modules that gather, and parameters that are summed, per layer, where a pipeline does both once.
+# Modules that unshard, and parameters that are reduced, per layer, where a pipeline does both once.
 _MODULES, _PARAMETERS = 2, 10
 
 
 def messages_on_machine(workload: Workload, machine: Machine) -> float:
-    """Streams and gradients that a rank waits for. Ends of the pipeline have only one neighbour."""
+    """Hidden states and gradients that a rank waits for. Ends of the pipeline have only one neighbour."""
     degrees = workload.degrees
     if degrees.pp == 1:
         return 0.0
@@ -145,7 +143,7 @@ def messages_on_machine(workload: Workload, machine: Machine) -> float:
 
 
 def reduction_on_machine(workload: Workload, machine: Machine, dense: float, experts: float) -> float:
-    """Pipelines gather before the first microbatch and sum after the last."""
+    """Pipelines unshard before the first microbatch and reduce after the last."""
     degrees, world = workload.degrees, workload.cluster.num_gpus
     if degrees.pp * degrees.vpp == 1:
         return 0.0
@@ -176,7 +174,7 @@ def stretch(per_rank: list[float], bubble: float, microbatches: int, slowdown: f
 
 
 def stretched(passes: Passes, factor: float) -> Passes:
-    """Computation takes so much longer; exchanges were measured among as many ranks."""
+    """Computation takes so much longer; collectives were measured among as many ranks."""
 
     def one(seconds: Seconds) -> Seconds:
         own = Seconds(seconds.compute, seconds.moving, seconds.host)

@@ -1,11 +1,9 @@
-"""How long exchanges between ranks take, by bytes, links and how far the group reaches.
-
-How long the slowest pipeline rank waits in a step, by the order of microbatches.
+"""How long collectives take by bytes, links and reach of the group, and how large a schedule's bubble is.
 
 An order of enough microbatches has a beginning and an end that do not depend on how many there are; between them the
-slowest rank never waits. So its waiting time is a number of units for each order, a unit being one third of a stage's
-time for one microbatch (forward, input gradient and weight gradient cost about the same). 1F1B and interleaved 1F1B
-wait 3 (P - 1) units, by their closed form; other orders are simulated once.
+slowest rank never waits. So its bubble is a number of units for each order, a unit being one third of a stage's time
+for one microbatch (forward, input gradient and weight gradient cost about the same). 1F1B and interleaved 1F1B wait
+3 (P - 1) units, by their closed form; other orders are simulated once.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
     """A gather or scatter of `total` bytes over a group; an all-reduce is two of them.
 
     Inside a domain every rank receives what it lacks over its own links. Between domains the bytes cross once per
-    domain, over the cards of those ranks of the group that are in it.
+    domain, over the GPUs of those ranks of the group that are in it.
     """
     if where.size == 1 or total == 0:
         return 0.0

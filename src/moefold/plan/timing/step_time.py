@@ -215,7 +215,7 @@ def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
     f, b = step.busy.forward, step.busy.backward
     both = f.plus(b)
     lines = (
-        TimeLine("compute", "products and attention", both.compute),
+        TimeLine("compute", "matmuls and attention", both.compute),
         TimeLine("compute", "memory traffic", both.moving),
         TimeLine("host", "waiting for the host", both.host),
         TimeLine("communication", "tensor parallelism", both.tensor + both.hidden_tensor, both.hidden_tensor),

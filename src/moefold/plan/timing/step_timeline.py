@@ -1,7 +1,7 @@
-"""A step in time, as a picture needs it: the order of microbatches with every stage's predicted forward and backward.
+"""A step over time, for the picture: the order of microbatches with every stage's predicted forward and backward.
 
-The step's predicted time comes from a closed form; this is the same stages' times put through the simulator, for as
-many microbatches as can be looked at. Each action also knows which share of it is communication that nothing hides.
+The step's predicted time comes from a closed form; this puts the same stages' times through the simulator, for as many
+microbatches as a picture can show. Each action also knows which share of it is exposed communication.
 """
 
 from __future__ import annotations

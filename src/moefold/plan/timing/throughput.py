@@ -1,8 +1,8 @@
-"""From work to seconds: rates of one job's card, and the time of one pass over one layer.
+"""From work to seconds: the rates of one workload's GPU, and the time of one pass over one layer.
 
     time = arithmetic / sustained rate + traffic / memory bandwidth + gaps between kernels
 
-The host runs beside the card and wins where it is slower.
+The host launches kernels concurrently; where it is slower than the GPU, its time counts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
 from moefold.plan.workload import Workload
 
-# Cards are compared with this one, in 1e12 FLOP/s of bf16 per watt.
+# GPUs are compared with this one, in 1e12 FLOP/s of bf16 per watt.
 _H100 = 989 / 700
 _USUAL = {"sm80": 312 / 400, "sm90": _H100, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
-# How sharply the slower of card and host wins; 4 adds 19 % where both are equal.
+# Exponent of the smooth maximum of GPU and host time; 4 adds 19 % where both are equal.
 _SHARPNESS = 4.0
 _PROGRAM = {"fsdp2": "fsdp2", "deepspeed": "deepspeed", "jax": "jax"}
 _TODAY = 2026.0
@@ -30,7 +30,7 @@ _CONVERSION = {"fp8_delayed": 0.7, "fp8_tensor": 1.1, "fp8_row": 3.0, "fp8_block
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds per unit of each kind of work, for one job."""
+    """Seconds per unit of each kind of work, for one workload."""
 
     gemm: float
     grouped: float
@@ -67,29 +67,29 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
         _check_measured(workload)
         return measured_rates(workload.cluster.machine)
     gpu, form = workload.cluster.gpu, workload.dtypes.format
-    program = _program(workload, c) * _age(workload, c)
+    factor = _framework_factor(workload, c) * _age(workload, c)
     bandwidth = gpu.memory_tb_s * 1e12 * c.traffic
     passes = _CONVERSION.get(form, 1.0)
     fused = c.compiled if workload.options.compiled else 1.0
     gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
-    # Measured attention rates are alike shares of the peak on the usual card of each architecture; a card that has
-    # fewer watts for the same arithmetic is slower. The newest cards have twice the exponentials.
+    # Measured attention rates are alike shares of the peak on the usual GPU of each architecture; a GPU that has
+    # fewer watts for the same arithmetic is slower. The newest GPUs have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
     gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
     if workload.options.framework == "fsdp2":
         # torch's ring attention runs its steps one by one and merges them in eager mode.
         gain /= (1 + c.ring_fsdp2) ** log2(workload.degrees.cp)
-    attention = program / (gpu.bf16_tflops * 1e12 * gain)
-    products = program * _product(workload, c, form)
-    host = 1e-6 * program * (c.launch_grace if gpu.per_node == 4 else 1.0)
+    attention = factor / (gpu.bf16_tflops * 1e12 * gain)
+    matmuls = factor * _matmul_seconds(workload, c, form)
+    host = 1e-6 * factor * (c.launch_grace if gpu.per_node == 4 else 1.0)
     return Rates(
-        gemm=products,
-        grouped=products / c.grouped,
+        gemm=matmuls,
+        grouped=matmuls / c.grouped,
         quantised=passes * c.quantise / bandwidth,
         quantised_fused=passes * c.quantise_fused / bandwidth,
         attention_forward=attention / c.attention_forward,
         attention_backward=attention / c.attention_backward,
-        scan=program / (gpu.bf16_tflops * 1e12 * c.scan),
+        scan=factor / (gpu.bf16_tflops * 1e12 * c.scan),
         traffic=fused / bandwidth,
         gap=c.gap_us * 1e-6,
         launch=c.launch_us * host,
@@ -128,8 +128,8 @@ def measured_rates(machine: Machine) -> Rates:
     )
 
 
-def _product(workload: Workload, c: Constants, form: str) -> float:
-    """Seconds per FLOP of a large product. Cards with more arithmetic per watt sustain less of it."""
+def _matmul_seconds(workload: Workload, c: Constants, form: str) -> float:
+    """Seconds per FLOP of a large matmul. GPUs with more arithmetic per watt sustain less of it."""
     gpu = workload.cluster.gpu
     share = float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power)
     share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
@@ -142,21 +142,21 @@ def _product(workload: Workload, c: Constants, form: str) -> float:
     return 1 / (eight * 1e12 * share * c.gemm_fp8 * newer)
 
 
-def _program(workload: Workload, c: Constants) -> float:
-    """Time on card and host against Megatron's."""
+def _framework_factor(workload: Workload, c: Constants) -> float:
+    """Time on GPU and host against Megatron's."""
     name = _PROGRAM.get(workload.options.framework)
     return float(getattr(c, name)) if name else 1.0
 
 
 def _age(workload: Workload, c: Constants) -> float:
-    """Programs and their kernels get better every year; a job without a date is of today."""
+    """Frameworks and their kernels get better every year; a workload without a date is of today."""
     years = max(-1.0, min(2.0, _TODAY - workload.options.date)) if workload.options.date else 0.0
     return float((1 + c.year) ** years)
 
 
-def slower(card: float, host: float) -> float:
+def slower(gpu_seconds: float, host: float) -> float:
     """The larger of two, rounded off where they are close."""
-    top = max(card, host)
+    top = max(gpu_seconds, host)
     if top <= 0:
         return 0.0
-    return float(top * ((card / top) ** _SHARPNESS + (host / top) ** _SHARPNESS) ** (1 / _SHARPNESS))
+    return float(top * ((gpu_seconds / top) ** _SHARPNESS + (host / top) ** _SHARPNESS) ** (1 / _SHARPNESS))
