@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from moefold.blueprint.parameters import parameters
-from moefold.blueprint.rank_params import largest_share
+from moefold.blueprint.stage_modules import largest_rank_params
 from moefold.cli.main import main
 from moefold.cli.run_argument import split_changes
 from moefold.config.loading import dump_run, override
 from moefold.config.parallel import ParallelConfig
-from moefold.plan.stage_placement import parts_by_rank
+from moefold.plan.stage_contents import parts_by_rank
 from moefold.recipes.catalog import RECIPES, recipe
 from moefold.topology.folded_layout import fold
 
@@ -169,7 +169,7 @@ def test_what_several_stages_use_is_held_by_each() -> None:
 def test_the_largest_share_of_one_rank_is_everything() -> None:
     run = recipe("mixtral_8x7b_proxy")
     model, whole = run.model, parts_by_rank(run)
-    share = largest_share(model, fold(ParallelConfig(), 1), whole)
+    share = largest_rank_params(model, fold(ParallelConfig(), 1), whole)
     assert share.computed == share.at_rest == sum(spec.size for spec in parameters(model))
-    halves = largest_share(model, fold(ParallelConfig(ep=2), 2), whole)
+    halves = largest_rank_params(model, fold(ParallelConfig(ep=2), 2), whole)
     assert halves.computed < share.computed and halves.at_rest * 2 == share.at_rest

@@ -54,7 +54,7 @@ def test_a_candidate_is_legal_exactly_when_its_run_has_no_problem(name: str) -> 
     space, limits, draw = usual_space(workload), limits_of(workload), random.Random(name)
     # Three does not divide much; it makes the rules speak.
     space = replace(space, tp=(*space.tp, 3), ep=(*space.ep, 3), etp=(*space.etp, 3), sequences=(*space.sequences, 3))
-    sensible = ("stages for", "only experts", "no exchange", "domain", "virtual stages", "tokens do not", "no order")
+    sensible = ("stages for", "only experts", "no dispatch", "domain", "virtual stages", "tokens do not", "no order")
     legal = illegal = 0
     grids = list(layouts(limits, usual_space(workload)))
     while legal < 100 or illegal < 100:

@@ -10,7 +10,7 @@ from typing import Any
 
 from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
-from moefold.blueprint.rank_params import RankShare, largest_share
+from moefold.blueprint.stage_modules import RankParams, largest_rank_params
 from moefold.blueprint.stage_ranks import stage_table
 from moefold.checks.run_all import problems, problems_to_train
 from moefold.cli.run_argument import add_run_argument, find_run
@@ -19,7 +19,7 @@ from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.plan.dispatch_choice import dispatcher_in_use, estimates
-from moefold.plan.stage_placement import parts_by_rank, places_of
+from moefold.plan.stage_contents import parts_by_rank, places_of
 from moefold.recipes.catalog import RECIPES
 from moefold.tables import text_table
 from moefold.topology.folded_layout import fold
@@ -67,7 +67,7 @@ def check(name: str, changes: list[str], world: int | None, as_json: bool) -> in
     found = problems_to_train(run, world)
     if problems(run, world):
         return _report_problems(run.name, found, as_json)
-    share = largest_share(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
+    share = largest_rank_params(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
     if as_json:
         data = _as_dict(run, world, share) | {"problems": [asdict(problem) for problem in found]}
         print(json.dumps(data, indent=2))
@@ -104,7 +104,7 @@ def _report_problems(name: str, found: list[Problem], as_json: bool) -> int:
     return 1
 
 
-def _report(run: RunConfig, world: int | None, share: RankShare | None) -> Iterator[str]:
+def _report(run: RunConfig, world: int | None, share: RankParams | None) -> Iterator[str]:
     counts = count_parameters(run.model)
     yield _sizes_table(run, counts)
     kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
@@ -156,7 +156,7 @@ def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
         yield ("MTP" if model.num_mtp == 1 else f"MTP 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
 
 
-def _share_table(run: RunConfig, world: int | None, share: RankShare) -> str:
+def _share_table(run: RunConfig, world: int | None, share: RankParams) -> str:
     rows = [
         (what, f"{n:,}", format_count(n), format_bytes(n * BYTES[run.precision.params]))
         for what, n in (("unsharded (after tp, ep, etp, pp)", share.computed), ("FSDP shard", share.at_rest))
@@ -179,7 +179,7 @@ def _percent(part: int, counts: Counts) -> str:
     return f"{100 * part / counts.total:.2f} %"
 
 
-def _as_dict(run: RunConfig, world: int | None, share: RankShare | None) -> dict[str, object]:
+def _as_dict(run: RunConfig, world: int | None, share: RankParams | None) -> dict[str, object]:
     counts = count_parameters(run.model)
     return {
         "run": run.name,

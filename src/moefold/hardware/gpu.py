@@ -1,12 +1,17 @@
-"""Accelerators as data: what each can do at best, as its maker or a benchmark's table states it.
+"""GPUs as data: nominal figures as the maker or a benchmark states them, and the peak that MFU is a fraction of.
 
-These are nominal figures. What a run really gets of them (the sustained share of a peak, the achieved share of a
-link) is the planner's business: `plan/timing/constants.py`. Memory is what can be allocated, which is less than the
-label on GPUs whose driver keeps a part.
+What a run really gets of these figures (the sustained share of a peak, the achieved share of a link) is in
+`plan/timing/constants.py`. Memory is what can be allocated, which is less than the label on GPUs whose driver keeps a
+part. Peaks are of dense bfloat16 matmuls, without sparsity (for GB200 and GB300 the 2,450 that NVIDIA's own benchmark
+recipes divide by; for MI355X the 2,300 of AMD's).
+
+A device that is not listed has no peak, and then there is no MFU. A guess would be worse: the PCIe and NVL GPUs of a
+generation are slower than their namesakes, and a MIG slice is a fraction of its GPU.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -66,3 +71,26 @@ def gpu_named(name: str) -> Gpu:
     if name not in GPUS:
         raise UnknownNameError("gpu", name, GPUS)
     return GPUS[name]
+
+
+# ---- the peak of a device by the name that torch gives it ----
+
+
+# Variants with a dash in their name are not told apart by what torch prints.
+_KNOWN = {name: gpu.bf16_tflops for name, gpu in GPUS.items() if "-" not in name}
+_OTHER_PEAK = {"PCIE", "NVL", "MIG"}
+# The A100's PCIe variant has the same peak.
+_SAME_AS_PCIE = {"A100"}
+
+
+def peak_flops(device: str, compute: str = "bfloat16") -> float | None:
+    """FLOP/s of the device that torch calls `device` ("NVIDIA H100 80GB HBM3"); None if it is not known.
+
+    Peaks are those of bfloat16; wider formats use other units of the chip and have none here.
+    """
+    words = re.findall(r"[A-Z0-9]+", device.upper())
+    model = next((word for word in words if word in _KNOWN), None)
+    if model is None or compute != "bfloat16":
+        return None
+    others = _OTHER_PEAK.intersection(words) - ({"PCIE"} if model in _SAME_AS_PCIE else set())
+    return None if others else _KNOWN[model] * 1e12

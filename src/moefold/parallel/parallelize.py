@@ -37,7 +37,7 @@ from moefold.parallel.expert_parallel import dispatcher_for
 from moefold.parallel.fsdp import shard_over_data
 from moefold.parallel.param_shards import ParamShard, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
-from moefold.plan.stage_placement import parts_by_rank
+from moefold.plan.stage_contents import parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold

@@ -25,7 +25,7 @@ from moefold.blueprint.stage_modules import Parts
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.config.run import RunConfig
 from moefold.plan.collective_tally import Tally, tokens_of
-from moefold.plan.stage_placement import parts_by_rank
+from moefold.plan.stage_contents import parts_by_rank
 from moefold.plan.token_messages import block_messages, embedding_messages, loss_messages
 from moefold.schedule.actions import place
 from moefold.schedule.names import run_reshards_per_step, schedule_named

@@ -1,7 +1,8 @@
-"""What each (virtual) pipeline stage of a workload holds, counted by kind of layer.
+"""What each (virtual) pipeline stage and each pipeline rank holds.
 
-The stages are those of `blueprint/stages.py`: a stage string is obeyed; without one moefold balances and other
-frameworks divide evenly.
+The stages are those of `blueprint/stages.py`; the schedule says which rank holds them. Of a run, `parts_by_rank` lists
+the modules. Of any workload, `contents_of` counts layers by kind: a stage string is obeyed; without one moefold
+balances and other frameworks divide evenly.
 """
 
 from __future__ import annotations
@@ -11,15 +12,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.blueprint.model_shape import Layer, ModelShape
-from moefold.blueprint.stages import StageSpec, balanced_stages, even_stages, parse_stages
+from moefold.blueprint.stage_modules import Parts, parts_of
+from moefold.blueprint.stage_ranks import StagePlace, place_stages
+from moefold.blueprint.stages import StageSpec, balanced_stages, even_stages, parse_stages, stages_of
+from moefold.config.run import RunConfig
 from moefold.plan.workload import Workload
+from moefold.schedule.actions import place
+from moefold.schedule.names import schedule_named
+from moefold.topology.folded_layout import FoldedLayout
 
 # Stands for a stage string: as moefold divides layers where it is given none.
 BALANCED = "balanced"
 
 
 @dataclass(frozen=True)
-class Contents:
+class StageContents:
     """One stage: layers by kind with their number, and what stands at the pipeline's ends."""
 
     layers: tuple[tuple[Layer, int], ...]
@@ -32,7 +39,7 @@ class Contents:
 class Stages:
     """Every stage's contents. Most stages are alike, so different ones are listed once and pointed at."""
 
-    different: tuple[Contents, ...]
+    different: tuple[StageContents, ...]
     which: tuple[int, ...]
 
 
@@ -44,10 +51,10 @@ def stages_of_shape(model: ModelShape, stages: int, written: str | None) -> Stag
     return Stages(different, tuple(index[each] for each in contents))
 
 
-def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[Contents, ...]:
+def contents_of(model: ModelShape, stages: int, written: str | None) -> tuple[StageContents, ...]:
     """One entry per stage, in the model's order."""
     return tuple(
-        Contents(
+        StageContents(
             tuple(Counter(model.layers[spec.layers.start : spec.layers.stop]).items()),
             spec.embedding,
             len(spec.mtp),
@@ -72,3 +79,21 @@ def written_stages(workload: Workload) -> str | None:
     """The workload's stage string; moefold, where there is none, balances embedding, layers, MTP modules and loss."""
     own = workload.degrees.stages is None and workload.options.framework == "moefold"
     return BALANCED if own else workload.degrees.stages
+
+
+# ---- stages of a run, and their ranks ----
+
+
+def places_of(run: RunConfig, layout: FoldedLayout) -> tuple[StagePlace, ...]:
+    """Every stage with the ranks that hold it."""
+    placement = schedule_named(run.parallel.schedule).placement
+    return place_stages(stages_of(run.model, run.parallel), layout, placement)
+
+
+def parts_by_rank(run: RunConfig) -> tuple[Parts, ...]:
+    """What each pipeline rank holds, from the first to the last."""
+    parallel, stages = run.parallel, stages_of(run.model, run.parallel)
+    holder = place(parallel.pp, parallel.vpp, schedule_named(parallel.schedule).placement)
+    return tuple(
+        parts_of((stage for stage in stages if holder[stage.index] == rank), run.model) for rank in range(parallel.pp)
+    )

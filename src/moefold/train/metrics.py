@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from moefold.blueprint.flops import training_flops_per_token
-from moefold.hardware.peaks import peak_flops
+from moefold.hardware.gpu import peak_flops
 from moefold.train.callback import RunInfo, StepRecord
 
 # The time to the end is estimated from so many last steps.

@@ -15,7 +15,7 @@ from moefold.blueprint.param_counts import layer_counts
 from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
-from moefold.plan.stage_contents import Contents
+from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
 
 # Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
@@ -29,7 +29,7 @@ def copies_weights(workload: Workload) -> bool:
     return options.framework == "moefold" and narrow and not (options.ep_overlap or options.delay_wgrad)
 
 
-def stage_copies(model: ModelShape, stage: Contents, setting: Setting, ep: int) -> float:
+def stage_copies(model: ModelShape, stage: StageContents, setting: Setting, ep: int) -> float:
     """Bytes of casts that one microbatch of a stage keeps."""
     size = sum(count * _layer_copies(layer, model.dim, setting, ep) for layer, count in stage.layers)
     if stage.mtp:
@@ -53,13 +53,13 @@ def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
     return found
 
 
-def own_workspace(workload: Workload, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
+def own_workspace(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:
     """The larger of the two moments."""
     loss, layer = _loss(workload, stages), _layer(workload, stages, held)
     return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
 
 
-def _head_gradient(workload: Workload, stages: tuple[Contents, ...]) -> float:
+def _head_gradient(workload: Workload, stages: tuple[StageContents, ...]) -> float:
     """One per loss; of several, their sum too."""
     if not any(stage.head for stage in stages):
         return 0.0
@@ -67,7 +67,7 @@ def _head_gradient(workload: Workload, stages: tuple[Contents, ...]) -> float:
     return several * workload.model.vocab / workload.degrees.tp * workload.model.dim * workload.dtypes.gradient_bytes
 
 
-def _loss(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+def _loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
     gradient = _head_gradient(workload, stages)
     if not gradient:
         return []
@@ -87,7 +87,7 @@ def _loss(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
     ]
 
 
-def _layer(workload: Workload, stages: tuple[Contents, ...], held: RankWeights) -> list[MemoryLine]:
+def _layer(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:
     widest = max((_inside(workload, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
     rows, weights = widest
     word = 2.0 if workload.dtypes.format != "float32" else 4.0

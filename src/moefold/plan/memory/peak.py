@@ -19,7 +19,7 @@ from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
 from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
-from moefold.plan.stage_contents import Contents, stages_of_shape, written_stages
+from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
@@ -43,7 +43,7 @@ _Part = tuple[Layer | None, float, int]
 class _RankShape:
     """What pipeline ranks with the same stages have in common."""
 
-    stages: tuple[Contents, ...]
+    stages: tuple[StageContents, ...]
     weights: RankWeights
     # Per stage and microbatch: its parts, bytes per token, and bytes that no token adds to.
     parts: tuple[tuple[_Part, ...], ...]
@@ -136,7 +136,7 @@ def _rank_shape(
     return _RankShape(contents, weights, parts, per_token, fixed)
 
 
-def _stage_parts(model: ModelShape, stage: Contents, setting: Setting) -> tuple[_Part, ...]:
+def _stage_parts(model: ModelShape, stage: StageContents, setting: Setting) -> tuple[_Part, ...]:
     found: list[_Part] = []
     for number, (layer, count) in enumerate(stage.layers):
         kept = kept_by(layer, model.dim, setting)

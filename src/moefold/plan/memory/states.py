@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from moefold.blueprint.model_shape import Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import LayerCounts, layer_counts
 from moefold.plan.prediction import MemoryLine
-from moefold.plan.stage_contents import Contents
+from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import ParallelDegrees, Workload
 from moefold.schedule.names import reshard_per_step
 from moefold.units import format_bytes
@@ -47,7 +47,7 @@ class RankWeights:
         return self.dense + self.experts
 
 
-def rank_weights(model: ModelShape, stages: tuple[Contents, ...], degrees: tuple[int, int, int]) -> RankWeights:
+def rank_weights(model: ModelShape, stages: tuple[StageContents, ...], degrees: tuple[int, int, int]) -> RankWeights:
     """``stages``: what the rank holds; ``degrees``: tp, ep and etp."""
     tp, ep, etp = degrees
     dense = experts = different = 0.0
@@ -76,7 +76,7 @@ def padded_vocab(vocab: int, tp: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def _ends(model: ModelShape, stages: tuple[Contents, ...]) -> int:
+def _ends(model: ModelShape, stages: tuple[StageContents, ...]) -> int:
     """How many matrices of vocabulary by dim: the embedding, the head, and the copy that MTP modules read."""
     embedding = any(stage.embedding for stage in stages)
     head = any(stage.head for stage in stages)

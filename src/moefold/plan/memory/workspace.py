@@ -13,7 +13,7 @@ from moefold.plan.memory.own_workspace import own_workspace
 from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines
 from moefold.plan.prediction import MemoryLine
-from moefold.plan.stage_contents import Contents
+from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
 
 # Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both
@@ -25,7 +25,7 @@ HIDDEN_AT_LOSS = 6
 
 
 def workspace_lines(
-    workload: Workload, stages: tuple[Contents, ...], held: RankWeights, setting: Setting
+    workload: Workload, stages: tuple[StageContents, ...], held: RankWeights, setting: Setting
 ) -> list[MemoryLine]:
     """Buffers, and the larger of the two moments."""
     if workload.options.framework == "moefold":
@@ -43,7 +43,7 @@ def _unused_gradients(workload: Workload, held: RankWeights) -> list[MemoryLine]
     return [MemoryLine("buffers", "gradients for autograd", held.different * 2.0, why)]
 
 
-def _loss_lines(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+def _loss_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
     if not any(stage.head for stage in stages):
         return []
     model, tp, tokens = workload.model, workload.degrees.tp, workload.batch.tokens / workload.degrees.cp
@@ -77,7 +77,7 @@ def loss_bytes(workload: Workload) -> float:
     return MEGATRON_LOSS if megatron else PLAIN_LOSS
 
 
-def _layer_lines(workload: Workload, stages: tuple[Contents, ...], setting: Setting) -> list[MemoryLine]:
+def _layer_lines(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
     tokens = workload.batch.tokens / workload.degrees.cp
     kinds = {layer for stage in stages for layer, _ in stage.layers}
     if not kinds:
@@ -102,7 +102,7 @@ def _layer_lines(workload: Workload, stages: tuple[Contents, ...], setting: Sett
     return lines
 
 
-def _answer_lines(workload: Workload, stages: tuple[Contents, ...]) -> list[MemoryLine]:
+def _answer_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
     """torch's pipeline keeps what the last stage gave for every microbatch until the step ends."""
     if workload.options.framework != "fsdp2" or workload.degrees.pp == 1 or not any(stage.head for stage in stages):
         return []

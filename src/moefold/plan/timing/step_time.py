@@ -14,7 +14,7 @@ from moefold.blueprint.param_counts import layer_counts
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes, embedding_of, head_of, join_of, sizes_of
 from moefold.plan.prediction import TimeLine, TimePrediction
-from moefold.plan.stage_contents import Contents, Stages, contents_of, stages_of_shape, written_stages
+from moefold.plan.stage_contents import StageContents, Stages, contents_of, stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.fitted import INTERVALS
 from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes
@@ -123,7 +123,7 @@ def stage_passes(workload: Workload, stages: Stages, sizes: Sizes, rates: Rates,
             )
         return times[id(layer)]
 
-    def stage(contents: Contents) -> Passes:
+    def stage(contents: StageContents) -> Passes:
         total = _NOTHING
         for layer, number in contents.layers:
             total = total.plus(of(layer), number)
