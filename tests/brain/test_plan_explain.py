@@ -37,7 +37,9 @@ def test_what_is_chosen_differently_is_named() -> None:
     assert changed_choices(first, second) == "pp 2 instead of 1, ep 32 instead of 8"
     assert changed_choices(first, first) == "the same choices"
     hidden = first._replace(ep_overlap=True, recompute=frozenset({"experts"}))
-    assert changed_choices(first, hidden) == "hidden exchanges on instead of off, recompute experts instead of nothing"
+    assert (
+        changed_choices(first, hidden) == "overlapped dispatch on instead of off, recompute experts instead of nothing"
+    )
 
 
 def test_the_paragraph_has_the_numbers() -> None:

@@ -13,7 +13,7 @@ from moefold.blueprint.param_counts import count_parameters, layer_counts
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.op_costs import head_of, parts_of, sizes_of
 from moefold.plan.timing.network_time import bubble_units, simulated_units
-from moefold.plan.traffic import distinct, exchange_bytes, reach
+from moefold.plan.traffic import dispatch_bytes, distinct, reach
 from moefold.plan.workload import Batch, Options, ParallelDegrees, Workload
 from moefold.recipes.catalog import RECIPES
 
@@ -76,16 +76,16 @@ def test_exchanges_go_where_the_ranks_are() -> None:
     moe = MoE(256, 8, 2048)
     shape = replace(shape_of(MODELS["deepseek_v3"]), layers=shape_of(MODELS["deepseek_v3"]).layers)
     inside = Workload(shape, cluster_of("GB200", 256), ParallelDegrees(ep=64, dp=256), Batch(4096, 1, 1))
-    assert exchange_bytes(inside, moe).outside == 0
+    assert dispatch_bytes(inside, moe).outside == 0
     across = replace(inside, cluster=cluster_of("H100", 256))
-    sent = exchange_bytes(across, moe)
+    sent = dispatch_bytes(across, moe)
     row = 2 * 7168
     assert sent.inside == pytest.approx(4096 * 8 * row * 7 / 64)
     assert sent.outside == pytest.approx(4096 * 8 * row * 56 / 64)
-    fewer = exchange_bytes(replace(across, options=Options(dispatcher="deepep")), moe)
-    assert fewer == exchange_bytes(replace(across, options=Options(dispatcher="two_level")), moe)
-    once = exchange_bytes(replace(across, options=Options(dispatcher="deduplicated")), moe)
-    assert fewer.outside < once.outside < exchange_bytes(across, moe).outside
+    fewer = dispatch_bytes(replace(across, options=Options(dispatcher="deepep")), moe)
+    assert fewer == dispatch_bytes(replace(across, options=Options(dispatcher="two_level")), moe)
+    once = dispatch_bytes(replace(across, options=Options(dispatcher="deduplicated")), moe)
+    assert fewer.outside < once.outside < dispatch_bytes(across, moe).outside
     assert fewer.outside < 0.7 * sent.outside
 
 

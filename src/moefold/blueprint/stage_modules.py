@@ -26,7 +26,7 @@ class Parts:
     embedding: bool
     layers: tuple[int, ...]
     mtp: tuple[int, ...]
-    # The norms of the model's own stream and of each module's, which the loss and the next module both read.
+    # The norms of the final hidden state and of each MTP module's, which the loss and the next module both read.
     final_norm: bool
     mtp_norms: tuple[int, ...]
     # The head, unless the embedding serves as it.

@@ -2,7 +2,7 @@
 
 Accelerators have data sheets; the computer on the desk has none that helps. `moefold bench calibrate` measures it and
 writes this table as JSON, and the planner reads it in place of nominal figures and fitted shares. Nothing here runs
-beside anything else: a rank computes, then waits for its exchange, then computes on.
+beside anything else: a rank computes, then waits for its collective, then computes on.
 
     gemm       a product takes arithmetic / gemm_gflops + bytes of its operands / gemm_gb_s
     traffic    what only moves memory, counted as `plan/op_costs.py` counts it, and a fixed time per operation
@@ -40,7 +40,7 @@ _MAX_BYTES = 1 << 20
 class Wire:
     """One operation among ``group`` ranks while ``world`` ranks are at work, in groups side by side.
 
-    ``us[i]`` is its time when a rank receives ``received[i]`` bytes, in rising order. Large buffers are dearer per byte
+    ``us[i]`` is its time when a rank receives ``received[i]`` bytes, in rising order. Large buffers cost more per byte
     than small ones, so this is no straight line.
     """
 
@@ -136,8 +136,8 @@ def read_machine(path: str | Path) -> Machine:
     except OSError as error:
         raise ConfigError(Problem(str(path), f"cannot be read: {error.strerror}", _REMEDY)) from None
     except ValidationError as error:
-        told = error.errors(include_url=False, include_input=False)[:20]
-        raise ConfigError(*(Problem(_place(path, each["loc"]), each["msg"], _REMEDY) for each in told)) from None
+        errors = error.errors(include_url=False, include_input=False)[:20]
+        raise ConfigError(*(Problem(_place(path, each["loc"]), each["msg"], _REMEDY) for each in errors)) from None
     if problems := _problems(str(path), machine):
         raise ConfigError(*problems)
     return machine
@@ -171,8 +171,8 @@ def _problems(path: str, machine: Machine) -> list[Problem]:
     for index, wire in enumerate(machine.wires):
         rising = all(low < high for low, high in pairwise(wire.received))
         if len(wire.us) != len(wire.received) or len(wire.us) < 2 or not rising:
-            told = f"{wire.operation} has {len(wire.us)} times for {len(wire.received)} sizes in rising order"
-            found.append(Problem(f"{path}: wires.{index}", told, _REMEDY))
+            message = f"{wire.operation} has {len(wire.us)} times for {len(wire.received)} sizes in rising order"
+            found.append(Problem(f"{path}: wires.{index}", message, _REMEDY))
         elif not all(isfinite(each) and each > 0 for each in (*wire.us, *wire.received)):
             found.append(
                 Problem(f"{path}: wires.{index}", f"{wire.operation} is not made of positive numbers", _REMEDY)

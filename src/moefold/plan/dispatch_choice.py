@@ -26,9 +26,9 @@ from moefold.config.run import RunConfig
 _WORD = {"float64": 8, "float32": 4, "bfloat16": 2}
 # Of a prob, an expert's number with a row, and one that is gathered.
 _WEIGHT, _NUMBER, _GATHERED_NUMBER = 4, 2, 8
-# Counts, rows, choices, answers; or tokens, weights, choices, sums.
+# Counts, rows, assignments, expert outputs; or tokens, probs, assignments, sums.
 _MESSAGES = 4
-# Finding a choice's place among the rows takes as long as moving so many bytes (70 ns of a core).
+# Finding an assignment's place among the rows takes as long as moving so many bytes (70 ns of a core).
 _PLACED = 400
 
 
@@ -63,13 +63,13 @@ class Volume:
 
 
 def ranks_met(num_experts: int, ep: int, top_k: int) -> float:
-    """On how many of ``ep`` ranks a token's choices fall, on average over random choices."""
+    """On how many of ``ep`` ranks a token's experts are, on average over random assignments."""
     missed = comb(num_experts - num_experts // ep, top_k) / comb(num_experts, top_k)
     return ep * (1 - missed)
 
 
 def volumes(e: Exchange) -> dict[DispatcherName, Volume]:
-    """Of each dispatcher that the choice is between."""
+    """Of each dispatcher."""
     return {
         "all_to_all": _one_by_one(e, e.top_k, _WEIGHT, 30),
         "deduplicated": _one_by_one(e, ranks_met(e.num_experts, e.ep, e.top_k), e.top_k * (_WEIGHT + _NUMBER), 60),
@@ -79,7 +79,7 @@ def volumes(e: Exchange) -> dict[DispatcherName, Volume]:
 
 def estimates(run: RunConfig) -> dict[DispatcherName, float]:
     """Seconds of each dispatcher that this run may use."""
-    found = {name: volume.seconds(run.parallel.link) for name, volume in volumes(exchange_of(run)).items()}
+    found = {name: volume.seconds(run.parallel.link) for name, volume in volumes(dispatch_sizes_of(run)).items()}
     moe = run.model.moe
     if moe is not None and moe.capacity is not None and moe.capacity.pad:
         # Its counts are not known before tokens are routed.
@@ -95,7 +95,7 @@ def dispatcher_in_use(run: RunConfig) -> DispatcherName:
     return min(found, key=lambda name: found[name])
 
 
-def exchange_of(run: RunConfig) -> Exchange:
+def dispatch_sizes_of(run: RunConfig) -> Exchange:
     moe, parallel = run.model.moe, run.parallel
     assert moe is not None
     return Exchange(

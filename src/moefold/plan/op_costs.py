@@ -1,12 +1,11 @@
 """What one microbatch costs a rank, part by part of a layer: counts alone, no speeds.
 
-    t  tokens of the microbatch after context parallelism cut it; each tensor-parallel rank sees all of them in its
-       matmuls (dims are cut) and 1/tp of them elsewhere (sequence parallelism)
-    D  the model's dim      R  rows of tokens that reach this rank's experts      f  an expert's dim
+The matmuls are the rows of `blueprint/matmuls.py`, sharded over the layout. A tensor-parallel rank sees all tokens of
+its context shard in sharded matmuls and 1/tp of them elsewhere (sequence parallelism).
 
-`Work` is a small vector of totals. Time is linear in most of it, so a layer is priced by a scalar product and a search
-can afford thousands of layouts. `parts_of(layer, ...)` names the parts as the recompute options do, for a part that is
-recomputed simply runs forward once more.
+`Work` is a small vector of totals. Time is linear in most of it, so a layer's time is a dot product and a search can
+afford thousands of layouts. `parts_of(layer, ...)` names the parts as the recompute options do: a recomputed part runs
+forward once more.
 """
 
 from __future__ import annotations
@@ -258,20 +257,20 @@ def _moves(forward: float, backward: float, kernels: float) -> tuple[Work, Work]
 
 
 def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
-    t, gemms = s.tokens, _gemms(layer, s)
+    tokens, gemms = s.tokens, _gemms(layer, s)
     heads, kv_heads = a.heads / s.tp, max(1.0, a.kv_heads / s.tp)
     if a.is_latent:
         # Queries and keys are concatenated and rotated.
-        rotation = _moves(8.0 * t * heads * a.qk_dim, 8.0 * t * heads * a.qk_dim, 8)
+        rotation = _moves(8.0 * tokens * heads * a.qk_dim, 8.0 * tokens * heads * a.qk_dim, 8)
         up = _sum(gemms["q_up" if a.q_latent else "q"], gemms["kv_up"], rotation)
         down = _sum(gemms["kv_down"], *(gemms[name] for name in ("q_down",) if name in gemms))
         projections = [Part("latents", *down), Part("mla_up", *up)]
     else:
-        rotated = 2.0 * t * (heads + kv_heads) * a.qk_dim
+        rotated = 2.0 * tokens * (heads + kv_heads) * a.qk_dim
         inward = [gemms[name] for name in ("q_down", "q_up", "q", "kv") if name in gemms]
         projections = [Part("qkv", *_sum(*inward, _moves(2 * rotated, 2 * rotated, 5)))]
-    flops = t / s.tp * core_flops(layer, s.seq_len)
-    moved = 2.0 * t * (heads * (a.qk_dim + a.v_dim) + kv_heads * (a.qk_dim + a.v_dim))
+    flops = tokens / s.tp * core_flops(layer, s.seq_len)
+    moved = 2.0 * tokens * (heads * (a.qk_dim + a.v_dim) + kv_heads * (a.qk_dim + a.v_dim))
     core = Part(
         "core_attention",
         Work(attention_flops=flops, traffic=moved, kernels=2, launches=2),
@@ -281,11 +280,11 @@ def _attention(layer: Layer, a: Attention, s: Sizes) -> list[Part]:
 
 
 def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
-    t, inner, gemms = s.tokens, r.heads * r.head_dim / s.tp, _gemms(layer, s)
+    tokens, inner, gemms = s.tokens, r.heads * r.head_dim / s.tp, _gemms(layer, s)
     state = r.groups * r.state / s.tp
     # Chunked scans: beside the matmuls with the state, those inside of chunks of 128 tokens.
-    scan = t / s.tp * core_flops(layer, s.seq_len) + 2.0 * t * inner * 128
-    moved = 2.0 * t * (3 * inner + 2 * state)
+    scan = tokens / s.tp * core_flops(layer, s.seq_len) + 2.0 * tokens * inner * 128
+    moved = 2.0 * tokens * (3 * inner + 2 * state)
     mixing = Part(
         "scan",
         Work(scan_flops=scan, traffic=4 * moved, kernels=12, launches=12),
@@ -337,7 +336,7 @@ def _moe_parts(layer: Layer, m: MoE, s: Sizes) -> list[Part]:
 
 
 def _norms(layer: Layer, s: Sizes) -> Part:
-    """Each half reads and writes its rows for the norm and for the sum with the stream."""
+    """Each half reads and writes its rows for the norm and for the sum with the hidden state."""
     halves = (layer.mixer is not None) + (layer.feed is not None)
     moved = halves * 2.0 * s.tokens / s.tp * s.dim
     return Part("norms", _moving(5 * moved, 3 * halves), _moving(8 * moved, 4 * halves))

@@ -32,7 +32,7 @@ def predict(workload: Workload, constants: Constants = CURRENT) -> Prediction:
 
 
 def binding_wall(time: TimePrediction) -> Wall:
-    """What to work on first: exposed exchanges, the host, or the computation itself."""
+    """What to work on first: exposed communication, the host, or the computation itself."""
     shares = {wall: time.of(wall) / time.step_seconds for wall in ("communication", "host", "compute")}
     if shares["communication"] >= COMMUNICATION_BINDS and shares["communication"] >= shares["host"]:
         return "communication"

@@ -19,7 +19,7 @@ class MemoryLine:
     group: str
     name: str
     bytes: float
-    # How it was reckoned, in words and numbers, for the reader.
+    # How it was computed, in words and numbers.
     why: str = ""
 
 

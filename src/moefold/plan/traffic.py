@@ -54,36 +54,36 @@ def expert_data_reach(workload: Workload) -> Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeBytes:
+class DispatchBytes:
     """One dispatch or combine of one rank: bytes over fast links, bytes over the network, messages."""
 
     inside: float
     outside: float
 
 
-def exchange_bytes(workload: Workload, moe: MoE) -> ExchangeBytes:
+def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
     """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
     degrees, where = workload.degrees, expert_reach(workload)
     tokens = workload.batch.tokens / degrees.cp / degrees.tp * workload.options.imbalance
     row = workload.dtypes.word * (moe.latent or workload.model.dim)
     kind, ep = workload.options.dispatcher, degrees.ep
     if ep == 1 or kind == "local":
-        return ExchangeBytes(0.0, 0.0)
+        return DispatchBytes(0.0, 0.0)
     if kind == "all_gather":
-        return ExchangeBytes(tokens * row * (where.inside - 1), tokens * row * (ep - where.inside) / where.inside)
+        return DispatchBytes(tokens * row * (where.inside - 1), tokens * row * (ep - where.inside) / where.inside)
     if kind == "all_to_all":
         rows = tokens * moe.top_k
-        return ExchangeBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
+        return DispatchBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
     ranks = distinct(ep, moe.top_k)
     if kind == "deduplicated":
         # A token goes to a rank once, wherever that is.
         rows = tokens * ranks
-        return ExchangeBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
+        return DispatchBytes(rows * row * (where.inside - 1) / ep, rows * row * (ep - where.inside) / ep)
     # In two levels a token goes to a domain once over the network, and to a rank once over fast links.
     domains = where.domains
     touched = distinct(domains, moe.top_k)
     outside = tokens * row * touched * (domains - 1) / domains
-    return ExchangeBytes(tokens * row * ranks * (1 - 1 / where.inside), outside)
+    return DispatchBytes(tokens * row * ranks * (1 - 1 / where.inside), outside)
 
 
 def distinct(places: float, choices: int) -> float:

@@ -37,7 +37,7 @@ ATTENTION = (
     Saved("attention", "values", lambda s: s.value, cut="heads", dropped=_UP, offload="core_attn"),
     Saved("attention", "context", lambda s: s.context, cut="heads", dropped=_BLOCK, offload="attn_proj"),
     Saved("attention", "context as operand", lambda s: s.context, "copy", "heads", _BLOCK, "attn_proj"),
-    # Ranks that exchange heads keep the context before and after the exchange.
+    # With an all-to-all over heads, ranks save the context before and after it.
     Saved("attention", "context sent", lambda s: s.context, cut="heads", dropped=_BLOCK, needs="context_parallel"),
     Saved("attention", "log of sums", lambda s: s.heads, "single", "heads", _drops("attention", "core_attention")),
     Saved(
@@ -71,9 +71,9 @@ MOE = (
     # The router reads words; the shared expert's matrix keeps its own operand.
     Saved("moe", "normed input", lambda s: s.D, dropped=_drops("norms")),
     Saved("moe", "normed input, again", lambda s: s.D * (s.shared > 0), "copy", dropped=_drops("experts", "norms")),
-    # Logits, probabilities, and the map of choices.
+    # Logits, probabilities, and the routing map.
     Saved("moe", "routing", lambda s: 2 * s.experts + s.top_k, "single", dropped=_MOE),
-    Saved("moe", "choices", lambda s: s.experts, "byte", dropped=_MOE),
+    Saved("moe", "routing map", lambda s: s.experts, "byte", dropped=_MOE),
     Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
     Saved("moe", "shared, after activation", lambda s: s.shared, "operand", "heads", dropped=_MOE),
     Saved("moe", "in the experts' dim", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
@@ -88,7 +88,7 @@ MEGATRON: tuple[Saved, ...] = ATTENTION + RECURRENCE + DENSE + MOE
 
 # ---- PyTorch with FSDP2, and other frameworks that call operators one by one ----
 
-# The operator-wise choice ("norms" and "activation" together) keeps every second product and attention's output.
+# The operator-wise choice ("norms" and "activation" together) keeps every second matmul and attention's output.
 _OPERATORS = _drops("activation")
 _DROPPED_MLP = _drops("feed_forward", "activation")
 _DROPPED_MOE = _drops("experts", "activation")

@@ -136,8 +136,8 @@ def form_html(values: Mapping[str, str], first: Question, problems: Sequence[str
         *(_select(name, name, (ANY, *known), values) for name, known in _PINS.items()),
         "<button>plan</button>",
     ]
-    told = "".join(f'<p class="warn">{escape(problem)}</p>' for problem in problems)
-    return f'{told}<form class="ask" method="get" action="/">{"".join(fields)}</form>'
+    warnings = "".join(f'<p class="warn">{escape(problem)}</p>' for problem in problems)
+    return f'{warnings}<form class="ask" method="get" action="/">{"".join(fields)}</form>'
 
 
 def _runs(first: Question) -> tuple[str, ...]:

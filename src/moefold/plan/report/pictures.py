@@ -108,8 +108,8 @@ def pareto_figure(proposal: Proposal) -> str:
     x = Scale(result.best.seconds * 0.98, max(longest * 1.02, result.best.seconds * 1.05), _INSIDE, _ACROSS)
     y = Scale(0.0, capacity * 1.25, _BOTTOM, 12.0)
     near = [each for each in result.ranked if each.seconds <= longest]
-    told, beyond = _marks(proposal, x, y)
-    body = _axes(x, y) + "".join(_dots(near, result.pareto, x, y)) + told
+    marks, beyond = _marks(proposal, x, y)
+    body = _axes(x, y) + "".join(_dots(near, result.pareto, x, y)) + marks
     body += f'<path class="limit" d="M{_INSIDE} {y(capacity):.1f}H{_ACROSS}"/>'
     body += f'<text class="tick end" x="{_ACROSS - 2}" y="{y(capacity) - 5:.1f}">what the GPU has</text>'
     note = (

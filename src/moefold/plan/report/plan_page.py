@@ -172,9 +172,9 @@ _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
 
 
 def _what_if(proposal: Proposal) -> str:
-    told = sorted(proposal.answers, key=lambda each: -each.faster(proposal.chosen))
-    rows = [_answer(each, proposal.chosen) for each in told if each.prediction]
-    forbidden = [f"{each.question} ({each.reason})" for each in told if not each.prediction]
+    ordered = sorted(proposal.answers, key=lambda each: -each.faster(proposal.chosen))
+    rows = [_answer(each, proposal.chosen) for each in ordered if each.prediction]
+    forbidden = [f"{each.question} ({each.reason})" for each in ordered if not each.prediction]
     note = f'<p class="note">Not legal: {escape("; ".join(forbidden))}.</p>' if forbidden else ""
     head = ("what if ", "step", "faster", "memory", "wall", " ")
     return f"<h2>What if</h2>{_table(head, rows)}{note}"

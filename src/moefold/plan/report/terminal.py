@@ -132,9 +132,9 @@ def _spread(items: tuple[Any, ...], count: int) -> list[Any]:
 
 def _what_if(proposal: Proposal) -> Table:
     table = _table("if", "step", "faster", "memory", "note", title="what if", title_justify="left")
-    told = [each for each in proposal.answers if each.prediction]
-    told.sort(key=lambda each: -each.faster(proposal.chosen))
-    for each in told[:_MOST_ANSWERS]:
+    ordered = [each for each in proposal.answers if each.prediction]
+    ordered.sort(key=lambda each: -each.faster(proposal.chosen))
+    for each in ordered[:_MOST_ANSWERS]:
         found = each.prediction
         assert found is not None
         note = "" if found.memory.fits else "does not fit"

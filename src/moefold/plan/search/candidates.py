@@ -117,7 +117,7 @@ def why_illegal(choice: LayoutChoice, limits: Limits, space: Space) -> str | Non
         return f"more than {limits.depth + 2} stages for {limits.depth} layers, an embedding and a head"
     if choice.pp == 1 < choice.vpp:
         return "virtual stages need a pipeline"
-    return _why_no_batch(choice, limits) or _why_no_program(choice, limits, space)
+    return _why_no_batch(choice, limits) or _why_no_framework(choice, limits, space)
 
 
 def _why_no_batch(choice: LayoutChoice, limits: Limits) -> str | None:
@@ -130,7 +130,7 @@ def _why_no_batch(choice: LayoutChoice, limits: Limits) -> str | None:
     return None
 
 
-def _why_no_program(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
+def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str | None:
     """What frameworks do not combine."""
     if (choice.dispatcher == "local") != (choice.ep * choice.etp == 1):
         return "only experts on the same rank need no dispatcher"

@@ -14,7 +14,7 @@ from moefold.units import format_bytes
 # Differences below this share of the whole are not worth a word.
 _WORTH_A_WORD = 0.01
 _GROUPS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead")
-_OPTION_NAMES = {"sequences": "microbatch", "ep_overlap": "hidden exchanges", "delay_wgrad": "delayed wgrad"}
+_OPTION_NAMES = {"sequences": "microbatch", "ep_overlap": "overlapped dispatch", "delay_wgrad": "delayed wgrad"}
 _MEANING: dict[Wall, str] = {
     "memory": "it does not fit",
     "communication": "ranks wait for each other's data",

@@ -191,15 +191,15 @@ def _reasons(
     result: Result | None,
     asked: Sequence[Answer],
 ) -> list[str]:
-    said = [wall_words(chosen), what_would_move(chosen, asked)]
+    paragraphs = [wall_words(chosen), what_would_move(chosen, asked)]
     if runner_up is not None:
-        said.append(versus(chosen, runner_up, "The runner-up"))
+        paragraphs.append(versus(chosen, runner_up, "The runner-up"))
     if own is not None and own.workload != chosen.workload:
-        said.append(versus(chosen, own, "Your own layout"))
+        paragraphs.append(versus(chosen, own, "Your own layout"))
     spare = 1 - chosen.memory.total / chosen.memory.capacity
     if 0 <= spare < _TIGHT:
-        said.append(_tight(chosen, result, spare))
-    return said
+        paragraphs.append(_tight(chosen, result, spare))
+    return paragraphs
 
 
 def _tight(chosen: Prediction, result: Result | None, spare: float) -> str:

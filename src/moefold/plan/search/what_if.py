@@ -80,7 +80,7 @@ def _about_program(workload: Workload) -> Iterator[Answer]:
     if own.recompute:
         yield _changed(workload, own._replace(recompute=frozenset()), space, "nothing were recomputed", "framework")
     if own.ep * own.etp > 1:
-        hidden = "exchanges were not hidden" if own.ep_overlap else "exchanges were hidden behind other microbatches"
+        hidden = "dispatch were not overlapped" if own.ep_overlap else "dispatch were overlapped"
         yield _changed(workload, own._replace(ep_overlap=not own.ep_overlap), space, hidden, "framework")
         for dispatcher in space.dispatcher:
             if dispatcher not in (own.dispatcher, "local"):

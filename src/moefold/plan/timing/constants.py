@@ -62,8 +62,8 @@ MEANINGS: tuple[Meaning, ...] = (
     # ---- overlap ----
     Meaning("tensor_exposed", 0.75, 0.25, "tensor-parallel collectives left exposed where nothing overlaps them"),
     Meaning("tensor_hidden", 0.35, 0.3, "the same where they run beside matmuls"),
-    Meaning("expert_hidden", 0.85, 0.06, "expert exchanges hidden by running beside another microbatch"),
-    Meaning("context_exposed", 0.25, 0.5, "context-parallel exchanges left exposed"),
+    Meaning("expert_hidden", 0.85, 0.06, "share of dispatch and combine hidden by overlapping with another microbatch"),
+    Meaning("context_exposed", 0.25, 0.5, "share of context-parallel communication left exposed"),
     Meaning("data_exposed", 0.25, 0.4, "gradient reduction and parameter gathering left exposed"),
     Meaning("contention", 0.15, 0.5, "compute time lost per hidden second of communication"),
     Meaning("stage_exposed", 0.30, 0.5, "messages between stages left exposed"),

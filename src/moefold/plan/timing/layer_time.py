@@ -9,12 +9,12 @@ from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
-from moefold.plan.timing.network_time import exchange, ring
+from moefold.plan.timing.network_time import dispatch_seconds, ring
 from moefold.plan.timing.throughput import Rates, slower
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,
-    exchange_bytes,
+    dispatch_bytes,
     expert_data_reach,
     reach,
     tensor_bytes,
@@ -148,7 +148,7 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     before, after, backward = loads(layer, sizes, options)
     again = 1.0 if "full" in options.recompute else 0.0
     moe = layer.feed if isinstance(layer.feed, MoE) else None
-    one_exchange = exchange(exchange_bytes(workload, moe), workload, c) if moe else 0.0
+    one_dispatch = dispatch_seconds(dispatch_bytes(workload, moe), workload, c) if moe else 0.0
     repeated = 1.0 if again or "experts" in options.recompute else 0.0
     hide = c.expert_hidden if options.ep_overlap else 0.0
     tensor = _tensor(workload, layer, c)
@@ -157,11 +157,11 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     sync = _sync(options, moe, c)
     gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
 
-    def one(load: Load, exchanges: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
+    def one(load: Load, dispatches: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
         compute = rates.compute(load.work, backward=back)
         moving = rates.moving(load.work) + gap * load.work.kernels
         host = rates.launch * load.launches + rates.loop * load.loops
-        expert, ring_time = exchanges * one_exchange, gathers * tensor
+        expert, ring_time = dispatches * one_dispatch, gathers * tensor
         shown = (1 - hide) * expert + exposed * ring_time + rings * context
         lost = c.contention * (hide * expert + (1 - exposed) * ring_time)
         gpu_seconds = compute + moving + shown + lost

@@ -21,7 +21,7 @@ from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes
 from moefold.plan.timing.layer_time import Load, Passes, Seconds, loads
 from moefold.plan.timing.throughput import Rates
-from moefold.plan.traffic import context_bytes, exchange_bytes, stage_bytes, tensor_bytes
+from moefold.plan.traffic import context_bytes, dispatch_bytes, stage_bytes, tensor_bytes
 from moefold.plan.workload import Workload
 
 
@@ -113,7 +113,7 @@ def _experts(workload: Workload, machine: Machine, layer: Layer) -> float:
     if not isinstance(layer.feed, MoE) or workload.degrees.ep == 1:
         return 0.0
     world, ep = workload.cluster.num_gpus, workload.degrees.ep
-    moved = exchange_bytes(workload, layer.feed).inside
+    moved = dispatch_bytes(workload, layer.feed).inside
     if workload.options.dispatcher == "all_gather":
         return machine.seconds("tokens", 2 * moved, ep, world, 4)
     return machine.seconds("exchange", moved, ep, world) / 2

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from moefold.hardware.cluster import Cluster
 from moefold.plan.timing.constants import Constants
-from moefold.plan.traffic import ExchangeBytes, Reach
+from moefold.plan.traffic import DispatchBytes, Reach
 from moefold.plan.workload import Workload
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
@@ -34,7 +34,7 @@ def ring(total: float, where: Reach, cluster: Cluster, c: Constants) -> float:
     return float(max(inside if where.inside > 1 else 0.0, outside) + latency(cluster, c, crosses=True))
 
 
-def exchange(sent: ExchangeBytes, workload: Workload, c: Constants) -> float:
+def dispatch_seconds(sent: DispatchBytes, workload: Workload, c: Constants) -> float:
     """One dispatch or one combine. Fast links and the network work at the same time; the slower one counts."""
     if not sent.inside and not sent.outside:
         return 0.0

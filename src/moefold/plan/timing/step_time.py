@@ -219,7 +219,7 @@ def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
         TimeLine("compute", "memory traffic", both.moving),
         TimeLine("host", "waiting for the host", both.host),
         TimeLine("communication", "tensor parallelism", both.tensor + both.hidden_tensor, both.hidden_tensor),
-        TimeLine("communication", "expert exchanges", both.expert + both.hidden_expert, both.hidden_expert),
+        TimeLine("communication", "expert dispatch and combine", both.expert + both.hidden_expert, both.hidden_expert),
         TimeLine("communication", "context parallelism", both.context),
         TimeLine("communication", "sharded parameters", both.sharded + both.hidden_sharded, both.hidden_sharded),
         TimeLine("communication", "messages between stages", step.messages),

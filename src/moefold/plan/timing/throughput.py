@@ -101,11 +101,11 @@ def _check_measured(workload: Workload) -> None:
     """A machine's table says how fast moefold is there in float32, and nothing else."""
     problems = []
     if workload.dtypes.format != "float32":
-        told = f"is {workload.dtypes.format}, but the machine was measured in float32"
-        problems.append(Problem("precision.compute", told, "use float32, or plan without --machine"))
+        message = f"is {workload.dtypes.format}, but the machine was measured in float32"
+        problems.append(Problem("precision.compute", message, "use float32, or plan without --machine"))
     if workload.options.framework != "moefold":
-        told = f"is {workload.options.framework}, but the machine was measured with moefold"
-        problems.append(Problem("framework", told, "use moefold, or plan without --machine"))
+        message = f"is {workload.options.framework}, but the machine was measured with moefold"
+        problems.append(Problem("framework", message, "use moefold, or plan without --machine"))
     if problems:
         raise ConfigError(*problems)
 
