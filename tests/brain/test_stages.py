@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement, pairwise
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.blueprint.model_shape import shape_of
-from moefold.blueprint.partition import balance, largest_cost
+from moefold.blueprint.partition import balance
 from moefold.blueprint.stages import (
     StageSpec,
     balanced_stages,
@@ -124,6 +125,11 @@ def test_printing_and_parsing_are_inverse(stages: tuple[StageSpec, ...]) -> None
 
 
 # ---- balance ----
+
+
+def largest_cost(costs: Sequence[float], cuts: Sequence[int]) -> float:
+    edges = (0, *cuts, len(costs))
+    return max(sum(costs[start:stop]) for start, stop in pairwise(edges))
 
 
 def brute_force(costs: list[float], parts: int) -> float:

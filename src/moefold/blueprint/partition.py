@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:
@@ -31,12 +31,6 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
     # The last part may cost the limit; the others may need less.
     others = _least(lambda smaller: _fits(sums, parts, smaller, limit), limit)
     return _spread(sums, parts, others, limit)
-
-
-def largest_cost(costs: Sequence[float], cuts: Sequence[int]) -> float:
-    """What the most expensive part costs."""
-    edges = (0, *cuts, len(costs))
-    return max(sum(costs[start:stop]) for start, stop in pairwise(edges))
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:

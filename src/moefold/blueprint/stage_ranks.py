@@ -14,7 +14,7 @@ from typing import Literal
 from moefold.blueprint.stages import StageSpec
 from moefold.errors import LayoutError, Problem
 from moefold.tables import text_table
-from moefold.topology.folded_layout import GROUPS, FoldedLayout
+from moefold.topology.folded_layout import FoldedLayout
 
 Placement = Literal["loop", "v"]
 
@@ -47,41 +47,6 @@ def place_stages(
             position = positions - 1 - position
         places.append(StagePlace(stage, position, virtual, range(position * stride, (position + 1) * stride)))
     return tuple(places)
-
-
-def check_places(places: Sequence[StagePlace], layout: FoldedLayout) -> None:
-    """Walk over every rank: stages, pipelines and both grids agree, or a LayoutError says where not."""
-    held: dict[int, list[StagePlace]] = {}
-    for place in places:
-        for rank in place.ranks:
-            held.setdefault(rank, []).append(place)
-    each = len(places) // layout.size("pp")
-    problems = [
-        Problem("world", f"rank {rank} holds {len(held.get(rank, ()))} stages", f"each holds {each}")
-        for rank in (*range(layout.world), *(rank for rank in held if not 0 <= rank < layout.world))
-        if len(held.get(rank, ())) != each
-    ]
-    problems += [
-        Problem("world", f"rank {rank} is at pipeline position {place.position} for stage {place.stage.index}", found)
-        for rank, its_places in held.items()
-        for place in its_places
-        if (found := _other_position(layout, rank, place.position))
-    ]
-    # Microbatches flow along these groups: each must meet every stage, whoever else is in the world.
-    for group in layout.attention.groups(GROUPS["pp"].axes):
-        met = sorted(place.stage.index for rank in group for place in held.get(rank, ()))
-        if met != list(range(len(places))):
-            problems.append(Problem("parallel.pp", f"the pipeline of ranks {group[0]}, ... meets stages {met}"))
-    if problems:
-        raise LayoutError(*problems[:10])
-
-
-def _other_position(layout: FoldedLayout, rank: int, position: int) -> str:
-    """Which grid disagrees, if one does."""
-    for name, grid in (("attention", layout.attention), ("expert", layout.expert)):
-        if grid.coordinate(rank, "pp") != position:
-            return f"the {name} grid puts it at {grid.coordinate(rank, 'pp')}"
-    return ""
 
 
 def stage_table(places: Sequence[StagePlace]) -> str:
