@@ -26,15 +26,15 @@ import moefold.checkpoint.files
 import moefold.comm.collectives
 import moefold.comm.p2p
 import moefold.pipeline.step
-import moefold.train.trainer
+import moefold.train.train_loop
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.parallel.param_shards import local_part
-from moefold.train.callback import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, Control, RunInfo, StepRecord
 from moefold.train.supervise import supervise
 from moefold.train.train_context import TrainContext, build_train_context, run_directory
-from moefold.train.trainer import train
+from moefold.train.train_loop import train
 
 SAVE_EVERY = 3
 
@@ -101,7 +101,7 @@ def _after(owner: Any, name: str, nth: int, die: Callable[[], NoReturn]) -> None
 
 def _alarm(milliseconds: int, die: Callable[[], NoReturn]) -> None:
     """On a fast machine, at the seventh step at the latest: two checkpoints further at most."""
-    _before(moefold.train.trainer, "step_batches", 2 * SAVE_EVERY + 1, die)
+    _before(moefold.train.train_loop, "step_batches", 2 * SAVE_EVERY + 1, die)
     signal.signal(signal.SIGALRM, lambda *_: die())
     signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
 
@@ -118,7 +118,7 @@ class Point(NamedTuple):
 
 
 POINTS = {
-    "reading data": Point(lambda n, die: _before(moefold.train.trainer, "step_batches", n, die), 3, 0),
+    "reading data": Point(lambda n, die: _before(moefold.train.train_loop, "step_batches", n, die), 3, 0),
     "inside an exchange": Point(lambda n, die: _before(moefold.comm.collectives, "_all_to_all", n, die), 40, 0),
     "inside a sum": Point(lambda n, die: _before(moefold.comm.collectives, "_all_reduce", n, die), 20, 0),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
@@ -173,7 +173,7 @@ class Diary(Callback):
     def on_start(self, info: RunInfo) -> None:
         self._write(kind="start", step=info.resumed_from or 0)
 
-    def on_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, control: Control) -> None:
         kept = asdict(record)
         for changing in ("seconds", "memory_bytes"):
             del kept[changing]

@@ -6,10 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from moefold.blueprint.param_counts import count_parameters
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
-from moefold.train.callback import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
+
+# For callbacks that only report.
+CONTROL = Control(0, 4, nn.Module(), None)  # type: ignore[arg-type]
 
 
 def info_of(directory: Path, *, steps: int = 20, resumed_from: int | None = None, **train: Any) -> RunInfo:
@@ -45,8 +50,8 @@ def tell(callback: Callback, directory: Path, *, steps: int = 20, **changes: Any
     """A whole run: all steps, a validation and a checkpoint in the middle, a good end."""
     callback.on_start(info_of(directory, steps=steps))
     for step in range(1, steps + 1):
-        callback.on_step(record_of(step, steps=steps, **changes))
+        callback.after_step(record_of(step, steps=steps, **changes), CONTROL)
         if step == steps // 2:
-            callback.on_validation(step, 2.5)
+            callback.on_evaluate(Evaluation(step, 2.5), CONTROL)
             callback.on_save(step, directory / "checkpoints" / f"step_{step:08d}")
-    callback.on_stop("finished")
+    callback.on_end("finished")

@@ -17,7 +17,14 @@ _LONGEST_WORD = 64
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the dotted key it is about, what is wrong with it, and what would work."""
+    """One thing that is wrong: the dotted key it is about, what is wrong with it, and what would work.
+
+    >>> import moefold
+    >>> run = moefold.load_run("debug_tiny", {"model.moe.top_k": 9})
+    >>> (problem,) = moefold.check(run)
+    >>> problem.path, problem.fix
+    ('model.moe.top_k', 'use at most 8')
+    """
 
     path: str
     message: str
@@ -28,7 +35,15 @@ class Problem:
 
 
 class MoefoldError(Exception):
-    """The base of every error that a user can cause and fix."""
+    """The base of every error that a user can cause and fix; the message says what would work.
+
+    >>> import moefold
+    >>> try:
+    ...     moefold.load_run("debug_tiny", {"model.moe.topk": 2})
+    ... except moefold.MoefoldError as error:
+    ...     print(str(error)[:64])
+    model.moe.topk: unknown key; did you mean 'top_k'? known here: n
+    """
 
 
 class ProblemsError(MoefoldError):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.config.attention import MLAConfig
-from moefold.config.loading import dump_run, load_run, override, parse_run, run_from_mapping
+from moefold.config.loading import dump_run, load_run_file, override, parse_run, run_from_mapping
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
 from moefold.config.strict_yaml import read_scalar
@@ -53,7 +53,7 @@ def test_what_a_plain_word_means(text: str, value: object) -> None:
 def test_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("name: small\nmodel:\n  attention: {kind: mla, q_latent: null}\noptim:\n  lr: 1e-3\n  beta1: 1\n")
-    run = load_run(path)
+    run = load_run_file(path)
     assert (run.name, run.optim.lr, run.optim.beta1) == ("small", 1e-3, 1.0)
     assert run.model.attention == MLAConfig(q_latent=None)
     assert parse_run("") == parse_run("---\n") == run_from_mapping({}) == RunConfig()
@@ -114,7 +114,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"name: \xff")
     for path, words in ((tmp_path / "none", "No such file"), (tmp_path, "directory"), (tmp_path / "latin", "UTF-8")):
         with pytest.raises(ConfigError, match=words):
-            load_run(path)
+            load_run_file(path)
 
 
 def test_python_data_is_held_to_the_same_rules() -> None:

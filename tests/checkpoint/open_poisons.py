@@ -16,7 +16,7 @@ from typing import Any
 from moefold.checkpoint.hf.conversion import import_directory
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.single_process import StoredWeights
-from moefold.config.loading import load_run
+from moefold.config.loading import load_run_file
 from moefold.data.tokens import open_token_file
 from moefold.errors import MoefoldError
 
@@ -36,7 +36,7 @@ def slots(places: Path) -> dict[str, tuple[Path, Callable[[], Any]]]:
         file.window(0, min(4, file.num_tokens))
 
     return {
-        "run configuration": (places / "run.yaml", lambda: load_run(places / "run.yaml")),
+        "run configuration": (places / "run.yaml", lambda: load_run_file(places / "run.yaml")),
         "hf config.json": (hf / "config.json", open_hf),
         "hf weights": (hf / SINGLE, open_hf),
         "hf index": (hf / INDEX, open_hf),

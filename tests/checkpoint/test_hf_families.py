@@ -33,7 +33,7 @@ from moefold.checkpoint.state_dict import chunks_of, run_record
 from moefold.cli.main import main
 from moefold.comm.process_groups import Groups
 from moefold.config.attention import GQAConfig
-from moefold.config.loading import load_run
+from moefold.config.loading import load_run_file
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
@@ -52,7 +52,7 @@ def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -
 
     done, imported = import_directory(HfDirectory(tmp_path / "theirs"), tmp_path / "runs", "imported")
     assert same_numbers(imported.model) == same_numbers(run.model)
-    assert load_run(tmp_path / "runs" / "imported" / "config.yaml") == imported
+    assert load_run_file(tmp_path / "runs" / "imported" / "config.yaml") == imported
     stored = StoredWeights(done.path)
     with torch.no_grad():
         expected = theirs(tokens).logits.flatten(0, 1)
@@ -197,5 +197,5 @@ def test_a_dense_model_is_upcycled_by_command(tmp_path: Path, capsys: pytest.Cap
     words[-1] = "scaled"
     assert main([*words, "--experts", "8", "--top-k", "4", "--shards", "2", "--check", "--scheme", "scaled"]) == 0
     assert "logits approximate" in capsys.readouterr().out
-    moe = load_run(tmp_path / "runs" / "scaled" / "config.yaml").model.moe
+    moe = load_run_file(tmp_path / "runs" / "scaled" / "config.yaml").model.moe
     assert moe is not None and not moe.router.normalize

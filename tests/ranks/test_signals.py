@@ -37,7 +37,7 @@ from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import TrainingError
 from moefold.recipes.catalog import RECIPES
-from moefold.train import trainer
+from moefold.train import train_loop
 from moefold.train.signals import INTERRUPTED, StopRequest
 from moefold.train.supervise import supervise
 from moefold.train.train_context import build_train_context, run_directory
@@ -250,14 +250,14 @@ def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: 
 
     def work(rank: int) -> int:
         context, state = build_train_context(run, rank, 2, torch.device("cpu"), 30.0)
-        step, done = trainer._step, [0]
+        step, done = train_loop._step, [0]
 
         def counted(*args: Any) -> Any:
             done[0] += 1
             return signalled(step)(*args) if rank == 1 and done[0] == SAVE_EVERY + 1 else step(*args)
 
-        trainer._step, trainer._save_last = counted, signalled(trainer._save_last)
-        return signalled(lambda code: code)(trainer.train(context, state, [], stop))
+        train_loop._step, train_loop._save_last = counted, signalled(train_loop._save_last)
+        return signalled(lambda code: code)(train_loop.train(context, state, [], stop))
 
     assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED
     assert not stop, "the launcher itself was not asked"
@@ -276,7 +276,7 @@ def test_a_signal_to_one_rank_during_set_up_is_remembered_by_all(
         if rank == 1:
             signal.raise_signal(TERM)
         context, state = build_train_context(run, rank, 2, torch.device("cpu"), 30.0)
-        return trainer.train(context, state, [], stop)
+        return train_loop.train(context, state, [], stop)
 
     assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED
     assert not list(checkpoints.iterdir())

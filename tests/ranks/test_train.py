@@ -21,7 +21,7 @@ from tests.kill import Diary, digest
 
 import moefold.moe.router
 import moefold.pipeline.step
-import moefold.train.trainer
+import moefold.train.train_loop
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
@@ -33,10 +33,10 @@ from moefold.moe.experts import Experts
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
-from moefold.train.state import TrainState
+from moefold.train.state import Outcome, TrainState
 from moefold.train.supervise import supervise
 from moefold.train.train_context import build_train_context, run_directory
-from moefold.train.trainer import FINISHED, INTERRUPTED, train
+from moefold.train.train_loop import train
 
 
 def tiny(directory: Path, steps: int = 6, parallel: ParallelConfig | None = None, **health: Any) -> RunConfig:
@@ -166,7 +166,7 @@ class Laboratory:
 
     def __init__(self, rank: int, model: torch.nn.Module) -> None:
         self.rank, self.model, self.due, self.state = rank, model, None, TrainState()
-        losses_of, after_step = moefold.moe.router.balance_losses, moefold.train.trainer.after_step
+        losses_of, after_step = moefold.moe.router.balance_losses, moefold.train.train_loop.after_step
 
         def balance_losses(*args: Any) -> Any:
             losses = losses_of(*args)
@@ -181,7 +181,7 @@ class Laboratory:
             return self.state
 
         moefold.moe.router.balance_losses = balance_losses
-        moefold.train.trainer.after_step = remember
+        moefold.train.train_loop.after_step = remember
         for module in model.modules():
             if isinstance(module, Experts):
                 module.register_forward_hook(self.overflow)
@@ -234,19 +234,19 @@ def test_a_signal_to_one_rank_stops_all_after_a_save_and_the_rest_follows_exactl
     def before(rank: int, context: Any) -> None:
         if rank == 1:
             threading.Timer(0.3, lambda: os.kill(os.getpid(), number)).start()
-            judge = moefold.train.trainer.skip_reason
+            judge = moefold.train.train_loop.skip_reason
 
             def slowly(*args: Any) -> Any:
                 time.sleep(0.1)
                 return judge(*args)
 
-            moefold.train.trainer.skip_reason = slowly
+            moefold.train.train_loop.skip_reason = slowly
 
     broken = tiny(tmp_path / "broken", steps=8, parallel=ParallelConfig(ep=2))
     first = on_world(broken, 2, before)
-    assert [code for code, _ in first] == [INTERRUPTED, INTERRUPTED]
+    assert [code for code, _ in first] == [Outcome.INTERRUPTED] * 2
     second = on_world(broken, 2)
-    assert [code for code, _ in second] == [FINISHED, FINISHED]
+    assert [code for code, _ in second] == [Outcome.FINISHED] * 2
     assert [found for _, found in second] == [found for _, found in expected]
     assert steps_of(broken) == steps_of(whole)
 

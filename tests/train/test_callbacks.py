@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.run_records import info_of, record_of, tell
+from tests.run_records import CONTROL, info_of, record_of, tell
 
 from moefold.errors import BackendError
-from moefold.train.callback import Callbacks
-from moefold.train.callbacks.console import ConsoleLines
+from moefold.train.callback import Callbacks, Evaluation
+from moefold.train.callbacks.console import ConsoleLines, ProgressBar
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines, forget_after
-from moefold.train.callbacks.progress_bar import ProgressBar
 from moefold.train.callbacks.registry import default_callbacks, services
 
 
@@ -46,11 +45,11 @@ def test_a_line_has_every_field_in_order(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_skipped_step_says_why_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = ConsoleLines("CPU")
     lines.on_start(info_of(tmp_path))
-    lines.on_step(record_of(1))
-    lines.on_step(record_of(2, loss=float("nan"), skipped="loss is nan"))
+    lines.after_step(record_of(1), CONTROL)
+    lines.after_step(record_of(2, loss=float("nan"), skipped="loss is nan"), CONTROL)
     assert "step=2/20 skipped=loss_is_nan" in capsys.readouterr().out
     for step in (3, 4, 5):
-        lines.on_step(record_of(step, dropped=7))
+        lines.after_step(record_of(step, dropped=7), CONTROL)
     out = capsys.readouterr().out
     assert "skipped=1 " in out and "nan" not in out and "dropped=21 " in out
 
@@ -75,8 +74,10 @@ def test_every_step_is_one_json_line(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     lines = JsonLines("CPU")
     lines.on_start(info_of(tmp_path))
-    lines.on_step(record_of(1, loss=float("nan"), grad_norm=float("inf"), counts=None, skipped="loss is nan"))
-    lines.on_validation(1, float("nan"))
+    lines.after_step(
+        record_of(1, loss=float("nan"), grad_norm=float("inf"), counts=None, skipped="loss is nan"), CONTROL
+    )
+    lines.on_evaluate(Evaluation(1, float("nan")), CONTROL)
     (step,) = lines_of(tmp_path, "step")
     assert (step["loss"], step["grad_norm"], step["skipped"]) == (None, None, "loss is nan")
     assert lines_of(tmp_path, "validation")[0]["loss"] is None
@@ -86,15 +87,15 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     first = JsonLines("CPU")
     first.on_start(info_of(tmp_path))
     for step in range(1, 14):
-        first.on_step(record_of(step))
+        first.after_step(record_of(step), CONTROL)
     first.on_save(10, tmp_path / "step_10")  # committed while training had gone on
     with (tmp_path / FILE_NAME).open("ab") as file:
         file.write(b'{"kind":"step","step":14,"lo')  # killed while writing
     second = JsonLines("CPU")
     second.on_start(info_of(tmp_path, resumed_from=10))
     for step in range(11, 21):
-        second.on_step(record_of(step, loss=1.0))
-    second.on_stop("finished")
+        second.after_step(record_of(step, loss=1.0), CONTROL)
+    second.on_end("finished")
     assert [line["step"] for line in lines_of(tmp_path, "step")] == list(range(1, 21))
     assert [line["loss"] for line in lines_of(tmp_path, "step")][9:12] == [0.5, 1.0, 1.0]
     assert [line["step"] for line in lines_of(tmp_path, "save")] == [10]
@@ -187,9 +188,9 @@ def test_services_get_finite_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for resumed in (None, 10):
         told = Callbacks(services(info_of(tmp_path, tensorboard=True, wandb="project").run.train))
         told.on_start(info_of(tmp_path, resumed_from=resumed))
-        told.on_step(record_of(11, grad_norm=float("inf"), skipped="norm is inf"))
-        told.on_validation(11, 2.0)
-        told.on_stop("finished")
+        told.after_step(record_of(11, grad_norm=float("inf"), skipped="norm is inf"), CONTROL)
+        told.on_evaluate(Evaluation(11, 2.0), CONTROL)
+        told.on_end("finished")
     assert [service.closed for service in made] == [True] * 4
     for service in made:
         names = [name for name, _, _ in service.seen]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.pages import assert_whole
-from tests.run_records import info_of, record_of, tell
+from tests.run_records import CONTROL, info_of, record_of, tell
 
 from moefold.cli.main import main
 from moefold.html.chart_scale import Scale, round_ticks, short
@@ -62,7 +62,7 @@ def test_short_runs(tmp_path: Path, steps: int) -> None:
     lines = JsonLines("CPU")
     lines.on_start(info_of(tmp_path))
     for step in range(1, steps + 1):
-        lines.on_step(record_of(step))
+        lines.after_step(record_of(step), CONTROL)
     history = read_history(tmp_path)
     check_page(page(history))
     assert summary(history)["status"] == ("running, or killed without a word" if steps else "no steps yet")
@@ -81,7 +81,7 @@ def test_a_dense_run_and_its_holes(tmp_path: Path) -> None:
     for step in (1, 2, 3, 7):
         skipped = "loss is <b>nan</b>" if step == 2 else None
         loss = float("nan") if step == 2 else 3.0
-        lines.on_step(record_of(step, counts=None, loss=loss, skipped=skipped))
+        lines.after_step(record_of(step, counts=None, loss=loss, skipped=skipped), CONTROL)
     text = page(read_history(tmp_path))
     check_page(text.replace("&lt;b&gt;nan&lt;/b&gt;", ""))
     assert "loss is &lt;b&gt;nan&lt;/b&gt;" in text

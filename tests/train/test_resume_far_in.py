@@ -15,7 +15,7 @@ from moefold.config.data import SourceConfig
 from moefold.recipes.catalog import RECIPES
 from moefold.train.state import TrainState
 from moefold.train.train_context import build_train_context
-from moefold.train.trainer import begin_save, train
+from moefold.train.train_loop import begin_save, train
 
 
 def test_a_run_resumes_a_million_steps_in_within_seconds(tmp_path: Path) -> None:

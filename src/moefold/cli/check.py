@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from moefold.api.runs import check, load_run
 from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.blueprint.stage_modules import RankParams, largest_rank_params
 from moefold.blueprint.stage_ranks import stage_table
-from moefold.checks.run_all import problems, problems_to_train
-from moefold.cli.run_argument import add_run_argument, find_run
+from moefold.cli.run_argument import add_run_argument
 from moefold.config.model import ModelConfig
 from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
@@ -55,17 +55,17 @@ def run(args: argparse.Namespace) -> int:
         return list_recipes(args.json)
     if args.name is None:
         raise MoefoldError("no RUN given; name a recipe or a YAML file; `moefold check --list` shows the recipes")
-    return check(args.name, args.changes, args.world, args.json)
+    return check_run(args.name, args.changes, args.world, args.json)
 
 
-def check(name: str, changes: list[str], world: int | None, as_json: bool) -> int:
+def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -> int:
     """Print the report about one run and return the exit code."""
     try:
-        run = find_run(name, changes)
+        run = load_run(name, changes)
     except ConfigError as error:
         return _report_problems(name, list(error.problems), as_json)
-    found = problems_to_train(run, world)
-    if problems(run, world):
+    found = check(run, world)
+    if check(run, world, training=False):
         return _report_problems(run.name, found, as_json)
     share = largest_rank_params(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
     if as_json:

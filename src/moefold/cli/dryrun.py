@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from moefold.cli.run_argument import add_run_argument, find_run, with_progress
+from moefold.api.runs import load_run
+from moefold.cli.run_argument import add_run_argument, with_progress
 
 EXAMPLES = """examples:
   moefold dryrun debug_small --world 4 --rank 0 --parallel.ep 4
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from moefold.dryrun.dry_run import dry_run
     from moefold.dryrun.dryrun_report import as_data, report
 
-    asked = find_run(args.name, args.changes)
+    asked = load_run(args.name, args.changes)
     found = dry_run(
         asked, args.world, args.rank, args.microbatches, imbalance=args.imbalance, progress=_progress_bar("actions")
     )

@@ -11,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moefold.cli.run_argument import add_run_argument, find_run
-from moefold.errors import ConfigError, MoefoldError, Problem
-from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
+from moefold.cli.run_argument import add_run_argument
+from moefold.errors import MoefoldError
 from moefold.hardware.gpu import GPUS
-from moefold.hardware.machine import read_machine
 from moefold.units import parse_count
 
 EXAMPLES = """examples:
@@ -123,33 +121,29 @@ def run(args: argparse.Namespace) -> int:
         return run_score(args.score, args.predictions, args.page, args.constants, args.json, _progress())
     if args.name is None:
         raise MoefoldError("no RUN given; name a RUN, or give --records FILE; see `moefold plan --help`")
-    from moefold.plan.search.proposal import propose
+    from moefold.api.plans import answer
 
     question = question_of(args)
     if args.serve is not None:
         from moefold.cli.plan_serve import serve
 
         return serve(question, args.serve)
-    proposal = propose(question, _progress())
-    _write_files(proposal, args.html, args.trace)
+    plan = answer(question, _progress())
+    _write_files(plan, args.html, args.trace)
     if args.json:
-        from moefold.plan.report.json_data import proposal_data
-
-        print(json.dumps(proposal_data(proposal), indent=2))
+        print(json.dumps(plan.to_dict(), indent=2))
     else:
-        _print(proposal)
-    return 0 if proposal.chosen.memory.fits else 1
+        _print(plan.proposal)
+    return 0 if plan.fits else 1
 
 
-def _write_files(proposal: Any, html: Path | None, trace: Path | None) -> None:
+def _write_files(plan: Any, html: Path | None, trace: Path | None) -> None:
     if html is not None:
-        from moefold.plan.report.plan_page import page
-
-        _write(html, page(proposal), "--html")
+        _write(html, plan.html(), "--html")
     if trace is not None:
         from moefold.plan.timing.step_timeline import step_timeline, step_trace
 
-        _write(trace, json.dumps(step_trace(step_timeline(proposal.chosen.workload, most_boxes=4_000))), "--trace")
+        _write(trace, json.dumps(step_trace(step_timeline(plan.proposal.chosen.workload, most_boxes=4_000))), "--trace")
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -162,16 +156,29 @@ def _write(path: Path, text: str, option: str) -> None:
 
 def question_of(args: argparse.Namespace) -> Any:
     """The question to the planner; raises with every problem of the options."""
+    from moefold.api.plans import cluster_for
+    from moefold.api.runs import load_run
     from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
     from moefold.plan.search.proposal import Question
 
-    named, asked = find_run(args.name), find_run(args.name, args.changes)
+    named, asked = load_run(args.name), load_run(args.name, args.changes)
+    cluster = cluster_for(
+        args.gpu,
+        args.gpus,
+        machine=args.machine,
+        domain=args.domain,
+        nic_gb_s=args.nic,
+        global_batch=args.global_batch,
+        seq=args.seq,
+        imbalance=args.imbalance,
+        headroom=args.headroom,
+    )
     batch = args.global_batch or asked.data.global_batch
     data = replace(asked.data, global_batch=batch, seq_len=args.seq or asked.data.seq_len)
     return Question(
         run=replace(asked, data=data),
         name=args.name,
-        cluster=_cluster(args),
+        cluster=cluster,
         named=named,
         dotted=_dotted(args.changes),
         framework=args.framework,
@@ -195,24 +202,6 @@ def _dotted(changes: list[str]) -> dict[str, str]:
         key, equals, value = word.removeprefix("--").partition("=")
         found[key] = value if equals else next(words, "")
     return found
-
-
-def _cluster(args: argparse.Namespace) -> Cluster:
-    problems = []
-    if args.gpus is None:
-        problems.append(Problem("gpus", "no number of GPUs given", "give --gpus 1024"))
-    for name, low in (("gpus", 1), ("domain", 1), ("nic", 1e-6), ("global_batch", 1), ("seq", 1), ("imbalance", 1)):
-        value = getattr(args, name)
-        if value is not None and not low <= value <= 10_000_000:
-            problems.append(Problem(name.replace("_", "-"), f"is {value:g}", f"use a number from {low:g}"))
-    if not 0 <= args.headroom < 1:
-        problems.append(Problem("headroom", f"is {args.headroom:g}", "use a fraction, such as 0.05"))
-    if problems:
-        raise ConfigError(*problems)
-    if args.machine is not None:
-        return cluster_of_machine(read_machine(args.machine), args.gpus)
-    changes = {"domain": args.domain, "nic_gb_s": args.nic}
-    return cluster_of(args.gpu, args.gpus, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _print(proposal: Any) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.run_argument import add_run_argument, find_run, with_progress
+from moefold.cli.run_argument import add_run_argument, with_progress
 from moefold.config.precision import Format
-from moefold.errors import ConfigError, MoefoldError
+from moefold.errors import MoefoldError
 
 if TYPE_CHECKING:
     from moefold.prove.cases import Case
@@ -72,21 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json: bool) -> int:
-    from moefold.checks.run_all import problems
-    from moefold.prove.cases import reduce_run
+    from moefold.api.proofs import prove
+    from moefold.api.runs import load_run
     from moefold.prove.proof_report import as_data, case_report
-    from moefold.prove.verdict import prove
 
-    full = find_run(name, changes)
-    found = problems(full, world)
-    # Rules about the batch and dims are for the full run; the reduced one has its own sizes.
-    layout = [problem for problem in found if problem.path.startswith(("parallel", "world"))]
-    if layout:
-        raise ConfigError(*layout)
-    case = reduce_run(full, world, dtype)
-    if found := problems(case.run, world):
-        raise ConfigError(*found)
-    verdict = prove(case)
+    verdict = prove(load_run(name, changes), world, dtype=dtype)
     print(json.dumps(as_data(verdict)) if as_json else case_report(verdict))
     return 0 if verdict.holds else 1
 

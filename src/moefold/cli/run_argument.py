@@ -8,12 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
-
-from moefold.config.loading import load_run, override
-from moefold.config.run import RunConfig
-from moefold.recipes.catalog import recipe
 
 RUN_HELP = "a recipe's name (see `moefold check --list`) or the path of a YAML file"
 
@@ -50,12 +45,6 @@ def split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals:
             changes += [value for value in (next(rest, None),) if value is not None]
     return others, changes
-
-
-def find_run(name: str, changes: Sequence[str] = ()) -> RunConfig:
-    is_file = Path(name).suffix in (".yaml", ".yml") or "/" in name
-    run = load_run(name) if is_file else recipe(name)
-    return override(run, changes) if changes else run
 
 
 Item = TypeVar("Item")

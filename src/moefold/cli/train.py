@@ -1,18 +1,14 @@
-"""`moefold train`: run it; run the same command again to go on where it stopped."""
+"""`moefold train`: train a run; the same command again resumes it."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from moefold.checks.run_all import problems_to_train
-from moefold.cli.run_argument import add_run_argument, find_run
-from moefold.config.run import RunConfig
-from moefold.errors import ConfigError, MoefoldError
-from moefold.train.signals import INTERRUPTED, StopRequest, nothing_to_save, say
+from moefold.api.runs import load_run
+from moefold.cli.run_argument import add_run_argument
+from moefold.train.signals import INTERRUPTED
 
 EXAMPLES = """examples:
   moefold train debug_small
@@ -31,7 +27,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model, surviving faults, resuming bit for bit",
-        description="Train a model. The same command again goes on where the run stopped, bit for bit.",
+        description="Train a model. The same command again resumes where the run stopped, bit for bit.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,68 +48,11 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    stop: StopRequest = args.stop
-    asked = find_run(args.name, args.changes)
+    asked = load_run(args.name, args.changes)
     if args.called is not None:
         asked = replace(asked, name=args.called)
-    launched = "RANK" in os.environ
-    if launched and args.nproc is not None:
-        raise MoefoldError(
-            "--nproc starts ranks itself, but a launcher has started this one already; leave --nproc out"
-        )
-    world = int(os.environ["WORLD_SIZE"]) if launched else args.nproc or 1
-    if found := problems_to_train(asked, world):
-        raise ConfigError(*found)
-    _find_services(asked)
-    if launched:
-        # Its peers may not have heard the signal: ranks agree on stopping once they have met.
-        return train_here(asked, args.patience, args.json, stop)
-    work = partial(train_here, asked) if world == 1 else partial(train_on_ranks, asked, world)
-    return _stopped_early(stop) or work(args.patience, args.json, stop)
-
-
-def train_here(run: RunConfig, patience: float, as_json: bool, stop: StopRequest) -> int:
-    """This process is one rank of a launched world, or all of it."""
-    from moefold.comm.spawn import join_world, this_device
-    from moefold.train.train_context import build_train_context
-    from moefold.train.trainer import train
-
-    rank, world = join_world(patience)
-    context, state = build_train_context(run, rank, world, this_device(), patience)
-    return train(context, state, _callbacks(as_json), stop)
-
-
-def train_on_ranks(run: RunConfig, world: int, patience: float, as_json: bool, stop: StopRequest) -> int:
-    """Start the ranks on this machine and keep them alive."""
-    import torch
-
-    from moefold.train.supervise import supervise
-    from moefold.train.train_context import build_train_context, run_directory
-    from moefold.train.trainer import train
-
-    def work(rank: int) -> int:
-        context, state = build_train_context(run, rank, world, torch.device("cpu"), patience)
-        return train(context, state, _callbacks(as_json), stop)
-
-    return _stopped_early(stop) or supervise(work, world, run_directory(run) / "checkpoints", patience, stop=stop)
-
-
-def _stopped_early(stop: StopRequest) -> int:
-    """The exit code if a stop was asked for while nothing had started yet; otherwise 0."""
-    if not stop:
-        return 0
-    say(nothing_to_save())
-    return INTERRUPTED
-
-
-def _find_services(run: RunConfig) -> None:
-    """A missing package is found before any rank starts."""
-    from moefold.train.callbacks.registry import services
-
-    services(run.train)
-
-
-def _callbacks(as_json: bool) -> list[Any]:
     from moefold.train.callbacks.registry import default_callbacks
+    from moefold.train.trainer import Trainer
 
-    return default_callbacks(as_json)
+    trainer = Trainer(asked, reporters=default_callbacks(args.json), nproc=args.nproc, patience=args.patience)
+    return INTERRUPTED if trainer.fit(args.stop) == "interrupted" else 0

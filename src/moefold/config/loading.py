@@ -47,7 +47,7 @@ _WANTED = {
 }
 
 
-def load_run(path: str | Path) -> RunConfig:
+def load_run_file(path: str | Path) -> RunConfig:
     """The run that a YAML file describes."""
     try:
         with open(path, "rb") as file:

@@ -17,7 +17,15 @@ from moefold.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that defines a run; equal configs on equal worlds compute the same numbers."""
+    """Everything that defines a run; equal configs on equal worlds compute the same numbers.
+
+    Frozen: `load_run(run, changes)` makes a changed copy, and refuses keys and values that do not exist.
+
+    >>> import moefold
+    >>> run = moefold.load_run("deepseek_v3")
+    >>> isinstance(run, moefold.RunConfig), run.model.moe.num_experts, run.model.moe.top_k
+    (True, 256, 8)
+    """
 
     __pydantic_config__: ClassVar = STRICT
 

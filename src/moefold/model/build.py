@@ -99,7 +99,7 @@ def _mtp_module(model: ModelConfig, depth: int, seams: Seams) -> MTPModule:
 
 def _block(model: ModelConfig, layer: int, seams: Seams) -> Block:
     if model.moe is not None and model.is_moe_layer(layer):
-        feed_forward: FeedForward | MoELayer = _mixture(model.moe, model.dim, seams)
+        feed_forward: FeedForward | MoELayer = build_moe_layer(model.moe, model.dim, seams)
     else:
         feed_forward = _dense(model.dim, model.dense_hidden_dim, "swiglu", seams)
     attention = _attention(model, layer, seams)
@@ -119,7 +119,7 @@ def _attention(model: ModelConfig, layer: int, seams: Seams) -> GroupedQueryAtte
     return LatentAttention(config, rope, dim, eps, seams.tokens, seams.core, seams.products, seams.kernels)
 
 
-def _mixture(moe: MoEConfig, dim: int, seams: Seams) -> MoELayer:
+def build_moe_layer(moe: MoEConfig, dim: int, seams: Seams) -> MoELayer:
     latent = moe.latent_dim
     shared = _dense(dim, moe.shared_hidden_dim, moe.activation, seams) if moe.shared_hidden_dim else None
     # In torch, one call for all of it is no faster, and the model's own steps are the twin.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig
+from moefold.errors import UnknownNameError
 from moefold.moe.capacity import capacity_of, keep_within_capacity
 from moefold.moe.padding_mask import only_real, real_tokens
 from moefold.moe.topk import choose_balanced, choose_by_experts, choose_topk, limit_groups, sinkhorn
@@ -23,9 +24,14 @@ from moefold.nn.parallel_interfaces import TokenSharding
 
 
 class TopKAssignment(NamedTuple):
-    """Who was chosen, before capacities. With ``kept_tK`` only the true entries were chosen at all.
+    """The experts of each token, before capacities. With ``kept_tK`` only its true entries are assignments at all.
 
-    ``plain_tK`` is the plain top-k of the scores, which balance losses count, where the selector knows it already.
+    ``plain_tK`` is the plain top-k of the scores, which balance losses count, where the policy knows it already.
+
+    >>> import torch, moefold
+    >>> scores = torch.tensor([[0.1, 0.7, 0.2]])
+    >>> moefold.TopKAssignment(scores.topk(2).indices).expert_tK
+    tensor([[1, 2]])
     """
 
     expert_tK: Tensor
@@ -34,6 +40,22 @@ class TopKAssignment(NamedTuple):
 
 
 class RoutingPolicy(Protocol):
+    """Turns scores into assignments; an object with this method can be given to `MoELayer`, `build_model`, `prove` and
+    `Trainer`.
+
+    A policy that looks at one token at a time is right under any layout. One that looks at several must look at the
+    whole microbatch: ``tokens.all_gather(x_tE, batch)`` brings it together and ``tokens.local_shard`` takes this rank's
+    part of the result. Probs follow from the scores of the assigned experts, as the config says.
+
+    >>> import torch, moefold
+    >>> class FirstExperts:
+    ...     def select(self, logits_tE, scores_tE, bias_E, batch, tokens):
+    ...         return moefold.TopKAssignment(torch.arange(2).expand(len(scores_tE), 2))
+    >>> layer = moefold.MoELayer.from_config(dim=8, num_experts=4, routing_policy=FirstExperts())
+    >>> layer.route(torch.randn(3, 8)).expert_tK.tolist()
+    [[0, 1], [0, 1], [0, 1]]
+    """
+
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
     ) -> TopKAssignment:
@@ -183,7 +205,11 @@ class CapacityDrop:
         return keep_within_capacity(owner, priority, sets.set_of_token_N, capacities, owners)
 
 
-ROUTING_POLICIES: dict[str, Callable[[MoEConfig], RoutingPolicy]] = {
+PolicyMaker = Callable[[MoEConfig], RoutingPolicy]
+# A policy of moefold's own by its name, an object for all layers, or a class or function that makes one for each layer.
+PolicyOrName = str | RoutingPolicy | PolicyMaker
+
+ROUTING_POLICIES: dict[str, PolicyMaker] = {
     "topk": TopKRouting,
     "sinkhorn": SinkhornRouting,
     "expert_choice": ExpertChoiceRouting,
@@ -194,3 +220,18 @@ ROUTING_POLICIES: dict[str, Callable[[MoEConfig], RoutingPolicy]] = {
 def build_routing_policy(config: MoEConfig, training: bool = True) -> RoutingPolicy:
     kind = "topk" if config.router.kind == "sinkhorn" and not training else config.router.kind
     return ROUTING_POLICIES[kind](config)
+
+
+def policy_maker(policy: PolicyOrName | None) -> PolicyMaker | None:
+    """What a model asks for each of its MoE layers; None where the config's own policy is to be used."""
+    if policy is None:
+        return None
+    if isinstance(policy, str):
+        if policy not in ROUTING_POLICIES:
+            raise UnknownNameError("routing policy", policy, ROUTING_POLICIES)
+        return ROUTING_POLICIES[policy]
+    if not isinstance(policy, type) and hasattr(policy, "select"):
+        return lambda config: policy
+    if callable(policy):
+        return policy
+    raise TypeError(f"a routing policy has a method `select`, and {type(policy).__name__} has none")

@@ -11,7 +11,7 @@ So no rank ever allocates more than its own shard.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -30,6 +30,7 @@ from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, SplitSizeSource
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
+from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.nn.init import Box, init_values
 from moefold.nn.matmul_policy import NativeMatmul, SplitBackwardMatmul, WeightGradQueue
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
@@ -80,17 +81,25 @@ def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Grou
 
 
 def build_local_model(
-    run: RunConfig, groups: Groups, device: torch.device, init: InitValues = init_values
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    init: InitValues = init_values,
+    routing_policy: PolicyOrName | None = None,
 ) -> LocalModel:
-    """Build this rank's shard; ``init`` computes the initial values."""
-    local = build_on_meta(run, groups, device)
+    """Build this rank's shard; ``init`` computes the initial values, and ``routing_policy`` replaces the config's."""
+    local = build_on_meta(run, groups, device, routing_policy=routing_policy)
     local.model.to_empty(device=device)
     init_local_model(run, local.model, local.param_shards, init)
     return local
 
 
 def build_on_meta(
-    run: RunConfig, groups: Groups, device: torch.device, host: SplitSizeSource = SYNC_SPLIT_SIZES
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    host: SplitSizeSource = SYNC_SPLIT_SIZES,
+    routing_policy: PolicyOrName | None = None,
 ) -> LocalModel:
     """This rank's shard on the meta device, without memory. ``host`` supplies dispatchers' split sizes."""
     parts_of_rank = parts_by_rank(run)
@@ -99,6 +108,7 @@ def build_on_meta(
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
     seams = seams_of(run, groups, weight_grads, host, kernels)
+    seams = replace(seams, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
         model = build_decoder(run.model, dtype, seams, parts_of_rank[groups["pp"].index])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import parameters
+from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, local_buffers
 from moefold.parallel.param_shards import local_part
@@ -25,11 +26,11 @@ from moefold.prove.routing_replay import replay_choices
 _PATIENCE = timedelta(seconds=60)
 
 
-def compare_rank(case: Case, reference: Path, rank: int) -> dict[str, Any]:
+def compare_rank(case: Case, reference: Path, rank: int, routing_policy: PolicyOrName | None = None) -> dict[str, Any]:
     """Differences by quantity, as plain JSON."""
     expected = load_file(reference)
     groups = groups_of(case.run, case.world, rank, _PATIENCE)
-    local_model = build_local_model(case.run, groups, torch.device("cpu"), busy_values)
+    local_model = build_local_model(case.run, groups, torch.device("cpu"), busy_values, routing_policy)
     kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
     optimizer = adamw(
         ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), case.run.optim

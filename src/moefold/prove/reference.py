@@ -6,6 +6,7 @@ a parallel run shares with this file is the model code itself, which other tests
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from moefold.blueprint.parameters import buffers, moe_block_names, parameters
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
+from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.optim.adamw import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proving_kernels
@@ -27,13 +29,13 @@ from moefold.prove.routing_replay import record_choices
 Answer = dict[str, Tensor]
 
 
-def write_reference(case: Case, path: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in reference(case).items()}, path)
+def write_reference(case: Case, path: Path, routing_policy: PolicyOrName | None = None) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in reference(case, routing_policy).items()}, path)
 
 
-def reference(case: Case) -> Answer:
+def reference(case: Case, routing_policy: PolicyOrName | None = None) -> Answer:
     """Every compared quantity by name: one clipped step on the whole global batch."""
-    model = reference_model(case)
+    model = reference_model(case, routing_policy)
     answer: Answer = {}
     with record_choices(model) as choices:
         answer |= _forward_and_backward(case, model)
@@ -50,10 +52,11 @@ def reference(case: Case) -> Answer:
     return answer | _update(case, model, answer["kept"])
 
 
-def reference_model(case: Case) -> Decoder:
+def reference_model(case: Case, routing_policy: PolicyOrName | None = None) -> Decoder:
     run = case.run
     engine = proving_kernels(run.precision.compute).experts
-    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], one_process_seams(engine))
+    seams = replace(one_process_seams(engine), routing_policy=policy_maker(routing_policy))
+    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], seams)
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():

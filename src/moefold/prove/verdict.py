@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError
+from moefold.moe.routing_policies import PolicyOrName
 from moefold.prove.cases import Case
 from moefold.prove.error_norms import (
     Difference,
@@ -47,7 +48,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All rows, worst first; ``failure`` is the error of a run that did not get to the end."""
+    """The answer of `prove`: `holds`, the `worst` relative error, and a row for every compared quantity, worst first.
+
+    ``failure`` is the error of a run that did not get to the end, ``culprit`` the quantity or error to look at first.
+
+    >>> import moefold
+    >>> verdict = moefold.prove(moefold.load_run("debug_tiny", {"parallel.tp": 2}), world=2)
+    >>> isinstance(verdict, moefold.Verdict), verdict.holds, verdict.failure
+    (True, True, None)
+    """
 
     case: Case
     rows: tuple[Row, ...] = ()
@@ -70,24 +79,27 @@ class Verdict:
         return next((row.quantity for row in self.rows if not row.holds), "")
 
 
-def leave_alone() -> None:
-    """What a rank does before it starts, unless a seeded fault says otherwise."""
-
-
-def prove(case: Case, seconds: float = 120.0, sabotage: Callable[[], None] = leave_alone) -> Verdict:
+def prove(
+    case: Case,
+    seconds: float = 120.0,
+    sabotage: Callable[[], None] | None = None,
+    routing_policy: PolicyOrName | None = None,
+) -> Verdict:
     """The one-process answer, then the parallel one, compared quantity by quantity.
 
     ``sabotage`` runs on every rank, never in the reference: it seeds a fault that the proof must find.
+    ``routing_policy`` replaces the config's on both sides.
     """
 
     def compare(rank: int) -> dict[str, Any]:
-        sabotage()
-        return compare_rank(case, path, rank)
+        if sabotage is not None:
+            sabotage()
+        return compare_rank(case, path, rank, routing_policy)
 
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
         path = Path(folder) / "reference.safetensors"
         try:
-            spawn_ranks(lambda _: write_reference(case, path), 1, seconds=seconds)
+            spawn_ranks(lambda _: write_reference(case, path, routing_policy), 1, seconds=seconds)
             answers = spawn_ranks(compare, case.world, seconds=seconds)
         except RankError as error:
             return Verdict(case, failure=str(error))

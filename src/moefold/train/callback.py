@@ -1,23 +1,44 @@
-"""What the training loop says about itself, and who may listen.
+"""Callbacks: the hooks of the training loop, what they are given, and what they may ask for.
 
-The loop builds one `StepRecord` per step, from numbers that are already the same on all ranks, and hands it to its
-callbacks on rank 0. A callback never touches the run: it prints, writes or draws. So watching more can not change
-what is computed, and a run without callbacks computes the same.
+The loop builds one `StepRecord` per step from numbers that are already the same on all ranks. Console lines,
+`metrics.jsonl`, TensorBoard and Weights & Biases are callbacks too. Through `Control` a callback can
+add metrics, ask for a checkpoint and ask to stop. Requests are agreed between the ranks after the step, so that all of
+them save or stop together.
+
+`before_step` and `after_backward` run on every rank, because gradients are sharded: a callback that needs a number of
+the whole model must reduce it over the ranks, in the same order on all of them. Every other hook runs on rank 0 only,
+and must not call a collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moefold.blueprint.param_counts import Counts
 from moefold.config.run import RunConfig
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What holds for the whole run. `resumed_from` is the last finished step of the checkpoint it goes on from."""
+    """What holds for the whole run. `resumed_from` is the last finished step of the checkpoint it continues from.
+
+    >>> import moefold
+    >>> class Describe(moefold.Callback):
+    ...     def on_start(self, info):
+    ...         assert isinstance(info, moefold.RunInfo)
+    ...         print(info.run.name, info.world, info.directory.name, info.resumed_from)
+    >>> run = moefold.load_run("debug_tiny", {"train.steps": 1, "train.directory": tmp})
+    >>> _ = moefold.Trainer(run, callbacks=[Describe()], reporters=[]).fit()
+    debug_tiny 1 debug_tiny None
+    """
 
     run: RunConfig
     world: int
@@ -31,10 +52,19 @@ class StepRecord:
     """One step of the whole run, all ranks together.
 
     `step` counts from 1 to `steps`. `balance` holds the balance losses that are on, by name. `grad_norm` is the
-    gradient's norm before the clip. `seconds` says where the time went: "data" waiting for tokens, "step" computing,
-    "save" held up by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of
-    tokens per expert for every mixture-of-experts layer, first layer first. `skipped` is the reason why the step
-    changed nothing.
+    gradient norm before clipping. `seconds` says where the time went: "data" waiting for tokens, "step" computing,
+    "save" blocked by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of
+    tokens per expert for every MoE layer, first layer first. `skipped` is the reason why the step changed nothing.
+    `metrics` are those that callbacks added.
+
+    >>> import moefold
+    >>> class PrintLoss(moefold.Callback):
+    ...     def after_step(self, record, control):
+    ...         assert isinstance(record, moefold.StepRecord)
+    ...         print(record.step, "of", record.steps, record.tokens, "tokens")
+    >>> run = moefold.load_run("debug_tiny", {"train.steps": 1, "train.directory": tmp})
+    >>> _ = moefold.Trainer(run, callbacks=[PrintLoss()], reporters=[]).fit()
+    1 of 1 512 tokens
     """
 
     step: int
@@ -51,29 +81,129 @@ class StepRecord:
     memory_bytes: int
     world: int
     sample_ids_digest: str
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A validation after `step`: the mean loss per label, and the metrics that callbacks added.
+
+    >>> import math, moefold
+    >>> class Perplexity(moefold.Callback):
+    ...     def on_evaluate(self, evaluation, control):
+    ...         assert isinstance(evaluation, moefold.Evaluation)
+    ...         control.log("perplexity", math.exp(evaluation.loss))
+    ...         print("perplexity" in evaluation.metrics)
+    >>> run = moefold.load_run("debug_tiny", {"train.steps": 1, "train.directory": tmp})
+    >>> _ = moefold.Trainer(run, callbacks=[Perplexity()], reporters=[]).fit()
+    True
+    """
+
+    step: int
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Control:
+    """What a callback may look at and ask for.
+
+    `model` and `optimizer` are this rank's: parameters may be shards. A callback that changes them changes the run.
+
+    >>> import moefold
+    >>> class Watch(moefold.Callback):
+    ...     def after_backward(self, gradients, control):
+    ...         assert isinstance(control, moefold.Control)
+    ...         control.log("router_grad", sum(g.abs().max() for n, g in gradients.items() if "router" in n))
+    ...     def after_step(self, record, control):
+    ...         print(record.metrics["router_grad"] > 0)
+    ...         control.request_save()
+    ...     def on_save(self, step, path):
+    ...         print("saved", path.name)
+    >>> run = moefold.load_run("debug_tiny", {"train.steps": 1, "train.directory": tmp})
+    >>> _ = moefold.Trainer(run, callbacks=[Watch()], reporters=[]).fit()
+    True
+    saved step_00000001
+    """
+
+    def __init__(self, rank: int, world: int, model: nn.Module, optimizer: Optimizer) -> None:
+        self.rank, self.world, self.model, self.optimizer = rank, world, model, optimizer
+        self.save_requested = False
+        self.stop_requested: str | None = None
+        self.metrics: dict[str, float] = {}
+
+    def log(self, name: str, value: float) -> None:
+        """Add a metric to the record of this step, or of this evaluation. What rank 0 logs is kept.
+
+        Until the end of `after_step` it belongs to the step. It appears in `metrics.jsonl`, on the console, in
+        TensorBoard and in Weights & Biases.
+        """
+        if not name or name in _TAKEN or any(letter.isspace() or letter == "=" for letter in name):
+            raise ValueError(
+                f"a metric cannot be called {name!r}: use a name without blanks and '=' that is no field of StepRecord"
+            )
+        self.metrics[name] = float(value)
+
+    def request_save(self) -> None:
+        """Write a checkpoint after this step, on all ranks; may be asked on any rank."""
+        self.save_requested = True
+
+    def request_stop(self, reason: str = "a callback asked") -> None:
+        """Stop after this step, on all ranks, with a checkpoint; may be asked on any rank."""
+        self.stop_requested = reason
+
+
+_TAKEN = frozenset(field.name for field in fields(StepRecord))
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if isfinite(value)}
 
 
 class Callback:
-    """Override what you want to hear. Called on rank 0 only, between steps, in the loop's own thread."""
+    """Override the hooks you need; each does nothing by default. They run in the loop's own thread, in list order.
+
+    Order of a step: `before_step`, forward and backward of all microbatches, `after_backward`, clipping and update,
+    `after_step`; then checkpoint and validation where due. An exception in a hook ends the run like any other.
+
+    >>> import moefold
+    >>> class StopEarly(moefold.Callback):
+    ...     def after_step(self, record, control):
+    ...         control.log("loss_per_lr", record.loss / record.lr)
+    ...         if record.step == 2:
+    ...             control.request_stop("two steps are enough")
+    >>> run = moefold.load_run("debug_tiny", {"train.steps": 100, "train.directory": tmp})
+    >>> moefold.Trainer(run, callbacks=[StopEarly()], reporters=[]).fit()
+    'stopped'
+    """
 
     def on_start(self, info: RunInfo) -> None:
-        """Before the first step."""
+        """Before the first step. Rank 0."""
 
-    def on_step(self, record: StepRecord) -> None:
-        """After every step; a callback chooses its own interval."""
+    def before_step(self, step: int, control: Control) -> None:
+        """Before the data of step `step` is read. All ranks."""
 
-    def on_validation(self, step: int, loss: float) -> None:
-        """After a validation, with its mean loss per token."""
+    def after_backward(self, gradients: Mapping[str, Tensor], control: Control) -> None:
+        """Gradients of the whole step by parameter name, reduced over data-parallel ranks, before clipping and before
+        the update. Values are this rank's shards. All ranks."""
+
+    def after_step(self, record: StepRecord, control: Control) -> None:
+        """After the update of every step; a callback chooses its own interval. Rank 0."""
+
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        """After a validation. Rank 0."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """After a checkpoint was committed."""
+        """After a checkpoint was committed. Rank 0."""
 
-    def on_stop(self, reason: str) -> None:
-        """Once, last: finished, interrupted or failed."""
+    def on_error(self, error: BaseException) -> None:
+        """When the run fails, before `on_end`. Rank 0, if that is where the error is seen."""
+
+    def on_end(self, reason: str) -> None:
+        """Once, last: "finished", "interrupted" (a signal), "stopped: REASON" (a callback) or "failed". Rank 0."""
 
 
 class Callbacks(Callback):
-    """Several callbacks as one, told in order."""
+    """Several callbacks as one, called in order."""
 
     def __init__(self, members: Iterable[Callback]) -> None:
         self.members = tuple(members)
@@ -82,18 +212,30 @@ class Callbacks(Callback):
         for member in self.members:
             member.on_start(info)
 
-    def on_step(self, record: StepRecord) -> None:
+    def before_step(self, step: int, control: Control) -> None:
         for member in self.members:
-            member.on_step(record)
+            member.before_step(step, control)
 
-    def on_validation(self, step: int, loss: float) -> None:
+    def after_backward(self, gradients: Mapping[str, Tensor], control: Control) -> None:
         for member in self.members:
-            member.on_validation(step, loss)
+            member.after_backward(gradients, control)
+
+    def after_step(self, record: StepRecord, control: Control) -> None:
+        for member in self.members:
+            member.after_step(record, control)
+
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        for member in self.members:
+            member.on_evaluate(evaluation, control)
 
     def on_save(self, step: int, path: Path) -> None:
         for member in self.members:
             member.on_save(step, path)
 
-    def on_stop(self, reason: str) -> None:
+    def on_error(self, error: BaseException) -> None:
         for member in self.members:
-            member.on_stop(reason)
+            member.on_error(error)
+
+    def on_end(self, reason: str) -> None:
+        for member in self.members:
+            member.on_end(reason)

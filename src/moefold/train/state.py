@@ -1,21 +1,32 @@
-"""What the loop must remember to go on exactly where it stopped; a few numbers, in every checkpoint's manifest.
+"""The state of the loop, a few numbers in every checkpoint's manifest; and the rule that skips a bad step.
 
-Is a step fit to be taken? Decided from numbers that every rank holds alike, so all ranks decide alike.
-
-A step that is not taken leaves parameters, moments and biases as they were, bit for bit: the update is branched around,
-not multiplied by zero (zero times NaN is NaN). A number that is not finite never enters the statistics either.
+Whether a step is skipped is decided from numbers that are the same on every rank, so all ranks decide alike. A skipped
+step leaves parameters, moments and biases as they were, bit for bit: the update is branched around, not multiplied by
+zero (zero times NaN is NaN). A number that is not finite never enters the statistics either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
 from math import isfinite
 from statistics import fmean, pstdev
 from typing import Any
 
 from moefold.config.train import HealthConfig
 from moefold.errors import CheckpointError, TrainingError
+from moefold.train.signals import INTERRUPTED as EXIT_INTERRUPTED
+
+
+class Outcome(IntEnum):
+    """How a run that did not fail ended; more than one rank's outcome is the largest of them."""
+
+    FINISHED = 0
+    # A callback asked to stop.
+    STOPPED = 1
+    # A signal asked to stop.
+    INTERRUPTED = EXIT_INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ _FEWEST = 16
 def skip_reason(
     state: TrainState, loss: float, balance: Mapping[str, float], grad_norm: float, config: HealthConfig
 ) -> str | None:
-    """Why this step must not be taken; None if it may.
+    """Why this step must be skipped; None if it need not.
 
     ``balance`` holds the balance losses by name: one may overflow while its gradient, and so the norm, is still finite.
     """

@@ -21,7 +21,7 @@ from types import FrameType
 
 from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError, TrainingError
-from moefold.train.signals import STOP_SIGNALS, StopRequest, say
+from moefold.train.signals import STOP_SIGNALS, StopRequest, print_stderr
 
 MOST_FRUITLESS = 3
 
@@ -38,11 +38,13 @@ class _Ranks:
         if self.stop.signal is not None:
             self._send(self.stop.signal)
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if not self.stop:
             name = signal.Signals(number).name
-            say(f"{name}: stopping after the step under way; ranks still running in {self.patience:g} s are ended")
-        self.stop.hear(number, frame)
+            print_stderr(
+                f"{name}: stopping after the step under way; ranks still running in {self.patience:g} s are ended"
+            )
+        self.stop.handle(number, frame)
         self._send(number)
 
     def deadline(self) -> float:
@@ -71,7 +73,7 @@ def supervise(
     """
     stop = StopRequest() if stop is None else stop
     ranks = _Ranks(stop, patience)
-    before = {number: signal.signal(number, ranks.hear) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, ranks.handle) for number in STOP_SIGNALS}
     try:
         return _keep_alive(work, world, checkpoints, ranks, most_fruitless)
     finally:

@@ -1,4 +1,4 @@
-"""Everything a rank needs before its first step, made in one order: groups, share, optimizer, data, checkpoint."""
+"""What a rank needs before its first step, built in one order: groups, local model, optimizer, data, checkpoint."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
 from moefold.data.document_samples import AnySamples, open_samples
 from moefold.errors import TrainingError
+from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.train.state import TrainState
@@ -26,7 +27,7 @@ from moefold.train.state import TrainState
 
 @dataclass(frozen=True)
 class TrainContext:
-    """What the loop works with; nothing in it is replaced while the run lasts."""
+    """What the loop works with; its fields do not change during the run."""
 
     run: RunConfig
     directory: Path
@@ -51,15 +52,20 @@ def run_directory(run: RunConfig) -> Path:
 
 
 def build_train_context(
-    run: RunConfig, rank: int, world: int, device: torch.device, seconds: float
+    run: RunConfig,
+    rank: int,
+    world: int,
+    device: torch.device,
+    seconds: float,
+    routing_policy: PolicyOrName | None = None,
 ) -> tuple[TrainContext, TrainState]:
-    """Build this rank's part, and take up the newest checkpoint that verifies, if there is one."""
+    """Build this rank's part, and load the newest checkpoint that verifies, if there is one."""
     groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     directory = run_directory(run)
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
     if rank == 0:
         (directory / "config.yaml").write_text(dump_run(run))
-    local_model = build_local_model(run, groups, device)
+    local_model = build_local_model(run, groups, device, routing_policy=routing_policy)
     optimizer = make_optimizer(local_model)
     samples = open_samples(run.data, run.model.vocab_size, run.seed, "train")
     validation = (
@@ -94,7 +100,7 @@ def make_saver(local_model: LocalModel, directory: Path, incarnation: int, devic
 def _resume(context: TrainContext) -> TrainState:
     found = load_latest(context.directory / "checkpoints", context.local_model, context.optimizer)
     if found is None:
-        # Checkpoints hold the generator's state, which would otherwise differ from one first start to the next.
+        # Checkpoints hold the generator's state, which must not differ between two first starts.
         torch.manual_seed(fresh_seed(context.run.seed, 0, context.groups.rank))
         return TrainState()
     path, loaded = found
@@ -104,5 +110,5 @@ def _resume(context: TrainContext) -> TrainState:
             f"{path} was written while training on other data (fingerprint {str(saved)[:12]}, now {ours[:12]}): files, "
             "weights, seed, seq_len or documents changed; restore them, or start a run of another name from its weights"
         )
-    # Weights that came from elsewhere have no position: training starts at its own beginning.
+    # Converted weights come without a position in the data: training starts at step 0.
     return TrainState.from_json(loaded["train"]) if "train" in loaded else TrainState()

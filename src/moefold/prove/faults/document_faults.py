@@ -21,8 +21,6 @@ import moefold.nn.batch
 import moefold.parallel.context_parallel
 import moefold.parallel.ring_attention
 import moefold.pipeline.step
-import moefold.prove.proof_batches
-import moefold.prove.rank
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
@@ -30,6 +28,7 @@ from moefold.nn.batch import Batch
 from moefold.parallel.tensor_parallel import TokenShards
 from moefold.parallel.ulysses import HeadAllToAll
 from moefold.pipeline.pipeline_state import StepSums
+from moefold.prove import proof_batches, rank
 from moefold.prove.cases import Case
 from moefold.prove.faults.parallel_faults import put, wrap
 from moefold.prove.proof_batches import StepLabels, rank_batch
@@ -100,7 +99,7 @@ def positions_count_what_a_rank_holds() -> None:
 
         return counted
 
-    wrap(moefold.prove.proof_batches, "context_shard", make)
+    wrap(proof_batches, "context_shard", make)
 
 
 def gathered_tokens_in_the_order_of_ranks() -> None:
@@ -138,7 +137,7 @@ def loss_divided_by_padded_tokens() -> None:
         tokens = sum(rank_batch(case, wave, rank, uncounted).num_tokens for wave in range(case.num_waves))
         return (tokens,) * len(uncounted)
 
-    put(moefold.prove.rank, "labels_of_rank", tokens_of_rank)
+    put(rank, "labels_of_rank", tokens_of_rank)
 
 
 def pads_in_the_balance_losses() -> None:
@@ -168,7 +167,7 @@ def labels_not_counted_over_context_ranks() -> None:
     def count(mine: int, groups: Groups) -> int:
         return int(all_reduce_no_grad(torch.tensor(mine), groups["dp"]))
 
-    put(moefold.prove.rank, "count_step_labels", count)
+    put(rank, "count_step_labels", count)
 
 
 def shared_tokens_counted_once_per_rank() -> None:
@@ -181,7 +180,7 @@ def shared_tokens_counted_once_per_rank() -> None:
 
         return counted
 
-    wrap(moefold.prove.proof_batches, "whole_batch", make)
+    wrap(proof_batches, "whole_batch", make)
 
 
 def _number_of_sequences(change: Callable[[Batch], int]) -> None:
@@ -192,7 +191,7 @@ def _number_of_sequences(change: Callable[[Batch], int]) -> None:
 
         return counted
 
-    wrap(moefold.prove.proof_batches, "whole_batch", make)
+    wrap(proof_batches, "whole_batch", make)
 
 
 def sequences_of_this_microbatch_only() -> None:

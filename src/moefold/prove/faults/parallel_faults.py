@@ -22,8 +22,6 @@ import moefold.optim.adamw
 import moefold.parallel.parallelize
 import moefold.parallel.param_shards
 import moefold.pipeline.step
-import moefold.prove.init_values
-import moefold.prove.rank
 from moefold.attention.rotary import Rotary
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
@@ -34,6 +32,7 @@ from moefold.moe.experts import Experts
 from moefold.moe.routing_policies import CapacityDrop
 from moefold.parallel.param_shards import ParamShard
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
+from moefold.prove import init_values, rank
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -99,7 +98,7 @@ def split_bias_not_summed_over_etp() -> None:
 
 
 def local_label_count() -> None:
-    put(moefold.prove.rank, "count_step_labels", lambda mine, groups: mine)
+    put(rank, "count_step_labels", lambda mine, groups: mine)
 
 
 def experts_in_the_wrong_order() -> None:
@@ -283,7 +282,7 @@ def start_depends_on_the_layout() -> None:
 
         return local
 
-    wrap(moefold.prove.init_values, "normal_part", make)
+    wrap(init_values, "normal_part", make)
 
 
 def decay_on_everything() -> None:

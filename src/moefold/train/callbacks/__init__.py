@@ -1,1 +1,1 @@
-"""Listeners to a run: each file is one."""
+"""The callbacks that moefold brings: console, JSONL, TensorBoard, Weights & Biases."""

@@ -1,10 +1,10 @@
-"""One line per interval that a person can read and `grep` can take apart.
+"""Console output: one line per interval, for people and for `grep`; and a progress bar on a terminal.
 
     step=120/300 loss=2.4312 balance.sequence=0.0103 grad_norm=0.812 lr=3.00e-04 tokens/s=12.3K tflops=0.021 ...
 
 Every field is `name=value` without blanks, in a fixed order, so `grep -o ' loss=[^ ]*'` is a loss curve. Loss, speed,
-waiting and load are those of the whole interval, norm and rate those of its last step. A skipped step has a line of its
-own with the reason, whatever the interval.
+waiting, load and metrics of callbacks are those of the whole interval, grad_norm and lr those of its last step. A
+skipped step has a line of its own with the reason, whatever the interval.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from moefold.plan.dispatch_choice import dispatcher_in_use
-from moefold.train.callback import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.metrics import Meter, device_name
 from moefold.train.router_stats import router_stats
 from moefold.units import format_bytes, format_count, format_seconds
 
 
 class ConsoleLines(Callback):
-    """Prints to standard output, or to standard error if that is wanted for something else."""
+    """Prints to standard output, or to standard error where standard output is for data."""
 
     def __init__(self, device: str | None = None, *, to_stderr: bool = False) -> None:
         self._to_stderr = to_stderr
@@ -38,49 +40,50 @@ class ConsoleLines(Callback):
     def on_start(self, info: RunInfo) -> None:
         self._meter = Meter(info, self._device or device_name())
         self._every = max(info.run.train.log_every, 1)
-        went_on = "" if info.resumed_from is None else f" resumed_from={info.resumed_from}"
+        resumed = "" if info.resumed_from is None else f" resumed_from={info.resumed_from}"
         size = f"parameters={format_count(info.parameters.total)} active={format_count(info.parameters.active)}"
         chosen = f" dispatcher=adaptive:{dispatcher_in_use(info.run)}" * _is_adaptive(info)
-        self._say(f"run={info.run.name} world={info.world} {size}{chosen} directory={info.directory}{went_on}")
+        self._print(f"run={info.run.name} world={info.world} {size}{chosen} directory={info.directory}{resumed}")
         flops = format_count(self._meter.flops_per_token)
-        self._say(f"flops/token={flops} (3 x forward, causal attention as half, no router) {self._meter.mfu_note}")
+        self._print(f"flops/token={flops} (3 x forward, causal attention as half, no router) {self._meter.mfu_note}")
 
-    def on_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, control: Control) -> None:
         assert self._meter is not None, "on_start comes first"
         eta = self._meter.eta(record)
         self._pending.append(record)
         if record.skipped is not None:
-            self._say(f"step={record.step}/{record.steps} skipped={_one_word(record.skipped)}")
+            self._print(f"step={record.step}/{record.steps} skipped={_one_word(record.skipped)}")
         if record.step % self._every == 0 or record.step == record.steps:
-            self._say(interval_line(self._pending, self._meter, eta))
+            self._print(interval_line(self._pending, self._meter, eta))
             self._pending = []
 
-    def on_validation(self, step: int, loss: float) -> None:
-        self._say(f"validation step={step} loss={loss:.4f}")
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        fields = {"step": str(evaluation.step), "loss": f"{evaluation.loss:.4f}", **_metrics([evaluation.metrics])}
+        self._print("validation " + " ".join(f"{name}={value}" for name, value in fields.items()))
 
     def on_save(self, step: int, path: Path) -> None:
-        self._say(f"saved step={step} path={path}")
+        self._print(f"saved step={step} path={path}")
 
-    def on_stop(self, reason: str) -> None:
-        self._say(f"stopped reason={_one_word(reason)}")
+    def on_end(self, reason: str) -> None:
+        self._print(f"stopped reason={_one_word(reason)}")
 
-    def _say(self, line: str) -> None:
-        # Looked up now: a progress bar may have put itself in front.
+    def _print(self, line: str) -> None:
+        # Looked up at each call: a progress bar may have replaced the streams.
         print_unless_closed(line, sys.stderr if self._to_stderr else sys.stdout)
 
 
 def print_unless_closed(line: str, out: TextIO) -> None:
-    """Print a line; if nobody reads any more, go on in silence.
+    """Print a line; if the reader has closed the pipe, discard this and all later output.
 
     Ctrl-C in `moefold train ... | tee log` ends `tee` too, and the run still has a checkpoint to write.
     """
     try:
         print(line, file=out, flush=True)
     except BrokenPipeError:
-        # What is left in the buffer goes nowhere, now and when the interpreter flushes it at the end.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, out.fileno())
-        os.close(nowhere)
+        # The rest of the buffer is discarded, now and when the interpreter flushes it at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, out.fileno())
+        os.close(null)
 
 
 def interval_line(records: Sequence[StepRecord], meter: Meter, eta: float) -> str:
@@ -99,6 +102,7 @@ def interval_line(records: Sequence[StepRecord], meter: Meter, eta: float) -> st
         "ms": f"{speed.step_seconds * 1e3:.1f}",
         "data": f"{speed.data_wait:.1%}",
         **_routing(records),
+        **_metrics([record.metrics for record in records]),
         "skipped": str(len(records) - len(taken)) if len(taken) < len(records) else "",
         "eta": format_seconds(eta).replace(" ", ""),
     }
@@ -116,6 +120,12 @@ def _routing(records: Sequence[StepRecord]) -> dict[str, str]:
     return {"load": f"{stats.max_load:.2f}", **({"dead": str(stats.dead)} if stats.dead else {}), **shown}
 
 
+def _metrics(logged: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """The mean of every metric that callbacks added, over those steps that have it."""
+    names = dict.fromkeys(name for metrics in logged for name in metrics)
+    return {name: f"{np.mean([metrics[name] for metrics in logged if name in metrics]):.4g}" for name in names}
+
+
 def _mean(values: Sequence[float]) -> str:
     return f"{sum(values) / len(values):.4f}" if values else "none"
 
@@ -125,6 +135,39 @@ def _one_word(text: str) -> str:
 
 
 def _is_adaptive(info: RunInfo) -> bool:
-    """Whether tokens travel in a way that was chosen for the run."""
+    """Whether the dispatcher was chosen by its estimated time."""
     parallel = info.run.parallel
     return info.run.model.moe is not None and parallel.dispatcher == "adaptive" and parallel.ep * parallel.etp > 1
+
+
+class ProgressBar(Callback):
+    """On standard error. Lines printed meanwhile appear above it; output sent to a file still goes there."""
+
+    def __init__(self, console: Console | None = None, device: str | None = None) -> None:
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+            TimeElapsedColumn(),
+            console=console or Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._device = device
+        self._meter: Meter | None = None
+        self._task: TaskID | None = None
+
+    def on_start(self, info: RunInfo) -> None:
+        self._meter = Meter(info, self._device or device_name())
+        done, total = info.resumed_from or 0, info.run.train.steps
+        self._task = self._progress.add_task(info.run.name, completed=done, total=total, now="")
+        self._progress.start()
+
+    def after_step(self, record: StepRecord, control: Control) -> None:
+        assert self._meter is not None and self._task is not None, "on_start comes first"
+        left, speed = self._meter.eta(record), self._meter.speed([record])
+        now = f"loss {record.loss:.3f}  {format_count(speed.tokens_per_s)} tokens/s  {format_seconds(left)} left"
+        self._progress.update(self._task, completed=record.step, now=now)
+
+    def on_end(self, reason: str) -> None:
+        self._progress.stop()

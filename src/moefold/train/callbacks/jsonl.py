@@ -4,9 +4,9 @@
     {"kind": "step", "step": 1, ...}
     {"kind": "validation" | "save" | "stop", "step": ..., ...}
 
-Lines are written whole and flushed, so a killed run loses at most the line it was writing. A run that goes on from step
-N first takes away the lines of later steps, which it will write again, by walking back from the end: that costs time
-in proportion to what is repeated and not to the length of the run.
+Lines are written whole and flushed, so a killed run loses at most the line it was writing. A run that resumes from step
+N first removes the lines of later steps, which it will write again, reading backwards from the end: the cost is in
+proportion to what is repeated and not to the length of the run. Metrics that callbacks added are under `metrics`.
 
 Tokens per expert are summed over the steps of an interval and written at its end: `counts`, over `counts_steps` steps.
 """
@@ -24,8 +24,8 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.callback import Callback, RunInfo, StepRecord
-from moefold.train.metrics import Meter, as_data, device_name
+from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
+from moefold.train.metrics import Meter, as_data, device_name, finite
 from moefold.train.router_stats import router_stats
 
 FILE_NAME = "metrics.jsonl"
@@ -33,7 +33,7 @@ _BLOCK = 1 << 16
 
 
 class JsonLines(Callback):
-    """Always on: everything else that shows a run can be made from this file."""
+    """Always on: `moefold report` and everything else about a run can be made from this file."""
 
     def __init__(self, device: str | None = None) -> None:
         self._device = device
@@ -54,11 +54,13 @@ class JsonLines(Callback):
         self._every = max(info.run.train.log_every, 1)
         self._write("start", self._last_step, **_about(info, self._meter))
 
-    def on_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, control: Control) -> None:
         assert self._meter is not None, "on_start comes first"
         self._last_step = record.step
         data = as_data(record, self._meter.speed([record]))
         counts = data.pop("counts")
+        if not record.metrics:
+            del data["metrics"]
         if counts:
             data["load"] = round(router_stats(record.counts or ()).max_load, 4)
             self._add(np.asarray(counts, dtype=np.int64))
@@ -67,13 +69,14 @@ class JsonLines(Callback):
             self._counts, self._counts_steps = None, 0
         self._line(data)
 
-    def on_validation(self, step: int, loss: float) -> None:
-        self._write("validation", step, loss=loss if np.isfinite(loss) else None)
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        more = {"metrics": finite(evaluation.metrics)} if evaluation.metrics else {}
+        self._write("validation", evaluation.step, **finite({"loss": evaluation.loss}), **more)
 
     def on_save(self, step: int, path: Path) -> None:
         self._write("save", step, path=path.name)
 
-    def on_stop(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         if self._file is None:
             return
         self._write("stop", self._last_step, reason=reason)
@@ -94,7 +97,7 @@ class JsonLines(Callback):
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Take away what is about later steps than `step`, and a last line that was never finished."""
+    """Remove the lines of steps after `step`, and an incomplete last line."""
     if not path.exists():
         return
     kept: list[bytes] = []
@@ -106,7 +109,7 @@ def forget_after(path: Path, step: int) -> None:
                 if about[0] == "step":
                     end = start + len(line)
                     break
-                # A checkpoint or a start that this step follows may be written down after later steps.
+                # The line of an earlier checkpoint or start may stand after lines of later steps.
                 kept.append(line)
         file.seek(end)
         file.truncate()
@@ -116,7 +119,7 @@ def forget_after(path: Path, step: int) -> None:
 
 
 def _read(line: bytes) -> tuple[str, int] | None:
-    """A line's kind and step; None for a line that was torn."""
+    """A line's kind and step; None for an incomplete line."""
     try:
         data = json.loads(line) if line.endswith(b"\n") else None
         return (str(data["kind"]), int(data["step"])) if isinstance(data, dict) else None
@@ -125,7 +128,7 @@ def _read(line: bytes) -> tuple[str, int] | None:
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The last line first, each with the place where it starts and its line end, if it has one."""
+    """The last line first, each with the offset at which it starts and its line end, if it has one."""
     start, rest = file.seek(0, os.SEEK_END), b""
     while start > 0:
         size = min(_BLOCK, start)

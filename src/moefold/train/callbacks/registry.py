@@ -1,4 +1,5 @@
-"""Which listeners a run gets: JSONL and console lines always, a bar on a terminal, and the services it asks for."""
+"""The callbacks of a run by default: JSONL and console lines, a progress bar on a terminal, and the services that its
+configuration names."""
 
 from __future__ import annotations
 
@@ -7,10 +8,9 @@ import sys
 from dataclasses import asdict
 
 from moefold.config.train import TrainConfig
-from moefold.train.callback import Callback, Callbacks, RunInfo, StepRecord
-from moefold.train.callbacks.console import ConsoleLines, print_unless_closed
+from moefold.train.callback import Callback, Callbacks, Control, RunInfo, StepRecord
+from moefold.train.callbacks.console import ConsoleLines, ProgressBar, print_unless_closed
 from moefold.train.callbacks.jsonl import JsonLines
-from moefold.train.callbacks.progress_bar import ProgressBar
 from moefold.train.callbacks.services import TensorBoard, WeightsAndBiases
 from moefold.train.metrics import finite
 
@@ -19,23 +19,23 @@ def default_callbacks(as_json: bool = False) -> list[Callback]:
     """With `as_json` standard output holds one JSON object, the last step's record; lines go to standard error."""
     chosen: list[Callback] = [JsonLines()]
     if sys.stderr.isatty():
-        # Before the lines: it keeps them from being written into the bar.
+        # Before the lines: it redirects the streams so that lines appear above the bar.
         chosen.append(ProgressBar())
     chosen += [ConsoleLines(to_stderr=as_json), Services()]
     return chosen + [LastRecord()] if as_json else chosen
 
 
 def services(train: TrainConfig) -> list[Callback]:
-    """What `train.tensorboard` and `train.wandb` ask for; a missing package is an error that names it.
+    """The callbacks of `train.tensorboard` and `train.wandb`; a missing package is an error that names it.
 
-    Calling this before anything is set up finds that out while it costs nothing.
+    `Trainer` calls this before it starts anything, so that the error comes early.
     """
     chosen: list[Callback] = [TensorBoard()] if train.tensorboard else []
     return chosen if train.wandb is None else chosen + [WeightsAndBiases(train.wandb)]
 
 
 class Services(Callbacks):
-    """The services of the run that starts."""
+    """The services of the run, which is known when it starts."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -51,9 +51,9 @@ class LastRecord(Callback):
     def __init__(self) -> None:
         self._last: StepRecord | None = None
 
-    def on_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, control: Control) -> None:
         self._last = record
 
-    def on_stop(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         record = None if self._last is None else finite(asdict(self._last))
         print_unless_closed(json.dumps({"reason": reason, "record": record}, allow_nan=False), sys.stdout)

@@ -1,27 +1,24 @@
-"""TensorBoard, when `train.tensorboard` is on: event files in the run's directory.
+"""TensorBoard, when `train.tensorboard` is on, and Weights & Biases, when `train.wandb` names a project.
 
-Weights & Biases, when `train.wandb` names a project.
-
-A step as named numbers, for services that draw one chart per name.
+Both draw one chart per name: `scalars` turns a step into named numbers.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from moefold.errors import BackendError
-from moefold.train.callback import Callback, RunInfo, StepRecord
+from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord, finite_metrics
 from moefold.train.metrics import Meter, Speed, device_name
 from moefold.train.router_stats import router_stats
 
 
 class TensorBoard(Callback):
-    """A resumed run hides what it is about to repeat."""
+    """Event files in the run's directory. A resumed run purges the steps that it is about to repeat."""
 
     def __init__(self, device: str | None = None) -> None:
         self._make = _writer_class()
@@ -31,21 +28,22 @@ class TensorBoard(Callback):
         self._every = 1
 
     def on_start(self, info: RunInfo) -> None:
-        again = None if info.resumed_from is None else info.resumed_from + 1
-        self._writer = self._make(log_dir=str(info.directory / "tensorboard"), purge_step=again)
+        purge_step = None if info.resumed_from is None else info.resumed_from + 1
+        self._writer = self._make(log_dir=str(info.directory / "tensorboard"), purge_step=purge_step)
         self._meter = Meter(info, self._device or device_name())
         self._every = max(info.run.train.log_every, 1)
 
-    def on_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, control: Control) -> None:
         assert self._meter is not None, "on_start comes first"
         if record.step % self._every == 0 or record.step == record.steps or record.skipped is not None:
             for name, value in scalars(record, self._meter.speed([record])).items():
                 self._writer.add_scalar(name, value, record.step)
 
-    def on_validation(self, step: int, loss: float) -> None:
-        self._writer.add_scalar("validation/loss", loss, step)
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        for name, value in evaluation_scalars(evaluation).items():
+            self._writer.add_scalar(name, value, evaluation.step)
 
-    def on_stop(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -66,7 +64,7 @@ ID_FILE = "wandb_id"
 
 
 class WeightsAndBiases(Callback):
-    """A resumed run goes on in the same page: its id is kept in the run's directory."""
+    """A resumed run continues the same page: its id is kept in the run's directory."""
 
     def __init__(self, project: str, device: str | None = None) -> None:
         self._wandb = _package()
@@ -85,20 +83,20 @@ class WeightsAndBiases(Callback):
             dir=str(info.directory),
             config=asdict(info.run) | {"world": info.world, "parameters": info.parameters.total},
         )
-        # Our own axis: the service refuses to log a step again, and a resumed run repeats some.
+        # An own step axis: the service refuses to log a step twice, and a resumed run repeats some.
         self._run.define_metric("*", step_metric="step")
         self._meter = Meter(info, self._device or device_name())
         self._every = max(info.run.train.log_every, 1)
 
-    def on_step(self, record: StepRecord) -> None:
+    def after_step(self, record: StepRecord, control: Control) -> None:
         assert self._meter is not None, "on_start comes first"
         if record.step % self._every == 0 or record.step == record.steps or record.skipped is not None:
             self._run.log({"step": record.step, **scalars(record, self._meter.speed([record]))})
 
-    def on_validation(self, step: int, loss: float) -> None:
-        self._run.log({"step": step, "validation/loss": loss})
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        self._run.log({"step": evaluation.step, **evaluation_scalars(evaluation)})
 
-    def on_stop(self, reason: str) -> None:
+    def on_end(self, reason: str) -> None:
         if self._run is not None:
             self._run.summary["stopped"] = reason
             self._run.finish()
@@ -143,4 +141,15 @@ def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:
     if record.counts:
         stats = router_stats(record.counts)
         found |= {"router/max_load": stats.max_load, "router/entropy": stats.entropy, "router/dead": float(stats.dead)}
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    found |= {_chart(name, "metrics"): value for name, value in record.metrics.items()}
+    return finite_metrics(found)
+
+
+def evaluation_scalars(evaluation: Evaluation) -> dict[str, float]:
+    added = {_chart(name, "validation"): value for name, value in evaluation.metrics.items()}
+    return {"validation/loss": evaluation.loss} | finite_metrics(added)
+
+
+def _chart(name: str, group: str) -> str:
+    """A metric's own group, if its name has one, or the given one."""
+    return name if "/" in name else f"{group}/{name}"

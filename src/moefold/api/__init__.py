@@ -1,0 +1,1 @@
+"""The Python API: what `import moefold` offers, and what the command line calls."""

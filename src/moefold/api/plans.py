@@ -1,0 +1,232 @@
+"""Predict a run on a cluster, and search the best layout for it. No GPU and no torch are needed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from moefold.api.runs import load_run
+from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, Problem
+from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
+from moefold.hardware.machine import read_machine
+from moefold.plan.from_run import changes_to_run
+from moefold.plan.report.json_data import layout_data, proposal_data
+from moefold.plan.report.plan_page import page
+from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
+from moefold.plan.search.proposal import Proposal, Question, propose
+from moefold.plan.search.search import Progress
+from moefold.plan.workload import Framework
+from moefold.recipes.catalog import RECIPES
+
+
+class Plan:
+    """The answer of `plan`: the chosen layout, with its predicted memory and step time.
+
+    Without a search the chosen layout is the run's own.
+
+    >>> import moefold
+    >>> run = moefold.load_run("qwen3_30b_a3b")
+    >>> plan = moefold.plan(run, gpu="H100", gpus=64, search=False)
+    >>> plan.fits, plan.layout["ep"], plan.memory_bytes < plan.capacity_bytes
+    (True, 8, True)
+    >>> sorted(plan.to_dict())[:4]
+    ['beyond_moefold', 'chosen', 'command', 'domain']
+    """
+
+    def __init__(self, proposal: Proposal) -> None:
+        self.proposal = proposal
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank's memory suffices."""
+        return self.proposal.chosen.memory.fits
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of one optimizer step."""
+        return self.proposal.chosen.time.step_seconds
+
+    @property
+    def step_interval(self) -> tuple[float, float]:
+        """80 % of measured runs of this kind lie between these step times."""
+        return self.proposal.chosen.time.low, self.proposal.chosen.time.high
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Predicted throughput."""
+        return self.proposal.chosen.tokens_per_second_per_gpu
+
+    @property
+    def tflops_per_gpu(self) -> float:
+        """Model FLOPs, in the convention of published runs; recomputation is not counted."""
+        return self.proposal.chosen.tflops_per_gpu
+
+    @property
+    def mfu(self) -> float:
+        """`tflops_per_gpu` over the GPU's peak in the format that is computed in."""
+        return self.proposal.chosen.mfu
+
+    @property
+    def wall(self) -> str:
+        """What limits the step: memory, communication, compute or host."""
+        return self.proposal.chosen.wall
+
+    @property
+    def memory_bytes(self) -> float:
+        """Peak memory of the fullest rank."""
+        return self.proposal.chosen.memory.total
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Memory of one GPU that a run can use."""
+        return self.proposal.chosen.memory.capacity
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """tp, cp, pp, vpp, ep, etp, dp, micro_batch, schedule, dispatcher, recompute and the other choices."""
+        return layout_data(self.proposal.chosen.workload)
+
+    @property
+    def run(self) -> RunConfig:
+        """The run with the chosen layout, ready for `prove`, `Trainer` or another `plan`."""
+        asked = self.proposal.question.run
+        return load_run(asked, changes_to_run(self.proposal.chosen.workload, asked))
+
+    @property
+    def command(self) -> str:
+        """The command that starts it, once per node."""
+        return " ".join(self.proposal.command)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this layout, one paragraph each."""
+        return self.proposal.reasons
+
+    @property
+    def days(self) -> float:
+        """Days to train on `tokens` tokens, with failures, restarts and saves."""
+        return self.proposal.days
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, as `moefold plan --json` prints it."""
+        return proposal_data(self.proposal)
+
+    def html(self) -> str:
+        """One self-contained page, as `moefold plan --html` writes it."""
+        return page(self.proposal)
+
+
+def plan(
+    run: RunConfig,
+    gpu: str = "H100",
+    gpus: int | None = None,
+    *,
+    search: bool = True,
+    fix: str = "",
+    framework: Framework = "moefold",
+    machine: str | Path | None = None,
+    domain: int | None = None,
+    nic_gb_s: float | None = None,
+    imbalance: float = 1.0,
+    headroom: float = 0.0,
+    tokens: float = 1e12,
+) -> Plan:
+    """Will the run fit, how fast will it be, what limits it, and which layout is best on `gpus` GPUs?
+
+    `gpu` is a name that `moefold plan --help` lists; `machine` a file that `moefold bench calibrate` wrote, for CPU
+    ranks instead. `fix` pins choices of the search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own
+    layout. `domain` is the number of GPUs that fast links join and `nic_gb_s` each GPU's network bandwidth, where they
+    are not the GPU's usual ones. `imbalance` is the number of rows of the busiest expert rank over the mean,
+    `headroom` the fraction of memory to leave free, `tokens` how many the whole training run has.
+
+    >>> import moefold
+    >>> run = moefold.load_run("qwen3_30b_a3b")
+    >>> plan = moefold.plan(run, gpu="H100", gpus=64, fix="tp=1,cp=1,pp=1,ep=8,16")
+    >>> plan.fits, plan.layout["ep"] in (8, 16)
+    (True, True)
+    """
+    cluster = cluster_for(
+        gpu, gpus, machine=machine, domain=domain, nic_gb_s=nic_gb_s, imbalance=imbalance, headroom=headroom
+    )
+    named, dotted = _origin(run)
+    return answer(
+        Question(
+            run=run,
+            name=run.name,
+            cluster=cluster,
+            named=named,
+            dotted=dotted,
+            framework=framework,
+            fixed=fix,
+            searching=search,
+            imbalance=imbalance,
+            headroom=headroom,
+            mtbf_hours=USUAL_MTBF_HOURS,
+            restart_seconds=USUAL_RESTART_SECONDS,
+            tokens=tokens,
+        )
+    )
+
+
+def answer(question: Question, progress: Progress | None = None) -> Plan:
+    """The plan for a question that is put together already, as the command line does."""
+    return Plan(propose(question, progress))
+
+
+def cluster_for(
+    gpu: str,
+    gpus: int | None,
+    *,
+    machine: str | Path | None = None,
+    domain: int | None = None,
+    nic_gb_s: float | None = None,
+    **numbers: float | None,
+) -> Cluster:
+    """The cluster, or every problem with what was asked; `numbers` are further options to check, by their names."""
+    problems = [] if gpus is not None else [Problem("gpus", "how many GPUs?", "give --gpus 1024, or gpus=1024")]
+    lowest = {"gpus": 1, "domain": 1, "nic": 1e-6, "global_batch": 1, "seq": 1, "imbalance": 1}
+    given = {"gpus": gpus, "domain": domain, "nic": nic_gb_s, **numbers}
+    for name, low in lowest.items():
+        value = given.get(name)
+        if value is not None and not low <= value <= 10_000_000:
+            problems.append(Problem(name.replace("_", "-"), f"is {value:g}", f"use a number from {low:g}"))
+    headroom = numbers.get("headroom") or 0.0
+    if not 0 <= headroom < 1:
+        problems.append(Problem("headroom", f"is {headroom:g}", "use a fraction, such as 0.05"))
+    if problems or gpus is None:
+        raise ConfigError(*problems)
+    if machine is not None:
+        return cluster_of_machine(read_machine(Path(machine)), gpus)
+    changes = {"domain": domain, "nic_gb_s": nic_gb_s}
+    return cluster_of(gpu, gpus, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _origin(run: RunConfig) -> tuple[RunConfig | None, dict[str, str]]:
+    """The recipe of the run's name, and the dotted keys in which the run differs from it."""
+    if run.name not in RECIPES:
+        return None, {}
+    named = RECIPES[run.name]()
+    return named, _differences(asdict(named), asdict(replace(run, name=named.name)))
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            found |= _differences(old, value, f"{prefix}{key}.")
+        elif isinstance(value, dict):
+            found |= _differences({}, value, f"{prefix}{key}.")
+        elif value != old or key not in before:
+            found[f"{prefix}{key}"] = _word(value)
+    return found
+
+
+def _word(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(str, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,51 @@
+"""Find a run by name or file, change it, and list its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from moefold.checks.run_all import problems, problems_to_train
+from moefold.config.loading import load_run_file, override
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+from moefold.recipes.catalog import recipe
+
+
+def load_run(source: str | Path | RunConfig, changes: Mapping[str, object] | Sequence[str] = ()) -> RunConfig:
+    """A run: a recipe by its name, a YAML file by its path, or a run that is there already; with some keys changed.
+
+    `changes` maps dotted keys to values, as numbers, lists or words; or it is a list of command-line words such as
+    `["--parallel.ep", "8"]`. Text that ends in `.yaml` or `.yml`, or that has a slash, is a path. Every problem with
+    keys and values is raised at once, as `ConfigError`; `check` says whether the sizes fit together.
+
+    >>> import moefold
+    >>> run = moefold.load_run("qwen3_30b_a3b_proxy", {"parallel.ep": 4})
+    >>> run.parallel.ep, run.model.moe.num_experts
+    (4, 16)
+    >>> moefold.load_run(run, {"parallel.ep": 2}).parallel.ep
+    2
+    """
+    if isinstance(source, RunConfig):
+        run = source
+    elif isinstance(source, Path) or Path(source).suffix in (".yaml", ".yml") or "/" in source:
+        run = load_run_file(source)
+    else:
+        run = recipe(source)
+    return override(run, changes) if changes else run
+
+
+def check(run: RunConfig, world: int | None = None, *, training: bool = True) -> list[Problem]:
+    """Every problem of a run, all at once; an empty list if there is none.
+
+    With `world`, the number of ranks, also whether its layout folds and its batch divides. With `training=False`
+    without those problems that only training has: a run that names no data can be planned and proven.
+
+    >>> import moefold
+    >>> run = moefold.load_run("debug_tiny")
+    >>> moefold.check(run, world=4)
+    []
+    >>> [problem.path for problem in moefold.check(moefold.load_run(run, {"data.global_batch": 6}), world=4)]
+    ['data.global_batch']
+    """
+    return problems_to_train(run, world) if training else problems(run, world)

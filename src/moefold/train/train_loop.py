@@ -1,0 +1,256 @@
+"""The training loop: read data, step, call the callbacks, save and validate where due; resume exactly where it stopped.
+
+Every decision is the same on every rank: sums and norms are reduced before they are used, and requests to save or stop
+are summed over the ranks once per step. So no rank leaves the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moefold.blueprint.param_counts import count_parameters
+from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
+from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.process_groups import Group
+from moefold.optim.lr_schedule import lr_at
+from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
+from moefold.train.batches import step_batches
+from moefold.train.callback import Callback, Callbacks, Control, Evaluation, RunInfo, StepRecord
+from moefold.train.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
+from moefold.train.state import Outcome, TrainState, after_step, skip_reason
+from moefold.train.train_context import TrainContext
+
+
+def train(
+    context: TrainContext, state: TrainState, callbacks: Sequence[Callback], stop: StopRequest | None = None
+) -> Outcome:
+    """Run to the last step, or until asked to stop.
+
+    ``stop`` is set by this process's signal handlers; without one, handlers are installed while this runs. A stop that
+    was requested before the first step leaves the run as it was.
+    """
+    if stop is None:
+        with stop_on_signals() as requested:
+            return train(context, state, callbacks, requested)
+    if state.step < context.run.train.steps and asked_to_stop(context, stop):
+        if context.leads:
+            print_stderr(nothing_to_save(state.step))
+        return Outcome.INTERRUPTED
+    hooks = Hooks(callbacks, context)
+    hooks.on_start(_info(context, state))
+    reason = "failed"
+    try:
+        state, reason = _loop(context, state, hooks, stop)
+        _save_last(context, state, hooks)
+        if reason == "finished":
+            return Outcome.FINISHED
+        return Outcome.INTERRUPTED if reason == "interrupted" else Outcome.STOPPED
+    except BaseException as error:
+        reason = "failed"
+        hooks.on_error(error)
+        raise
+    finally:
+        hooks.on_end(reason)
+
+
+class LoopControl(Control):
+    """The loop's side of a `Control`."""
+
+    def begin_record(self) -> dict[str, float]:
+        """Metrics that are logged from now on go into the mapping that is returned."""
+        self.metrics = {}
+        return self.metrics
+
+    def take_requests(self) -> tuple[bool, str | None]:
+        """What was asked for since the last time: a checkpoint, and the reason to stop."""
+        asked = self.save_requested, self.stop_requested
+        self.save_requested, self.stop_requested = False, None
+        return asked
+
+
+class Hooks(Callbacks):
+    """The callbacks as the loop calls them: every hook on rank 0, and two of them on every rank."""
+
+    def __init__(self, callbacks: Sequence[Callback], context: TrainContext) -> None:
+        super().__init__(callbacks if context.leads else ())
+        self.on_this_rank = Callbacks(callbacks)
+        self.control = LoopControl(
+            context.groups.rank, context.groups["world"].size, context.local_model.model, context.optimizer
+        )
+
+    def before_step(self, step: int, control: Control) -> None:
+        self.on_this_rank.before_step(step, control)
+
+    def after_backward(self, gradients: Mapping[str, Tensor], control: Control) -> None:
+        self.on_this_rank.after_backward(gradients, control)
+
+
+def _loop(context: TrainContext, state: TrainState, hooks: Hooks, stop: StopRequest) -> tuple[TrainState, str]:
+    """The last state and the reason to end. `after_step` comes before the save, so a resumed run does not repeat it."""
+    steps, saving = context.run.train.steps, context.run.train.saving
+    ended, saved = time.perf_counter(), 0.0
+    while state.step < steps:
+        metrics = hooks.control.begin_record()
+        hooks.before_step(state.step + 1, hooks.control)
+        state, record = _step(context, state, time.perf_counter(), hooks)
+        now = time.perf_counter()
+        seconds = record.seconds | {"save": saved, "total": now - ended}
+        hooks.after_step(replace(record, seconds=seconds, metrics=metrics), hooks.control)
+        ended = now
+        due = saving.every > 0 and state.step % saving.every == 0 and state.step < steps
+        if due:
+            begin_save(context, state)
+        _report_committed(context, hooks, context.saver.advance())
+        saved = time.perf_counter() - now
+        if _time_to_validate(context, state.step):
+            loss = validate(context)
+            hooks.on_evaluate(Evaluation(state.step, loss, hooks.control.begin_record()), hooks.control)
+            ended = time.perf_counter() - saved
+        save, reason = agreed_requests(context, hooks.control, stop)
+        if reason is not None and state.step < steps:
+            return state, reason
+        if save and not due and state.step < steps:
+            begin_save(context, state)
+    return state, "finished"
+
+
+def agreed_requests(context: TrainContext, control: LoopControl, stop: StopRequest) -> tuple[bool, str | None]:
+    """Whether to save and why to stop: what any rank was asked for, the same on all ranks."""
+    save, reason = control.take_requests()
+    asked = torch.tensor([int(bool(stop)), int(reason is not None), int(save)])
+    signalled, stopped, save_count = all_reduce_no_grad(asked, context.groups["world"]).tolist()
+    if signalled:
+        return bool(save_count), "interrupted"
+    if stopped:
+        return bool(save_count), f"stopped: {reason or 'asked by a callback on another rank'}"
+    return bool(save_count), None
+
+
+def _step(context: TrainContext, state: TrainState, began: float, hooks: Hooks) -> tuple[TrainState, StepRecord]:
+    run, number = context.run, state.step + 1
+    data = step_batches(context.samples, state.samples, run, context.groups, context.device)
+    read = time.perf_counter()
+    lr = lr_at(number, run.train.steps, run.optim)
+    for group in context.optimizer.param_groups:
+        group["lr"] = lr
+
+    def reason_to_skip(sums: StepSums, grad_norm: Tensor) -> str | None:
+        balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))
+        local = skip_reason(state, float(sums.loss), balance, float(grad_norm), run.train.health)
+        return agreed_skip_reason(local, context.groups["world"])
+
+    result = run_step(
+        context.local_model,
+        context.optimizer,
+        data.batches,
+        lambda gradients: hooks.after_backward(gradients, hooks.control),
+        reason_to_skip,
+    )
+    loss, grad_norm = float(result.sums.loss), float(result.grad_norm)
+    state = after_step(state, loss, grad_norm, result.skipped, run.train.health)
+    state = replace(
+        state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
+    )
+    seconds = {"data": read - began, "step": time.perf_counter() - read}
+    return state, _record(context, number, result, lr, data.tokens, seconds, data.ids)
+
+
+def agreed_skip_reason(local: str | None, world: Group) -> str | None:
+    """All ranks skip where one of them does: a number that differs on one rank must not make it take another path."""
+    objecting = int(all_reduce_no_grad(torch.tensor(int(local is not None)), world))
+    return local if local is not None or not objecting else f"{objecting} other rank(s) objected"
+
+
+def _record(
+    context: TrainContext, step: int, result: StepResult, lr: float, tokens: int, seconds: dict[str, float], ids: str
+) -> StepRecord:
+    moe, sums = context.run.model.moe, result.sums
+    on = (
+        {}
+        if moe is None
+        else {name: value for name, value in sums.balance._asdict().items() if getattr(moe.balance, name)}
+    )
+    return StepRecord(
+        step=step,
+        steps=context.run.train.steps,
+        loss=float(sums.loss),
+        balance={name: float(value) for name, value in on.items()},
+        grad_norm=float(result.grad_norm),
+        lr=lr,
+        tokens=tokens,
+        seconds=seconds,
+        counts=sums.counts_ME.tolist() if context.leads and moe is not None else None,
+        dropped=int(sums.dropped),
+        skipped=result.skipped,
+        memory_bytes=memory_used(context.device),
+        world=context.groups["world"].size,
+        sample_ids_digest=ids,
+    )
+
+
+def memory_used(device: torch.device) -> int:
+    """Peak memory of this process so far: the GPU's, or the host's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def validate(context: TrainContext) -> float:
+    """Mean loss per label over the first validation samples: the same ones every time, on any layout."""
+    assert context.validation is not None
+    run, total, labels = context.run, 0.0, 0
+    for number in range(run.train.validate_batches):
+        first = number * run.data.global_batch
+        batches = step_batches(context.validation, first, run, context.groups, context.device).batches
+        total += float(evaluate(context.local_model, batches)) * batches[0].step_labels
+        labels += batches[0].step_labels
+    return total / labels
+
+
+def _time_to_validate(context: TrainContext, step: int) -> bool:
+    train = context.run.train
+    if context.validation is None:
+        return False
+    return step == train.steps or (train.validate_every > 0 and step % train.validate_every == 0)
+
+
+def begin_save(context: TrainContext, state: TrainState) -> None:
+    chunks = chunks_of(context.local_model, context.optimizer)
+    elsewhere = tensors_elsewhere(context.local_model, context.optimizer)
+    position = {"train": state.to_json(), "data": context.samples.fingerprint}
+    context.saver.begin(state.step, chunks, position, elsewhere)
+
+
+def _save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None:
+    """Wait for a save in progress, then write this step if that save was of an earlier one."""
+    done = context.saver.finish()
+    _report_committed(context, hooks, done)
+    if done != state.step:
+        begin_save(context, state)
+        _report_committed(context, hooks, context.saver.finish())
+
+
+def _report_committed(context: TrainContext, hooks: Callback, step: int | None) -> None:
+    if step is not None:
+        hooks.on_save(step, context.saver.path_of(step))
+
+
+def asked_to_stop(context: TrainContext, stop: StopRequest) -> bool:
+    """Whether a signal asked any rank to stop; the same on all ranks."""
+    return int(all_reduce_no_grad(torch.tensor(int(bool(stop))), context.groups["world"])) > 0
+
+
+def _info(context: TrainContext, state: TrainState) -> RunInfo:
+    return RunInfo(
+        run=context.run,
+        world=context.groups["world"].size,
+        directory=context.directory,
+        resumed_from=state.step or None,
+        parameters=count_parameters(context.run.model),
+    )
