@@ -1,4 +1,4 @@
-"""Train in a script, with an own callback: a metric, a checkpoint at the best loss, and a stop when enough is learned."""
+"""Train in a script, with an own callback: metrics, a checkpoint at the best validation loss, and an early stop."""
 
 # %% A run: a recipe, with a few keys changed. It trains on a builtin corpus of bytes.
 import json

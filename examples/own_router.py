@@ -22,7 +22,7 @@ class ThresholdTopK:
         value_tE = scores_tE if bias_E is None else scores_tE + bias_E
         score_tK, expert_tK = value_tE.topk(self.top_k)
         kept_tK = score_tK >= self.ratio * score_tK[:, :1]
-        # Entries of `expert_tK` where `kept_tK` is false are no assignments. Probs follow from the scores, as configured.
+        # Where `kept_tK` is false there is no assignment. Probs follow from the scores, as configured.
         return moefold.TopKAssignment(expert_tK, kept_tK)
 
 

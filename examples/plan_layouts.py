@@ -35,7 +35,7 @@ print(f"best of these: ep {best[0]}, pp {best[1]}, {fitting[best].tflops_per_gpu
 print(fitting[best].reasons[0])
 
 # %% Plot it: a table of squares in SVG. Dark is fast, hatched does not fit.
-CELL, LEFT, TOP = 96, 90, 92
+CELL, LEFT, TOP = 108, 90, 92
 
 
 def square(ep: int, pp: int) -> str:

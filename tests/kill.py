@@ -226,7 +226,7 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
         (directory / f"digest_{rank}").write_text(digest(context))
         return code
 
-    code = supervise(work, world, directory / "checkpoints", 30.0, most_fruitless=len(kills) + 3)
+    code = supervise(work, world, directory / "checkpoints", 30.0, max_fruitless=len(kills) + 3)
     assert code == 0
     diary = [json.loads(line) for line in (directory / "diary.jsonl").read_text().splitlines()]
     digests = [(directory / f"digest_{rank}").read_text() for rank in range(world)]

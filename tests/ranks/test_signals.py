@@ -111,7 +111,7 @@ def follow(draw: Draw, folder: Path, uninterrupted: Path) -> str:
 
 def check_stopped(found: Outcome) -> str:
     assert "Traceback" not in found.said, found.said
-    assert "starting again" not in found.said and found.starts <= 1, found.said
+    assert "restarting" not in found.said and found.starts <= 1, found.said
     if found.code == 0:
         assert found.saved[-1] == STEPS
         return "finished"
@@ -212,7 +212,7 @@ def test_ranks_that_do_not_stop_are_ended_after_the_patience_and_not_started_aga
     before = signal.getsignal(TERM), signal.getsignal(INT)
     threading.Timer(0.7, os.kill, (os.getpid(), TERM)).start()
     began = time.monotonic()
-    with pytest.raises(TrainingError, match=r"asked to stop.*\n.*goes on from the beginning"):
+    with pytest.raises(TrainingError, match=r"asked to stop.*\n.*resumes from the beginning"):
         supervise(work, 2, tmp_path, 1.0)
     assert time.monotonic() - began < 10
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]

@@ -188,13 +188,16 @@ def test_services_get_finite_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for resumed in (None, 10):
         told = Callbacks(services(info_of(tmp_path, tensorboard=True, wandb="project").run.train))
         told.on_start(info_of(tmp_path, resumed_from=resumed))
-        told.after_step(record_of(11, grad_norm=float("inf"), skipped="norm is inf"), CONTROL)
-        told.on_evaluate(Evaluation(11, 2.0), CONTROL)
+        told.after_step(
+            record_of(11, grad_norm=float("inf"), skipped="norm is inf", metrics={"mine": 1.0, "a/b": 2.0}), CONTROL
+        )
+        told.on_evaluate(Evaluation(11, 2.0, {"perplexity": 7.0}), CONTROL)
         told.on_end("finished")
     assert [service.closed for service in made] == [True] * 4
     for service in made:
         names = [name for name, _, _ in service.seen]
         assert {"train/loss", "router/max_load", "validation/loss", "balance/sequence"} <= set(names)
+        assert {"metrics/mine", "a/b", "validation/perplexity"} <= set(names)
         assert "train/grad_norm" not in names and {step for *_, step in service.seen} == {11}
     assert [service.made_with["purge_step"] for service in made[::2]] == [None, 11]
     first, second = (service.made_with for service in made[1::2])

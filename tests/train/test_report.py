@@ -16,10 +16,9 @@ from tests.run_records import CONTROL, info_of, record_of, tell
 from moefold.cli.main import main
 from moefold.html.chart_scale import Scale, round_ticks, short
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
-from moefold.train.report import heat
-from moefold.train.report.downsample import thin
-from moefold.train.report.history import MOST_BINS, read_history
-from moefold.train.report.line_chart import visible_range
+from moefold.train.report import expert_charts
+from moefold.train.report.history import MAX_BINS, read_history
+from moefold.train.report.line_chart import downsample, visible_range
 from moefold.train.report.run_page import page
 from moefold.train.report.summary import summary
 
@@ -65,7 +64,7 @@ def test_short_runs(tmp_path: Path, steps: int) -> None:
         lines.after_step(record_of(step), CONTROL)
     history = read_history(tmp_path)
     check_page(page(history))
-    assert summary(history)["status"] == ("running, or killed without a word" if steps else "no steps yet")
+    assert summary(history)["status"] == ("running, or killed" if steps else "no steps yet")
     assert bool(history.bins) == (steps == 5)
 
 
@@ -126,7 +125,7 @@ def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
     text = page(history)
     check_page(text)
     assert len(text) < 400_000
-    assert len(history.bins) <= MOST_BINS and sum(each.counts[0, 2] for each in history.bins) == 3 * 1000
+    assert len(history.bins) <= MAX_BINS and sum(each.counts[0, 2] for each in history.bins) == 3 * 1000
     assert (history.bins[0].first, history.bins[-1].last) == (1, 100_000)
     assert "peaks up to 900 are cut off" in text
 
@@ -134,28 +133,28 @@ def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
 def test_thinning_keeps_extremes() -> None:
     values = np.ones(10_000)
     values[1234], values[5678], values[0:50] = 9.0, -9.0, np.nan
-    thinned = thin(np.arange(1, 10_001), values)
+    thinned = downsample(np.arange(1, 10_001), values)
     assert len(thinned.mean) <= 320 and np.nanmax(thinned.high) == 9 and np.nanmin(thinned.low) == -9
     assert np.isnan(thinned.mean[0]) and np.nanmean(thinned.mean) == pytest.approx(1, abs=0.01)
-    few = thin(np.array([3, 4]), np.array([1.0, 2.0]))
+    few = downsample(np.array([3, 4]), np.array([1.0, 2.0]))
     assert few.x.tolist() == [3, 4] and few.mean.tolist() == few.low.tolist() == few.high.tolist() == [1, 2]
 
 
 def test_the_heat_map_is_a_picture_of_the_loads() -> None:
-    shown = heat.indices(np.array([[4, 4, 4, 4], [16, 0, 0, 0], [1, 7, 4, 4], [0, 0, 0, 0]]))
-    colors = [[heat.palette()[cell] for cell in row] for row in shown]
+    shown = expert_charts.indices(np.array([[4, 4, 4, 4], [16, 0, 0, 0], [1, 7, 4, 4], [0, 0, 0, 0]]))
+    colors = [[expert_charts.palette()[cell] for cell in row] for row in shown]
     assert all(color[3] == 0 for color in colors[0])
-    assert colors[1][0][:3] == heat.WARM and colors[1][0][3] == 235
-    assert [color[:3] for color in colors[1][1:]] == [heat.DEAD] * 3
-    assert colors[2][0][:3] == heat.COLD and colors[2][0][3] == 235
-    assert colors[2][1][:3] == heat.WARM and 0 < colors[2][1][3] < 235
-    assert {color[:3] for color in colors[3]} == {heat.UNKNOWN}
-    assert len(heat.palette()) == 255 and shown.max() < 255
+    assert colors[1][0][:3] == expert_charts.WARM and colors[1][0][3] == 235
+    assert [color[:3] for color in colors[1][1:]] == [expert_charts.DEAD] * 3
+    assert colors[2][0][:3] == expert_charts.COLD and colors[2][0][3] == 235
+    assert colors[2][1][:3] == expert_charts.WARM and 0 < colors[2][1][3] < 235
+    assert {color[:3] for color in colors[3]} == {expert_charts.UNKNOWN}
+    assert len(expert_charts.palette()) == 255 and shown.max() < 255
 
 
 def test_pictures_hold_their_cells() -> None:
     address = re.findall(
-        r"base64,([A-Za-z0-9+/=]+)", heat._picture(np.array([[2, 3, 4], [5, 6, 7]], np.uint8), "layer")
+        r"base64,([A-Za-z0-9+/=]+)", expert_charts._picture(np.array([[2, 3, 4], [5, 6, 7]], np.uint8), "layer")
     )[0]
     picture = base64.b64decode(address)
     assert picture.startswith(b"\x89PNG") and picture[16:24] == b"\0\0\0\3\0\0\0\2"

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import moefold
 from moefold.errors import MoefoldError, RankError
+from moefold.train.report.history import read_history
+from moefold.train.report.run_page import page
 
 
 def tiny(directory: Path, steps: int = 4, **changes: object) -> moefold.RunConfig:
@@ -124,6 +126,9 @@ def test_metrics_appear_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [line["metrics"] for line in lines if line["kind"] == "validation"] == [{"perplexity": 2.0}]
     out = capsys.readouterr().out
     assert " late=1.5 " in out and " late=3.5 " in out and "perplexity=2" in out
+    history = read_history(tmp_path / "debug_tiny")
+    assert history.metrics["late"].tolist() == [1, 2, 3, 4]
+    assert "<h2>Metrics of callbacks</h2>" in page(history) and "<b>late</b>" in page(history)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a=b", "loss"])

@@ -167,7 +167,8 @@ class MoELayer(nn.Module):
         fused. Every problem is raised at once, as `ConfigError`. `routing_policy` is as for `build_model`.
         """
         run = RunConfig(model=ModelConfig(dim=dim, num_layers=1, moe=config or MoEConfig(), init_std=init_std))
-        run = override(run, {f"model.moe.{name}": value for name, value in fields.items()})
+        changes = {f"model.moe.{name}": value for name, value in fields.items()}
+        run = override(run, changes | {"precision.experts": experts})
         if found := [problem for problem in problems(run) if problem.path.startswith("model.moe")]:
             raise ConfigError(*found)
         model, moe = run.model, run.model.moe

@@ -1,1 +1,1 @@
-"""A run: the loop, its state, and what it writes down."""
+"""Training: the loop, its state, callbacks and reports."""

@@ -1,11 +1,9 @@
 """From sample numbers to the batches of one rank.
 
-N tokens of a microbatch.
-
 A step takes the next ``global_batch`` samples. A plan says which of them form a microbatch and which ranks run it; it
-follows from their lengths, so every rank makes the same plan without asking. Windows and padded documents are dealt in
-their own order, b to a microbatch: in wave w, data-parallel rank d has microbatch w*dp + d. Packed documents are put
-together so that ranks have equal work. Which rank sees a sample depends on the layout; which samples a step sees does
+follows from their lengths, so every rank makes the same plan without communication. Windows and padded documents are
+assigned in order, b per microbatch: in wave w, data-parallel rank d has microbatch w*dp + d. Packed documents are
+combined so that ranks have equal work. Which rank sees a sample depends on the layout; which samples a step sees does
 not.
 """
 
@@ -42,18 +40,18 @@ class StepData(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One sample as a microbatch holds it: inputs, labels, the lengths of its documents, and which inputs are real."""
+    """One sample in a microbatch: inputs, labels, document lengths, and False for padding tokens."""
 
-    tokens_N: np.ndarray
-    labels_N: np.ndarray
+    tokens_T: np.ndarray
+    labels_T: np.ndarray
     lengths: tuple[int, ...]
-    real_N: np.ndarray | None = None
+    real_T: np.ndarray | None = None
 
 
 def step_batches(
     order: SampleOrder, first_sample: int, run: RunConfig, groups: Groups, device: torch.device
 ) -> StepData:
-    """What this rank computes of the step that starts at ``first_sample``."""
+    """This rank's microbatches of the step that starts at ``first_sample``."""
     sizes = [order.length(first_sample + i) for i in range(run.data.global_batch)]
     plan = plan_for(run, sizes, groups.layout)
     place, slot_of = groups.layout.context_place(groups.rank), SLOTS[run.data.packing]
@@ -69,14 +67,14 @@ def step_batches(
     return StepData(batches, ids, sum(sizes))
 
 
-def joined(sample: Sample, seq_len: int) -> Slot:
+def concat(sample: Sample, seq_len: int) -> Slot:
     return Slot(sample.tokens[:-1], sample.tokens[1:], (sample.length,))
 
 
-def apart(sample: Sample, seq_len: int) -> Slot:
-    """A document's last token has no label here: what follows belongs to another, or to a later window."""
-    labels_N = np.where(crossing(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
-    return Slot(sample.tokens[:-1], labels_N, tuple(lengths(sample.document_starts, seq_len)))
+def concat_masked(sample: Sample, seq_len: int) -> Slot:
+    """A document's last token here has no label: the next token belongs to another document or to a later window."""
+    labels_T = np.where(crossing(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
+    return Slot(sample.tokens[:-1], labels_T, tuple(lengths(sample.document_starts, seq_len)))
 
 
 def padded(sample: Sample, seq_len: int) -> Slot:
@@ -90,16 +88,16 @@ def padded(sample: Sample, seq_len: int) -> Slot:
 
 
 SLOTS: dict[str, Callable[[Sample, int], Slot]] = {
-    "concat": joined,
-    "concat_masked": apart,
+    "concat": concat,
+    "concat_masked": concat_masked,
     "padded": padded,
-    # A packed document takes as much room as it has tokens.
-    "bin_packed": joined,
+    # A packed document is not padded.
+    "bin_packed": concat,
 }
 
 
 class Divisors(NamedTuple):
-    """Of the whole step, over all ranks: labels for the next token, then for each MTP module."""
+    """Of the whole step, over all ranks; ``labels`` of the next token, then of each MTP module."""
 
     labels: tuple[int, ...]
     tokens: int
@@ -107,11 +105,11 @@ class Divisors(NamedTuple):
 
 
 def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Divisors, device: torch.device) -> Batch:
-    """The whole microbatch; none of its ranks may hold anything if there are more of them than documents."""
-    nothing, real = np.zeros(0, np.int64), [slot.real_N for slot in slots if slot.real_N is not None]
+    """The whole microbatch, which is empty where a wave has fewer documents than ranks."""
+    nothing, real = np.zeros(0, np.int64), [slot.real_T for slot in slots if slot.real_T is not None]
     return whole_batch(
-        torch.from_numpy(np.concatenate([nothing, *(slot.tokens_N for slot in slots)])).to(device),
-        torch.from_numpy(np.concatenate([nothing, *(slot.labels_N for slot in slots)])).to(device),
+        torch.from_numpy(np.concatenate([nothing, *(slot.tokens_T for slot in slots)])).to(device),
+        torch.from_numpy(np.concatenate([nothing, *(slot.labels_T for slot in slots)])).to(device),
         tuple(length for slot in slots for length in slot.lengths),
         context_size=context,
         tensor_size=run.parallel.tp,
@@ -127,8 +125,8 @@ def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Diviso
 def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups) -> Divisors:
     """Divisors of the losses follow from the samples' lengths, each sample being one sequence whose tokens have labels.
 
-    Windows whose documents are kept apart must be read to know them; so ranks tell each other, one of those that share
-    a microbatch.
+    With ``concat_masked`` they depend on where documents end, which only the ranks that read the windows know: counts
+    are summed over the ranks, one of each context-parallel group.
     """
     reach, tokens = range(1 + run.model.num_mtp), sum(sizes)
     if run.data.packing != "concat_masked":
@@ -143,6 +141,6 @@ def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: 
 
 
 def _labels_ahead(slot: Slot, by: int) -> int:
-    """Labels that lie at least ``by`` places after the beginning of their document."""
-    documents = np.split(slot.labels_N, np.cumsum(slot.lengths)[:-1])
+    """Labels at least ``by`` tokens after the beginning of their document."""
+    documents = np.split(slot.labels_T, np.cumsum(slot.lengths)[:-1])
     return sum(int((document[by:] != IGNORED).sum()) for document in documents)

@@ -1,7 +1,7 @@
-"""What the records of steps mean: speed, how well the machine is used, waiting, and when the run will be done.
+"""Speed from step records: tokens/s, TFLOP/s, MFU, time spent waiting, and the time to the end.
 
-TFLOP/s are per rank, in the convention of published runs (`blueprint/flops.py`). MFU is their part of the device's
-peak; on a device whose peak is not known there is none, and `Meter.mfu_note` says so. Averages are over an interval of
+TFLOP/s are per rank, in the convention of published runs (see `blueprint/flops.py`). MFU is their fraction of the device's
+peak; it is None on a device whose peak is unknown, and `Meter.mfu_note` says so. Averages are over an interval of
 steps: all tokens divided by all seconds.
 """
 
@@ -17,13 +17,13 @@ from moefold.blueprint.flops import training_flops_per_token
 from moefold.hardware.gpu import peak_flops
 from moefold.train.callback import RunInfo, StepRecord
 
-# The time to the end is estimated from so many last steps.
+# The time to the end is estimated from this many last steps.
 _RECENT_STEPS = 100
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one step or of several. `data_wait` and `save_wait` are parts of the time, from 0 to 1."""
+    """Of one step or of several. `data_wait` and `save_wait` are fractions of the time."""
 
     tokens_per_s: float
     tflops: float
@@ -34,7 +34,7 @@ class Speed:
 
 
 class Meter:
-    """Knows the run's FLOPs per token and the device's peak, and turns records into speeds."""
+    """Turns records into speeds, with the run's FLOPs per token and the device's peak."""
 
     def __init__(self, info: RunInfo, device: str) -> None:
         run = info.run
@@ -62,13 +62,13 @@ class Meter:
             tokens_per_s=per_second,
             tflops=flops / 1e12,
             mfu=None if self.peak is None else flops / self.peak,
-            data_wait=_part(records, "data", seconds),
-            save_wait=_part(records, "save", seconds),
+            data_wait=_fraction(records, "data", seconds),
+            save_wait=_fraction(records, "save", seconds),
             step_seconds=seconds / len(records) if records else 0.0,
         )
 
     def eta(self, record: StepRecord) -> float:
-        """Seconds to the end at the pace of the last steps; the first step is forgotten once there are others."""
+        """Seconds to the end at the speed of the last steps; the first step is left out once there are others."""
         if len(self._recent) == 1:
             self._recent.clear()
         self._recent.append(total_seconds(record))
@@ -83,7 +83,7 @@ def total_seconds(record: StepRecord) -> float:
 
 
 def as_data(record: StepRecord, speed: Speed) -> dict[str, object]:
-    """A step as a JSON object; what is not a finite number becomes null, for JSON has no other word for it."""
+    """A step as a JSON object; NaN and infinities become null, which is all that JSON has for them."""
     plain: dict[str, object] = {"kind": "step", "time": round(time.time(), 3)}
     return plain | finite(asdict(record)) | {"speed": finite(asdict(speed))}
 
@@ -95,13 +95,13 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
-def _part(records: Sequence[StepRecord], name: str, seconds: float) -> float:
+def _fraction(records: Sequence[StepRecord], name: str, seconds: float) -> float:
     spent = sum(record.seconds.get(name, 0.0) for record in records)
     return min(spent / seconds, 1.0) if seconds > 0 else 0.0
 
 
 def finite(tree: dict) -> dict:
-    """The same with null for every number that JSON cannot write."""
+    """The same with None for every number that is not finite."""
 
     def plain(value: object) -> object:
         if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""What token counts say about the routers: who is overloaded, who is idle, how evenly tokens spread.
+"""Statistics of expert load: overloaded experts, dead experts, and how evenly tokens are spread.
 
-`counts` has one row per mixture, one entry per expert: how many tokens chose it. Load is a count divided by its
-row's mean, so 1 is balanced, 0 is dead, and E / top_k is the worst that top-k routing can do. Entropy is that of the
-row as a distribution, divided by log E: 1 is balanced, 0 means that one expert gets everything.
+`counts` has one row per MoE layer, one entry per expert: its tokens. Load is a count divided by its row's mean, so 1 is
+balanced, 0 is dead, and E / top_k is the worst that top-k routing can do. Entropy is that of the row as a distribution,
+divided by log E: 1 is balanced, 0 means that one expert gets everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Counts2D = Sequence[Sequence[int]] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class LayerStats:
-    """One mixture. `cv` is the standard deviation of the load; `dead` lists experts that no token chose."""
+    """One MoE layer. `cv` is the standard deviation of the load; `dead` lists experts without a token."""
 
     max_load: float
     min_load: float
@@ -30,7 +30,7 @@ class LayerStats:
 
 @dataclass(frozen=True)
 class RouterStats:
-    """All mixtures. The busiest expert of the worst layer sets the pace of expert parallelism."""
+    """All MoE layers. The busiest expert of the worst layer determines the time of expert-parallel ranks."""
 
     layers: tuple[LayerStats, ...]
 
@@ -44,7 +44,7 @@ class RouterStats:
 
     @property
     def entropy(self) -> float:
-        """Of the least even layer."""
+        """Of the least balanced layer."""
         return min((layer.entropy for layer in self.layers), default=0.0)
 
     @property
@@ -68,7 +68,7 @@ def router_stats(counts: Counts2D) -> RouterStats:
                 min_load=float(load_E.min()),
                 entropy=float(min(max(entropy, 0.0), 1.0)),
                 cv=float(load_E.std()),
-                # A layer that saw no tokens at all has no dead experts: nothing is known about them.
+                # In a layer without any token nothing is known about its experts.
                 dead=tuple(np.flatnonzero(counts_E == 0).tolist()) if counts_E.any() else (),
                 tokens=int(counts_E.sum()),
             )

@@ -1,8 +1,8 @@
-"""Keep a run alive on this machine: start its ranks, and start them again when one is lost.
+"""Supervise local ranks: start them, and restart all of them from the newest checkpoint when one is lost.
 
-The process that supervises has imported everything and computes nothing, so starting ranks anew is a fork, not an
-import: a fraction of a second. Each start takes up the newest checkpoint. A fault that comes back each time is not
-survivable by trying again, so a few starts in a row without a new checkpoint end it.
+The supervising process has imported everything and computes nothing, so a restart is a fork, not an import: a fraction
+of a second. A fault that recurs on every start is not cured by restarting, so a few starts in a row without a new
+checkpoint end the run.
 
 Once SIGINT or SIGTERM has asked for a stop, ranks are never started again. The signal is passed on to them, since it
 may have come to this process alone; they stop after the same step, save, and their exit code is returned. Ranks that
@@ -23,11 +23,11 @@ from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError, TrainingError
 from moefold.train.signals import STOP_SIGNALS, StopRequest, print_stderr
 
-MOST_FRUITLESS = 3
+MAX_FRUITLESS_STARTS = 3
 
 
 class _Ranks:
-    """Passes a signal on to the ranks that are alive now, or that start now."""
+    """Forwards a signal to the ranks that run now, or that are being started."""
 
     def __init__(self, stop: StopRequest, patience: float) -> None:
         self.pids: list[int] = []
@@ -64,7 +64,7 @@ def supervise(
     world: int,
     checkpoints: Path,
     patience: float,
-    most_fruitless: int = MOST_FRUITLESS,
+    max_fruitless: int = MAX_FRUITLESS_STARTS,
     stop: StopRequest | None = None,
 ) -> int:
     """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code.
@@ -75,13 +75,13 @@ def supervise(
     ranks = _Ranks(stop, patience)
     before = {number: signal.signal(number, ranks.handle) for number in STOP_SIGNALS}
     try:
-        return _keep_alive(work, world, checkpoints, ranks, most_fruitless)
+        return _keep_alive(work, world, checkpoints, ranks, max_fruitless)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks: _Ranks, most_fruitless: int) -> int:
+def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks: _Ranks, max_fruitless: int) -> int:
     fruitless, seen = 0, _newest(checkpoints)
     while True:
         try:
@@ -105,14 +105,14 @@ def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks
             if ranks.stop:
                 raise TrainingError(
                     f"asked to stop, and the ranks ended without saving: {error}\n"
-                    f"the same command goes on from {seen or 'the beginning'}"
+                    f"the same command resumes from {seen or 'the beginning'}"
                 ) from None
-            if fruitless >= most_fruitless:
+            if fruitless >= max_fruitless:
                 raise TrainingError(
                     f"given up after {fruitless} starts without a new checkpoint; the last failure: {error}"
                 ) from None
             print(
-                f"moefold: {str(error).splitlines()[0]}; starting again from {seen or 'the beginning'}",
+                f"moefold: {str(error).splitlines()[0]}; restarting from {seen or 'the beginning'}",
                 file=sys.stderr,
             )
 

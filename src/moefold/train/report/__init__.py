@@ -1,1 +1,1 @@
-"""One self-contained HTML page about a run, made from its `metrics.jsonl` alone."""
+"""One self-contained HTML page about a run, from its `metrics.jsonl` alone."""

@@ -1,13 +1,12 @@
-"""The curves of a run: what it learns, how fast it is, and where its time goes."""
+"""The curves of a run: losses, gradient norm, lr, throughput, memory, and where a step's time goes."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.report.downsample import Thinned, thin
 from moefold.train.report.history import History
-from moefold.train.report.line_chart import Series, line_chart, stacked_chart
+from moefold.train.report.line_chart import Downsampled, Series, downsample, line_chart, stacked_chart
 from moefold.train.report.summary import time_parts
 from moefold.units import format_seconds
 
@@ -17,16 +16,18 @@ _TIME_COLORS = {"compute": 1, "waiting for data": 4, "saving": 3, "other": 5}
 def learning(history: History) -> str:
     steps, marks = history.steps, [step for step, _ in history.skipped]
     span = (float(steps[0]), float(steps[-1]))
-    loss, grad_norm, lr = (thin(steps, history.column(name)) for name in ("loss", "grad_norm", "lr"))
+    loss, grad_norm, lr = (downsample(steps, history.column(name)) for name in ("loss", "grad_norm", "lr"))
     band = f"each point is {loss.per_bucket:,} steps, the band their lowest and highest" if loss.per_bucket > 1 else ""
     note = "; ".join(filter(None, (band, "red ticks are skipped steps" if marks else "")))
     at, values = (np.array([row[i] for row in history.validation], float) for i in (0, 1))
-    validation = Series("validation", Thinned(at, values, values, values, 1), 2, dots=len(at) <= 60)
-    balance = [Series(name, thin(steps, column), 1 + i % 5) for i, (name, column) in enumerate(history.balance.items())]
+    validation = Series("validation", Downsampled(at, values, values, values, 1), 2, dots=len(at) <= 60)
+    balance = [
+        Series(name, downsample(steps, column), 1 + i % 5) for i, (name, column) in enumerate(history.balance.items())
+    ]
     charts = [
         line_chart("Loss", [Series("training", loss), validation], note=note, marks=marks, x_range=span),
         line_chart(
-            "Gradient norm before the clip", [Series("grad_norm", grad_norm)], log=True, marks=marks, x_range=span
+            "Gradient norm before clipping", [Series("grad_norm", grad_norm)], log=True, marks=marks, x_range=span
         ),
         line_chart("Learning rate", [Series("lr", lr)], from_zero=True, x_range=span),
         line_chart(_balance_title(balance), balance, from_zero=True, x_range=span),
@@ -39,10 +40,23 @@ def _balance_title(balance: list[Series]) -> str:
     return "Balance losses" if len(balance) != 1 else f"Balance loss: {balance[0].name}"
 
 
+def metrics_of_callbacks(history: History) -> str:
+    """A chart for every metric that callbacks added."""
+    span = (float(history.steps[0]), float(history.steps[-1]))
+    charts = [
+        line_chart(name, [Series(name, downsample(history.steps, column))], x_range=span)
+        for name, column in history.metrics.items()
+    ]
+    return f'<h2>Metrics of callbacks</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+
+
 def speed(history: History) -> str:
     steps = history.steps
     span = (float(steps[0]), float(steps[-1]))
-    throughput, memory = thin(steps, history.column("tokens_per_s")), thin(steps, history.column("memory") / 2**30)
+    throughput, memory = (
+        downsample(steps, history.column("tokens_per_s")),
+        downsample(steps, history.column("memory") / 2**30),
+    )
     charts = [
         line_chart("Tokens per second", [Series("tokens/s", throughput)], from_zero=True, x_range=span),
         _time_over_steps(history),
@@ -53,13 +67,14 @@ def speed(history: History) -> str:
 
 
 def _time_over_steps(history: History) -> str:
-    total = thin(history.steps, history.column("total"), 120)
+    total = downsample(history.steps, history.column("total"), 120)
     if total.empty:
         return ""
     unit, factor = ("seconds", 1.0) if np.nanmedian(total.mean) >= 1 else ("milliseconds", 1e3)
     columns = {"compute": "step_seconds", "waiting for data": "data", "saving": "save"}
     heights: dict[str, npt.NDArray[np.float64]] = {
-        name: np.nan_to_num(thin(history.steps, history.column(column), 120).mean) for name, column in columns.items()
+        name: np.nan_to_num(downsample(history.steps, history.column(column), 120).mean)
+        for name, column in columns.items()
     }
     heights["other"] = np.maximum(np.nan_to_num(total.mean) - sum(heights.values()), 0.0)
     parts = [(name, _TIME_COLORS[name], height * factor) for name, height in heights.items()]

@@ -1,16 +1,34 @@
-"""The experts of a run: who gets how many tokens, layer by layer and over time."""
+"""The experts of a run: curves and heat maps of their load, layer by layer and over time.
+
+The color of a heat map is an expert's tokens over the mean of its layer, on a logarithmic scale. Balanced is
+transparent, which works on light and dark pages; warm is overloaded, cold is idle, and an expert without a token has a
+color of its own. Maps are PNGs of small integers: a million cells take a few kilobytes.
+"""
 
 from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from html import escape
 
 import numpy as np
 import numpy.typing as npt
 
-from moefold.train.report.downsample import Thinned, thin
-from moefold.train.report.heat import heat_now, heat_over_time
-from moefold.train.report.history import History
-from moefold.train.report.line_chart import Series, line_chart
+from moefold.train.report.history import Bin, History
+from moefold.train.report.line_chart import Downsampled, Series, downsample, line_chart
 from moefold.train.report.summary import layer_numbers
-from moefold.train.router_stats import RouterStats, router_stats
+from moefold.train.router_stats import RouterStats, relative_load, router_stats
+
+WARM, COLD, DEAD, UNKNOWN = (226, 74, 26), (38, 110, 214), (240, 185, 11), (128, 128, 128)
+# Full color at four times the mean, and at a quarter of it.
+DOUBLINGS = 2.0
+_LEVELS = 126
+# Opacity of full color; dead experts are more opaque still, so that the page's script can tell them from the pixel.
+_OPAQUE = 235
+_UNKNOWN, _DEAD, _MIDDLE = 0, 1, 2 + _LEVELS
 
 
 def experts(history: History) -> str:
@@ -23,10 +41,10 @@ def experts(history: History) -> str:
     load = _over_layers(x, [[layer.max_load for layer in each.layers] for each in stats])
     entropy = _over_layers(x, [[layer.entropy for layer in each.layers] for each in stats])
     dead = np.array([each.dead for each in stats], float)
-    dropped = thin(history.steps, history.column("dropped"))
+    dropped = downsample(history.steps, history.column("dropped"))
     some_dropped = bool(np.nanmax(dropped.high, initial=0.0) > 0)
     dead_note = f"of {history.last_bin.counts.size:,} in all layers" + ("" if some_dropped else "; nothing was dropped")
-    idle = Series("dead", Thinned(x, dead, dead, dead, 1))
+    idle = Series("dead", Downsampled(x, dead, dead, dead, 1))
     charts = [
         line_chart("Busiest expert, times the mean", [Series("load", load)], note=over_layers, x_range=span),
         line_chart("Routing entropy, 1 is balanced", [Series("entropy", entropy)], note=over_layers, x_range=span),
@@ -34,16 +52,16 @@ def experts(history: History) -> str:
     ]
     if some_dropped:
         charts.append(
-            line_chart("Dropped choices per step", [Series("dropped", dropped)], from_zero=True, x_range=span)
+            line_chart("Dropped assignments per step", [Series("dropped", dropped)], from_zero=True, x_range=span)
         )
     maps = heat_over_time(history.bins, layers) + heat_now(history.last_bin, layers)
     table = _layer_table(router_stats(history.last_bin.counts), layers)
     return f'<h2>Experts</h2><div class="charts">{maps}{"".join(charts)}{table}</div>'
 
 
-def _over_layers(x: npt.NDArray[np.float64], rows: list[list[float]]) -> Thinned:
+def _over_layers(x: npt.NDArray[np.float64], rows: list[list[float]]) -> Downsampled:
     values = np.array(rows, float)
-    return Thinned(x, values.mean(1), values.min(1), values.max(1), 1)
+    return Downsampled(x, values.mean(1), values.min(1), values.max(1), 1)
 
 
 def _layer_table(stats: RouterStats, layers: list[int]) -> str:
@@ -61,3 +79,110 @@ def _layer_table(stats: RouterStats, layers: list[int]) -> str:
         "<figure class=wide><figcaption><b>Layers in the last interval</b></figcaption>"
         f'<div class="scroll"><table>{head}{"".join(rows)}</table></div><p class=note>{note}</p></figure>'
     )
+
+
+def palette() -> list[Color]:
+    """0: no tokens at all in the layer. 1: a dead expert. Then from idle over balanced to overloaded."""
+    colors: list[Color] = [(*UNKNOWN, 60), (*DEAD, 255)]
+    for level in range(-_LEVELS, _LEVELS + 1):
+        colors.append((*(WARM if level > 0 else COLD), round(_OPAQUE * abs(level) / _LEVELS)))
+    return colors
+
+
+def indices(counts_NE: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """Rows of tokens per expert as palette indices."""
+    load = relative_load(counts_NE.astype(np.float64))
+    doublings = np.log2(load, out=np.zeros_like(load), where=load > 0)
+    level = np.rint(np.clip(doublings / DOUBLINGS, -1, 1) * _LEVELS)
+    shown = np.where(counts_NE == 0, _DEAD, _MIDDLE + level)
+    silent = counts_NE.sum(-1, keepdims=True) == 0
+    return np.where(silent, _UNKNOWN, shown).astype(np.uint8)
+
+
+def heat_over_time(bins: Sequence[Bin], layers: Sequence[int]) -> str:
+    """One map per MoE layer: time from left to right, experts from top to bottom."""
+    counts_BME = np.stack([each.counts for each in bins])
+    maps = []
+    for row, layer in enumerate(layers):
+        picture = _picture(indices(counts_BME[:, row]).T, f"layer {layer}", tall=True)
+        maps.append(f"<div><p>layer {layer}</p>{picture}</div>")
+    tall = "" if len(layers) <= 24 else " many"
+    experts = [f"expert {expert}" for expert in range(counts_BME.shape[2])]
+    note = (
+        f"Left to right: steps {bins[0].first:,} to {bins[-1].last:,} in {len(bins)} intervals. "
+        f"Top to bottom: experts 0 to {len(experts) - 1}."
+    )
+    body = f'<div class="maps{tall}" style="--columns:{_columns(len(layers))}">{"".join(maps)}</div>'
+    return _framed("Expert load over time", body, note, [_steps(each) for each in bins], experts)
+
+
+def heat_now(last: Bin, layers: Sequence[int]) -> str:
+    """The last interval: experts from left to right, one row per MoE layer."""
+    rows, experts = len(layers), last.counts.shape[1]
+    picture = _picture(indices(last.counts), "", height=min(max(rows * 18, 54), 420))
+    few = rows <= 12
+    names = "".join(f"<span>{layer}</span>" for layer in (layers if few else (layers[0], layers[-1])))
+    note = f"{_steps(last).capitalize()}. One row per layer, experts 0 to {experts - 1} from left to right."
+    body = f'<div class="now"><div class="rows{"" if few else " ends"}">{names}</div>{picture}</div>'
+    columns = [f"expert {expert}" for expert in range(experts)]
+    return _framed("Expert load at the end", body, note, columns, [f"layer {layer}" for layer in layers])
+
+
+def _columns(maps: int) -> int:
+    """As many maps side by side as leave the fewest places empty."""
+    if maps <= 4:
+        return maps
+    return min(range(4, 7) if maps <= 24 else range(8, 6, -1), key=lambda columns: -maps % columns)
+
+
+def _steps(span: Bin) -> str:
+    return f"step {span.last:,}" if span.first == span.last else f"steps {span.first:,} to {span.last:,}"
+
+
+def _framed(title: str, body: str, note: str, columns: Sequence[str], rows: Sequence[str]) -> str:
+    """With what the page's script needs to name the cell under the pointer."""
+    cells = {"columns": columns, "rows": rows, "perDoubling": _OPAQUE / DOUBLINGS, "most": _OPAQUE}
+    return (
+        f'<figure class="wide" data-cells="{escape(json.dumps(cells, separators=(",", ":")))}">'
+        f"<figcaption><b>{title}</b>{_color_key()}</figcaption>{body}<p class=note>{escape(note)}</p></figure>"
+    )
+
+
+def _picture(indices_YX: npt.NDArray[np.uint8], name: str, *, tall: bool = False, height: int | None = None) -> str:
+    address = data_address(png(np.ascontiguousarray(indices_YX), palette()))
+    style = f' style="height:{height}px"' if height else ""
+    return f'<img class="heat{" tall" if tall else ""}" alt="{escape(name)}"{style} src="{address}">'
+
+
+def _color_key() -> str:
+    """Drawn from the palette itself, so it cannot disagree with the maps."""
+    strip = data_address(png(np.arange(2, 3 + 2 * _LEVELS, dtype=np.uint8)[None], palette()))
+    return (
+        '<span class="key">1/4 of the mean</span>'
+        f'<img class="strip" alt="" src="{strip}"><span class="key">4 times</span>'
+        f'<span class="key"><i style="background:rgb{DEAD}"></i>no token at all</span>'
+    )
+
+
+Color = tuple[int, int, int, int]
+
+
+def png(indices_YX: npt.NDArray[np.uint8], palette: Sequence[Color]) -> bytes:
+    """One byte per cell, looked up in `palette` as red, green, blue and opacity."""
+    height, width = indices_YX.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
+    colors = b"".join(bytes(color[:3]) for color in palette)
+    opacities = bytes(color[3] for color in palette)
+    # Each row starts with the number of its filter; 0 is none.
+    rows = np.concatenate((np.zeros((height, 1), np.uint8), indices_YX), axis=1).tobytes()
+    chunks = ((b"IHDR", header), (b"PLTE", colors), (b"tRNS", opacities), (b"IDAT", zlib.compress(rows, 9)))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, body) for name, body in (*chunks, (b"IEND", b"")))
+
+
+def data_address(picture: bytes) -> str:
+    """The picture as an address that holds it, so that a page needs no other file."""
+    return "data:image/png;base64," + base64.b64encode(picture).decode()
+
+
+def _chunk(name: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))

@@ -1,9 +1,9 @@
-"""Read `metrics.jsonl` into columns, once, line by line, in memory that a long run does not fill.
+"""Read `metrics.jsonl` into columns, line by line, with bounded memory.
 
 Numbers per step are kept in full: a million steps are a few hundred megabytes at most. Tokens per expert are kept as at
-most `MOST_BINS` bins over time; when there are more, neighbours are added up.
+most `MAX_BINS` bins over time; when there are more, neighbours are summed.
 
-A line that cannot be read is counted and left out: a page about a run that was killed is worth more than an error.
+A line that cannot be read is counted and left out: the file of a killed run may end in the middle of one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from moefold.train.callbacks.jsonl import FILE_NAME
 Opener = Callable[[Path, str], AbstractContextManager[Any]]
 Column = npt.NDArray[np.float64]
 
-MOST_BINS = 120
-# Of this many skipped steps the reasons are kept; all are counted.
-_MOST_REASONS = 200
+MAX_BINS = 120
+# Balance losses, and metrics of callbacks: a damaged file may have any number of names.
+MAX_NAMES = 64
+# Reasons are kept for this many skipped steps; all are counted.
+_MAX_REASONS = 200
 # Column name -> where a step's line has it.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
@@ -51,7 +53,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Bin:
-    """Tokens per mixture and expert over the steps from `first` to `last`."""
+    """Tokens per MoE layer and expert over the steps from `first` to `last`."""
 
     first: int
     last: int
@@ -60,13 +62,15 @@ class Bin:
 
 @dataclass
 class History:
-    """A run as it was written down. Columns are as long as `steps`; what is missing in one is NaN."""
+    """A run as recorded. Columns are as long as `steps`; missing entries are NaN."""
 
     start: dict[str, Any] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     steps: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     columns: dict[str, Column] = field(default_factory=dict)
     balance: dict[str, Column] = field(default_factory=dict)
+    # Added by callbacks.
+    metrics: dict[str, Column] = field(default_factory=dict)
     skipped: list[tuple[int, str]] = field(default_factory=list)
     num_skipped: int = 0
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -85,7 +89,7 @@ class History:
 
 
 def read_history(directory: Path, opened: Opener = Path.open) -> History:
-    """`opened` opens the file for reading bytes; a caller may watch how far reading has come."""
+    """`opened` opens the file for reading bytes; a caller may use it to show progress."""
     path = directory / FILE_NAME
     if not path.is_file():
         raise MoefoldError(f"{path}: no such file; a report needs the directory of a run, such as runs/NAME")
@@ -114,6 +118,7 @@ class _Reader:
         self._steps = array("q")
         self._columns = {name: array("d") for name in _COLUMNS}
         self._balance: dict[str, array[float]] = {}
+        self._metrics: dict[str, array[float]] = {}
 
     def take(self, data: dict[str, Any]) -> None:
         history, kind, step = self.history, data.get("kind"), data.get("step")
@@ -140,17 +145,21 @@ class _Reader:
     def _take_step(self, step: int, data: dict[str, Any]) -> None:
         for name, place in _COLUMNS.items():
             self._columns[name].append(_at(data, place))
-        balance = data.get("balance")
-        for name, value in balance.items() if isinstance(balance, dict) else ():
-            column = self._balance.setdefault(name, array("d"))
-            column.extend([math.nan] * (len(self._steps) - len(column)))
-            column.append(number(value))
+        self._take_named(self._balance, data.get("balance"))
+        self._take_named(self._metrics, data.get("metrics"))
         self._steps.append(step)
         if (reason := data.get("skipped")) is not None:
             self.history.num_skipped += 1
-            if len(self.history.skipped) < _MOST_REASONS:
+            if len(self.history.skipped) < _MAX_REASONS:
                 self.history.skipped.append((step, str(reason)))
         self._take_counts(step, data.get("counts"), data.get("counts_steps"))
+
+    def _take_named(self, columns: dict[str, array[float]], found: object) -> None:
+        for name, value in found.items() if isinstance(found, dict) else ():
+            if name in columns or len(columns) < MAX_NAMES:
+                column = columns.setdefault(name, array("d"))
+                column.extend([math.nan] * (len(self._steps) - len(column)))
+                column.append(number(value))
 
     def _take_counts(self, step: int, counts: object, over: object) -> None:
         if counts is None:
@@ -168,21 +177,22 @@ class _Reader:
         steps = over if isinstance(over, int) and 0 < over <= step else 1
         bins.append(Bin(step - steps + 1, step, counts_ME))
         self.history.last_bin = bins[-1]
-        if len(bins) > 2 * MOST_BINS:
-            self.history.bins = [_joined(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
+        if len(bins) > 2 * MAX_BINS:
+            self.history.bins = [_merged(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
 
     def finish(self) -> History:
         history, count = self.history, len(self._steps)
         steps = np.frombuffer(self._steps, dtype=np.int64) if count else np.zeros(0, np.int64)
-        # A step is told once; should a file have it twice, the later line holds.
+        # A step has one line; should a file have two, the later one is used.
         _, last_first = np.unique(steps[::-1], return_index=True)
         order = count - 1 - last_first
         history.steps = steps[order]
-        history.columns = {name: _taken(column, count, order) for name, column in self._columns.items()}
-        history.balance = {name: _taken(column, count, order) for name, column in self._balance.items()}
-        if len(history.bins) > MOST_BINS:
+        history.columns = {name: _in_order(column, count, order) for name, column in self._columns.items()}
+        history.balance = {name: _in_order(column, count, order) for name, column in self._balance.items()}
+        history.metrics = {name: _in_order(column, count, order) for name, column in self._metrics.items()}
+        if len(history.bins) > MAX_BINS:
             bins = history.bins
-            history.bins = [_joined(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
+            history.bins = [_merged(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
         return history
 
 
@@ -203,10 +213,10 @@ def _at(data: dict[str, Any], place: tuple[str, ...]) -> float:
     return number(found)
 
 
-def _taken(column: array[float], count: int, order: npt.NDArray[np.int64]) -> Column:
+def _in_order(column: array[float], count: int, order: npt.NDArray[np.int64]) -> Column:
     column.extend([math.nan] * (count - len(column)))
     return np.array(column, dtype=np.float64)[order]
 
 
-def _joined(early: Bin, late: Bin) -> Bin:
+def _merged(early: Bin, late: Bin) -> Bin:
     return Bin(early.first, late.last, early.counts + late.counts)

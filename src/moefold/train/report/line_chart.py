@@ -1,9 +1,7 @@
 """Charts as inline SVG: lines with a band of extremes, and stacked areas. Colors are CSS classes, so both themes work.
 
-A chart also carries its points as JSON in `data-hover`; the page's small script shows them under the pointer. Without
-the script nothing is missing but that.
-
-Ranges to draw that one outlier cannot ruin.
+Long curves are downsampled. A chart also carries its points as JSON in `data-hover`; the page's script shows them at
+the pointer, and everything else works without it. Axis ranges ignore a single outlier.
 """
 
 from __future__ import annotations
@@ -18,10 +16,48 @@ import numpy.typing as npt
 
 from moefold.html.chart_scale import Scale, short
 from moefold.html.document import figure
-from moefold.train.report.downsample import Thinned
 
 WIDTH, HEIGHT = 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 10, 26
+
+MAX_POINTS = 320
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Downsampled:
+    """A curve and the band around it; NaN where a bucket has no number. A bucket of one step has a band of height 0.
+
+    Dropping points would hide spikes, so a bucket of neighbouring steps keeps its lowest and highest value.
+    """
+
+    x: Numbers
+    mean: Numbers
+    low: Numbers
+    high: Numbers
+    per_bucket: int
+
+    @property
+    def empty(self) -> bool:
+        return not np.isfinite(self.mean).any()
+
+
+def downsample(steps: npt.NDArray[np.int64], values: Numbers, max_points: int = MAX_POINTS) -> Downsampled:
+    count = len(values)
+    width = max(1, -(-count // max_points))
+    full = -(-count // width) * width
+    padded = np.full(full, np.nan)
+    padded[:count] = values
+    table = padded.reshape(-1, width)
+    known = np.isfinite(table)
+    any_known = known.any(1)
+    # The step in the middle of the bucket.
+    x = np.array([steps[min(start + width // 2, count - 1)] for start in range(0, full, width)], dtype=np.float64)
+    total, number = np.where(known, table, 0.0).sum(1), known.sum(1)
+    mean = np.divide(total, number, out=np.full(len(total), np.nan), where=any_known)
+    low = np.where(any_known, np.where(known, table, np.inf).min(1, initial=np.inf), np.nan)
+    high = np.where(any_known, np.where(known, table, -np.inf).max(1, initial=-np.inf), np.nan)
+    return Downsampled(x, mean, low, high, width)
 
 
 @dataclass(frozen=True)
@@ -29,7 +65,7 @@ class Series:
     """One curve. `color` is 1 to 5; `dots` marks every point, for curves of few points."""
 
     name: str
-    points: Thinned
+    points: Downsampled
     color: int = 1
     dots: bool = False
 
@@ -130,7 +166,7 @@ def _curve(series: Series, x: Scale, y: Scale) -> str:
     return path
 
 
-def _pieces(points: Thinned, x: Scale, y: Scale) -> list[str]:
+def _pieces(points: Downsampled, x: Scale, y: Scale) -> list[str]:
     """Unbroken runs of numbers: a gap in the data is a gap in the line."""
     pieces: list[list[str]] = [[]]
     for px, py in zip(points.x, points.mean):
@@ -151,7 +187,7 @@ def _band(series: Series, x: Scale, y: Scale) -> str:
     return f'<path class="band c{series.color}" d="M{"L".join(edge)}Z"/>'
 
 
-def _at(x: npt.NDArray[np.float64], points: Thinned) -> npt.NDArray[np.float64]:
+def _at(x: npt.NDArray[np.float64], points: Downsampled) -> npt.NDArray[np.float64]:
     """The curve's value at each x that is one of its own, NaN elsewhere."""
     if len(points.x) == len(x) and bool((points.x == x).all()):
         return points.mean

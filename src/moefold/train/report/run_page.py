@@ -1,6 +1,6 @@
-"""The page: headline numbers, curves, where the time went, the experts, and what is not known.
+"""The page of a run: headline numbers, curves, where the time went, the experts, and what is not known.
 
-What the page of a run adds to the common looks: maps of experts, and a script that shows values at the pointer.
+To the common style it adds heat maps of experts, and a script that shows values at the pointer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from moefold.html.chart_scale import short
 from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
-from moefold.train.report.curves import learning, speed
+from moefold.train.report.curves import learning, metrics_of_callbacks, speed
 from moefold.train.report.expert_charts import experts
 from moefold.train.report.history import History
 from moefold.train.report.summary import summary
@@ -24,7 +24,7 @@ def page(history: History) -> str:
     facts = summary(history)
     sections = [_header(history, facts), _cards(facts)]
     if len(history.steps):
-        sections += [learning(history), speed(history)]
+        sections += [learning(history), metrics_of_callbacks(history), speed(history)]
     if history.bins and history.last_bin:
         sections.append(experts(history))
     sections += [_skips(history), _missing(facts), _config(history)]

@@ -1,4 +1,4 @@
-"""A run in a few numbers, and a plain list of what is not known about it. Also what `moefold report --json` prints."""
+"""A run in a few numbers, and a list of what is not known about it; `moefold report --json` prints it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from moefold.train.report.history import Column, History, number
 from moefold.train.router_stats import router_stats
 
-# Speed is that of the last part of a run, for the first steps warm up.
+# Speed is measured over the last half of the run: the first steps warm up.
 _LAST_PART = 0.5
 
 
@@ -32,12 +32,12 @@ def summary(history: History) -> dict[str, Any]:
         "last_validation": history.validation[-1][1] if history.validation else None,
         "best_validation": min((loss for _, loss in history.validation), default=None),
         "tokens": int(np.nansum(history.column("tokens"))),
-        "tokens_per_s": _usual(history.column("tokens_per_s")),
-        "tflops_per_rank": _usual(history.column("tflops")),
-        "mfu": _usual(history.column("mfu")),
-        "step_seconds": _usual(history.column("total")),
+        "tokens_per_s": _median(history.column("tokens_per_s")),
+        "tflops_per_rank": _median(history.column("tflops")),
+        "mfu": _median(history.column("mfu")),
+        "step_seconds": _median(history.column("total")),
         "time": time_parts(history),
-        "memory_bytes": _whole(_most(history.column("memory"))),
+        "memory_bytes": _whole(_max(history.column("memory"))),
         "skipped": history.num_skipped,
         "skipped_steps": [{"step": step, "reason": reason} for step, reason in history.skipped],
         "dropped": int(np.nansum(history.column("dropped"))),
@@ -51,7 +51,7 @@ def summary(history: History) -> dict[str, Any]:
 def status(history: History) -> str:
     if not len(history.steps):
         return "no steps yet" if history.stopped is None else f"{history.stopped}, without a step"
-    return history.stopped or "running, or killed without a word"
+    return history.stopped or "running, or killed"
 
 
 def time_parts(history: History) -> dict[str, float]:
@@ -66,7 +66,7 @@ def time_parts(history: History) -> dict[str, float]:
 
 
 def layer_numbers(history: History) -> list[int]:
-    """Which layers the rows of counts are: mixtures follow the dense layers."""
+    """The layer of each row of counts: MoE layers follow the dense layers."""
     rows = history.last_bin.counts.shape[0] if history.last_bin else 0
     config = history.start.get("config")
     model = config.get("model") if isinstance(config, dict) else None
@@ -120,7 +120,7 @@ def _router(history: History) -> dict[str, Any] | None:
     }
 
 
-def _usual(column: Column) -> float | None:
+def _median(column: Column) -> float | None:
     """The median of the last half."""
     late = column[int(len(column) * _LAST_PART) :]
     late = late[np.isfinite(late)]
@@ -137,7 +137,7 @@ def _last(column: Column) -> float | None:
     return float(known[-1]) if len(known) else None
 
 
-def _most(column: Column) -> float | None:
+def _max(column: Column) -> float | None:
     known = column[np.isfinite(column)]
     return float(known.max()) if len(known) else None
 
