@@ -25,6 +25,7 @@ from moefold.errors import ConfigError
 from moefold.model.build import build_moe_layer, one_process_seams
 from moefold.model.decoder import Decoder
 from moefold.model.mtp import loss_scales
+from moefold.moe import layer as moe_layer
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
@@ -71,7 +72,7 @@ class LanguageModel(nn.Module):
         logits = (x_TD @ decoder.head_weight.to(x_TD.dtype).T).view(shape)
         if labels is None:
             return ModelOutput(logits)
-        only_loss = replace(whole, embedding=False, layers=(), mtp=(), loss=True)
+        only_loss = replace(whole, embedding=False, layers=range(0), mtp=(), loss=True)
         losses = decoder(batch, None, only_loss, hidden.hidden)
         aux_loss = logits.new_zeros(())
         for _, report in hidden.reports:
@@ -144,7 +145,7 @@ class MoELayer(nn.Module):
     True
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: moe_layer.MoELayer) -> None:
         super().__init__()
         self.layer = layer
 

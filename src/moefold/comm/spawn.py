@@ -122,7 +122,9 @@ def join_world(seconds: float) -> tuple[int, int]:
     if "RANK" not in os.environ:
         return 0, 1
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    # A script may train several runs, one after the other.
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
     return dist.get_rank(), dist.get_world_size()
 
 
