@@ -32,7 +32,7 @@ def _inputs() -> list[Tensor]:
     return [torch.randn(14, 32, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
 
 
-def test_names_and_lanes() -> None:
+def test_names_and_streams() -> None:
     dense, mixture = _blocks(MODEL)
     batch = batch_of(2, 7, 11)
     assert [(p.name, p.stream) for p in dense.phases(batch)] == [
@@ -45,7 +45,7 @@ def test_names_and_lanes() -> None:
         ("dispatch", Stream.COMM),
         ("experts", Stream.COMPUTE),
         ("combine", Stream.COMM),
-        ("answer", Stream.COMPUTE),
+        ("output", Stream.COMPUTE),
     ]
 
 

@@ -12,6 +12,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.build import build_decoder, one_process_seams
 from moefold.moe.layer import MoELayer
+from moefold.nn.phase import run_in_order
 
 MIXTURES = {
     "plain": MoEConfig(),
@@ -65,3 +66,16 @@ def test_equals_its_formula(moe: MoEConfig) -> None:
     our_grads, their_grads = (torch.autograd.grad(y, leaves, grad, materialize_grads=True) for y in (ours, expected))
     for a, b in zip(our_grads, their_grads):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("moe", MIXTURES.values(), ids=MIXTURES.keys())
+def test_forward_and_phases_give_the_same_bits(moe: MoEConfig) -> None:
+    """``forward`` spells the steps out and ``phases`` lists them: same steps, same order, values and gradients."""
+    layer, batch = _layer(moe), batch_of(3, 5, 11)
+    x = torch.randn(15, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    y, report = layer(x, batch, None)
+    y_of_phases, report_of_phases = run_in_order(layer.phases(batch, None), x)
+    assert torch.equal(y, y_of_phases) and torch.equal(report.counts_E, report_of_phases.counts_E)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, y_of_phases))):
+        assert torch.equal(a, b)

@@ -1,14 +1,11 @@
-"""One transformer layer: attention, then a dense or a routed feed-forward, each on top of what came in.
+"""One transformer layer: attention, then a dense or an MoE feed-forward, each added to the residual stream.
 
-t tokens of this rank, D width, E experts.
-
-A block's forward is its list of phases. What a mixture of experts does between its phases travels in the carry, next to
-the stream that its answer will be added to.
+``phases`` gives the same forward in pieces: the pipeline interleaves those of two microbatches, and recomputation
+works phase by phase. While the MoE layer's phases run, the residual waits beside their carry (``nn/phase.py``).
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -49,24 +46,32 @@ class Block(nn.Module):
         return isinstance(self.feed_forward, MoELayer)
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None = None) -> BlockOutput:
-        output: BlockOutput = run_in_order(self.phases(batch, earlier_E), x_tD)
-        return output
+        if self.recompute:
+            output: BlockOutput = run_in_order(self.phases(batch, earlier_E), x_tD)
+            return output
+        x_tD = self._attention(x_tD, batch)
+        if isinstance(self.feed_forward, FeedForward):
+            return self._dense(x_tD, batch)
+        y_tD, report = self.feed_forward(self.feed_forward_norm(x_tD), batch, earlier_E)
+        return BlockOutput(x_tD + y_tD, report)
 
     def phases(self, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
-        attention = Phase("attention", Stream.COMPUTE, partial(self._attention, batch))
+        """The same forward step by step; phases in ``recompute`` save their input only."""
+        attention = Phase("attention", Stream.COMPUTE, lambda x_tD: self._attention(x_tD, batch))
         if isinstance(self.feed_forward, FeedForward):
-            phases: tuple[Phase, ...] = attention, Phase("feed_forward", Stream.COMPUTE, partial(self._dense, batch))
+            dense = Phase("feed_forward", Stream.COMPUTE, lambda x_tD: self._dense(x_tD, batch))
+            phases: tuple[Phase, ...] = attention, dense
         else:
-            phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self.feed_forward_norm, _add_answer)
+            phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self.feed_forward_norm, _add_residual)
         return tuple(recomputed(phase) if phase.name in self.recompute else phase for phase in phases)
 
-    def _attention(self, batch: Batch, x_tD: Tensor) -> Tensor:
+    def _attention(self, x_tD: Tensor, batch: Batch) -> Tensor:
         return x_tD + self.attention(self.attention_norm(x_tD), batch)
 
-    def _dense(self, batch: Batch, x_tD: Tensor) -> BlockOutput:
+    def _dense(self, x_tD: Tensor, batch: Batch) -> BlockOutput:
         return BlockOutput(x_tD + self.feed_forward(self.feed_forward_norm(x_tD), batch), None)
 
 
-def _add_answer(x_tD: Tensor, answer: tuple[Tensor, RoutingReport]) -> BlockOutput:
-    y_tD, report = answer
+def _add_residual(x_tD: Tensor, output: tuple[Tensor, RoutingReport]) -> BlockOutput:
+    y_tD, report = output
     return BlockOutput(x_tD + y_tD, report)

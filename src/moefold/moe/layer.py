@@ -1,14 +1,17 @@
-"""One mixture-of-experts layer: route, send, compute, bring home.
+"""One MoE layer: route, dispatch, experts, combine.
 
-t tokens of this rank, E experts, D width, L the width in which tokens travel, R rows arriving here.
+    route      the router gives each token K experts and a prob for each
+    dispatch   rows travel to the ranks that hold their experts
+    experts    each row through its experts, times its probs; the shared expert sees every token of this rank
+    combine    rows travel back and are summed per token
+    output     from the latent dim back to the model dim, plus the shared expert's output
 
-The shared expert sees every token and needs nobody's answer, so it is computed beside the routed experts, where it can
-hide another microbatch's communication.
+The shared expert needs no communication, so it runs in the experts step, where it can hide another microbatch's
+all-to-all.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,30 +22,38 @@ from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.router import Router
 from moefold.nn.batch import Batch
 from moefold.nn.layers import FeedForward, Linear
-from moefold.nn.phase import Phase, Stream, run_in_order
+from moefold.nn.phase import Phase, Stream
 
 
 class Routed(NamedTuple):
+    """The layer's input, the same in the dim in which it travels, and each token's experts and probs."""
+
     x_tD: Tensor
-    sent_tL: Tensor
+    x_tL: Tensor
     routing: Routing
     report: RoutingReport
 
 
 class Dispatched(NamedTuple):
+    """The rows that the experts of this rank received, beside the tokens of this rank for the shared expert."""
+
     x_tD: Tensor
-    arrived: Arrived
+    expert_in: Arrived
     report: RoutingReport
 
 
 class ExpertOutput(NamedTuple):
+    """One row per received row; ``ticket`` holds what the dispatcher needs to send them back."""
+
     shared_tD: Tensor | None
-    rows_RL: Tensor
+    expert_out_RL: Tensor
     ticket: Any
     report: RoutingReport
 
 
 class Combined(NamedTuple):
+    """Per token of this rank: the sum of its experts' outputs, each times its prob."""
+
     shared_tD: Tensor | None
     y_tL: Tensor
     report: RoutingReport
@@ -70,37 +81,47 @@ class MoELayer(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> tuple[Tensor, RoutingReport]:
         """``earlier_E``: how many tokens each expert got from the step's earlier microbatches, for its balance loss."""
-        y_tD, report = run_in_order(self.phases(batch, earlier_E), x_tD)
-        return y_tD, report
+        routed = self._route(x_tD, batch, earlier_E)
+        dispatched = self._dispatch(routed)
+        del routed
+        expert_out = self._experts(dispatched, batch)
+        # As between phases: what later steps do not need is freed before they allocate.
+        del dispatched
+        combined = self._combine(expert_out)
+        del expert_out
+        return self._output(combined)
 
     def phases(self, batch: Batch, earlier_E: Tensor | None) -> tuple[Phase, ...]:
+        """The same steps one by one, for schedules that interleave microbatches or recompute some of them."""
         return (
-            Phase("route", Stream.COMPUTE, partial(self._route, batch, earlier_E)),
+            Phase("route", Stream.COMPUTE, lambda x_tD: self._route(x_tD, batch, earlier_E)),
             Phase("dispatch", Stream.COMM, self._dispatch),
-            Phase("experts", Stream.COMPUTE, partial(self._experts, batch)),
+            Phase("experts", Stream.COMPUTE, lambda dispatched: self._experts(dispatched, batch)),
             Phase("combine", Stream.COMM, self._combine),
-            Phase("answer", Stream.COMPUTE, self._answer),
+            Phase("output", Stream.COMPUTE, self._output),
         )
 
-    def _route(self, batch: Batch, earlier_E: Tensor | None, x_tD: Tensor) -> Routed:
+    def _route(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> Routed:
         routing, report = self.router(x_tD, batch, earlier_E)
-        sent_tL = x_tD if self.latent_down is None else self.latent_down(x_tD)
-        return Routed(x_tD, sent_tL, routing, report)
+        x_tL = x_tD if self.latent_down is None else self.latent_down(x_tD)
+        return Routed(x_tD, x_tL, routing, report)
 
     def _dispatch(self, routed: Routed) -> Dispatched:
-        return Dispatched(routed.x_tD, self.dispatcher.dispatch(routed.sent_tL, routed.routing), routed.report)
+        expert_in = self.dispatcher.dispatch(routed.x_tL, routed.routing)
+        return Dispatched(routed.x_tD, expert_in, routed.report)
 
-    def _experts(self, batch: Batch, sent: Dispatched) -> ExpertOutput:
-        shared_tD = None if self.shared is None else self.shared(sent.x_tD, batch)
+    def _experts(self, dispatched: Dispatched, batch: Batch) -> ExpertOutput:
+        shared_tD = None if self.shared is None else self.shared(dispatched.x_tD, batch)
         if shared_tD is not None and self.shared_gate is not None:
-            shared_tD = shared_tD * self.shared_gate(sent.x_tD).sigmoid()
-        return ExpertOutput(shared_tD, self.experts(sent.arrived), sent.arrived.ticket, sent.report)
+            shared_tD = shared_tD * self.shared_gate(dispatched.x_tD).sigmoid()
+        expert_out_RL = self.experts(dispatched.expert_in)
+        return ExpertOutput(shared_tD, expert_out_RL, dispatched.expert_in.ticket, dispatched.report)
 
-    def _combine(self, answered: ExpertOutput) -> Combined:
-        y_tL = self.dispatcher.combine(answered.rows_RL, answered.ticket)
-        return Combined(answered.shared_tD, y_tL, answered.report)
+    def _combine(self, expert_out: ExpertOutput) -> Combined:
+        y_tL = self.dispatcher.combine(expert_out.expert_out_RL, expert_out.ticket)
+        return Combined(expert_out.shared_tD, y_tL, expert_out.report)
 
-    def _answer(self, home: Combined) -> tuple[Tensor, RoutingReport]:
-        """A phase of its own: what has weights belongs on the compute lane."""
-        y_tD = home.y_tL if self.latent_up is None else self.latent_up(home.y_tL)
-        return (y_tD if home.shared_tD is None else y_tD + home.shared_tD), home.report
+    def _output(self, combined: Combined) -> tuple[Tensor, RoutingReport]:
+        """Apart from ``_combine``: a matmul belongs on the compute stream."""
+        y_tD = combined.y_tL if self.latent_up is None else self.latent_up(combined.y_tL)
+        return (y_tD if combined.shared_tD is None else y_tD + combined.shared_tD), combined.report
