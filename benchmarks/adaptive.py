@@ -161,7 +161,7 @@ def _alternate(case: Exchange, rank: int, rounds: int, warm: int) -> dict[str, l
             dist.barrier()
             began = time.perf_counter()
             arrived = dispatchers[name].dispatch(x, Routing(expert, prob))
-            dispatchers[name].combine(arrived.rows_SD, arrived.ticket)
+            dispatchers[name].combine(arrived.rows_RL, arrived.ticket)
             if number >= warm:
                 found[name].append(time.perf_counter() - began)
     return found

@@ -96,7 +96,7 @@ class BareAllToAll:
 
     def prepare(self, seed: int) -> Buffers:
         drawn, at = self.tokens.draw(seed), self.at
-        to_rank_N = drawn.routing.expert_tK.flatten() // (at.shape.experts // at.world)
+        to_rank_N = drawn.routing.experts.flatten() // (at.shape.experts // at.world)
         sent = torch.bincount(to_rank_N, minlength=at.world)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
@@ -126,7 +126,7 @@ class DispatchCombine:
 
     def run(self, prepared: RoutedTokens) -> None:
         arrived = self.dispatcher.dispatch(prepared.x_tD, prepared.routing)
-        self.dispatcher.combine(arrived.rows_SD, arrived.ticket)
+        self.dispatcher.combine(arrived.rows_RL, arrived.ticket)
 
     def saved_bytes(self, prepared: RoutedTokens) -> int | None:
         return None

@@ -20,7 +20,7 @@ from benchmarks.runner import Builder
 from benchmarks.timed_layer import Forward, TimedLayer
 from moefold.bench.layer_bench import batch_of, filled_layer
 from moefold.bench.layer_workload import LayerShape, Weights
-from moefold.model.build import one_process_seams
+from moefold.model.build import local_interfaces
 from moefold.moe.moe_kernels import kernels_named
 
 
@@ -31,7 +31,7 @@ def moefold_layer(backend: str, kernels: str = "torch") -> Builder:
 
 
 def _make(backend: str, kernels: str, shape: LayerShape, weights: Weights) -> tuple[Forward, Sequence[Tensor]]:
-    layer = filled_layer(shape, weights, one_process_seams(backend, kernels_named(kernels, "cpu")))
+    layer = filled_layer(shape, weights, local_interfaces(backend, kernels_named(kernels, "cpu")))
     batch = batch_of(shape.tokens)
     return (lambda x: layer(x, batch, None)[0]), list(layer.parameters())
 

@@ -19,7 +19,7 @@ from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
-from moefold.moe.dispatch.base import Arrived, Routing
+from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import ExpertWeights
 from moefold.moe.moe_kernels import kernels_for
@@ -116,7 +116,7 @@ class StepByHand:
         prob_TK = scores_TE.gather(1, expert_TK)
         prob_TK = prob_TK / prob_TK.sum(-1, keepdim=True)
         rows_E = expert_TK.flatten().bincount(minlength=num_experts)
-        arrived = Arrived(h_TD, Routing(expert_TK, prob_TK), rows_E, rows_E.tolist(), None, None)
+        arrived = ExpertInput(h_TD, Routing(expert_TK, prob_TK), rows_E, rows_E.tolist(), None, None)
         weights = ExpertWeights(w[f"{at}.experts.gate_up"], w[f"{at}.experts.down"], None, None, 1.0)
         return self.experts(arrived, weights), (rows_E / expert_TK.numel() * scores_TE).sum()
 

@@ -28,8 +28,8 @@ assert y.shape == x.shape
 
 # %% Where did the tokens go? `route` gives the experts of every token, and their probs.
 routing = layer.route(x)
-print("experts of the first token:", routing.expert_tK[0].tolist())
-print("their probs:               ", [round(prob, 3) for prob in routing.weight_tK[0].tolist()])
+print("experts of the first token:", routing.experts[0].tolist())
+print("their probs:               ", [round(prob, 3) for prob in routing.probs[0].tolist()])
 
 # %% How even is the load? `forward_with_report` also gives tokens per expert and balance losses.
 _, report = layer.forward_with_report(x)

@@ -12,7 +12,7 @@ from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
-from moefold.moe.dispatch.base import Arrived
+from moefold.moe.dispatch.base import ExpertInput
 from moefold.topology.folded_layout import fold
 
 
@@ -27,9 +27,9 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
     return spawn_ranks(live, world, seconds=60)
 
 
-def multiplied(arrived: Arrived, factor_e: Tensor) -> Tensor:
+def multiplied(arrived: ExpertInput, factor_e: Tensor) -> Tensor:
     """What experts that only multiply their rows by a number would answer."""
-    expert_SK, weight_SK, kept_SK = arrived.choices
+    expert_SK, weight_SK, kept_SK = arrived.assignments
     if kept_SK is not None:
         expert_SK, weight_SK = expert_SK.where(kept_SK, 0), weight_SK * kept_SK
-    return arrived.rows_SD * (factor_e[expert_SK] * weight_SK).sum(1, keepdim=True)
+    return arrived.rows_RL * (factor_e[expert_SK] * weight_SK).sum(1, keepdim=True)

@@ -83,7 +83,7 @@ def test_a_layer_computes_what_its_experts_say() -> None:
     routing, experts = layer.route(x), layer.layer.experts
     expected = torch.zeros(6, 6, dtype=torch.float64)
     for t, row in enumerate(x.view(6, 6)):
-        for expert, prob in zip(routing.expert_tK[t], routing.weight_tK[t], strict=True):
+        for expert, prob in zip(routing.experts[t], routing.probs[t], strict=True):
             gate, up = experts.gate_up[expert] @ row
             expected[t] += prob * (experts.down[expert] @ (torch.nn.functional.silu(gate) * up))
     torch.testing.assert_close(layer(x), expected.view(2, 3, 6))

@@ -42,10 +42,10 @@ def _float64() -> object:
 
 
 def _layer(config: GQAConfig | MLAConfig, tokens: LocalTokens | None = None, layer: int = 0) -> nn.Module:
-    seam, products = tokens or LocalTokens(), NativeMatmul()
+    seam, matmul_policy = tokens or LocalTokens(), NativeMatmul()
     if isinstance(config, GQAConfig):
-        return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore(), products)
-    return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore(), products)
+        return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore(), matmul_policy)
+    return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore(), matmul_policy)
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())

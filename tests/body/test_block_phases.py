@@ -13,7 +13,7 @@ from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.block import Block, BlockOutput
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.nn.phase import Stream
 
 MOE = MoEConfig(shared_hidden_dim=24, shared_gate=True, latent_dim=20)
@@ -22,7 +22,7 @@ MODELS = {"gqa": MODEL, "mla": replace(MODEL, attention=MLAConfig(), moe=MoEConf
 
 
 def _blocks(model: ModelConfig) -> list[Block]:
-    decoder = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
+    decoder = build_decoder(model, torch.float64, local_interfaces("sequential")).double()
     fill(decoder)
     return list(decoder.layers.values())
 

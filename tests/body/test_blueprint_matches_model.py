@@ -11,7 +11,7 @@ from moefold.blueprint.parameters import buffers, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.recipes.catalog import RECIPES
 
 SHARED = MoEConfig(shared_hidden_dim=24, shared_gate=True, latent_dim=20)
@@ -36,7 +36,7 @@ MODELS = {
 def test_names_and_shapes(model: ModelConfig, num_mtp: int) -> None:
     model = replace(model, num_mtp=num_mtp)
     with torch.device("meta"):
-        built = build_decoder(model, torch.bfloat16, one_process_seams("grouped"))
+        built = build_decoder(model, torch.bfloat16, local_interfaces("grouped"))
     assert {name: tuple(value.shape) for name, value in built.named_parameters()} == {
         spec.name: spec.shape for spec in parameters(model)
     }

@@ -15,8 +15,8 @@ from moefold.moe.dispatch.base import Routing
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
-from moefold.moe.padded_permutation import STEP, lay_out_rows, rounded_up
-from moefold.moe.permute import count_choices
+from moefold.moe.padded_permutation import STEP, pad_rows, rounded_up
+from moefold.moe.permute import count_assignments
 from moefold.nn.matmul_policy import NativeMatmul, WeightGradQueue
 from moefold.ops.activations import swiglu_reference
 from moefold.ops.glu import AutogradGLU, SwiGLU
@@ -79,9 +79,9 @@ def outcome(experts: Experts, case: Case, dtype: torch.dtype) -> dict[str, Tenso
     y = dispatcher.combine(experts(arrived), arrived.ticket)
     torch.manual_seed(2)
     y.backward(torch.randn(y.shape).to(dtype))
-    assert x.grad is not None and routing.weight_tK.grad is not None
+    assert x.grad is not None and routing.probs.grad is not None
     named = {name: p.grad for name, p in experts.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "dx": x.grad, "dweight": routing.weight_tK.grad, **named}
+    return {"y": y.detach(), "dx": x.grad, "dweight": routing.probs.grad, **named}
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -120,8 +120,8 @@ def outcome_of_rounded(experts: Experts, case: Case) -> dict[str, Tensor]:
     """In float64, from inputs that bfloat16 can hold."""
     x, routing = route(case, torch.bfloat16)
     x = x.detach().double().requires_grad_()
-    weight = routing.weight_tK.detach().double().requires_grad_()
-    arrived = LocalDispatcher(case.config.num_experts).dispatch(x, routing._replace(weight_tK=weight))
+    weight = routing.probs.detach().double().requires_grad_()
+    arrived = LocalDispatcher(case.config.num_experts).dispatch(x, routing._replace(probs=weight))
     y = experts(arrived)
     torch.manual_seed(2)
     y.backward(torch.randn(y.shape).to(torch.bfloat16).double())
@@ -148,15 +148,15 @@ def test_weight_gradients_can_wait(dropped: float | None) -> None:
 def test_rows_are_rounded_up_and_every_choice_finds_its_own() -> None:
     case = draw(11)._replace(dropped=0.3, tokens=130)
     _, routing = route(case, torch.float32)
-    counts = count_choices(routing, case.config.num_experts).tolist()
-    rows = lay_out_rows(routing, counts)
+    counts = count_assignments(routing, case.config.num_experts).tolist()
+    rows = pad_rows(routing, counts)
     assert rows.sizes == tuple(map(rounded_up, counts)) and all(size % STEP == 0 for size in rows.sizes)
-    assert routing.kept_tK is not None and rows.choice_C is not None
+    assert routing.kept is not None and rows.assignment_N is not None
     expert_of_row = torch.arange(len(counts)).repeat_interleave(torch.tensor(rows.sizes))
-    assert torch.equal(expert_of_row[rows.row_C], routing.expert_tK.flatten()[rows.choice_C])
-    assert torch.equal(rows.source_P[rows.row_C], rows.choice_C // case.config.top_k)
-    assert torch.equal(rows.choice_C, routing.kept_tK.flatten().nonzero().flatten())
-    assert len(set(rows.row_C.tolist())) == len(rows.row_C)
+    assert torch.equal(expert_of_row[rows.row_N], routing.experts.flatten()[rows.assignment_N])
+    assert torch.equal(rows.received_P[rows.row_N], rows.assignment_N // case.config.top_k)
+    assert torch.equal(rows.assignment_N, routing.kept.flatten().nonzero().flatten())
+    assert len(set(rows.row_N.tolist())) == len(rows.row_N)
 
 
 def test_the_gate_written_out_equals_autograd() -> None:

@@ -12,7 +12,7 @@ from tests.body.model_inputs import batch_of, fill
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 
 MODEL = ModelConfig(vocab_size=50, dim=32, num_layers=3, num_dense_layers=1, dense_hidden_dim=48)
@@ -26,7 +26,7 @@ MODELS = {
 
 
 def _decoder(model: ModelConfig, compute: torch.dtype = torch.float64) -> Decoder:
-    decoder = build_decoder(model, compute, one_process_seams("sequential"))
+    decoder = build_decoder(model, compute, local_interfaces("sequential"))
     decoder = decoder.double() if compute == torch.float64 else decoder
     fill(decoder)
     return decoder

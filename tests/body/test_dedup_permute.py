@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from moefold.moe.dedup_permute import (
+    assignment_map,
     gather_tokens,
     reduce_tokens,
     token_rank_map,
-    token_rank_map_of_assignments,
     token_rank_mask,
 )
 
@@ -25,11 +25,11 @@ def test_pairs_equal_a_loop(rows: int, places: int, choices: int, dropping: bool
         (int(place[row, k]), row) for row in range(rows) for k in range(choices) if kept is None or bool(kept[row, k])
     }
     pairs = token_rank_map(wanted, len(wishes))
-    assert pairs.source_N.tolist() == [row for _, row in sorted(wishes)]
+    assert pairs.token_N.tolist() == [row for _, row in sorted(wishes)]
 
     x = torch.randn(rows, 5, dtype=torch.float64, generator=generator, requires_grad=True)
     spread = gather_tokens(x, pairs)
-    torch.testing.assert_close(spread, x[pairs.source_N])
+    torch.testing.assert_close(spread, x[pairs.token_N])
     home = reduce_tokens(spread, pairs)
     torch.testing.assert_close(home, x * wanted.sum(1, keepdim=True))
     home.sum().backward()
@@ -51,7 +51,7 @@ def test_narrow_rows_are_added_up_in_wide_numbers() -> None:
 def test_a_pair_for_every_choice(rows: int, choices: int, share: float) -> None:
     generator = torch.Generator().manual_seed(choices)
     order = torch.randperm(rows * choices, generator=generator)[: int(share * rows * choices)]
-    pairs = token_rank_map_of_assignments(order, rows, choices)
+    pairs = assignment_map(order, rows, choices)
     x = torch.randn(rows, 5, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(gather_tokens(x, pairs), x[order // choices])
     answers = torch.randn(len(order), 5, dtype=torch.float64, generator=generator)

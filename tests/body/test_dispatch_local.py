@@ -26,8 +26,8 @@ def through(dispatcher: LocalDispatcher, x: Tensor, routing: Routing) -> Tensor:
 
 
 def token_by_token(x: Tensor, routing: Routing) -> Tensor:
-    kept = torch.ones_like(routing.expert_tK, dtype=torch.bool) if routing.kept_tK is None else routing.kept_tK
-    return x * ((routing.expert_tK + 1) * routing.weight_tK * kept).sum(1, keepdim=True)
+    kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+    return x * ((routing.experts + 1) * routing.probs * kept).sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize("capacity", [None, 12], ids=["sorted", "padded"])
@@ -38,7 +38,7 @@ def test_there_and_back_equals_token_by_token(capacity: int | None, dropping: bo
     x = torch.randn(num_tokens, WIDTH, dtype=torch.float64, requires_grad=True)
     got, expected = through(LocalDispatcher(EXPERTS, capacity), x, routing), token_by_token(x, routing)
     torch.testing.assert_close(got, expected)
-    upstream, inputs = torch.randn_like(got), (x, routing.weight_tK)
+    upstream, inputs = torch.randn_like(got), (x, routing.probs)
     for ours, theirs in zip(
         torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
     ):

@@ -29,6 +29,6 @@ def test_rows_that_a_capacity_leaves(capacity: dict[str, Any], scope: Any) -> No
     routing, report = Router(moe, 4, LocalTokens())(torch.randn(37, 4), batch, None)
     counts = BalancedSplitSizes(run, fold(run.parallel, 1), 0, (37,), 1)
     assert counts._rows_of(0) == report.kept_E.tolist()
-    expected = np.flatnonzero(routing.kept_tK.flatten().numpy())
+    expected = np.flatnonzero(routing.kept.flatten().numpy())
     assert counts._choices_of(0).tolist() == expected.tolist()
     assert 0 < len(expected) < 111

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.dispatch.base import Arrived, Routing
+from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
 from moefold.nn.matmul_policy import NativeMatmul
@@ -28,19 +28,19 @@ def build(
     return experts
 
 
-def arrive(counts: list[int], dtype: torch.dtype = torch.float64, weights: torch.dtype = torch.float64) -> Arrived:
+def arrive(counts: list[int], dtype: torch.dtype = torch.float64, weights: torch.dtype = torch.float64) -> ExpertInput:
     """Rows with one choice each, in a mixed order."""
     torch.manual_seed(1)
     rows = torch.randn(sum(counts), WIDTH, dtype=dtype, requires_grad=True)
     weight = torch.rand(sum(counts), 1, dtype=weights, requires_grad=True)
     expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))[torch.randperm(sum(counts)), None]
-    return Arrived(rows, Routing(expert, weight), torch.tensor(counts), counts, None, None)
+    return ExpertInput(rows, Routing(expert, weight), torch.tensor(counts), counts, None, None)
 
 
-def row_by_row(experts: Experts, arrived: Arrived, config: MoEConfig) -> Tensor:
-    out = [arrived.rows_SD.new_zeros(0, WIDTH)]
-    expert_S, weight_S = arrived.choices.expert_tK[:, 0].tolist(), arrived.choices.weight_tK[:, 0]
-    for row, weight, e in zip(arrived.rows_SD, weight_S, expert_S, strict=True):
+def row_by_row(experts: Experts, arrived: ExpertInput, config: MoEConfig) -> Tensor:
+    out = [arrived.rows_RL.new_zeros(0, WIDTH)]
+    expert_S, weight_S = arrived.assignments.experts[:, 0].tolist(), arrived.assignments.probs[:, 0]
+    for row, weight, e in zip(arrived.rows_RL, weight_S, expert_S, strict=True):
         gate, up = experts.gate_up[e] @ row
         if experts.gate_up_bias is not None:
             gate, up = gate + experts.gate_up_bias[e, 0], up + experts.gate_up_bias[e, 1]
@@ -64,7 +64,7 @@ def test_experts_equal_one_row_at_a_time(
     experts, arrived = build(config, backend=engine), arrive(counts)
     out, expected = experts(arrived), row_by_row(experts, arrived, config)
     torch.testing.assert_close(out, expected)
-    inputs = (arrived.rows_SD, arrived.choices.weight_tK, *experts.parameters())
+    inputs = (arrived.rows_RL, arrived.assignments.probs, *experts.parameters())
     upstream = torch.randn_like(out)
     ours = torch.autograd.grad(out, inputs, upstream)
     torch.testing.assert_close(ours, torch.autograd.grad(expected, inputs, upstream))
@@ -97,8 +97,8 @@ def test_a_share_of_the_experts_runs_with_the_same_code() -> None:
     whole, part = build(CONFIG), build(CONFIG)
     part.gate_up.data, part.down.data = whole.gate_up.data[2:], whole.down.data[2:]
     rows = arrive([0, 0, 4, 2])
-    choices = rows.choices._replace(expert_tK=rows.choices.expert_tK - 2)
-    here = rows._replace(choices=choices, rows_per_expert_e=torch.tensor([4, 2]), rows_per_expert=[4, 2])
+    choices = rows.assignments._replace(experts=rows.assignments.experts - 2)
+    here = rows._replace(assignments=choices, rows_per_expert_e=torch.tensor([4, 2]), rows_per_expert=[4, 2])
     torch.testing.assert_close(part(here), whole(rows))
 
 
@@ -111,18 +111,18 @@ def test_narrow_rows_and_wide_weights(engine: str) -> None:
     assert out.dtype == torch.bfloat16
     twin = build(config)
     twin.load_state_dict(experts.state_dict())
-    choices = arrived.choices._replace(weight_tK=arrived.choices.weight_tK.double())
-    exact = twin(arrived._replace(rows_SD=arrived.rows_SD.double(), choices=choices))
+    choices = arrived.assignments._replace(probs=arrived.assignments.probs.double())
+    exact = twin(arrived._replace(rows_RL=arrived.rows_RL.double(), assignments=choices))
     torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.1)
     out.backward(torch.ones_like(out))
-    assert arrived.choices.weight_tK.grad is not None and arrived.choices.weight_tK.grad.dtype == torch.float32
+    assert arrived.assignments.probs.grad is not None and arrived.assignments.probs.grad.dtype == torch.float32
 
 
 def bytes_saved(weight_at: str) -> tuple[int, int]:
     """All bytes kept for backward beside the inputs, and how many tensors of the shape of the output are among them."""
     config = replace(CONFIG, weight_at=weight_at)
     experts, arrived = build(config), arrive([5, 1, 4, 2])
-    given = (arrived.rows_SD, arrived.choices.weight_tK, *experts.parameters())
+    given = (arrived.rows_RL, arrived.assignments.probs, *experts.parameters())
     known = {t.untyped_storage().data_ptr() for t in given}
     kept: dict[int, Tensor] = {}
 

@@ -16,7 +16,7 @@ from tests.body.model_inputs import batch_of, fill
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.blueprint.flops import executed_flops_per_token
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.nn.batch import mtp_targets
 from moefold.recipes.catalog import recipe
 
@@ -54,7 +54,7 @@ FORMULAS = {
 @pytest.mark.parametrize("num_mtp", [0, 2])
 def test_executed_count_equals_the_counter(name: str, experts: str, num_mtp: int) -> None:
     model = replace(recipe(name).model, num_mtp=num_mtp)
-    decoder = build_decoder(model, torch.float32, one_process_seams(experts))  # type: ignore[arg-type]
+    decoder = build_decoder(model, torch.float32, local_interfaces(experts))  # type: ignore[arg-type]
     fill(decoder)
     batch = batch_of(SEQUENCES, SEQ_LEN, model.vocab_size)
     ahead = [mtp_targets(batch.tokens_T, batch.labels_T, batch.lengths, by) for by in range(1, num_mtp + 1)]

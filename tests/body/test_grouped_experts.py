@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.dispatch.base import Arrived, Routing
+from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.experts import ExpertBackend, Experts
-from moefold.moe.grouped_experts import GroupedExperts, KernelGroupedExperts
+from moefold.moe.grouped_experts import (
+    GroupedExperts,
+    KernelPermutation,
+    TorchPermutation,
+    kernel_activation,
+    torch_activation,
+)
 from moefold.moe.moe_kernels import torch_kernels, triton_kernels
 from moefold.nn.grouped_mm import sequential
 from moefold.nn.matmul_policy import NativeMatmul
@@ -27,43 +33,45 @@ def config(weight_at: str, bias: bool, activation: str) -> MoEConfig:
     )  # type: ignore[arg-type]
 
 
-def arrive(dtype: torch.dtype, slots: int | None) -> Arrived:
+def arrive(dtype: torch.dtype, capacity: int | None) -> ExpertInput:
     """Source rows with several choices here, some of them not kept, and no choice of expert 2."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(SOURCES, WIDTH, dtype=dtype, generator=generator).requires_grad_()
     expert = torch.tensor([0, 1, 3])[torch.rand(SOURCES, 3, generator=generator).argsort(1)]
     weight = torch.rand(SOURCES, K, dtype=dtype, generator=generator).requires_grad_()
     kept = torch.rand(SOURCES, K, generator=generator) > 0.3
-    counts = torch.bincount(expert[kept], minlength=E) if slots is None else torch.full((E,), slots)
-    return Arrived(rows, Routing(expert, weight, kept), counts, counts.tolist(), slots, None)
+    counts = torch.bincount(expert[kept], minlength=E) if capacity is None else torch.full((E,), capacity)
+    return ExpertInput(rows, Routing(expert, weight, kept), counts, counts.tolist(), capacity, None)
 
 
-def run(engine: ExpertBackend, moe: MoEConfig, dtype: torch.dtype, slots: int | None) -> list[Tensor]:
+def run(backend: ExpertBackend, moe: MoEConfig, dtype: torch.dtype, capacity: int | None) -> list[Tensor]:
     torch.manual_seed(0)
-    experts = Experts(moe, WIDTH, engine).to(dtype)
+    experts = Experts(moe, WIDTH, backend).to(dtype)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    arrived = arrive(dtype, slots)
-    out = experts(arrived)
-    leaves = [arrived.rows_SD, arrived.choices.weight_tK, *experts.parameters()]
+    expert_in = arrive(dtype, capacity)
+    out = experts(expert_in)
+    leaves = [expert_in.rows_RL, expert_in.assignments.probs, *experts.parameters()]
     return [out, *torch.autograd.grad(out, leaves, torch.randn(out.shape, dtype=dtype))]
 
 
 CASES = list(product(("activation", "output"), (False, True), ("swiglu", "clamped_swiglu"), (None, 6)))
 
 
-@pytest.mark.parametrize(("weight_at", "bias", "activation", "slots"), CASES)
+@pytest.mark.parametrize(("weight_at", "bias", "activation", "capacity"), CASES)
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_as_between_torch_operations(
-    kernels: str, weight_at: str, bias: bool, activation: str, slots: int | None
+    kernels: str, weight_at: str, bias: bool, activation: str, capacity: int | None
 ) -> None:
-    moe, products = config(weight_at, bias, activation), NativeMatmul()
+    moe, matmul_policy = config(weight_at, bias, activation), NativeMatmul()
     dtype, scope, made = torch.float64, nullcontext, torch_kernels
     if kernels == "triton":
         scope, made, dtype = _interpreting(), triton_kernels, torch.float32
     with scope():
-        found = run(KernelGroupedExperts(moe, products, sequential, made()), moe, dtype, slots)
-    wanted = run(GroupedExperts(moe, products, sequential), moe, dtype, slots)
+        parts = KernelPermutation(made()), kernel_activation(made(), activation)
+        found = run(GroupedExperts(moe, matmul_policy, sequential, *parts), moe, dtype, capacity)
+    parts = TorchPermutation(), torch_activation(activation)
+    wanted = run(GroupedExperts(moe, matmul_policy, sequential, *parts), moe, dtype, capacity)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

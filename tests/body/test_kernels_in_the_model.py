@@ -15,7 +15,7 @@ from tests.body.model_inputs import batch_of, fill
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, triton_kernels
 from moefold.moe.routing_policies import RoundRobinRouting
 from moefold.ops.backends import JOBS
@@ -49,7 +49,7 @@ MODELS = {"grouped queries": MODEL, "latent attention": LATENT}
 
 
 def loss_and_gradients(model: ModelConfig, kernels: MoEKernels) -> dict[str, Tensor]:
-    decoder = build_decoder(model, torch.float32, one_process_seams("sequential", kernels))
+    decoder = build_decoder(model, torch.float32, local_interfaces("sequential", kernels))
     fill(decoder)
     output = decoder(batch_of(2, 7, 50), None)
     loss = output.loss_sum + sum(sum(report.losses) for _, report in output.reports)
@@ -89,7 +89,7 @@ def test_every_kernel_is_called() -> None:
 
 def test_recorded_choices_are_played_back_all_the_same() -> None:
     """A selector that is not the config's own decides, kernel or not."""
-    seams = one_process_seams("sequential", triton_kernels())
-    assert build_decoder(MODEL, torch.float32, seams).routers()[0].route is not None
-    other = replace(seams, routing_policy=lambda moe: RoundRobinRouting(moe))
+    interfaces = local_interfaces("sequential", triton_kernels())
+    assert build_decoder(MODEL, torch.float32, interfaces).routers()[0].route is not None
+    other = replace(interfaces, routing_policy=lambda moe: RoundRobinRouting(moe))
     assert build_decoder(MODEL, torch.float32, other).routers()[0].route is None

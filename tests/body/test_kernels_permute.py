@@ -17,7 +17,7 @@ from moefold.errors import BackendError
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.kernels import permute_triton
 from moefold.moe.kernels import row_map_reference as permute_torch
-from moefold.moe.kernels.row_map_reference import RowMap, map_rows, map_slots, most_rows
+from moefold.moe.kernels.row_map_reference import RowMap, map_padded, map_rows, most_rows
 from moefold.moe.permute import group_by_expert_reference
 from moefold.ops.kernels.interpret import interpreting
 
@@ -56,7 +56,7 @@ def there_and_back(ops: Any, rows: RowMap, x_tD: Tensor, weight_tK: Tensor | Non
 @pytest.mark.parametrize("seed", range(50))
 def test_as_the_twin(seed: int) -> None:
     rows, routing, x_tD, _, _ = draw(seed)
-    weight_tK = routing.weight_tK if seed % 3 else None
+    weight_tK = routing.probs if seed % 3 else None
     dtype = torch.bfloat16 if seed % 2 else torch.float32
     x_tD = x_tD.to(dtype)
     with interpreting(), poisoned_memory():
@@ -90,7 +90,7 @@ def test_the_map_against_a_loop(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_slots_against_a_loop(seed: int) -> None:
     _, routing, _, E, slots = draw(seed)
-    rows = map_slots(routing, E, slots)
+    rows = map_padded(routing, E, slots)
     row_N = rows.row_tK.flatten().tolist()
     for expert, choices in enumerate(group_by_expert_reference(routing, E)):
         here = [expert * slots + place if place < slots else -1 for place in range(len(choices))]

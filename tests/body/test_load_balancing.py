@@ -56,7 +56,7 @@ def by_definition(
     total = p.new_zeros(())
     for token_set, size in enumerate(sets.sizes):
         members = [token for token in range(p.shape[0]) if sets.set_of_token_N[token] == token_set]
-        counts = [earlier[e] + sum(e in choice.expert_tK[token] for token in members) for e in range(EXPERTS)]
+        counts = [earlier[e] + sum(e in choice.experts[token] for token in members) for e in range(EXPERTS)]
         # K n_s is the number of all choices; with earlier microbatches n_s grows but only these tokens have gradients.
         f = [EXPERTS * count / sum(counts) for count in counts]
         mean_p = [sum(p[token, e] for token in members) / size for e in range(EXPERTS)]
@@ -110,7 +110,7 @@ def test_the_parts_of_ranks_add_up_to_the_whole(world: int) -> None:
     batch, earlier = batch_of(7, 1, 1), torch.tensor([7, 0, 3, 1, 0, 9])
 
     def part(tokens: CutTokens) -> BalanceLosses:
-        mine = TopKAssignment(tokens.local_shard(choice.expert_tK))
+        mine = TopKAssignment(tokens.local_shard(choice.experts))
         first = tokens.rank == 0  # what came earlier happened to be all on the first rank
         return balance_losses(
             CONFIG, tokens.local_shard(logits), mine, batch, tokens, earlier if first else earlier * 0

@@ -12,7 +12,7 @@ from tests.hf_models import FAMILY_PROXIES, hf_config
 from tests.hf_weights import our_state, randomize
 from transformers import AutoModelForCausalLM
 
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.recipes.catalog import RECIPES
 
 
@@ -22,7 +22,7 @@ def test_logits_are_equal(name: str, backend: str) -> None:
     run = RECIPES[name]()
     theirs = AutoModelForCausalLM.from_config(hf_config(run)).float().eval()
     randomize(theirs, seed=1)
-    ours = build_decoder(run.model, torch.float32, one_process_seams(backend))
+    ours = build_decoder(run.model, torch.float32, local_interfaces(backend))
     ours.load_state_dict(our_state(theirs.state_dict()))
     batch = batch_of(2, 37, run.model.vocab_size)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def test_logits_are_equal(name: str, backend: str) -> None:
 def test_the_comparison_can_fail() -> None:
     """A small change to any single parameter moves the logits by more than the tolerance."""
     run = RECIPES["deepseek_v3_proxy"]()
-    ours = build_decoder(run.model, torch.float32, one_process_seams("sequential"))
+    ours = build_decoder(run.model, torch.float32, local_interfaces("sequential"))
     fill(ours)
     batch = batch_of(2, 37, run.model.vocab_size)
     with torch.no_grad():

@@ -63,12 +63,14 @@ def _products(weight_grads: WeightGradQueue | None) -> MatmulPolicy:
     return NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
 
 
-def _linear(products: MatmulPolicy, backend: str, x: Tensor, weight: Tensor) -> Tensor:
-    return products.linear(x, weight)
+def _linear(matmul_policy: MatmulPolicy, backend: str, x: Tensor, weight: Tensor) -> Tensor:
+    return matmul_policy.linear(x, weight)
 
 
-def _grouped(rows_per_expert: list[int], products: MatmulPolicy, backend: str, x: Tensor, weight: Tensor) -> Tensor:
-    return products.grouped(BACKENDS[backend], x, weight, torch.tensor(rows_per_expert), rows_per_expert)
+def _grouped(
+    rows_per_expert: list[int], matmul_policy: MatmulPolicy, backend: str, x: Tensor, weight: Tensor
+) -> Tensor:
+    return matmul_policy.grouped(BACKENDS[backend], x, weight, torch.tensor(rows_per_expert), rows_per_expert)
 
 
 CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.moe.layer import MoELayer
 from moefold.nn.phase import run_in_order
 
@@ -25,7 +25,7 @@ MIXTURES = {
 
 def _layer(moe: MoEConfig) -> MoELayer:
     model = ModelConfig(dim=12, num_layers=1, moe=moe)
-    decoder = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
+    decoder = build_decoder(model, torch.float64, local_interfaces("sequential")).double()
     layer = decoder.layers["0"].feed_forward
     fill(layer)
     return layer

@@ -14,8 +14,8 @@ from torch import Tensor
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import Experts
-from moefold.moe.grouped_experts import GroupedExperts
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
 from moefold.nn.grouped_mm import grouped
@@ -42,7 +42,7 @@ def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """A mixture on one process, as a function that runs it forward and backward."""
     torch.manual_seed(0)
     router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots_of(config))
-    experts = Experts(config, WIDTH, GroupedExperts(config, NativeMatmul(), grouped)).to(dtype)
+    experts = Experts(config, WIDTH, grouped_experts(config, NativeMatmul(), grouped)).to(dtype)
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token, earlier_E = torch.arange(TOKENS), torch.ones(config.num_experts, dtype=torch.int64)

@@ -15,7 +15,7 @@ from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.block import BlockOutput
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.mtp import MTPModule
 from moefold.nn.phase import Stream
 
@@ -31,7 +31,7 @@ MODELS = {
 
 
 def _module(model: ModelConfig) -> MTPModule:
-    ahead = build_decoder(replace(model, num_mtp=1), torch.float64, one_process_seams()).double().mtp["0"]
+    ahead = build_decoder(replace(model, num_mtp=1), torch.float64, local_interfaces()).double().mtp["0"]
     assert isinstance(ahead, MTPModule)
     fill(ahead)
     return ahead

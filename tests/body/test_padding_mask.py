@@ -13,7 +13,7 @@ from torch import Tensor
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.nn.batch import IGNORED, Batch, whole_batch
 
@@ -76,7 +76,7 @@ def padded(pad: int = 0, num_ahead: int = 0) -> Batch:
 
 
 def decoder(model: ModelConfig) -> Decoder:
-    built = build_decoder(model, torch.float64, one_process_seams()).double()
+    built = build_decoder(model, torch.float64, local_interfaces()).double()
     fill(built)
     return built
 

@@ -14,7 +14,7 @@ from tests.body.model_inputs import batch_of, fill
 from moefold.config.precision import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.plan.from_run import workload_of_run
 from moefold.plan.memory.activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
@@ -27,8 +27,8 @@ CHOICES: tuple[tuple[RecomputedPhase, ...], ...] = ((), ("attention",), ("attent
 
 def kept_bytes(run: RunConfig, layer: int, num_sequences: int) -> int:
     """Of every storage that autograd keeps through one layer, each once; parameters left out."""
-    seams = replace(one_process_seams("grouped"), recompute=frozenset(run.memory.recompute))
-    decoder = build_decoder(run.model, torch.bfloat16, seams)
+    interfaces = replace(local_interfaces("grouped"), recompute=frozenset(run.memory.recompute))
+    decoder = build_decoder(run.model, torch.bfloat16, interfaces)
     fill(decoder)
     block = list(decoder.layers.values())[layer]
     kept = {parameter.untyped_storage()._cdata: 0 for parameter in decoder.parameters()}

@@ -89,14 +89,14 @@ def test_routing_equals_token_by_token(kind: str) -> None:
     router, x = build(config), draw(13)
     routing, report = router(x, batch_of(13), None)
     expected = [one_token(row, router, config) for row in x]
-    assert routing.expert_tK.tolist() == [experts for experts, _ in expected]
+    assert routing.experts.tolist() == [experts for experts, _ in expected]
     weight = torch.stack([w for _, w in expected])
-    torch.testing.assert_close(routing.weight_tK, weight)
+    torch.testing.assert_close(routing.probs, weight)
     inputs, upstream = (x, *router.parameters()), torch.randn_like(weight)
-    ours = torch.autograd.grad(routing.weight_tK, inputs, upstream)
+    ours = torch.autograd.grad(routing.probs, inputs, upstream)
     torch.testing.assert_close(ours, torch.autograd.grad(weight, inputs, upstream))
-    assert report.counts_E.tolist() == routing.expert_tK.flatten().bincount(minlength=8).tolist()
-    assert (report.dropped.item(), routing.kept_tK) == (0, None)
+    assert report.counts_E.tolist() == routing.experts.flatten().bincount(minlength=8).tolist()
+    assert (report.dropped.item(), routing.kept) == (0, None)
 
 
 @pytest.mark.parametrize("kind", ["topk", "sinkhorn", "expert_choice", "balanced"])
@@ -114,10 +114,10 @@ def test_ranks_together_route_as_one(kind: Any, capacity: CapacityConfig | None,
         return copy(tokens.local_shard(x), batch, None)
 
     parts = on_threads(7, world, part)
-    assert torch.equal(torch.cat([r.expert_tK for r, _ in parts]), whole.expert_tK)
-    torch.testing.assert_close(torch.cat([r.weight_tK for r, _ in parts]), whole.weight_tK)
-    if whole.kept_tK is not None:
-        assert torch.equal(torch.cat([r.kept_tK for r, _ in parts if r.kept_tK is not None]), whole.kept_tK)
+    assert torch.equal(torch.cat([r.experts for r, _ in parts]), whole.experts)
+    torch.testing.assert_close(torch.cat([r.probs for r, _ in parts]), whole.probs)
+    if whole.kept is not None:
+        assert torch.equal(torch.cat([r.kept for r, _ in parts if r.kept is not None]), whole.kept)
     assert torch.equal(torch.stack([p.counts_E for _, p in parts]).sum(0), report.counts_E)
     assert sum(p.dropped.item() for _, p in parts) == report.dropped.item()
     losses = torch.stack([torch.stack(p.losses) for _, p in parts]).sum(0)
@@ -130,13 +130,13 @@ def test_expert_choice_gives_weight_only_where_it_took_the_token() -> None:
     )
     x = draw(40)
     routing, report = build(config)(x, batch_of(40), None)
-    assert routing.kept_tK is not None
-    assert torch.equal(routing.weight_tK > 0, routing.kept_tK)
-    taken = routing.kept_tK.any(1)
+    assert routing.kept is not None
+    assert torch.equal(routing.probs > 0, routing.kept)
+    taken = routing.kept.any(1)
     assert not taken.all(), "the case needs a token that nobody wants"
-    torch.testing.assert_close(routing.weight_tK.sum(1), taken.double())
+    torch.testing.assert_close(routing.probs.sum(1), taken.double())
     assert report.counts_E.tolist() == [6] * 8
-    routing.weight_tK.masked_select(routing.kept_tK).square().sum().backward()
+    routing.probs.masked_select(routing.kept).square().sum().backward()
     assert x.grad is not None and x.grad.isfinite().all()
 
 
@@ -146,29 +146,29 @@ def test_dropping_leaves_weights_counts_and_losses_alone() -> None:
     free, free_report = build(config)(x, batch, None)
     tight, report = build(replace(config, capacity=CapacityConfig(factor=0.5)))(x, batch, None)
     assert torch.equal(torch.stack(report.losses), torch.stack(free_report.losses))
-    assert torch.equal(tight.weight_tK, free.weight_tK)
+    assert torch.equal(tight.probs, free.probs)
     assert torch.equal(report.counts_E, free_report.counts_E)
-    assert tight.kept_tK is not None
-    assert report.dropped.item() == (~tight.kept_tK).sum().item() > 0
+    assert tight.kept is not None
+    assert report.dropped.item() == (~tight.kept).sum().item() > 0
 
 
 @pytest.mark.parametrize(("fp32", "expected"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_number_formats(fp32: bool, expected: torch.dtype) -> None:
     router = build(replace(CONFIG, router=RouterConfig(fp32=fp32)), dtype=torch.float32)
     routing, _ = router(draw(4).bfloat16(), batch_of(4), None)
-    assert routing.weight_tK.dtype == expected
+    assert routing.probs.dtype == expected
 
 
 def test_recorded_choices_are_repeated_with_fresh_weights() -> None:
     x, batch = draw(9), batch_of(9)
     router = build(CONFIG)
     first, _ = router(x, batch, None)
-    router.routing_policy = ReplayRouting(TopKAssignment(first.expert_tK))
+    router.routing_policy = ReplayRouting(TopKAssignment(first.experts))
     with torch.no_grad():
         router.weight.neg_()
     again, report = router(x, batch, None)
-    assert torch.equal(again.expert_tK, first.expert_tK)
-    assert not torch.equal(again.weight_tK, first.weight_tK)
+    assert torch.equal(again.experts, first.experts)
+    assert not torch.equal(again.probs, first.probs)
     assert report.counts_E.sum().item() == 27
 
 
@@ -184,8 +184,8 @@ def test_a_rank_without_tokens_takes_part_in_backward(kind: str) -> None:
 
     router.tokens = LastOfThree()
     routing, report = router(draw(2)[:0], batch_of(2, shards=3), None)
-    (routing.weight_tK.sum() + sum(report.losses)).backward()
-    assert routing.expert_tK.shape == (0, 3)
+    (routing.probs.sum() + sum(report.losses)).backward()
+    assert routing.experts.shape == (0, 3)
     assert all(p.grad is not None and (p.grad == 0).all() for p in router.parameters())
 
 

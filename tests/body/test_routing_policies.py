@@ -46,7 +46,7 @@ def draw(num_tokens: int) -> tuple[Tensor, Tensor]:
 def choose(config: MoEConfig, num_tokens: int = 11, bias: Tensor | None = None) -> tuple[Tensor, list[list[int]]]:
     logits, scores = draw(num_tokens)
     choice = build_routing_policy(config).select(logits, scores, bias, batch_of(num_tokens), LocalTokens())
-    return scores, choice.expert_tK.tolist()
+    return scores, choice.experts.tolist()
 
 
 def test_the_bias_shifts_choices() -> None:
@@ -70,7 +70,7 @@ def test_choosing_on_logits_or_scores() -> None:
     for when, values in (("before_topk", scores), ("after_topk", logits)):
         config = replace(CONFIG, router=RouterConfig(score_when=when))  # type: ignore[arg-type]
         choice = TopKRouting(config).select(logits, scores, bias, batch_of(11), LocalTokens())
-        assert torch.equal(choice.expert_tK, (values + bias).topk(2).indices)
+        assert torch.equal(choice.experts, (values + bias).topk(2).indices)
 
 
 def test_sinkhorn_chooses_more_evenly_than_topk() -> None:
@@ -79,7 +79,7 @@ def test_sinkhorn_chooses_more_evenly_than_topk() -> None:
     spread = {}
     for kind in ("topk", "sinkhorn"):
         routing_policy = build_routing_policy(replace(CONFIG, router=RouterConfig(kind=kind)))  # type: ignore[arg-type]
-        expert = routing_policy.select(logits, logits.softmax(-1), None, batch_of(64, 2), LocalTokens()).expert_tK
+        expert = routing_policy.select(logits, logits.softmax(-1), None, batch_of(64, 2), LocalTokens()).experts
         spread[kind] = expert.flatten().bincount(minlength=8).max().item()
     assert spread["sinkhorn"] < 24 < spread["topk"]
 
@@ -89,9 +89,9 @@ def test_every_expert_chooses_its_capacity_in_every_microbatch(capacity: Capacit
     config = replace(CONFIG, router=RouterConfig(kind="expert_choice"), capacity=capacity)
     logits, scores = draw(22)
     choice = build_routing_policy(config).select(logits, scores, None, batch_of(22, 2), LocalTokens())
-    assert choice.kept_tK is not None
+    assert choice.kept is not None
     taken = capacity_of(11, 0.5 if capacity else 1.0, 2, 8)
-    assert (choice.kept_tK.view(2, 11, 8).sum(1) == taken).all()
+    assert (choice.kept.view(2, 11, 8).sum(1) == taken).all()
 
 
 def test_replay_repeats() -> None:
@@ -111,9 +111,9 @@ def test_no_cut_changes_a_choice(kind: Any, world: int) -> None:
         return routing_policy.select(tokens.local_shard(logits), tokens.local_shard(scores), None, batch_of(7), tokens)
 
     parts = on_threads(7, world, part)
-    assert torch.equal(torch.cat([choice.expert_tK for choice in parts]), whole.expert_tK)
-    if whole.kept_tK is not None:
-        assert torch.equal(torch.cat([c.kept_tK for c in parts if c.kept_tK is not None]), whole.kept_tK)
+    assert torch.equal(torch.cat([choice.experts for choice in parts]), whole.experts)
+    if whole.kept is not None:
+        assert torch.equal(torch.cat([c.kept for c in parts if c.kept is not None]), whole.kept)
 
 
 @pytest.mark.parametrize("kind", ROUTING_POLICIES)
@@ -122,9 +122,9 @@ def test_microbatches_side_by_side_choose_as_they_would_alone(kind: Any) -> None
     together = routing_policy.select(logits, scores, None, batch_of(26, 2), LocalTokens())
     halves = zip(logits.split(13), scores.split(13), strict=True)
     alone = [routing_policy.select(half, score, None, batch_of(13), LocalTokens()) for half, score in halves]
-    assert torch.equal(together.expert_tK, torch.cat([choice.expert_tK for choice in alone]))
-    if together.kept_tK is not None:
-        assert torch.equal(together.kept_tK, torch.cat([c.kept_tK for c in alone if c.kept_tK is not None]))
+    assert torch.equal(together.experts, torch.cat([choice.experts for choice in alone]))
+    if together.kept is not None:
+        assert torch.equal(together.kept, torch.cat([c.kept for c in alone if c.kept is not None]))
 
 
 @pytest.mark.parametrize("scope", ["full", "local"])

@@ -15,7 +15,7 @@ from moefold.checkpoint.hf.safetensors_file import TensorFile
 from moefold.checkpoint.tensor_spec import Box, TensorSource, sizes_of, whole
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.nn.init import normal_part
 
@@ -38,7 +38,7 @@ def loaded_by_transformers(path: Path) -> nn.Module:
 
 
 def decoder_of(source: TensorSource, model: ModelConfig) -> Decoder:
-    decoder = build_decoder(model, torch.float32, one_process_seams("sequential"))
+    decoder = build_decoder(model, torch.float32, local_interfaces("sequential"))
     decoder.load_state_dict({name: source.read(key) for name, key in weight_keys(model).items()})
     return decoder
 

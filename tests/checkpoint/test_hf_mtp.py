@@ -33,7 +33,7 @@ from moefold.cli.main import main
 from moefold.comm.process_groups import Groups
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConversionError
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.parallel.parallelize import build_local_model
 from moefold.recipes.catalog import RECIPES
@@ -101,7 +101,7 @@ def test_there_and_back_is_bitwise(model: Any, tmp_path: Path) -> None:
 
 
 def _decoder(source: Any) -> Decoder:
-    decoder = build_decoder(MODEL, torch.float32, one_process_seams("sequential"))
+    decoder = build_decoder(MODEL, torch.float32, local_interfaces("sequential"))
     decoder.load_state_dict({name: source.read(key) for name, key in weight_keys(MODEL).items()})
     return decoder
 

@@ -13,7 +13,7 @@ from moefold.checkpoint.tensor_spec import Box
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.model import ModelConfig
 from moefold.errors import ConversionError
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 
 DENSE = ModelConfig(vocab_size=64, dim=32, num_layers=2, moe=None, dense_hidden_dim=48)
 
@@ -38,12 +38,12 @@ class InMemory:
 
 
 def both_logits(how: Upcycling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    dense = build_decoder(DENSE, torch.float64, one_process_seams("sequential")).double()
+    dense = build_decoder(DENSE, torch.float64, local_interfaces("sequential")).double()
     fill(dense)
     model = upcycled_model(DENSE, how)
     source = Upcycled(InMemory(dict(dense.state_dict())), model, how, seed=3)
     state = {name.removeprefix("parameter/"): source.read(name) for name in source.names()}
-    mixture = build_decoder(model, torch.float64, one_process_seams("sequential")).double()
+    mixture = build_decoder(model, torch.float64, local_interfaces("sequential")).double()
     mixture.load_state_dict(state)
     batch = batch_of(2, 19, DENSE.vocab_size)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_shards_that_are_not_chosen_together_would_show() -> None:
     expected, _, state = both_logits(how)
     for layer in range(DENSE.num_layers):
         state[f"layers.{layer}.feed_forward.router.weight"] = torch.randn(4, DENSE.dim, dtype=torch.float64)
-    mixture = build_decoder(upcycled_model(DENSE, how), torch.float64, one_process_seams()).double()
+    mixture = build_decoder(upcycled_model(DENSE, how), torch.float64, local_interfaces()).double()
     mixture.load_state_dict(state)
     with torch.no_grad():
         found = mixture.logits(batch_of(2, 19, DENSE.vocab_size))

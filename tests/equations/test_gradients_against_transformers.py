@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.nn.batch import IGNORED, whole_batch
 from moefold.recipes.catalog import RECIPES
 
@@ -57,7 +57,7 @@ def test_loss_and_gradients_are_equal(name: str) -> None:
     run = without_balance(RECIPES[name]())
     theirs = AutoModelForCausalLM.from_config(hf_config(run)).double().eval()
     randomize(theirs, seed=1)
-    ours = build_decoder(run.model, torch.float64, one_process_seams("sequential")).double()
+    ours = build_decoder(run.model, torch.float64, local_interfaces("sequential")).double()
     ours.load_state_dict(our_state(theirs.state_dict()))
     pairs = documents(run.model.vocab_size)
     tokens, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))

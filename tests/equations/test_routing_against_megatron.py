@@ -43,10 +43,10 @@ def routed(config: MoEConfig, logits: Tensor, bias: Tensor | None = None) -> tup
 
 def dense(routing: Routing) -> tuple[Tensor, Tensor]:
     """Probabilities and map as [tokens, experts]."""
-    kept = torch.ones_like(routing.expert_tK, dtype=torch.bool) if routing.kept_tK is None else routing.kept_tK
+    kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
     none = torch.zeros(TOKENS, EXPERTS, dtype=torch.float64)
-    probs = none.scatter(1, routing.expert_tK, routing.weight_tK * kept)
-    return probs, none.bool().scatter(1, routing.expert_tK, kept)
+    probs = none.scatter(1, routing.experts, routing.probs * kept)
+    return probs, none.bool().scatter(1, routing.experts, kept)
 
 
 # Softmax is computed in float32 there, whatever the logits are; a sigmoid of float64 is rounded to float32 too.
@@ -118,4 +118,4 @@ def test_sinkhorn_in_training(seed: int) -> None:
     logits = logits_of(seed)
     routing, _ = routed(MoEConfig(EXPERTS, 2, router=rule), logits)
     plan = theirs.sinkhorn(logits.detach(), tol=1e-6)
-    assert torch.equal(routing.expert_tK, plan.topk(2).indices)
+    assert torch.equal(routing.experts, plan.topk(2).indices)

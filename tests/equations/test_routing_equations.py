@@ -122,7 +122,7 @@ def test_balance_losses_count_the_plain_top_k_of_the_scores(kind: Any) -> None:
     real = [chosen(s_t, router.expert_bias.tolist(), config) for s_t in s]
     plain = [best([score.item() for score in s_t], 4) for s_t in s]
     assert sum(set(a) != set(b) for a, b in zip(real, plain, strict=True)) > 10, "bias and groups must matter"
-    assert routing.expert_tK.tolist() == real
+    assert routing.experts.tolist() == real
     assert report.counts_E.tolist() == [sum(e in row for row in real) for e in range(16)]
     assert_same(report.losses.microbatch, 0.25 * balance_of(s, config), x, router.weight)
 
@@ -166,15 +166,15 @@ def assert_drops(config: MoEConfig, owner_of: list[int], room: int, number: int 
     s = affinities(x, router, config.router.score)
     rows = [best([score.item() for score in s_t], config.top_k) for s_t in s]
     g = [probabilities(s_t, experts, config.router) for s_t, experts in zip(s, rows, strict=True)]
-    assert routing.expert_tK.tolist() == rows and routing.kept_tK is not None
+    assert routing.experts.tolist() == rows and routing.kept is not None
     kept = [[False] * config.top_k for _ in rows]
     for owner in set(owner_of):
         asks = [(t, k) for t in range(number) for k in range(config.top_k) if owner_of[rows[t][k]] == owner]
         for t, k in sorted(asks, key=lambda ask: -g[ask[0]][ask[1]].item())[:room]:
             kept[t][k] = True
-    assert routing.kept_tK.tolist() == kept
+    assert routing.kept.tolist() == kept
     upstream = torch.randn(number, config.top_k, dtype=torch.float64)
-    ours = (routing.weight_tK * routing.kept_tK * upstream).sum()
+    ours = (routing.probs * routing.kept * upstream).sum()
     pairs = [(t, k) for t in range(number) for k in range(config.top_k) if kept[t][k]]
     theirs = sum((g[t][k] * upstream[t, k] for t, k in pairs), upstream.new_zeros(()))
     assert_same(ours, theirs, x, router.weight)
@@ -217,11 +217,11 @@ def test_a_group_is_scored_by_its_best_k_over_m(top_k: int, top_groups: int, bia
     bias = [0.0] * 20 if router.expert_bias is None else router.expert_bias.tolist()
     s = affinities(x, router, "sigmoid")
     rows = [chosen(s_t, bias, config) for s_t in s]
-    assert routing.expert_tK.tolist() == rows
+    assert routing.experts.tolist() == rows
     g = [probabilities(s_t, experts, router_config) for s_t, experts in zip(s, rows, strict=True)]
     theirs = 2.5 * torch.stack([torch.stack(row) for row in g])
     upstream = torch.randn_like(theirs)
-    assert_same((routing.weight_tK * upstream).sum(), (theirs * upstream).sum(), x, router.weight)
+    assert_same((routing.probs * upstream).sum(), (theirs * upstream).sum(), x, router.weight)
 
 
 # ---- (e) the loss per sequence ----
@@ -267,7 +267,7 @@ def test_the_bias_follows_what_is_computed() -> None:
     assert len(seen) == 3 and all(isinstance(routing, Routing) for routing in seen)
     asked, load = [0] * 8, [0] * 8
     for routing in seen:
-        for experts, kept in zip(routing.expert_tK.tolist(), routing.kept_tK.tolist(), strict=True):
+        for experts, kept in zip(routing.experts.tolist(), routing.kept.tolist(), strict=True):
             for expert, is_kept in zip(experts, kept, strict=True):
                 asked[expert] += 1
                 load[expert] += is_kept
@@ -304,10 +304,10 @@ def test_sinkhorn_balances_in_training_only(top_k: int) -> None:
     for training, rows in wanted.items():
         router.train(training)
         routing, _ = router(x, batch_of((25,), 25), None)
-        assert routing.expert_tK.tolist() == rows, f"training is {training}"
+        assert routing.experts.tolist() == rows, f"training is {training}"
         theirs = torch.stack([torch.stack([s_t[e] for e in row]) for s_t, row in zip(s, rows, strict=True)])
         upstream = torch.randn_like(theirs)
-        assert_same((routing.weight_tK * upstream).sum(), (theirs * upstream).sum(), x, router.weight)
+        assert_same((routing.probs * upstream).sum(), (theirs * upstream).sum(), x, router.weight)
 
 
 def test_evaluation_of_a_run_takes_the_plain_top_k() -> None:
@@ -319,5 +319,5 @@ def test_evaluation_of_a_run_takes_the_plain_top_k() -> None:
     evaluate(share, microbatches(run, [(9, 12)]))
     ((x, routing),) = seen
     logits = [[(u_t @ e_i).item() for e_i in router.weight] for u_t in x]
-    assert routing.expert_tK.tolist() == [best(row, 2) for row in logits]
+    assert routing.experts.tolist() == [best(row, 2) for row in logits]
     assert share.model.training and router.training

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.model import ModelConfig
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.moe.layer import MoELayer
 from moefold.nn.layers import FeedForward
 
@@ -38,11 +38,11 @@ CASES = [
 
 def built(how: Upcycling) -> tuple[FeedForward, MoELayer]:
     """The dense feed-forward, and the mixture made of it."""
-    dense = build_decoder(DENSE, torch.float64, one_process_seams()).double()
+    dense = build_decoder(DENSE, torch.float64, local_interfaces()).double()
     fill(dense)
     model = upcycled_model(DENSE, how)
     source = Upcycled(InMemory(dict(dense.state_dict())), model, how, seed=3)
-    mixture = build_decoder(model, torch.float64, one_process_seams()).double()
+    mixture = build_decoder(model, torch.float64, local_interfaces()).double()
     mixture.load_state_dict({name.removeprefix("parameter/"): source.read(name) for name in source.names()})
     before, after = dense.layers["0"].feed_forward, mixture.layers["0"].feed_forward
     assert isinstance(before, FeedForward) and isinstance(after, MoELayer)

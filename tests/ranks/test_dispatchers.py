@@ -103,7 +103,7 @@ def test_one_choice_per_token_may_have_any_stride(kind: str, strides: tuple[int,
         start = sum(TOKENS_OF_RANK[: groups.rank])
         mine = slice(start, start + TOKENS_OF_RANK[groups.rank])
         routing = Routing(laid_out(expert[mine], strides), laid_out(weight[mine], strides), None)
-        assert routing.expert_tK.stride() == strides
+        assert routing.experts.stride() == strides
         got = answer(make(kind, groups, None), x[mine], routing, groups["ep"].index * 2, 1.0)
         torch.testing.assert_close(got, expected[mine])
 

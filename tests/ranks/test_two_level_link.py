@@ -51,12 +51,12 @@ def measure(rank: int) -> dict[str, Any]:
     answers = {}
     for name, dispatcher in dispatchers.items():
         arrived = dispatcher.dispatch(x, routing)
-        answers[name] = dispatcher.combine(arrived.rows_SD, arrived.ticket)
+        answers[name] = dispatcher.combine(arrived.rows_RL, arrived.ticket)
         dist.barrier()
         before = left_by_the_link()
         for _ in range(TURNS):
             arrived = dispatcher.dispatch(x, routing)
-            dispatcher.combine(arrived.rows_SD, arrived.ticket)
+            dispatcher.combine(arrived.rows_RL, arrived.ticket)
         dist.barrier()
         found[name] = left_by_the_link() - before
     # Whoever answers with what arrived gives every token back once per rank that it met; both met the same ranks.

@@ -22,7 +22,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
-from moefold.model.build import build_moe_layer, one_process_seams
+from moefold.model.build import build_moe_layer, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.model.mtp import loss_scales
 from moefold.moe import layer as moe_layer
@@ -174,7 +174,7 @@ class MoELayer(nn.Module):
             raise ConfigError(*found)
         model, moe = run.model, run.model.moe
         assert moe is not None
-        seams = replace(one_process_seams(experts), routing_policy=policy_maker(routing_policy))
+        seams = replace(local_interfaces(experts), routing_policy=policy_maker(routing_policy))
         layer = build_moe_layer(moe, dim, seams).to(dtype)
         _init_layer(layer, model, seed)
         return cls(layer)

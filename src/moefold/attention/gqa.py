@@ -32,15 +32,15 @@ class GroupedQueryAttention(nn.Module):
         norm_eps: float,
         tokens: TokenSharding,
         core: AttentionCore,
-        products: MatmulPolicy,
+        matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(dim, q_width, products, config.qkv_bias)
-        self.k = Linear(dim, kv_width, products, config.qkv_bias)
-        self.v = Linear(dim, kv_width, products, config.qkv_bias)
-        self.out = Linear(q_width, dim, products, config.out_bias)
+        self.q = Linear(dim, q_width, matmul_policy, config.qkv_bias)
+        self.k = Linear(dim, kv_width, matmul_policy, config.qkv_bias)
+        self.v = Linear(dim, kv_width, matmul_policy, config.qkv_bias)
+        self.out = Linear(q_width, dim, matmul_policy, config.out_bias)
         self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels)
         self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None

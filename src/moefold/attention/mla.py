@@ -32,21 +32,21 @@ class LatentAttention(nn.Module):
         norm_eps: float,
         tokens: TokenSharding,
         core: AttentionCore,
-        products: MatmulPolicy,
+        matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
         query_dim = config.nope_dim + config.rope_dim
         if config.q_latent is None:
-            self.q = Linear(dim, config.num_heads * query_dim, products)
+            self.q = Linear(dim, config.num_heads * query_dim, matmul_policy)
         else:
-            self.q_down = Linear(dim, config.q_latent, products)
+            self.q_down = Linear(dim, config.q_latent, matmul_policy)
             self.q_norm = RMSNorm(config.q_latent, norm_eps, kernels.rms_norm)
-            self.q_up = Linear(config.q_latent, config.num_heads * query_dim, products)
-        self.kv_down = Linear(dim, config.kv_latent + config.rope_dim, products)
+            self.q_up = Linear(config.q_latent, config.num_heads * query_dim, matmul_policy)
+        self.kv_down = Linear(dim, config.kv_latent + config.rope_dim, matmul_policy)
         self.kv_norm = RMSNorm(config.kv_latent, norm_eps, kernels.rms_norm)
-        self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), products)
-        self.out = Linear(config.num_heads * config.value_dim, dim, products)
+        self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), matmul_policy)
+        self.out = Linear(config.num_heads * config.value_dim, dim, matmul_policy)
         self.rotary = Rotary(rope, config.rope_dim, kernels)
         self.config = config
         self.scale = query_dim**-0.5 * latent_softmax_scale(rope.yarn)

@@ -18,9 +18,9 @@ from moefold.bench.calibration_shapes import CONTEXT, ROUTED
 from moefold.bench.clock import Trial
 from moefold.comm.process_groups import Group, Groups
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
-from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing
+from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing
 from moefold.moe.dispatch.local import LocalDispatcher
-from moefold.moe.permute import group_by_expert, put_back, take_rows, take_weights
+from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, unpermute_rows
 from moefold.nn.batch import context_shard, whole_batch
 from moefold.parallel.context_parallel import ContextParallelCore, ring_groups
 from moefold.parallel.param_shards import DATA_GROUPS
@@ -67,12 +67,12 @@ def experts(ep: Group, etp: Group, tokens: int) -> dict[str, Trial]:
     }
 
 
-def _permute_and_scale(arrived: Arrived) -> Tensor:
+def _permute_and_scale(arrived: ExpertInput) -> Tensor:
     """What experts do with rows besides their matmuls."""
-    groups = group_by_expert(arrived.choices, len(arrived.rows_per_expert), sum(arrived.rows_per_expert))
-    weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N)
-    rows_RD = take_rows(arrived.rows_SD, groups.token_N) * weight_R[:, None]
-    return put_back(rows_RD, groups.token_N, arrived.rows_SD.shape[0])
+    groups = group_by_expert(arrived.assignments, len(arrived.rows_per_expert), sum(arrived.rows_per_expert))
+    prob_R = gather_probs(arrived.assignments.probs, groups.assignment_N)
+    rows_RD = gather_rows(arrived.rows_RL, groups.token_N) * prob_R[:, None]
+    return unpermute_rows(rows_RD, groups.token_N, arrived.rows_RL.shape[0])
 
 
 class _FixedGradients(torch.autograd.Function):

@@ -25,7 +25,7 @@ from moefold.bench.layer_workload import (
 from moefold.blueprint.stage_modules import Parts
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
-from moefold.model.build import Seams, build_decoder, one_process_seams
+from moefold.model.build import ParallelInterfaces, build_decoder, local_interfaces
 from moefold.moe.layer import MoELayer
 from moefold.moe.moe_kernels import kernels_named
 from moefold.nn.batch import Batch, whole_batch
@@ -73,7 +73,7 @@ def bench_layer(
     torch_dtype = DTYPES[dtype]
     dense = DenseMatmuls.of_layer(shape, torch_dtype)
     weights = draw_weights(shape, torch_dtype)
-    layer = filled_layer(shape, weights, one_process_seams("fused", kernels_named("native", "cpu")))
+    layer = filled_layer(shape, weights, local_interfaces("fused", kernels_named("native", "cpu")))
     batch, dy_TD = batch_of(shape.tokens), draw_output_grad(shape, torch_dtype)
 
     def prepare(seed: int) -> Tensor:
@@ -87,7 +87,7 @@ def bench_layer(
     return alternate(trials, rounds, warm, "rounds", progress)
 
 
-def filled_layer(shape: LayerShape, weights: Weights, seams: Seams) -> MoELayer:
+def filled_layer(shape: LayerShape, weights: Weights, seams: ParallelInterfaces) -> MoELayer:
     """moefold's layer with these weights, built as a model builds it; all experts are on this rank."""
     dtype = weights.gate_EDF.dtype
     model = ModelConfig(dim=shape.dim, num_layers=1, moe=moe_config(shape))

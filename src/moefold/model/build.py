@@ -37,13 +37,13 @@ from moefold.nn.vocab import Embedding, LanguageLoss
 
 
 @dataclass(frozen=True)
-class Seams:
+class ParallelInterfaces:
     """Where the model meets other ranks."""
 
     tokens: TokenSharding
     vocab: VocabSharding
     dispatcher: Callable[[MoEConfig], Dispatcher]
-    products: MatmulPolicy
+    matmul_policy: MatmulPolicy
     experts: ExpertBackendMaker
     # How much of an expert's output bias this rank adds, when several ranks' parts of the expert are summed.
     bias_scale: float = 1.0
@@ -57,81 +57,103 @@ class Seams:
     recompute: frozenset[str] = frozenset()
 
 
-def one_process_seams(experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH) -> Seams:
-    products = NativeMatmul()
-    return Seams(
+def local_interfaces(experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH) -> ParallelInterfaces:
+    matmul_policy = NativeMatmul()
+    return ParallelInterfaces(
         LocalTokens(),
         LocalVocab(),
         lambda moe: LocalDispatcher(moe.num_experts),
-        products,
-        expert_backend(experts_backend, products, kernels=kernels),
+        matmul_policy,
+        expert_backend(experts_backend, matmul_policy, kernels=kernels),
         kernels=kernels,
     )
 
 
-def build_decoder(model: ModelConfig, compute: torch.dtype, seams: Seams, parts: Parts | None = None) -> Decoder:
+def build_decoder(
+    model: ModelConfig, compute: torch.dtype, interfaces: ParallelInterfaces, parts: Parts | None = None
+) -> Decoder:
     """The whole model, or those parts of it."""
     whole = whole_model(model)
     parts = parts_of([whole], model) if parts is None else parts
     return Decoder(
         whole,
-        embedding=Embedding(model.vocab_size, model.dim, compute, seams.tokens, seams.vocab)
+        embedding=Embedding(model.vocab_size, model.dim, compute, interfaces.tokens, interfaces.vocab)
         if parts.embedding
         else None,
-        layers={layer: _block(model, layer, seams) for layer in parts.layers},
-        mtp={depth: _mtp_module(model, depth, seams) for depth in parts.mtp},
-        final_norm=_norm(model, seams) if parts.final_norm else None,
-        head=Linear(model.dim, model.vocab_size, seams.products) if parts.loss and not model.tied_embeddings else None,
-        mtp_norms={depth: _norm(model, seams) for depth in parts.mtp_norms},
-        loss=LanguageLoss(seams.tokens, seams.vocab, kernels=seams.kernels),
+        layers={layer: _block(model, layer, interfaces) for layer in parts.layers},
+        mtp={depth: _mtp_module(model, depth, interfaces) for depth in parts.mtp},
+        final_norm=_norm(model, interfaces) if parts.final_norm else None,
+        head=Linear(model.dim, model.vocab_size, interfaces.matmul_policy)
+        if parts.loss and not model.tied_embeddings
+        else None,
+        mtp_norms={depth: _norm(model, interfaces) for depth in parts.mtp_norms},
+        loss=LanguageLoss(interfaces.tokens, interfaces.vocab, kernels=interfaces.kernels),
         mixtures=moe_block_names(model),
     )
 
 
-def _norm(model: ModelConfig, seams: Seams) -> RMSNorm:
-    return RMSNorm(model.dim, model.norm_eps, seams.kernels.rms_norm)
+def _norm(model: ModelConfig, interfaces: ParallelInterfaces) -> RMSNorm:
+    return RMSNorm(model.dim, model.norm_eps, interfaces.kernels.rms_norm)
 
 
-def _mtp_module(model: ModelConfig, depth: int, seams: Seams) -> MTPModule:
-    join = Linear(2 * model.dim, model.dim, seams.products)
-    return MTPModule(_norm(model, seams), _norm(model, seams), join, _block(model, model.num_layers + depth, seams))
+def _mtp_module(model: ModelConfig, depth: int, interfaces: ParallelInterfaces) -> MTPModule:
+    join = Linear(2 * model.dim, model.dim, interfaces.matmul_policy)
+    return MTPModule(
+        _norm(model, interfaces), _norm(model, interfaces), join, _block(model, model.num_layers + depth, interfaces)
+    )
 
 
-def _block(model: ModelConfig, layer: int, seams: Seams) -> Block:
+def _block(model: ModelConfig, layer: int, interfaces: ParallelInterfaces) -> Block:
     if model.moe is not None and model.is_moe_layer(layer):
-        feed_forward: FeedForward | MoELayer = build_moe_layer(model.moe, model.dim, seams)
+        feed_forward: FeedForward | MoELayer = build_moe_layer(model.moe, model.dim, interfaces)
     else:
-        feed_forward = _dense(model.dim, model.dense_hidden_dim, "swiglu", seams)
-    attention = _attention(model, layer, seams)
-    return Block(_norm(model, seams), attention, _norm(model, seams), feed_forward, seams.recompute)
+        feed_forward = _dense(model.dim, model.dense_hidden_dim, "swiglu", interfaces)
+    attention = _attention(model, layer, interfaces)
+    return Block(_norm(model, interfaces), attention, _norm(model, interfaces), feed_forward, interfaces.recompute)
 
 
-def _dense(dim: int, hidden: int, activation: str, seams: Seams) -> FeedForward:
-    return FeedForward(dim, hidden, activation, seams.tokens, seams.products, seams.kernels)
+def _dense(dim: int, hidden: int, activation: str, interfaces: ParallelInterfaces) -> FeedForward:
+    return FeedForward(dim, hidden, activation, interfaces.tokens, interfaces.matmul_policy, interfaces.kernels)
 
 
-def _attention(model: ModelConfig, layer: int, seams: Seams) -> GroupedQueryAttention | LatentAttention:
+def _attention(
+    model: ModelConfig, layer: int, interfaces: ParallelInterfaces
+) -> GroupedQueryAttention | LatentAttention:
     config, rope, dim, eps = model.attention, model.rope, model.dim, model.norm_eps
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(
-            config, rope, dim, layer, eps, seams.tokens, seams.core, seams.products, seams.kernels
+            config,
+            rope,
+            dim,
+            layer,
+            eps,
+            interfaces.tokens,
+            interfaces.core,
+            interfaces.matmul_policy,
+            interfaces.kernels,
         )
-    return LatentAttention(config, rope, dim, eps, seams.tokens, seams.core, seams.products, seams.kernels)
+    return LatentAttention(
+        config, rope, dim, eps, interfaces.tokens, interfaces.core, interfaces.matmul_policy, interfaces.kernels
+    )
 
 
-def build_moe_layer(moe: MoEConfig, dim: int, seams: Seams) -> MoELayer:
+def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) -> MoELayer:
     latent = moe.latent_dim
-    shared = _dense(dim, moe.shared_hidden_dim, moe.activation, seams) if moe.shared_hidden_dim else None
+    shared = _dense(dim, moe.shared_hidden_dim, moe.activation, interfaces) if moe.shared_hidden_dim else None
     # In torch, one call for all of it is no faster, and the model's own steps are the twin.
-    route = None if seams.kernels.route is MOE_IN_TORCH.route else seams.kernels.route
+    route = None if interfaces.kernels.route is MOE_IN_TORCH.route else interfaces.kernels.route
     return MoELayer(
         router=Router(
-            moe, dim, seams.tokens, None if seams.routing_policy is None else seams.routing_policy(moe), route
+            moe,
+            dim,
+            interfaces.tokens,
+            None if interfaces.routing_policy is None else interfaces.routing_policy(moe),
+            route,
         ),
-        dispatcher=seams.dispatcher(moe),
-        experts=Experts(moe, dim, seams.experts(moe), seams.bias_scale),
+        dispatcher=interfaces.dispatcher(moe),
+        experts=Experts(moe, dim, interfaces.experts(moe), interfaces.bias_scale),
         shared=shared,
-        shared_gate=Linear(dim, 1, seams.products) if shared is not None and moe.shared_gate else None,
-        latent_down=None if latent is None else Linear(dim, latent, seams.products),
-        latent_up=None if latent is None else Linear(latent, dim, seams.products),
+        shared_gate=Linear(dim, 1, interfaces.matmul_policy) if shared is not None and moe.shared_gate else None,
+        latent_down=None if latent is None else Linear(dim, latent, interfaces.matmul_policy),
+        latent_up=None if latent is None else Linear(latent, dim, interfaces.matmul_policy),
     )

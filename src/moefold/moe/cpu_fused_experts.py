@@ -1,23 +1,14 @@
-"""Experts on a CPU: gather, two products, the gate between them, and the sum per source row, a few experts at a time.
+"""Experts on a CPU as one operation: gather, GEMM, activation, GEMM, and the sum per received row, tile by tile.
 
-S source rows, K choices per row, P rows with pads, r rows of one turn, e experts, L width of a row, F hidden width,
-G = 2F.
+Three things cost a CPU more than the GEMMs: fresh memory, planning a GEMM for a shape it has not seen, and passes over
+tensors that no cache holds. So experts are computed in tiles: the rows of as many experts as fit the cache are
+gathered, multiplied, activated and multiplied again before the next tile begins, in buffers that all tiles share; row
+counts are rounded up (``padded_permutation.py``); and only the first GEMM's output is saved for the backward, which
+recomputes the rest. The expert outputs of a received row are summed in float32, each times its prob, in one pass.
 
-Three things cost a CPU more than the products: fresh memory, planning a product for a shape it has not seen, and
-passes over tensors that no cache holds. So experts take turns: the rows of as many as fit the cache are gathered,
-multiplied, gated and multiplied again before the next ones begin, in buffers used by all turns; row counts are rounded
-up (``expert_rows.py``); and only the first product's result is kept for the backward, which gathers rows and computes
-the activation again. The answers of a source row are added up in float32, each times its weight, in one pass.
-
-Weights may be wider than the rows: an expert's weight is cast when its turn comes. The twin of all this is the plain
-layer: ``moe/grouped_experts.py`` with one product per expert.
-
-Experts as one operation with a gradient of its own: ``moe/cpu_fused_experts.py`` behind the engine's contract.
-
-S source rows here, K choices per row, e experts of this rank, L width of a row, G twice the hidden width.
-
-For the backward it keeps the source rows, the first product, and where each row went. Weight gradients are computed
-with the rest, or put off where the schedule asks for that.
+Master weights may be wider than the rows: an expert's weight is cast when its tile comes. Weight gradients are computed
+in the backward, or deferred where the schedule asks for that. The reference is ``moe/grouped_experts.py`` with one
+GEMM per expert.
 """
 
 from __future__ import annotations
@@ -27,26 +18,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.moe.dispatch.base import Arrived
+from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.experts import ExpertWeights
 from moefold.moe.padded_permutation import (
-    ExpertRows,
-    choices_of_rows,
-    lay_out_rows,
-    weights_of_choices,
-    weights_of_rows,
+    PaddedRowMap,
+    assignments_of_rows,
+    pad_rows,
+    probs_of_assignments,
+    probs_of_rows,
 )
-from moefold.moe.permute import count_choices
+from moefold.moe.permute import count_assignments
 from moefold.nn.matmul_policy import WeightGradQueue
 from moefold.ops.glu import GLU as Gate
 from moefold.ops.segments import segment_sum
 
-# Numbers before the gate that experts of one turn may have: two megabytes in bfloat16.
-AT_ONCE = 1 << 20
+# Entries before the activation that the experts of one tile may have: two megabytes in bfloat16.
+TILE_ENTRIES = 1 << 20
 
 
 class FusedWeights(NamedTuple):
-    """As [out, in]; gate and up stand above each other. Biases are absent or one row per expert."""
+    """As [out, in]; gate and up are stacked. Biases are absent or one row per expert."""
 
     gate_up_eGL: Tensor
     down_eLF: Tensor
@@ -55,21 +46,21 @@ class FusedWeights(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Gradients; those of the two weights only where they were wanted at once."""
+    """Gradients; those of the two weights only where they are not deferred."""
 
-    dx_SL: Tensor
-    dweight_SK: Tensor
+    dx_RL: Tensor
+    dprob_RK: Tensor
     dgate_up_eGL: Tensor | None
     ddown_eLF: Tensor | None
     dgate_up_bias_eG: Tensor | None
     ddown_bias_eL: Tensor | None
-    # What the weights' gradients are computed from later.
+    # What deferred weight gradients are computed from.
     dgate_up_PG: Tensor | None
     act_PF: Tensor | None
 
 
-class Turn(NamedTuple):
-    """Neighbouring experts that are computed together, how many rows each has, and where those stand."""
+class ExpertTile(NamedTuple):
+    """Neighbouring experts that are computed together, rows of each, and the span of those rows."""
 
     experts: slice
     sizes: tuple[int, ...]
@@ -77,138 +68,138 @@ class Turn(NamedTuple):
 
 
 def fused_forward(
-    x_SL: Tensor, weight_SK: Tensor, weights: FusedWeights, rows: ExpertRows, gate: Gate
+    x_RL: Tensor, prob_RK: Tensor, weights: FusedWeights, rows: PaddedRowMap, gate: Gate
 ) -> tuple[Tensor, Tensor]:
-    """Each source row's weighed answers, added up; and the first product, for the backward."""
-    dim, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
-    gate_up_PG = x_SL.new_empty(sum(rows.sizes), 2 * hidden)
-    answer_PL = x_SL.new_empty(sum(rows.sizes), dim)
-    turns = turns_of(rows, hidden)
-    gathered, acts = (_buffer(x_SL, turns, wide) for wide in (dim, hidden))
-    for turn in turns:
-        x_rL, act_rF = _take(x_SL, rows, turn, gathered), acts[: sum(turn.sizes)]
-        _products(x_rL, weights.gate_up_eGL, weights.gate_up_bias_eG, gate_up_PG[turn.span], turn)
-        gate.forward(gate_up_PG[turn.span], act_rF)
-        _products(act_rF, weights.down_eLF, weights.down_bias_eL, answer_PL[turn.span], turn)
-    return segment_sum(answer_PL, rows.row_C, rows.first_S, weights_of_choices(weight_SK, rows)), gate_up_PG
+    """Each received row's expert outputs times probs, summed; and the first GEMM's output, for the backward."""
+    dim, hidden = x_RL.shape[1], weights.down_eLF.shape[2]
+    gate_up_PG = x_RL.new_empty(sum(rows.sizes), 2 * hidden)
+    out_PL = x_RL.new_empty(sum(rows.sizes), dim)
+    tiles = tiles_of(rows, hidden)
+    gathered, acts = (_buffer(x_RL, tiles, size) for size in (dim, hidden))
+    for tile in tiles:
+        x_tile, act_tile = _take(x_RL, rows, tile, gathered), acts[: sum(tile.sizes)]
+        _matmuls(x_tile, weights.gate_up_eGL, weights.gate_up_bias_eG, gate_up_PG[tile.span], tile)
+        gate.forward(gate_up_PG[tile.span], act_tile)
+        _matmuls(act_tile, weights.down_eLF, weights.down_bias_eL, out_PL[tile.span], tile)
+    return segment_sum(out_PL, rows.row_N, rows.first_R, probs_of_assignments(prob_RK, rows)), gate_up_PG
 
 
 def fused_backward(
-    dout_SL: Tensor,
-    x_SL: Tensor,
-    weight_SK: Tensor,
+    dout_RL: Tensor,
+    x_RL: Tensor,
+    prob_RK: Tensor,
     gate_up_PG: Tensor,
     weights: FusedWeights,
-    rows: ExpertRows,
+    rows: PaddedRowMap,
     gate: Gate,
-    at_once: tuple[bool, bool],
+    now: tuple[bool, bool],
 ) -> Backward:
-    """``at_once``: whether the gradients of the first and of the second weight are computed here, or later."""
-    dim, hidden = x_SL.shape[1], weights.down_eLF.shape[2]
-    found, turns = _room_for(x_SL, weights, rows, at_once), turns_of(rows, hidden)
-    weight_P = weights_of_rows(weight_SK, rows)
-    dweight_P = weight_P.new_empty(weight_P.shape)
-    dx_PL = x_SL.new_empty(sum(rows.sizes), dim)
-    gathered, acts, dacts, dgates = (_buffer(x_SL, turns, wide) for wide in (dim, hidden, hidden, 2 * hidden))
-    for turn in turns:
-        span, count = turn.span, sum(turn.sizes)
-        dout_rL, dact_rF = _take(dout_SL, rows, turn, gathered), dacts[:count]
-        dgate_rG = dgates[:count] if found.dgate_up_PG is None else found.dgate_up_PG[span]
-        act_rF = acts[:count] if found.act_PF is None else found.act_PF[span]
-        _back_products(dout_rL, weights.down_eLF, dact_rF, turn)
-        dweight_P[span] = gate.backward(gate_up_PG[span], dact_rF, weight_P[span], dgate_rG, act_rF)
+    """``now``: whether the gradients of the first and of the second weight are computed here, or deferred."""
+    dim, hidden = x_RL.shape[1], weights.down_eLF.shape[2]
+    grads, tiles = _gradient_buffers(x_RL, weights, rows, now), tiles_of(rows, hidden)
+    prob_P = probs_of_rows(prob_RK, rows)
+    dprob_P = prob_P.new_empty(prob_P.shape)
+    dx_PL = x_RL.new_empty(sum(rows.sizes), dim)
+    gathered, acts, dacts, dgates = (_buffer(x_RL, tiles, size) for size in (dim, hidden, hidden, 2 * hidden))
+    for tile in tiles:
+        span, count = tile.span, sum(tile.sizes)
+        dout_tile, dact_tile = _take(dout_RL, rows, tile, gathered), dacts[:count]
+        dgate_tile = dgates[:count] if grads.dgate_up_PG is None else grads.dgate_up_PG[span]
+        act_tile = acts[:count] if grads.act_PF is None else grads.act_PF[span]
+        _input_gradients(dout_tile, weights.down_eLF, dact_tile, tile)
+        dprob_P[span] = gate.backward(gate_up_PG[span], dact_tile, prob_P[span], dgate_tile, act_tile)
         if weights.down_bias_eL is not None:
-            _down_bias_gradients(dout_rL, weight_P[span], weights.down_bias_eL, found, turn, dweight_P[span])
-        if found.ddown_eLF is not None:
-            _weight_gradients(dout_rL, act_rF, found.ddown_eLF, turn)
-        if found.dgate_up_bias_eG is not None:
-            for sums, part in zip(found.dgate_up_bias_eG[turn.experts], dgate_rG.split(turn.sizes), strict=True):
+            _down_bias_gradients(dout_tile, prob_P[span], weights.down_bias_eL, grads, tile, dprob_P[span])
+        if grads.ddown_eLF is not None:
+            _weight_gradients(dout_tile, act_tile, grads.ddown_eLF, tile)
+        if grads.dgate_up_bias_eG is not None:
+            for sums, part in zip(grads.dgate_up_bias_eG[tile.experts], dgate_tile.split(tile.sizes), strict=True):
                 sums.copy_(part.sum(0))
-        if found.dgate_up_eGL is not None:
-            _weight_gradients(dgate_rG, _take(x_SL, rows, turn, gathered), found.dgate_up_eGL, turn)
-        _back_products(dgate_rG, weights.gate_up_eGL, dx_PL[span], turn)
-    return found._replace(
-        dx_SL=segment_sum(dx_PL, rows.row_C, rows.first_S, None),
-        dweight_SK=choices_of_rows(dweight_P, rows, weight_SK.shape),
+        if grads.dgate_up_eGL is not None:
+            _weight_gradients(dgate_tile, _take(x_RL, rows, tile, gathered), grads.dgate_up_eGL, tile)
+        _input_gradients(dgate_tile, weights.gate_up_eGL, dx_PL[span], tile)
+    return grads._replace(
+        dx_RL=segment_sum(dx_PL, rows.row_N, rows.first_R, None),
+        dprob_RK=assignments_of_rows(dprob_P, rows, prob_RK.shape),
     )
 
 
-def gate_up_gradient(x_SL: Tensor, dgate_up_PG: Tensor, rows: ExpertRows, like_eGL: Tensor) -> Tensor:
-    """The first weight's gradient, later."""
-    turns = turns_of(rows, like_eGL.shape[1] // 2)
-    made, gathered = _zeros_where_idle(like_eGL, rows), _buffer(x_SL, turns, x_SL.shape[1])
-    for turn in turns:
-        _weight_gradients(dgate_up_PG[turn.span], _take(x_SL, rows, turn, gathered), made, turn)
-    return made
+def gate_up_gradient(x_RL: Tensor, dgate_up_PG: Tensor, rows: PaddedRowMap, like_eGL: Tensor) -> Tensor:
+    """The first weight's gradient, where it was deferred."""
+    tiles = tiles_of(rows, like_eGL.shape[1] // 2)
+    grad, gathered = _zeros_where_idle(like_eGL, rows), _buffer(x_RL, tiles, x_RL.shape[1])
+    for tile in tiles:
+        _weight_gradients(dgate_up_PG[tile.span], _take(x_RL, rows, tile, gathered), grad, tile)
+    return grad
 
 
-def down_gradient(dout_SL: Tensor, act_PF: Tensor, rows: ExpertRows, like_eLF: Tensor) -> Tensor:
-    """The second weight's gradient, later."""
-    turns = turns_of(rows, like_eLF.shape[2])
-    made, gathered = _zeros_where_idle(like_eLF, rows), _buffer(dout_SL, turns, dout_SL.shape[1])
-    for turn in turns:
-        _weight_gradients(_take(dout_SL, rows, turn, gathered), act_PF[turn.span], made, turn)
-    return made
+def down_gradient(dout_RL: Tensor, act_PF: Tensor, rows: PaddedRowMap, like_eLF: Tensor) -> Tensor:
+    """The second weight's gradient, where it was deferred."""
+    tiles = tiles_of(rows, like_eLF.shape[2])
+    grad, gathered = _zeros_where_idle(like_eLF, rows), _buffer(dout_RL, tiles, dout_RL.shape[1])
+    for tile in tiles:
+        _weight_gradients(_take(dout_RL, rows, tile, gathered), act_PF[tile.span], grad, tile)
+    return grad
 
 
-def turns_of(rows: ExpertRows, hidden: int) -> list[Turn]:
-    """As many experts at a time as have at most ``AT_ONCE`` numbers before the gate; one expert may have more."""
-    turns: list[Turn] = []
+def tiles_of(rows: PaddedRowMap, hidden: int) -> list[ExpertTile]:
+    """As many experts per tile as have at most ``TILE_ENTRIES`` entries before the activation; one may exceed."""
+    tiles: list[ExpertTile] = []
     first = start = stop = 0
     for expert, size in enumerate(rows.sizes):
-        if stop > start and (stop - start + size) * 2 * hidden > AT_ONCE:
-            turns.append(Turn(slice(first, expert), rows.sizes[first:expert], slice(start, stop)))
+        if stop > start and (stop - start + size) * 2 * hidden > TILE_ENTRIES:
+            tiles.append(ExpertTile(slice(first, expert), rows.sizes[first:expert], slice(start, stop)))
             first, start = expert, stop
         stop += size
     if stop > start:
-        turns.append(Turn(slice(first, len(rows.sizes)), rows.sizes[first:], slice(start, stop)))
-    return turns
+        tiles.append(ExpertTile(slice(first, len(rows.sizes)), rows.sizes[first:], slice(start, stop)))
+    return tiles
 
 
-def _room_for(x_SL: Tensor, weights: FusedWeights, rows: ExpertRows, at_once: tuple[bool, bool]) -> Backward:
-    """The gradients, not computed yet."""
-    first, second = at_once
+def _gradient_buffers(x_RL: Tensor, weights: FusedWeights, rows: PaddedRowMap, now: tuple[bool, bool]) -> Backward:
+    """Buffers for the gradients."""
+    first, second = now
     total, hidden = sum(rows.sizes), weights.down_eLF.shape[2]
 
-    def room(like: Tensor | None) -> Tensor | None:
+    def buffer(like: Tensor | None) -> Tensor | None:
         return None if like is None else _zeros_where_idle(like, rows)
 
     return Backward(
-        dx_SL=x_SL,
-        dweight_SK=x_SL,
-        dgate_up_eGL=room(weights.gate_up_eGL if first else None),
-        ddown_eLF=room(weights.down_eLF if second else None),
-        dgate_up_bias_eG=room(weights.gate_up_bias_eG),
-        ddown_bias_eL=room(weights.down_bias_eL),
-        dgate_up_PG=None if first else x_SL.new_empty(total, 2 * hidden),
-        act_PF=None if second else x_SL.new_empty(total, hidden),
+        dx_RL=x_RL,
+        dprob_RK=x_RL,
+        dgate_up_eGL=buffer(weights.gate_up_eGL if first else None),
+        ddown_eLF=buffer(weights.down_eLF if second else None),
+        dgate_up_bias_eG=buffer(weights.gate_up_bias_eG),
+        ddown_bias_eL=buffer(weights.down_bias_eL),
+        dgate_up_PG=None if first else x_RL.new_empty(total, 2 * hidden),
+        act_PF=None if second else x_RL.new_empty(total, hidden),
     )
 
 
-def _zeros_where_idle(like: Tensor, rows: ExpertRows) -> Tensor:
-    """Room for a gradient; that of an expert without a row is 0."""
-    made = torch.empty_like(like)
+def _zeros_where_idle(like: Tensor, rows: PaddedRowMap) -> Tensor:
+    """A buffer for a gradient; zeros for experts without rows."""
+    grad = torch.empty_like(like)
     for expert, size in enumerate(rows.sizes):
         if not size:
-            made[expert].zero_()
-    return made
+            grad[expert].zero_()
+    return grad
 
 
-def _buffer(like: Tensor, turns: list[Turn], dim: int) -> Tensor:
-    """Room for the rows of the largest turn."""
-    return like.new_empty(max((sum(turn.sizes) for turn in turns), default=0), dim)
+def _buffer(like: Tensor, tiles: list[ExpertTile], dim: int) -> Tensor:
+    """A buffer for the rows of the largest tile."""
+    return like.new_empty(max((sum(tile.sizes) for tile in tiles), default=0), dim)
 
 
-def _take(x_SL: Tensor, rows: ExpertRows, turn: Turn, buffer: Tensor) -> Tensor:
-    return torch.index_select(x_SL, 0, rows.source_P[turn.span], out=buffer[: sum(turn.sizes)])
+def _take(x_RL: Tensor, rows: PaddedRowMap, tile: ExpertTile, buffer: Tensor) -> Tensor:
+    return torch.index_select(x_RL, 0, rows.received_P[tile.span], out=buffer[: sum(tile.sizes)])
 
 
-def _products(rows_rA: Tensor, weight_eBA: Tensor, bias_eB: Tensor | None, out_rB: Tensor, turn: Turn) -> None:
-    """Each expert's rows times its matrix."""
-    weights = weight_eBA[turn.experts].unbind()
-    biases = [None] * len(weights) if bias_eB is None else bias_eB[turn.experts].unbind()
+def _matmuls(rows_PX: Tensor, weight_eYX: Tensor, bias_eY: Tensor | None, out_PY: Tensor, tile: ExpertTile) -> None:
+    """out[e] = rows[e] @ weight[e].T + bias[e]"""
+    weights = weight_eYX[tile.experts].unbind()
+    biases = [None] * len(weights) if bias_eY is None else bias_eY[tile.experts].unbind()
     for rows, weight, bias, out in zip(
-        rows_rA.split(turn.sizes), weights, biases, out_rB.split(turn.sizes), strict=True
+        rows_PX.split(tile.sizes), weights, biases, out_PY.split(tile.sizes), strict=True
     ):
         if not rows.shape[0]:
             continue
@@ -218,18 +209,18 @@ def _products(rows_rA: Tensor, weight_eBA: Tensor, bias_eB: Tensor | None, out_r
             torch.addmm(bias.to(rows.dtype), rows, weight.to(rows.dtype).t(), out=out)
 
 
-def _back_products(grad_rB: Tensor, weight_eBA: Tensor, out_rA: Tensor, turn: Turn) -> None:
-    """Gradients of those rows."""
-    weights = weight_eBA[turn.experts].unbind()
-    for grad, weight, out in zip(grad_rB.split(turn.sizes), weights, out_rA.split(turn.sizes), strict=True):
+def _input_gradients(grad_PY: Tensor, weight_eYX: Tensor, out_PX: Tensor, tile: ExpertTile) -> None:
+    """out[e] = grad[e] @ weight[e]"""
+    weights = weight_eYX[tile.experts].unbind()
+    for grad, weight, out in zip(grad_PY.split(tile.sizes), weights, out_PX.split(tile.sizes), strict=True):
         if grad.shape[0]:
             torch.mm(grad, weight.to(grad.dtype), out=out)
 
 
-def _weight_gradients(left_rA: Tensor, right_rB: Tensor, out_eAB: Tensor, turn: Turn) -> None:
-    """Each expert's rows on the left, turned, times those on the right, in the format of ``out``."""
-    outs = out_eAB[turn.experts].unbind()
-    for left, right, out in zip(left_rA.split(turn.sizes), right_rB.split(turn.sizes), outs, strict=True):
+def _weight_gradients(left_PX: Tensor, right_PY: Tensor, out_eXY: Tensor, tile: ExpertTile) -> None:
+    """out[e] = left[e].T @ right[e], in the dtype of ``out``."""
+    outs = out_eXY[tile.experts].unbind()
+    for left, right, out in zip(left_PX.split(tile.sizes), right_PY.split(tile.sizes), outs, strict=True):
         if not left.shape[0]:
             continue
         if out.dtype == left.dtype:
@@ -239,12 +230,12 @@ def _weight_gradients(left_rA: Tensor, right_rB: Tensor, out_eAB: Tensor, turn: 
 
 
 def _down_bias_gradients(
-    dout_rL: Tensor, weight_r: Tensor, bias_eL: Tensor, found: Backward, turn: Turn, dweight_r: Tensor
+    dout_tile: Tensor, prob_tile: Tensor, bias_eL: Tensor, grads: Backward, tile: ExpertTile, dprob_tile: Tensor
 ) -> None:
-    """The bias is weighed with the answer, so the weights learn from it too."""
-    assert found.ddown_bias_eL is not None
-    biases, sums = bias_eL[turn.experts].unbind(), found.ddown_bias_eL[turn.experts].unbind()
-    parts = (dout_rL.split(turn.sizes), weight_r.split(turn.sizes), dweight_r.split(turn.sizes))
+    """The prob multiplies the bias too, so its gradient has a term from the bias."""
+    assert grads.ddown_bias_eL is not None
+    biases, sums = bias_eL[tile.experts].unbind(), grads.ddown_bias_eL[tile.experts].unbind()
+    parts = (dout_tile.split(tile.sizes), prob_tile.split(tile.sizes), dprob_tile.split(tile.sizes))
     for bias, sum_, dout, weight, dweight in zip(biases, sums, *parts, strict=True):
         dweight += dout @ bias.to(dout.dtype)
         sum_.copy_(weight.to(dout.dtype) @ dout)
@@ -254,27 +245,27 @@ class CpuFusedExperts:
     def __init__(self, gate: Gate, weight_grads: WeightGradQueue | None = None) -> None:
         self.gate, self.weight_grads = gate, weight_grads
 
-    def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
+    def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
         down_bias = None if weights.down_bias is None else weights.down_bias * weights.bias_scale
         out: Tensor = _Fused.apply(
-            arrived.rows_SD,
-            arrived.choices.weight_tK,
+            expert_in.rows_RL,
+            expert_in.assignments.probs,
             weights.gate_up,
             weights.down,
             weights.gate_up_bias,
             down_bias,
-            lay_out_rows(arrived.choices, _rows_per_expert(arrived, weights)),
+            pad_rows(expert_in.assignments, _rows_per_expert(expert_in, weights)),
             self.gate,
             self.weight_grads,
         )
         return out
 
 
-def _rows_per_expert(arrived: Arrived, weights: ExpertWeights) -> list[int]:
-    """Empty slots are not computed, so where experts have slots their real rows are counted."""
-    if arrived.slots is None:
-        return arrived.rows_per_expert
-    counted: list[int] = count_choices(arrived.choices, weights.gate_up.shape[0]).tolist()
+def _rows_per_expert(expert_in: ExpertInput, weights: ExpertWeights) -> list[int]:
+    """Padding is not computed, so with a capacity the real rows are counted."""
+    if expert_in.capacity is None:
+        return expert_in.rows_per_expert
+    counted: list[int] = count_assignments(expert_in.assignments, weights.gate_up.shape[0]).tolist()
     return counted
 
 
@@ -282,56 +273,58 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_SL: Tensor,
-        weight_SK: Tensor,
+        x_RL: Tensor,
+        prob_RK: Tensor,
         gate_up: Tensor,
         down: Tensor,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        rows: ExpertRows,
+        rows: PaddedRowMap,
         gate: Gate,
         weight_grads: WeightGradQueue | None,
     ) -> Tensor:
-        weights = _stacked(gate_up, down, gate_up_bias, down_bias)
-        y_SL, gate_up_PG = fused_forward(x_SL, weight_SK, weights, rows, gate)
+        weights = _fused_weights(gate_up, down, gate_up_bias, down_bias)
+        y_RL, gate_up_PG = fused_forward(x_RL, prob_RK, weights, rows, gate)
         _, *maps = rows
-        ctx.save_for_backward(x_SL, weight_SK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps)
+        ctx.save_for_backward(x_RL, prob_RK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps)
         ctx.sizes, ctx.gate, ctx.weight_grads = rows.sizes, gate, weight_grads
-        # What recomputation unpacks is no longer the parameter itself.
+        # Under recomputation saved_tensors returns a copy; keep the nn.Parameter so that .grad accumulates on it.
         ctx.parameters = gate_up, down
-        return y_SL
+        return y_RL
 
     @staticmethod
-    def backward(ctx: Any, dout_SL: Tensor) -> tuple[Tensor | None, ...]:
-        x_SL, weight_SK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps = ctx.saved_tensors
-        rows, weight_grads = ExpertRows(ctx.sizes, *maps), ctx.weight_grads
-        later = weight_grads is not None and weight_grads.active
-        at_once = (ctx.needs_input_grad[2] and not later, ctx.needs_input_grad[3] and not later)
-        weights, dout_SL = _stacked(gate_up, down, gate_up_bias, down_bias), dout_SL.contiguous()
-        found = fused_backward(dout_SL, x_SL, weight_SK, gate_up_PG, weights, rows, ctx.gate, at_once)
-        if later:
-            dgate_up_PG, act_PF = found.dgate_up_PG, found.act_PF
+    def backward(ctx: Any, dout_RL: Tensor) -> tuple[Tensor | None, ...]:
+        x_RL, prob_RK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps = ctx.saved_tensors
+        rows, weight_grads = PaddedRowMap(ctx.sizes, *maps), ctx.weight_grads
+        deferred = weight_grads is not None and weight_grads.active
+        now = (ctx.needs_input_grad[2] and not deferred, ctx.needs_input_grad[3] and not deferred)
+        weights, dout_RL = _fused_weights(gate_up, down, gate_up_bias, down_bias), dout_RL.contiguous()
+        grads = fused_backward(dout_RL, x_RL, prob_RK, gate_up_PG, weights, rows, ctx.gate, now)
+        if deferred:
+            dgate_up_PG, act_PF = grads.dgate_up_PG, grads.act_PF
             assert dgate_up_PG is not None and act_PF is not None
-            own_gate_up, own_down = ctx.parameters
-            weight_grads.put(own_down, lambda: down_gradient(dout_SL, act_PF, rows, down))
+            gate_up_param, down_param = ctx.parameters
+            weight_grads.put(down_param, lambda: down_gradient(dout_RL, act_PF, rows, down))
             weight_grads.put(
-                own_gate_up,
-                lambda: gate_up_gradient(x_SL, dgate_up_PG, rows, weights.gate_up_eGL).view(gate_up.shape),
+                gate_up_param,
+                lambda: gate_up_gradient(x_RL, dgate_up_PG, rows, weights.gate_up_eGL).view(gate_up.shape),
             )
         return (
-            found.dx_SL,
-            found.dweight_SK,
-            None if found.dgate_up_eGL is None else found.dgate_up_eGL.view(gate_up.shape),
-            found.ddown_eLF,
-            None if found.dgate_up_bias_eG is None else found.dgate_up_bias_eG.view(gate_up_bias.shape),
-            found.ddown_bias_eL,
+            grads.dx_RL,
+            grads.dprob_RK,
+            None if grads.dgate_up_eGL is None else grads.dgate_up_eGL.view(gate_up.shape),
+            grads.ddown_eLF,
+            None if grads.dgate_up_bias_eG is None else grads.dgate_up_bias_eG.view(gate_up_bias.shape),
+            grads.ddown_bias_eL,
             None,
             None,
             None,
         )
 
 
-def _stacked(gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None) -> FusedWeights:
+def _fused_weights(
+    gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> FusedWeights:
     return FusedWeights(
         gate_up.flatten(1, 2), down, None if gate_up_bias is None else gate_up_bias.flatten(1), down_bias
     )

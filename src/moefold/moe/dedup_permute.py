@@ -1,10 +1,8 @@
-"""A source row goes once to each place that wants it, and what comes back from those places is added up.
+"""Gather each token's row once per destination rank, and sum the rows that come back per token.
 
-t source rows, P places, N pairs of a row and a place that wants it, D width.
-
-Pairs stand place by place and, within a place, in the order of their rows: so what goes to one place is one run, and
-the same wishes give the same bits. The way back adds up in float32, whatever the format of the rows, in one pass over
-them. Going and adding up are each other's gradients.
+An entry of the list N is a pair of a token and a rank that it goes to. Pairs are ordered by rank and then by token:
+what goes to one rank is one run, and the same routing gives the same bits. The sum is accumulated in float32, whatever
+the dtype of the rows, in one pass over them. Gather and sum are each other's gradients.
 """
 
 from __future__ import annotations
@@ -18,87 +16,87 @@ from moefold.ops.segments import segment_sum
 
 
 class TokenRankMap(NamedTuple):
-    """Which row each pair has; places follow each other."""
+    """The token of each pair, rank after rank."""
 
-    source_N: Tensor
-    # The way back: pairs in the order of their rows, and where those of each row begin.
-    pair_N: Tensor
+    token_N: Tensor
+    # The way back: pairs in the order of their tokens, and where those of each token begin.
+    order_N: Tensor
     first_t: Tensor
 
 
-def token_rank_mask(place_tK: Tensor, kept_tK: Tensor | None, num_places: int) -> Tensor:
-    """[t, P]: whether a row has a choice, one that was not dropped, at each place."""
+def token_rank_mask(rank_tK: Tensor, kept_tK: Tensor | None, num_ranks: int) -> Tensor:
+    """[t, W]: whether a token has a kept assignment on each rank."""
     if kept_tK is not None:
-        # Dropped choices go to a place that is cut off.
-        place_tK = place_tK.where(kept_tK, num_places)
-    wanted = torch.zeros(place_tK.shape[0], num_places + 1, dtype=torch.bool, device=place_tK.device)
-    return wanted.scatter_(1, place_tK, True)[:, :num_places]
+        # Dropped assignments go to one rank more than there are, which is cut off.
+        rank_tK = rank_tK.where(kept_tK, num_ranks)
+    mask = torch.zeros(rank_tK.shape[0], num_ranks + 1, dtype=torch.bool, device=rank_tK.device)
+    return mask.scatter_(1, rank_tK, True)[:, :num_ranks]
 
 
-def token_rank_map(wanted_tP: Tensor, num_pairs: int) -> TokenRankMap:
+def token_rank_map(mask_tW: Tensor, num_pairs: int) -> TokenRankMap:
     """``num_pairs``: how many there are, so that no shape depends on the data."""
-    num_rows, num_places = wanted_tP.shape
-    wanted_Pt = wanted_tP.t().flatten()
-    # An empty set of rows has no pairs, and nothing may be divided by its size.
-    source_N = torch.nonzero_static(wanted_Pt, size=num_pairs).flatten() % max(num_rows, 1)
-    number_tP = (wanted_Pt.cumsum(0) - 1).view(num_places, num_rows).t().flatten()
-    by_row_N = torch.nonzero_static(wanted_tP.flatten(), size=num_pairs).flatten()
-    wishes_t = wanted_tP.sum(1)
-    return TokenRankMap(source_N, number_tP.index_select(0, by_row_N), wishes_t.cumsum(0) - wishes_t)
+    num_tokens, num_ranks = mask_tW.shape
+    flat_mask = mask_tW.t().flatten()
+    # Without tokens there are no pairs, and nothing may be divided by 0.
+    token_N = torch.nonzero_static(flat_mask, size=num_pairs).flatten() % max(num_tokens, 1)
+    flat_pair = (flat_mask.cumsum(0) - 1).view(num_ranks, num_tokens).t().flatten()
+    by_token_N = torch.nonzero_static(mask_tW.flatten(), size=num_pairs).flatten()
+    pairs_t = mask_tW.sum(1)
+    return TokenRankMap(token_N, flat_pair.index_select(0, by_token_N), pairs_t.cumsum(0) - pairs_t)
 
 
-def token_rank_map_of_assignments(choice_N: Tensor, num_rows: int, num_choices: int) -> TokenRankMap:
-    """A pair for every kept choice, in the order in which ``choice_N`` has their numbers (row * K + k)."""
-    source_N, num_pairs = choice_N // num_choices, choice_N.shape[0]
-    numbers = torch.arange(num_pairs, device=choice_N.device)
-    if num_pairs == num_rows * num_choices:
-        pair_N = torch.empty_like(numbers).scatter_(0, choice_N, numbers)
-        return TokenRankMap(source_N, pair_N, numbers[::num_choices].contiguous())
-    number_tK = torch.full((num_rows * num_choices,), -1, device=choice_N.device).scatter_(0, choice_N, numbers)
-    kept_tK = number_tK >= 0
-    by_row_N = torch.nonzero_static(kept_tK, size=num_pairs).flatten()
-    kept_t = kept_tK.view(num_rows, num_choices).sum(1)
-    return TokenRankMap(source_N, number_tK.index_select(0, by_row_N), kept_t.cumsum(0) - kept_t)
+def assignment_map(assignment_N: Tensor, num_tokens: int, top_k: int) -> TokenRankMap:
+    """A pair for every kept assignment, in the order of ``assignment_N``, their numbers (token * K + k)."""
+    token_N, num_pairs = assignment_N // top_k, assignment_N.shape[0]
+    pair_N = torch.arange(num_pairs, device=assignment_N.device)
+    if num_pairs == num_tokens * top_k:
+        order_N = torch.empty_like(pair_N).scatter_(0, assignment_N, pair_N)
+        return TokenRankMap(token_N, order_N, pair_N[::top_k].contiguous())
+    flat_pair = torch.full((num_tokens * top_k,), -1, device=assignment_N.device).scatter_(0, assignment_N, pair_N)
+    kept = flat_pair >= 0
+    by_token_N = torch.nonzero_static(kept, size=num_pairs).flatten()
+    kept_t = kept.view(num_tokens, top_k).sum(1)
+    return TokenRankMap(token_N, flat_pair.index_select(0, by_token_N), kept_t.cumsum(0) - kept_t)
 
 
-def gather_tokens(x_tD: Tensor, pairs: TokenRankMap) -> Tensor:
-    """Each pair's row."""
-    rows: Tensor = _Spread.apply(x_tD, pairs)
+def gather_tokens(x_tL: Tensor, sent: TokenRankMap) -> Tensor:
+    """The row of each pair's token."""
+    rows: Tensor = _GatherTokens.apply(x_tL, sent)
     return rows
 
 
-def reduce_tokens(rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
-    """The sum of every source row's pairs; zeros where it has none."""
-    home: Tensor = _AddUp.apply(rows_ND, pairs)
-    return home
+def reduce_tokens(rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
+    """The sum of each token's rows; zeros where it has none."""
+    summed: Tensor = _ReduceTokens.apply(rows_NL, sent)
+    return summed
 
 
-def reduce_token_values(rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
-    """The same, outside of any gradient."""
-    if not rows_ND.shape[0]:
-        return rows_ND.new_zeros(pairs.first_t.shape[0], rows_ND.shape[1])
-    return segment_sum(rows_ND.contiguous(), pairs.pair_N, pairs.first_t, None)
+def reduce_token_values(rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
+    """The same without autograd."""
+    if not rows_NL.shape[0]:
+        return rows_NL.new_zeros(sent.first_t.shape[0], rows_NL.shape[1])
+    return segment_sum(rows_NL.contiguous(), sent.order_N, sent.first_t, None)
 
 
-class _Spread(torch.autograd.Function):
-    """The maps are held, and not saved, so that recomputation need not come this far."""
-
-    @staticmethod
-    def forward(ctx: Any, x_tD: Tensor, pairs: TokenRankMap) -> Tensor:
-        ctx.pairs = pairs
-        return x_tD.index_select(0, pairs.source_N)
+class _GatherTokens(torch.autograd.Function):
+    """The map is kept on ctx and not saved, so that recomputation can stop before this gather."""
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return reduce_token_values(grad_ND, ctx.pairs), None
-
-
-class _AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
-        ctx.pairs = pairs
-        return reduce_token_values(rows_ND, pairs)
+    def forward(ctx: Any, x_tL: Tensor, sent: TokenRankMap) -> Tensor:
+        ctx.sent = sent
+        return x_tL.index_select(0, sent.token_N)
 
     @staticmethod
-    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None]:
-        return grad_tD.index_select(0, ctx.pairs.source_N), None
+    def backward(ctx: Any, grad_NL: Tensor) -> tuple[Tensor, None]:
+        return reduce_token_values(grad_NL, ctx.sent), None
+
+
+class _ReduceTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
+        ctx.sent = sent
+        return reduce_token_values(rows_NL, sent)
+
+    @staticmethod
+    def backward(ctx: Any, grad_tL: Tensor) -> tuple[Tensor, None]:
+        return grad_tL.index_select(0, ctx.sent.token_N), None

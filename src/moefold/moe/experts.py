@@ -1,9 +1,7 @@
-"""The experts of this rank: their weights, and the engine that runs rows through them.
+"""The experts of this rank: their weights, and the backend that runs rows through them.
 
-S source rows here, e experts of this rank, L width of a row (the model's, or the latent one), F hidden width.
-
-The weights are the same whatever computes them. ``GroupedExperts`` is a few products and the operations between them,
-on any device; ``CpuFusedExperts`` does the same work expert by expert, as a CPU likes it.
+The weights are the same whatever the backend. ``GroupedExperts`` runs grouped GEMMs with separate operations between
+them, on any device; ``CpuFusedExperts`` does the same work tile by tile, which suits a CPU's cache.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.dispatch.base import Arrived
+from moefold.moe.dispatch.base import ExpertInput
 
 
 class ExpertWeights(NamedTuple):
-    """``bias_scale`` is this rank's part of the output bias."""
+    """``bias_scale``: what this rank multiplies the output bias by."""
 
     gate_up: nn.Parameter
     down: nn.Parameter
@@ -29,32 +27,31 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertBackend(Protocol):
-    def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-        """[S, L]: for each row, the answers of its experts here, times their weights, added up."""
+    def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
+        """[R, L]: for each row, the sum over its experts here of prob times expert output."""
         ...
 
 
-# Made once for each mixture, from its sizes.
+# Called once for each MoE layer.
 ExpertBackendMaker = Callable[[MoEConfig], ExpertBackend]
 
 
 class Experts(nn.Module):
-    """Built for all experts; how many are here, and how wide their share is, is read off the weights when it runs.
+    """Built for all experts; the number on this rank and their hidden dim here are read off the weights when it runs.
 
-    Ranks that split an expert add their outputs up, so the bias must be whole on one of them and 0 on the others: that
-    is ``bias_scale``.
+    Ranks that share a split expert sum their outputs, so ``bias_scale`` is 1 on one of them and 0 on the others.
     """
 
-    def __init__(self, config: MoEConfig, dim: int, engine: ExpertBackend, bias_scale: float = 1.0) -> None:
+    def __init__(self, config: MoEConfig, dim: int, backend: ExpertBackend, bias_scale: float = 1.0) -> None:
         super().__init__()
         num_experts, hidden, row_dim = config.num_experts, config.expert_hidden_dim, config.latent_dim or dim
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, hidden, row_dim))
         self.down = nn.Parameter(torch.empty(num_experts, row_dim, hidden))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, hidden)) if config.expert_mlp_bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, row_dim)) if config.expert_mlp_bias else None
-        self.engine = engine
+        self.backend = backend
         self.bias_scale = bias_scale
 
-    def forward(self, arrived: Arrived) -> Tensor:
+    def forward(self, expert_in: ExpertInput) -> Tensor:
         weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.bias_scale)
-        return self.engine(arrived, weights)
+        return self.backend(expert_in, weights)

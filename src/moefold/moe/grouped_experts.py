@@ -1,120 +1,159 @@
-"""Experts run on rows sorted by expert: one grouped product, the gate, another grouped product.
+"""Experts as grouped GEMMs: permute rows by expert, GEMM, gated activation, GEMM, unpermute and sum.
 
-S source rows here, R rows sorted by expert, e experts of this rank, L width of a row, F hidden width.
+An expert's output is linear in its hidden activation, so a token's prob may as well multiply there (``weight_at:
+activation``). That is half of what is known as memory-efficient permutation: multiplying the output would need the
+[P, L] output again in the backward pass, while the activation is saved for the second GEMM anyway.
 
-The output of an expert is linear in its hidden activation, so a token's weight for the expert may as well multiply
-there. That is half of what is known as memory-efficient permutation: multiplying the output would need the R x L
-output again in the backward pass, while the activation is kept for the second product anyway.
-
-Experts between kernels: one map of rows, and every step between the two grouped products a single pass.
-
-S source rows here, R rows sorted by expert, e experts of this rank, L width of a row, F hidden width, G = 2F.
-
-The same computation as ``GroupedExperts``, which is its twin. What differs is who does the steps around the products:
-they are handed in as ``Kernels``, so that a GPU has its own and everything else has theirs in torch.
+What surrounds the GEMMs is injected: a ``Permutation`` and the activation that multiplies by the probs. In torch they
+are a few operations each (``TorchPermutation``), which is faster than running the kernels' references; on a GPU they
+are one kernel each (``KernelPermutation``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.dispatch.base import Arrived
+from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.experts import ExpertWeights
-from moefold.moe.kernels.row_map_reference import RowMap, map_slots
+from moefold.moe.kernels.row_map_reference import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
-from moefold.moe.permute import group_by_expert, group_padded, put_back, take_rows, take_weights
+from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded, unpermute_rows
 from moefold.nn.grouped_mm import GroupedMatmul
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.ops.activations import ACTIVATIONS
 
 
-class GroupedExperts:
-    def __init__(self, config: MoEConfig, products: MatmulPolicy, matmul: GroupedMatmul) -> None:
-        self.activation = ACTIVATIONS[config.activation]
-        self.weigh_activation = config.weight_at == "activation"
-        self.products, self.matmul = products, matmul
+class Permuted(NamedTuple):
+    """Rows sorted by expert, the probs that multiply their activation, and what ``unpermute`` needs.
 
-    def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-        num_experts = weights.gate_up.shape[0]
-        if arrived.slots is None:
-            groups = group_by_expert(arrived.choices, num_experts, sum(arrived.rows_per_expert))
-        else:
-            groups = group_padded(arrived.choices, num_experts, arrived.slots)
-        padded = arrived.slots is not None
-        rows_RL = take_rows(arrived.rows_SD, groups.token_N, padded)
-        weight_R = take_weights(arrived.choices.weight_tK, groups.choice_N, padded)
-        answers_RL = self._answers(rows_RL, weight_R, arrived, weights)
-        return put_back(answers_RL, groups.token_N, arrived.rows_SD.shape[0], padded)
-
-    def _answers(self, rows_RL: Tensor, weight_R: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-        hidden_RF = self._hidden(rows_RL, arrived, weights)
-        if self.weigh_activation:
-            out_RL = self._times(weigh(hidden_RF, weight_R), weights.down, arrived)
-            return (
-                out_RL if weights.down_bias is None else out_RL + weigh(_bias_down(rows_RL, arrived, weights), weight_R)
-            )
-        out_RL = self._times(hidden_RF, weights.down, arrived)
-        if weights.down_bias is not None:
-            out_RL = out_RL + _bias_down(rows_RL, arrived, weights)
-        return weigh(out_RL, weight_R)
-
-    def _hidden(self, rows_RL: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-        gate_up_RG = self._times(rows_RL, weights.gate_up, arrived)
-        if weights.gate_up_bias is not None:
-            gate_up_RG = gate_up_RG + per_row(weights.gate_up_bias.flatten(1), rows_RL, arrived)
-        return self.activation(*gate_up_RG.chunk(2, dim=-1))
-
-    def _times(self, rows: Tensor, weight: Tensor, arrived: Arrived) -> Tensor:
-        return self.products.grouped(self.matmul, rows, weight, arrived.rows_per_expert_e, arrived.rows_per_expert)
-
-
-def _bias_down(rows_RL: Tensor, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-    assert weights.down_bias is not None
-    # Times 0 and not left out: every rank's bias takes part in the backward pass.
-    return per_row(weights.down_bias, rows_RL, arrived) * weights.bias_scale
-
-
-def weigh(rows: Tensor, weight_R: Tensor) -> Tensor:
-    """Multiply in the wider of the two formats, then return to the rows' own.
-
-    The weight's gradient is a sum over a row's whole width and feeds the router, which works in float32 for a reason.
+    ``prob_P`` is None where probs multiply the output; ``unpermute`` does that then.
     """
-    return (rows * weight_R[:, None]).to(rows.dtype)
+
+    rows_PL: Tensor
+    prob_P: Tensor | None
+    undo: Any
 
 
-def per_row(bias_e: Tensor, rows_RL: Tensor, arrived: Arrived) -> Tensor:
-    """Each row's own expert's bias; the total is known from the rows, so it need not be read back."""
-    bias_R = bias_e.repeat_interleave(arrived.rows_per_expert_e, dim=0, output_size=rows_RL.shape[0])
-    return bias_R.to(rows_RL.dtype)
+class Permutation(Protocol):
+    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted: ...
+
+    def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
+        """[R, L]: each received row's expert outputs, summed."""
+        ...
 
 
-class KernelGroupedExperts:
-    def __init__(self, config: MoEConfig, products: MatmulPolicy, matmul: GroupedMatmul, kernels: MoEKernels) -> None:
-        self.activation = config.activation
-        self.weigh_activation = config.weight_at == "activation"
-        self.products, self.matmul, self.kernels = products, matmul, kernels
+# [P, G] before the activation, and the probs to multiply by or None, to [P, F].
+WeightedActivation = Callable[[Tensor, Tensor | None], Tensor]
 
-    def __call__(self, arrived: Arrived, weights: ExpertWeights) -> Tensor:
-        rows, weight_SK = self._map(arrived, weights.gate_up.shape[0]), arrived.choices.weight_tK
-        # Weights that multiply the output stay with the tokens; unpermuting multiplies.
-        moved = weight_SK if self.weigh_activation else None
-        rows_RL, weight_R = self.kernels.permute(arrived.rows_SD, rows, moved)
-        gate_up_RG = self._times(rows_RL, weights.gate_up, arrived)
+
+class GroupedExperts:
+    def __init__(
+        self,
+        config: MoEConfig,
+        matmul_policy: MatmulPolicy,
+        matmul: GroupedMatmul,
+        permutation: Permutation,
+        activation: WeightedActivation,
+    ) -> None:
+        self.prob_at_activation = config.weight_at == "activation"
+        self.matmul_policy, self.matmul = matmul_policy, matmul
+        self.permutation, self.activation = permutation, activation
+
+    def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
+        permuted = self.permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation)
+        rows_PL, prob_P, _ = permuted
+        gate_up_PG = self._matmul(rows_PL, weights.gate_up, expert_in)
         if weights.gate_up_bias is not None:
-            gate_up_RG = gate_up_RG + per_row(weights.gate_up_bias.flatten(1), rows_RL, arrived)
-        hidden_RF = self.kernels.weighted_activation(gate_up_RG, weight_R, self.activation)
-        out_RL = self._times(hidden_RF, weights.down, arrived)
+            gate_up_PG = gate_up_PG + bias_of_rows(weights.gate_up_bias.flatten(1), rows_PL, expert_in)
+        hidden_PF = self.activation(gate_up_PG, prob_P)
+        out_PL = self._matmul(hidden_PF, weights.down, expert_in)
         if weights.down_bias is not None:
-            # Times 0 and not left out: every rank's bias takes part in the backward pass.
-            bias_RL = per_row(weights.down_bias, rows_RL, arrived) * weights.bias_scale
-            out_RL = out_RL + (bias_RL if weight_R is None else weigh(bias_RL, weight_R))
-        return self.kernels.unpermute(out_RL, rows, None if self.weigh_activation else weight_SK)
+            # Times 0 rather than left out: every rank's bias takes part in the backward pass.
+            bias_PL = bias_of_rows(weights.down_bias, rows_PL, expert_in) * weights.bias_scale
+            out_PL = out_PL + (bias_PL if prob_P is None else times_prob(bias_PL, prob_P))
+        return self.permutation.unpermute(out_PL, permuted)
 
-    def _map(self, arrived: Arrived, num_experts: int) -> RowMap:
-        if arrived.slots is not None:
-            return map_slots(arrived.choices, num_experts, arrived.slots)
-        return self.kernels.map_rows(arrived.choices, num_experts, num_rows=sum(arrived.rows_per_expert))
+    def _matmul(self, rows: Tensor, weight: Tensor, expert_in: ExpertInput) -> Tensor:
+        counts = expert_in.rows_per_expert_e, expert_in.rows_per_expert
+        return self.matmul_policy.grouped(self.matmul, rows, weight, *counts)
 
-    def _times(self, rows: Tensor, weight: Tensor, arrived: Arrived) -> Tensor:
-        return self.products.grouped(self.matmul, rows, weight, arrived.rows_per_expert_e, arrived.rows_per_expert)
+
+def times_prob(rows: Tensor, prob_P: Tensor) -> Tensor:
+    """Multiply in the wider of the two dtypes, then return to the rows' own.
+
+    The prob's gradient is a sum over a whole row and feeds the router, which works in float32 for a reason.
+    """
+    return (rows * prob_P[:, None]).to(rows.dtype)
+
+
+def bias_of_rows(bias_eX: Tensor, rows_PL: Tensor, expert_in: ExpertInput) -> Tensor:
+    """Each row's own expert's bias; the number of rows is known from their shape, so nothing is read back."""
+    bias_PX = bias_eX.repeat_interleave(expert_in.rows_per_expert_e, dim=0, output_size=rows_PL.shape[0])
+    return bias_PX.to(rows_PL.dtype)
+
+
+class _UndoPermute(NamedTuple):
+    token_P: Tensor
+    num_rows: int
+    padded: bool
+    # Where probs multiply the output.
+    prob_P: Tensor | None
+
+
+class TorchPermutation:
+    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+        padded = expert_in.capacity is not None
+        if expert_in.capacity is None:
+            groups = group_by_expert(expert_in.assignments, num_experts, sum(expert_in.rows_per_expert))
+        else:
+            groups = group_padded(expert_in.assignments, num_experts, expert_in.capacity)
+        rows_PL = gather_rows(expert_in.rows_RL, groups.token_N, padded)
+        prob_P = gather_probs(expert_in.assignments.probs, groups.assignment_N, padded)
+        num_rows = expert_in.rows_RL.shape[0]
+        if prob_at_activation:
+            return Permuted(rows_PL, prob_P, _UndoPermute(groups.token_N, num_rows, padded, None))
+        return Permuted(rows_PL, None, _UndoPermute(groups.token_N, num_rows, padded, prob_P))
+
+    def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
+        token_P, num_rows, padded, prob_P = permuted.undo
+        out_PL = out_PL if prob_P is None else times_prob(out_PL, prob_P)
+        return unpermute_rows(out_PL, token_P, num_rows, padded)
+
+
+def torch_activation(name: str) -> WeightedActivation:
+    activation = ACTIVATIONS[name]
+
+    def weighted(gate_up_PG: Tensor, prob_P: Tensor | None) -> Tensor:
+        hidden_PF = activation(*gate_up_PG.chunk(2, dim=-1))
+        return hidden_PF if prob_P is None else times_prob(hidden_PF, prob_P)
+
+    return weighted
+
+
+class KernelPermutation:
+    """One kernel that moves rows and one that sums them, both along a row map."""
+
+    def __init__(self, kernels: MoEKernels) -> None:
+        self.kernels = kernels
+
+    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+        row_map, prob_RK = self._row_map(expert_in, num_experts), expert_in.assignments.probs
+        rows_PL, prob_P = self.kernels.permute(expert_in.rows_RL, row_map, prob_RK if prob_at_activation else None)
+        return Permuted(rows_PL, prob_P, (row_map, None if prob_at_activation else prob_RK))
+
+    def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
+        row_map, prob_RK = permuted.undo
+        return self.kernels.unpermute(out_PL, row_map, prob_RK)
+
+    def _row_map(self, expert_in: ExpertInput, num_experts: int) -> RowMap:
+        if expert_in.capacity is not None:
+            return map_padded(expert_in.assignments, num_experts, expert_in.capacity)
+        return self.kernels.map_rows(expert_in.assignments, num_experts, num_rows=sum(expert_in.rows_per_expert))
+
+
+def kernel_activation(kernels: MoEKernels, name: str) -> WeightedActivation:
+    return lambda gate_up_PG, prob_P: kernels.weighted_activation(gate_up_PG, prob_P, name)

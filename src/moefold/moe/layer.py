@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from moefold.moe.dispatch.base import Arrived, Dispatcher, Routing
+from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing
 from moefold.moe.experts import Experts
 from moefold.moe.load_balancing import RoutingReport
 from moefold.moe.router import Router
@@ -38,7 +38,7 @@ class Dispatched(NamedTuple):
     """The rows that the experts of this rank received, beside the tokens of this rank for the shared expert."""
 
     x_tD: Tensor
-    expert_in: Arrived
+    expert_in: ExpertInput
     report: RoutingReport
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.moe.padding_mask import real_tokens
-from moefold.moe.permute import Choices
+from moefold.moe.permute import Assignments, count_assignments
 from moefold.moe.topk import score
 from moefold.nn.batch import Batch, TokenSets
 from moefold.nn.parallel_interfaces import TokenSharding
@@ -64,7 +64,12 @@ class RoutingReport(NamedTuple):
 
 
 def balance_losses(
-    config: MoEConfig, logits_tE: Tensor, plain: Choices, batch: Batch, tokens: TokenSharding, earlier_E: Tensor | None
+    config: MoEConfig,
+    logits_tE: Tensor,
+    plain: Assignments,
+    batch: Batch,
+    tokens: TokenSharding,
+    earlier_E: Tensor | None,
 ) -> BalanceLosses:
     """``plain`` is each token's plain top-k; ``earlier_E`` counts it over this rank's earlier microbatches of the step.
 
@@ -92,7 +97,7 @@ def balance_losses(
         return (_shares(count_SE, p_tE.dtype) * (mean / tokens_S)[:, None])[set_t]
 
     def shares_of_everyone() -> Tensor:
-        count_E = count_choices(plain, num_experts)
+        count_E = count_assignments(plain, num_experts)
         count_E = tokens.sum_counts(count_E if earlier_E is None else count_E + earlier_E, "everyone", batch)
         return _shares(count_E, p_tE.dtype)
 
@@ -139,15 +144,9 @@ def even_out(share_tE: Tensor, num_groups: int) -> Tensor:
     return share_tGe.mean(-1, keepdim=True).expand_as(share_tGe).flatten(-2)
 
 
-def count_choices(choices: Choices, num_experts: int) -> Tensor:
-    """How many tokens here chose each expert."""
-    kept_tK = choices.kept_tK
-    return count_keys(choices.expert_tK.flatten(), num_experts, None if kept_tK is None else kept_tK.flatten())
-
-
-def count_by_set(choices: Choices, set_t: Tensor, num_sets: int, num_experts: int) -> Tensor:
-    """The same for each set of tokens, [S, E]."""
-    key_tK, kept_tK = set_t[:, None] * num_experts + choices.expert_tK, choices.kept_tK
+def count_by_set(choices: Assignments, set_t: Tensor, num_sets: int, num_experts: int) -> Tensor:
+    """[Q, E]: how many tokens of each set chose each expert."""
+    key_tK, kept_tK = set_t[:, None] * num_experts + choices.experts, choices.kept
     kept_N = None if kept_tK is None else kept_tK.flatten()
     return count_keys(key_tK.flatten(), num_sets * num_experts, kept_N).view(num_sets, num_experts)
 

@@ -1,11 +1,9 @@
-"""Which row of which expert a choice becomes, when every expert's rows are rounded up to a few distinct numbers.
+"""The permutation of ``CpuFusedExperts``: every expert's rows rounded up to a multiple of ``STEP``.
 
-S source rows, K choices per row, C kept choices (source row by source row), P rows with pads, e experts.
-
-A matmul library plans a product for its exact shape. Routing changes at every step, so experts would meet a new shape
-each time and pay for a new plan. Rounded up to a multiple of ``STEP`` rows, few shapes are left, and they come back. A
-pad repeats source row 0 with weight 0: it costs its share of the product, needs no clearing, and its answer is never
-looked at.
+A matmul library plans a GEMM for its exact shape. Routing changes at every step, so experts would meet a new shape each
+time and pay for a new plan. Rounded up, few shapes are left, and they come back. A padding row repeats received row 0
+with prob 0: it costs its part of the GEMM, needs no clearing, and its output is not read. N is the list of kept
+assignments, in the order of the received rows.
 """
 
 from __future__ import annotations
@@ -16,66 +14,70 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.moe.permute import Choices, group_by_expert
+from moefold.moe.permute import Assignments, group_by_expert
 
 STEP = 32
 
 
-class ExpertRows(NamedTuple):
-    """Rows stand expert by expert, ``sizes[i]`` of them for expert i."""
+class PaddedRowMap(NamedTuple):
+    """Rows are ordered by expert, ``sizes[i]`` of them for expert i."""
 
     sizes: tuple[int, ...]
-    source_P: Tensor
-    # The way back: the row of each kept choice, and where the choices of each source row begin.
-    row_C: Tensor
-    first_S: Tensor
-    # The number (source row * K + k) of each kept choice; None where all are kept.
-    choice_C: Tensor | None
+    received_P: Tensor
+    # The way back: the row of each kept assignment, and where the assignments of each received row begin.
+    row_N: Tensor
+    first_R: Tensor
+    # The number (received row * K + k) of each kept assignment; None where all are kept.
+    assignment_N: Tensor | None
 
 
 def rounded_up(rows: int) -> int:
     return -(-rows // STEP) * STEP
 
 
-def lay_out_rows(routing: Choices, rows_per_expert: Sequence[int]) -> ExpertRows:
-    """``rows_per_expert``: how many choices of each expert are kept, on the host."""
-    num_sources, num_choices = routing.expert_tK.shape
-    device = routing.expert_tK.device
-    groups = group_by_expert(routing, len(rows_per_expert), sum(rows_per_expert))
+def pad_rows(assignments: Assignments, rows_per_expert: Sequence[int]) -> PaddedRowMap:
+    """``rows_per_expert``: kept assignments of each expert, on the host."""
+    num_rows, top_k = assignments.experts.shape
+    device = assignments.experts.device
+    groups = group_by_expert(assignments, len(rows_per_expert), sum(rows_per_expert))
     sizes = tuple(map(rounded_up, rows_per_expert))
-    place_C = _places(rows_per_expert, sizes, device)
-    source_P = torch.zeros(sum(sizes), dtype=torch.int64, device=device).index_copy_(0, place_C, groups.token_N)
-    row_of_choice = torch.empty(num_sources * num_choices, dtype=torch.int64, device=device)
-    row_of_choice.index_copy_(0, groups.choice_N, place_C)
-    if routing.kept_tK is None:
-        first_S = torch.arange(0, num_sources * num_choices, num_choices, device=device)
-        return ExpertRows(sizes, source_P, row_of_choice, first_S, None)
-    kept_S = routing.kept_tK.sum(1)
-    choice_C = groups.choice_N.sort().values
-    return ExpertRows(sizes, source_P, row_of_choice.index_select(0, choice_C), kept_S.cumsum(0) - kept_S, choice_C)
+    place_N = _places(rows_per_expert, sizes, device)
+    received_P = torch.zeros(sum(sizes), dtype=torch.int64, device=device).index_copy_(0, place_N, groups.token_N)
+    row_of_assignment = torch.empty(num_rows * top_k, dtype=torch.int64, device=device)
+    row_of_assignment.index_copy_(0, groups.assignment_N, place_N)
+    if assignments.kept is None:
+        first_R = torch.arange(0, num_rows * top_k, top_k, device=device)
+        return PaddedRowMap(sizes, received_P, row_of_assignment, first_R, None)
+    kept_R = assignments.kept.sum(1)
+    assignment_N = groups.assignment_N.sort().values
+    return PaddedRowMap(
+        sizes, received_P, row_of_assignment.index_select(0, assignment_N), kept_R.cumsum(0) - kept_R, assignment_N
+    )
 
 
-def weights_of_choices(weight_SK: Tensor, rows: ExpertRows) -> Tensor:
-    """Of the kept choices, in the order of ``row_C``."""
-    return weight_SK.flatten() if rows.choice_C is None else weight_SK.flatten().index_select(0, rows.choice_C)
+def probs_of_assignments(prob_RK: Tensor, row_map: PaddedRowMap) -> Tensor:
+    """Of the kept assignments, in the order of ``row_N``."""
+    return (
+        prob_RK.flatten() if row_map.assignment_N is None else prob_RK.flatten().index_select(0, row_map.assignment_N)
+    )
 
 
-def weights_of_rows(weight_SK: Tensor, rows: ExpertRows) -> Tensor:
-    """Of each row; 0 for a pad."""
-    weight_C = weights_of_choices(weight_SK, rows)
-    return weight_C.new_zeros(rows.source_P.shape[0]).index_copy_(0, rows.row_C, weight_C)
+def probs_of_rows(prob_RK: Tensor, row_map: PaddedRowMap) -> Tensor:
+    """Of each permuted row; 0 for padding."""
+    prob_N = probs_of_assignments(prob_RK, row_map)
+    return prob_N.new_zeros(row_map.received_P.shape[0]).index_copy_(0, row_map.row_N, prob_N)
 
 
-def choices_of_rows(value_P: Tensor, rows: ExpertRows, shape_SK: torch.Size) -> Tensor:
-    """Each row's value at its choice; 0 for a choice that was dropped."""
-    value_C = value_P.index_select(0, rows.row_C)
-    if rows.choice_C is None:
-        return value_C.view(shape_SK)
-    return value_P.new_zeros(shape_SK.numel()).index_copy_(0, rows.choice_C, value_C).view(shape_SK)
+def assignments_of_rows(value_P: Tensor, row_map: PaddedRowMap, shape: torch.Size) -> Tensor:
+    """Each row's value at its assignment; 0 for one that was dropped."""
+    value_N = value_P.index_select(0, row_map.row_N)
+    if row_map.assignment_N is None:
+        return value_N.view(shape)
+    return value_P.new_zeros(shape.numel()).index_copy_(0, row_map.assignment_N, value_N).view(shape)
 
 
 def _places(rows_per_expert: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Where each row, sorted by expert without pads, stands among the rows with pads."""
+    """[N]: the index of each row, sorted by expert without padding, among the rows with padding."""
     starts = [0]
     for size, rows in zip(sizes, rows_per_expert, strict=True):
         starts.append(starts[-1] + size - rows)

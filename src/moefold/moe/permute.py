@@ -1,11 +1,9 @@
-"""Rows sorted by expert, and back to tokens.
+"""Permute rows by expert, and back to tokens.
 
-t tokens, K choices per token, choice number token*K + k, N rows sorted by expert, E experts, D width.
-
-Sorting is stable: an expert sees its tokens in their own order, so the same routing gives the same bits. There are two
-forms. ``group_by_expert`` has as many rows as there are kept choices. ``group_padded`` gives every expert the same
-number of slots, so no shape depends on the data. An empty slot has choice number t*K and token number t, one past the
-end: it reads zeros and has weight 0, and what it holds on the way back goes nowhere.
+An assignment has the number token * K + k. The sort is stable: an expert sees its tokens in their own order, so the
+same routing gives the same bits. There are two forms. ``group_by_expert`` has one row per kept assignment.
+``group_padded`` gives every expert ``capacity`` rows, so no shape depends on the data. A padding row has assignment
+number t * K and token number t, one past the end: it reads zeros and prob 0, and is left out on the way back.
 """
 
 from __future__ import annotations
@@ -18,94 +16,94 @@ from torch import Tensor
 from moefold.ops.segments import count_keys, rank_within_key, stable_order
 
 
-class Choices(Protocol):
-    """What is needed of a routing: each token's experts, and which of these choices were not dropped."""
+class Assignments(Protocol):
+    """The experts of each token or row, [t, K] or [R, K], and which assignments are kept (None: all)."""
 
     @property
-    def expert_tK(self) -> Tensor: ...
+    def experts(self) -> Tensor: ...
     @property
-    def kept_tK(self) -> Tensor | None: ...
+    def kept(self) -> Tensor | None: ...
 
 
 class Grouped(NamedTuple):
-    choice_N: Tensor
+    assignment_N: Tensor
     token_N: Tensor
 
 
-def count_choices(routing: Choices, num_experts: int) -> Tensor:
-    """[E]: how many kept choices each expert has."""
-    return count_keys(_expert_or_none(routing, num_experts), num_experts + 1)[:num_experts]
+def count_assignments(routing: Assignments, num_experts: int) -> Tensor:
+    """[E]: how many kept assignments each expert has."""
+    return count_keys(flat_experts(routing, num_experts), num_experts + 1)[:num_experts]
 
 
-def group_by_expert(routing: Choices, num_experts: int, num_rows: int) -> Grouped:
-    """Kept choices, of which there are ``num_rows``, in the order of their experts."""
-    choice_N = stable_order(_expert_or_none(routing, num_experts), num_experts + 1)[:num_rows]
-    return Grouped(choice_N, choice_N // routing.expert_tK.shape[1])
+def group_by_expert(routing: Assignments, num_experts: int, num_rows: int) -> Grouped:
+    """The ``num_rows`` kept assignments in the order of their experts."""
+    assignment_N = stable_order(flat_experts(routing, num_experts), num_experts + 1)[:num_rows]
+    return Grouped(assignment_N, assignment_N // routing.experts.shape[1])
 
 
-def group_padded(routing: Choices, num_experts: int, capacity: int) -> Grouped:
-    """Slots expert by expert, ``capacity`` each, without a look at the data.
+def group_padded(routing: Assignments, num_experts: int, capacity: int) -> Grouped:
+    """``capacity`` rows per expert, without a sync.
 
-    Choices beyond an expert's slots have no place and are left out: drop by capacity before, so that there are none.
+    Assignments beyond an expert's capacity are left out: drop by capacity before, so that there are none.
     """
-    expert_tK, device = routing.expert_tK, routing.expert_tK.device
-    num_choices, num_slots = expert_tK.numel(), num_experts * capacity
-    key_N = _expert_or_none(routing, num_experts)
-    place_N = rank_within_key(key_N, num_experts + 1)
-    slot_N = (key_N * capacity + place_N).where((key_N < num_experts) & (place_N < capacity), num_slots)
-    # One slot more than there are: choices without a place overwrite one another there, and it is cut off.
-    choices = torch.full((num_slots + 1,), num_choices, device=device)
-    choices = choices.scatter(0, slot_N, torch.arange(num_choices, device=device))[:num_slots]
-    return Grouped(choices, choices // expert_tK.shape[1])
+    experts, device = routing.experts, routing.experts.device
+    num_assignments, num_rows = experts.numel(), num_experts * capacity
+    key_N = flat_experts(routing, num_experts)
+    rank_N = rank_within_key(key_N, num_experts + 1)
+    row_N = (key_N * capacity + rank_N).where((key_N < num_experts) & (rank_N < capacity), num_rows)
+    # One row more than there are: assignments without a row overwrite one another there, and it is cut off.
+    assignment_P = torch.full((num_rows + 1,), num_assignments, device=device)
+    assignment_P = assignment_P.scatter(0, row_N, torch.arange(num_assignments, device=device))[:num_rows]
+    return Grouped(assignment_P, assignment_P // experts.shape[1])
 
 
-def take_rows(x_tD: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
-    """Each slot's token; zeros for an empty slot, of which there are none unless ``padded``."""
+def gather_rows(x_tL: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
+    """The row of each token number; zeros for padding, of which there is none unless ``padded``."""
     if not padded:
-        return x_tD.index_select(0, token_N)
-    return torch.cat([x_tD, x_tD.new_zeros(1, *x_tD.shape[1:])]).index_select(0, token_N)
+        return x_tL.index_select(0, token_N)
+    return torch.cat([x_tL, x_tL.new_zeros(1, *x_tL.shape[1:])]).index_select(0, token_N)
 
 
-def take_weights(weight_tK: Tensor, choice_N: Tensor, padded: bool = True) -> Tensor:
-    """Each slot's routing weight; 0 for an empty slot."""
-    return take_rows(weight_tK.flatten(), choice_N, padded)
+def gather_probs(prob_tK: Tensor, assignment_N: Tensor, padded: bool = True) -> Tensor:
+    """The prob of each assignment number; 0 for padding."""
+    return gather_rows(prob_tK.flatten(), assignment_N, padded)
 
 
-def put_back(rows_ND: Tensor, token_N: Tensor, num_tokens: int, padded: bool = True) -> Tensor:
-    """Add up the rows of each token, in the order in which they stand. The gradient of ``take_rows``."""
-    home: Tensor = _PutBack.apply(rows_ND, token_N, num_tokens, padded)
-    return home
+def unpermute_rows(rows_NL: Tensor, token_N: Tensor, num_tokens: int, padded: bool = True) -> Tensor:
+    """[t, L]: the sum of each token's rows, in their order. The gradient of ``gather_rows``."""
+    summed: Tensor = _UnpermuteRows.apply(rows_NL, token_N, num_tokens, padded)
+    return summed
 
 
-class _PutBack(torch.autograd.Function):
-    """Recomputation stops once it has everything that was saved. The token numbers are held, and not saved, so that it
-    need not compute the rows again, which nobody looks at."""
+class _UnpermuteRows(torch.autograd.Function):
+    """Recomputation stops once it has every saved tensor. The token numbers are kept on ctx and not saved, so that it
+    does not recompute the rows, which backward does not need."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, token_N: Tensor, num_tokens: int, padded: bool) -> Tensor:
+    def forward(ctx: Any, rows_NL: Tensor, token_N: Tensor, num_tokens: int, padded: bool) -> Tensor:
         ctx.token_N, ctx.padded = token_N, padded
-        home = rows_ND.new_zeros(num_tokens + padded, *rows_ND.shape[1:]).index_add_(0, token_N, rows_ND)
+        summed_tL = rows_NL.new_zeros(num_tokens + padded, *rows_NL.shape[1:]).index_add_(0, token_N, rows_NL)
         # Copied where it is cut: a module whose parameters are sharded must not return a view.
-        return home[:num_tokens].clone() if padded else home
+        return summed_tL[:num_tokens].clone() if padded else summed_tL
 
     @staticmethod
-    def backward(ctx: Any, grad_tD: Tensor) -> tuple[Tensor, None, None, None]:
-        return take_rows(grad_tD, ctx.token_N, ctx.padded), None, None, None
+    def backward(ctx: Any, grad_tL: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_rows(grad_tL, ctx.token_N, ctx.padded), None, None, None
 
 
-def group_by_expert_reference(routing: Choices, num_experts: int) -> list[list[int]]:
-    """The twin of both groupings: the choice numbers of every expert."""
+def group_by_expert_reference(routing: Assignments, num_experts: int) -> list[list[int]]:
+    """Of both groupings: the assignment numbers of every expert."""
     groups: list[list[int]] = [[] for _ in range(num_experts)]
-    kept_tK = torch.ones_like(routing.expert_tK, dtype=torch.bool) if routing.kept_tK is None else routing.kept_tK
-    choices = zip(routing.expert_tK.flatten().tolist(), kept_tK.flatten().tolist(), strict=True)
-    for choice, (expert, kept) in enumerate(choices):
+    all_kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+    assignments = zip(routing.experts.flatten().tolist(), all_kept.flatten().tolist(), strict=True)
+    for number, (expert, kept) in enumerate(assignments):
         if kept:
-            groups[expert].append(choice)
+            groups[expert].append(number)
     return groups
 
 
-def _expert_or_none(routing: Choices, num_experts: int) -> Tensor:
-    """Dropped choices get the number after the last expert, so that they sort behind all others."""
-    if routing.kept_tK is None:
-        return routing.expert_tK.flatten()
-    return routing.expert_tK.where(routing.kept_tK, num_experts).flatten()
+def flat_experts(routing: Assignments, num_experts: int) -> Tensor:
+    """[N]: expert numbers; dropped assignments get the number after the last expert and sort behind all others."""
+    if routing.kept is None:
+        return routing.experts.flatten()
+    return routing.experts.where(routing.kept, num_experts).flatten()

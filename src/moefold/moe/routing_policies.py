@@ -1,9 +1,7 @@
-"""The rules that turn scores into choices, one class each; the router is handed one of them.
+"""Routing policies: the rules that turn scores into assignments, one class each; the router is given one of them.
 
-t tokens of this rank, N tokens of the microbatches, E experts, K choices per token.
-
-A rule that looks at many tokens at once looks at a whole microbatch, gathered from the ranks that share it, and keeps
-its own tokens' part of the answer: every rank decides the same, and the layout changes nothing.
+A rule that compares tokens decides over a whole microbatch, gathered from the ranks that share it, and keeps the part
+of its own tokens: every rank decides the same, and the layout changes nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from moefold.nn.parallel_interfaces import TokenSharding
 
 
 class TopKAssignment(NamedTuple):
-    """The experts of each token, before capacities. With ``kept_tK`` only its true entries are assignments at all.
+    """Each token's experts, [t, K], before capacities. With ``kept`` only its true entries are assignments.
 
-    ``plain_tK`` is the plain top-k of the scores, which balance losses count, where the policy knows it already.
+    ``plain`` is the plain top-k of the scores, which balance losses count, where the policy knows it already.
 
     >>> import torch, moefold
     >>> scores = torch.tensor([[0.1, 0.7, 0.2]])
-    >>> moefold.TopKAssignment(scores.topk(2).indices).expert_tK
+    >>> moefold.TopKAssignment(scores.topk(2).indices).experts
     tensor([[1, 2]])
     """
 
-    expert_tK: Tensor
-    kept_tK: Tensor | None = None
-    plain_tK: Tensor | None = None
+    experts: Tensor
+    kept: Tensor | None = None
+    plain: Tensor | None = None
 
 
 class RoutingPolicy(Protocol):
@@ -59,12 +57,12 @@ class RoutingPolicy(Protocol):
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
     ) -> TopKAssignment:
-        """``bias_E`` is the loss-free bias: it shifts choices and nothing else. No input carries a gradient."""
+        """``bias_E`` is the loss-free bias: it shifts the top-k and not the probs. No input carries a gradient."""
         ...
 
 
 class TopKRouting:
-    """Every token takes its best experts, if asked only from its best groups of experts."""
+    """Every token takes its best experts, if configured only from its best groups of experts."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
@@ -83,7 +81,7 @@ class TopKRouting:
 
 
 class SinkhornRouting:
-    """Every token takes its best experts of a plan in which each expert gets its share of the microbatch.
+    """Every token takes its best experts of a transport plan in which each expert gets an even part of the microbatch.
 
     For training: in evaluation a token's experts must not depend on the other tokens, and the router takes
     ``TopKRouting``.
@@ -96,12 +94,12 @@ class SinkhornRouting:
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
     ) -> TopKAssignment:
         iterations = self.config.router.sinkhorn_iterations
-        plan_tE = _by_microbatch(logits_tE, batch, tokens, lambda part_nE: sinkhorn(part_nE, iterations))
+        plan_tE = _by_microbatch(logits_tE, batch, tokens, lambda part_TE: sinkhorn(part_TE, iterations))
         return TopKAssignment(choose_topk(plan_tE, self.config.top_k))
 
 
 class ExpertChoiceRouting:
-    """Every expert takes its best tokens of the microbatch: as many as its capacity, or an even share without one."""
+    """Every expert takes its best tokens of the microbatch: as many as its capacity, or an even number without one."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
@@ -112,9 +110,9 @@ class ExpertChoiceRouting:
         config = self.config
         factor = 1.0 if config.capacity is None else config.capacity.factor
 
-        def choose(part_nE: Tensor) -> Tensor:
-            capacity = capacity_of(part_nE.shape[0], factor, config.top_k, config.num_experts)
-            return choose_by_experts(part_nE, capacity)
+        def choose(part_TE: Tensor) -> Tensor:
+            capacity = capacity_of(part_TE.shape[0], factor, config.top_k, config.num_experts)
+            return choose_by_experts(part_TE, capacity)
 
         kept_tE = _by_microbatch(scores_tE, batch, tokens, choose)
         every_expert_E = torch.arange(config.num_experts, device=scores_tE.device)
@@ -122,7 +120,7 @@ class ExpertChoiceRouting:
 
 
 class RoundRobinRouting:
-    """A round robin that no score changes, for benchmarks."""
+    """Round robin, whatever the scores, for benchmarks."""
 
     def __init__(self, config: MoEConfig) -> None:
         self.config = config
@@ -130,52 +128,52 @@ class RoundRobinRouting:
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
     ) -> TopKAssignment:
-        token_N = torch.cat([torch.arange(size, device=logits_tE.device) for size in batch.microbatches.sizes])
+        token_T = torch.cat([torch.arange(size, device=logits_tE.device) for size in batch.microbatches.sizes])
         return TopKAssignment(
-            choose_balanced(tokens.local_shard(token_N, batch), self.config.num_experts, self.config.top_k)
+            choose_balanced(tokens.local_shard(token_T, batch), self.config.num_experts, self.config.top_k)
         )
 
 
 def _by_microbatch(x_tE: Tensor, batch: Batch, tokens: TokenSharding, decide: Callable[[Tensor], Tensor]) -> Tensor:
-    """My part of what is decided over whole microbatches; pads are not looked at and get zeros."""
-    x_NE, sets = tokens.all_gather(x_tE, batch), batch.microbatches
+    """This rank's part of a decision over whole microbatches; padding is left out and gets zeros."""
+    x_TE, sets = tokens.all_gather(x_tE, batch), batch.microbatches
     if (real_t := real_tokens(batch, tokens)) is None:
-        return tokens.local_shard(_by_set(x_NE, sets.sizes, decide), batch)
-    real_N = tokens.all_gather(real_t, batch)
-    *sizes, _ = only_real(sets, real_N).sizes
-    decided = _by_set(x_NE[real_N], tuple(sizes), decide)
-    return tokens.local_shard(decided.new_zeros(x_NE.shape).masked_scatter(real_N[:, None], decided), batch)
+        return tokens.local_shard(_by_set(x_TE, sets.sizes, decide), batch)
+    real_T = tokens.all_gather(real_t, batch)
+    *sizes, _ = only_real(sets, real_T).sizes
+    decided = _by_set(x_TE[real_T], tuple(sizes), decide)
+    return tokens.local_shard(decided.new_zeros(x_TE.shape).masked_scatter(real_T[:, None], decided), batch)
 
 
-def _by_set(x_NE: Tensor, sizes: tuple[int, ...], decide: Callable[[Tensor], Tensor]) -> Tensor:
-    """One set after the other; one without a token has nothing to decide."""
-    decided = [decide(part_nE) for part_nE in x_NE.split(sizes) if part_nE.shape[0]]
-    return torch.cat(decided) if decided else decide(x_NE.new_zeros(1, x_NE.shape[1]))[:0]
+def _by_set(x_TE: Tensor, sizes: tuple[int, ...], decide: Callable[[Tensor], Tensor]) -> Tensor:
+    """One set after the other; sets without a token are skipped."""
+    decided = [decide(part_TE) for part_TE in x_TE.split(sizes) if part_TE.shape[0]]
+    return torch.cat(decided) if decided else decide(x_TE.new_zeros(1, x_TE.shape[1]))[:0]
 
 
 class ReplayRouting:
-    """What another selector once chose for these tokens; capacities are applied anew."""
+    """The recorded assignments of another policy for these tokens; capacities are applied again."""
 
-    def __init__(self, choice: TopKAssignment) -> None:
-        self.choice = choice
+    def __init__(self, assignment: TopKAssignment) -> None:
+        self.assignment = assignment
 
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
     ) -> TopKAssignment:
-        return self.choice
+        return self.assignment
 
 
 class DropPolicy(Protocol):
     def kept(self, expert_tK: Tensor, prob_tK: Tensor, batch: Batch, tokens: TokenSharding) -> Tensor:
-        """True for the choices that stay; ``prob_tK`` is what each one's answer counts for, without a gradient."""
+        """True for the assignments that are kept; ``prob_tK`` without a gradient."""
         ...
 
 
 class CapacityDrop:
-    """Drops the choices that an expert, or the device that holds it, has no room for.
+    """Drops the assignments beyond the capacity of an expert, or of the device that holds it.
 
-    Counted over the microbatch or over each rank's shard. A device is a run of experts that the config names and not
-    the layout's expert rank, so that a layout changes nothing.
+    Counted over the microbatch or over each rank's shard. A device is a run of experts that the config names, not an ep
+    rank of the layout, so that a layout changes nothing.
     """
 
     def __init__(self, config: MoEConfig, capacity: CapacityConfig) -> None:
@@ -185,13 +183,13 @@ class CapacityDrop:
         priority_tK = prob_tK if self.capacity.drop == "probability" else None
         real_t = real_tokens(batch, tokens)
         if self.capacity.scope == "local":
-            # Shards of other ranks are sets without a token here.
+            # Other ranks' shards are sets without a token here.
             shard_t = tokens.local_shard(batch.shards.set_of_token_N, batch)
             return self._keep(expert_tK, priority_tK, TokenSets(shard_t, batch.shards.sizes), real_t)
-        priority_NK = None if priority_tK is None else tokens.all_gather(priority_tK, batch)
-        real_N = None if real_t is None else tokens.all_gather(real_t, batch)
+        priority_TK = None if priority_tK is None else tokens.all_gather(priority_tK, batch)
+        real_T = None if real_t is None else tokens.all_gather(real_t, batch)
         return tokens.local_shard(
-            self._keep(tokens.all_gather(expert_tK, batch), priority_NK, batch.microbatches, real_N), batch
+            self._keep(tokens.all_gather(expert_tK, batch), priority_TK, batch.microbatches, real_T), batch
         )
 
     def _keep(self, expert: Tensor, priority: Tensor | None, sets: TokenSets, real: Tensor | None) -> Tensor:

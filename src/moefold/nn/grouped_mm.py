@@ -30,7 +30,7 @@ def grouped(rows_RD: Tensor, weight_eFD: Tensor, rows_per_expert_e: Tensor, host
     return F.grouped_mm(rows_RD, weight_eFD.transpose(-2, -1), offs=ends_e)
 
 
-def split_products(
+def grouped_weight_grad(
     matmul: GroupedMatmul, grad_RF: Tensor, rows_RD: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
 ) -> Tensor:
     """[e, F, D]: each expert's weight gradient, from its rows and their outputs' gradients."""

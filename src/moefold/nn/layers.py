@@ -24,9 +24,9 @@ from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 class Linear(nn.Module):
     """y = x W^T + b. Values are set later, as a function of the parameter's name, so none are drawn here."""
 
-    def __init__(self, in_width: int, out_width: int, products: MatmulPolicy, bias: bool = False) -> None:
+    def __init__(self, in_width: int, out_width: int, matmul_policy: MatmulPolicy, bias: bool = False) -> None:
         super().__init__()
-        self.products = products
+        self.matmul_policy = matmul_policy
         self.weight = nn.Parameter(torch.empty(out_width, in_width))
         self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
 
@@ -35,7 +35,7 @@ class Linear(nn.Module):
 
     def partial(self, x: Tensor) -> Tensor:
         """Without the bias, for partial sums: a bias must join once, after the ranks' parts are added up."""
-        return self.products.linear(x, self.weight)
+        return self.matmul_policy.linear(x, self.weight)
 
     def add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -75,7 +75,7 @@ class FeedForward(nn.Module):
         hidden: int,
         activation: str,
         tokens: TokenSharding,
-        products: MatmulPolicy,
+        matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
     ) -> None:
         super().__init__()
@@ -84,10 +84,10 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.kernels = kernels
         self.tokens = tokens
-        self.products = products
+        self.matmul_policy = matmul_policy
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_TD = self.tokens.gather(x_tD, batch)
-        gate_up_TG = self.products.linear(x_TD, self.gate_up)
+        gate_up_TG = self.matmul_policy.linear(x_TD, self.gate_up)
         hidden_TF = self.kernels.weighted_activation(gate_up_TG, None, self.activation)
-        return self.tokens.reduce(self.products.linear(hidden_TF, self.down))
+        return self.tokens.reduce(self.matmul_policy.linear(hidden_TF, self.down))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moefold.nn.grouped_mm import GroupedMatmul, split_products
+from moefold.nn.grouped_mm import GroupedMatmul, grouped_weight_grad
 
 
 class MatmulPolicy(Protocol):
@@ -188,7 +188,7 @@ class _Grouped(torch.autograd.Function):
         grad = grad.contiguous()
 
         def weight_gradient() -> Tensor:
-            return split_products(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+            return grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
 
         turned = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
         drows = matmul(grad, turned, rows_per_expert_e, host) if ctx.passes_on else None

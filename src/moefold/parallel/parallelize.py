@@ -25,7 +25,7 @@ from moefold.comm.comm_stream import CommStream
 from moefold.comm.ledger import Ledger
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
-from moefold.model.build import Seams, build_decoder
+from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, SplitSizeSource
 from moefold.moe.expert_backends import expert_backend
@@ -107,11 +107,11 @@ def build_on_meta(
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
-    seams = seams_of(run, groups, weight_grads, host, kernels)
-    seams = replace(seams, routing_policy=policy_maker(routing_policy))
+    interfaces = seams_of(run, groups, weight_grads, host, kernels)
+    interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
-        model = build_decoder(run.model, dtype, seams, parts_of_rank[groups["pp"].index])
+        model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards)
     shard_over_data(model, groups, device.type, run_reshards_per_step(run.parallel))
@@ -127,14 +127,14 @@ def seams_of(
     weight_grads: WeightGradQueue | None,
     host: SplitSizeSource,
     kernels: MoEKernels = MOE_IN_TORCH,
-) -> Seams:
-    products = NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
-    return Seams(
+) -> ParallelInterfaces:
+    matmul_policy = NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
+    return ParallelInterfaces(
         tokens=TokenShards(groups),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
-        products=products,
-        experts=expert_backend(run.kernels.experts, products, weight_grads, kernels),
+        matmul_policy=matmul_policy,
+        experts=expert_backend(run.kernels.experts, matmul_policy, weight_grads, kernels),
         # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
         core=core_for(run, groups),

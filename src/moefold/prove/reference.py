@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moefold.blueprint.init_std import init_std
 from moefold.blueprint.parameters import buffers, moe_block_names, parameters
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
@@ -55,8 +55,8 @@ def reference(case: Case, routing_policy: PolicyOrName | None = None) -> Answer:
 def reference_model(case: Case, routing_policy: PolicyOrName | None = None) -> Decoder:
     run = case.run
     engine = proving_kernels(run.precision.compute).experts
-    seams = replace(one_process_seams(engine), routing_policy=policy_maker(routing_policy))
-    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], seams)
+    interfaces = replace(local_interfaces(engine), routing_policy=policy_maker(routing_policy))
+    model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], interfaces)
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():

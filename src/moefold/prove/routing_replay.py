@@ -34,11 +34,11 @@ class _Recorder:
     ) -> TopKAssignment:
         choice = self.inner.select(logits_tE, scores_tE, bias_E, batch, tokens)
         plain_tK = self.router.plain_topk(logits_tE, choice)
-        self.into[f"{self.name}/expert"] = choice.expert_tK.contiguous()
+        self.into[f"{self.name}/expert"] = choice.experts.contiguous()
         self.into[f"{self.name}/plain"] = plain_tK.clone()
-        if choice.kept_tK is not None:
-            self.into[f"{self.name}/kept"] = choice.kept_tK.contiguous()
-        return choice._replace(plain_tK=plain_tK)
+        if choice.kept is not None:
+            self.into[f"{self.name}/kept"] = choice.kept.contiguous()
+        return choice._replace(plain=plain_tK)
 
 
 class _DropRecorder:

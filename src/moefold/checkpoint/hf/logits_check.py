@@ -19,7 +19,7 @@ from moefold.checkpoint.hf.hf_config import FILE, family_of, write_config
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.config.model import ModelConfig
 from moefold.errors import BackendError
-from moefold.model.build import build_decoder, one_process_seams
+from moefold.model.build import build_decoder, local_interfaces
 from moefold.nn.batch import whole_batch
 
 _SEQUENCES, _LENGTH = 2, 37
@@ -56,7 +56,7 @@ def _our_logits(
     source: TensorSource, model: ModelConfig, tokens: Tensor, rounded: torch.dtype = torch.float32
 ) -> Tensor:
     model = replace(model, num_mtp=0)  # what looks further ahead has no part in these logits
-    decoder = build_decoder(model, torch.float32, one_process_seams("sequential")).float()
+    decoder = build_decoder(model, torch.float32, local_interfaces("sequential")).float()
     state = {name: source.read(key).float() for name, key in weight_keys(model).items()}
     decoder.load_state_dict(state)
     _round(decoder, rounded)

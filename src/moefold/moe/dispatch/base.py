@@ -1,20 +1,14 @@
-"""What a dispatcher promises: rows and what was chosen for them go out, sums of answers come home in token order.
+"""The dispatcher interface: rows go to the ranks of their experts, and one summed row per token comes back.
 
-t tokens here, K choices per token, S rows arriving here, e experts of this rank, D width.
+A dispatcher moves rows and does nothing else. The rows received are source rows, each with its assignments to the
+experts of this rank; the experts return one row for each, the sum over its experts of prob times expert output. So a
+row with several experts on one rank need travel only once each way, and sorting rows by expert is the experts' job.
 
-A dispatcher moves rows and nothing else. What arrives are source rows, each with its choices among the experts of this
-rank; the experts answer with one row for each, the sum of its choices' weighed answers. So a row that several experts
-here were chosen for need travel only once each way, and sorting rows by expert is the experts' own business.
+A dispatcher keeps no state between ``dispatch`` and ``combine``: what the way back needs is in the ticket, so any
+number of microbatches can be in flight.
 
-Nothing stays on the dispatcher between ``dispatch`` and ``combine``: what the way home needs is in the ticket, so any
-number of microbatches can be under way at once.
-
-Where a dispatcher learns how many rows travel: the one thing about routing that the host must know.
-
-E experts in all, e experts of this rank, S source ranks, P ranks of the block or of a hop's group.
-
-Splits of an uneven exchange are numbers on the host, made of counts on the device. ``SyncSplitSizes`` waits for the
-device and reads them. Whoever knows them beforehand can say so instead, and then nothing here looks at any data.
+The splits of an uneven all-to-all must be on the host, and routing makes them on the device. A ``SplitSizeSource``
+brings them over: ``SyncSplitSizes`` waits for the device and copies; the dry run knows them without any data.
 """
 
 from __future__ import annotations
@@ -25,86 +19,89 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """Every token's choices, by global expert number. A choice that is not kept was dropped and goes nowhere."""
+    """K assignments per row: expert numbers, probs, and which assignments are kept (None: all; others were dropped).
 
-    expert_tK: Tensor
-    weight_tK: Tensor
-    kept_tK: Tensor | None = None
+    [t, K] with global expert numbers where the router made it, [R, K] with this rank's own where rows were received.
+    """
+
+    experts: Tensor
+    probs: Tensor
+    kept: Tensor | None = None
 
 
-class Arrived(NamedTuple):
-    """Rows for the experts of this rank, with their choices among those, numbered from 0."""
+class ExpertInput(NamedTuple):
+    """Rows for the experts of this rank, with their assignments to those experts, numbered from 0."""
 
-    rows_SD: Tensor
-    choices: Routing
-    # How many kept choices each expert has, and the same on the host.
+    rows_RL: Tensor
+    assignments: Routing
+    # How many kept assignments each expert has, and the same on the host.
     rows_per_expert_e: Tensor
     rows_per_expert: list[int]
-    # Every expert computes exactly so many rows, empty ones included, so no shape depends on data; None if they differ.
-    slots: int | None
+    # Every expert computes exactly so many rows, padding included, so no shape depends on data; None if they differ.
+    capacity: int | None
     ticket: Any
 
 
 class Dispatcher(Protocol):
-    def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived: ...
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput: ...
 
-    def combine(self, answers_SD: Tensor, ticket: Any) -> Tensor:
-        """Add up each token's answers, which the experts have already weighed."""
+    def combine(self, expert_out_RL: Tensor, ticket: Any) -> Tensor:
+        """[t, L]: each token's expert outputs summed; the experts have already multiplied them by the probs."""
         ...
 
 
-# Where rows go once per rank: straight to their ranks, or across hosts first and then to the ranks inside.
+# One deduplicated exchange: straight to the ranks, or across hosts first and then to the ranks inside a host.
 ExchangeName = Literal["direct", "across", "inside"]
 
 
 class SplitSizeSource(Protocol):
-    """Counts on the host; each is asked with the same counts on the device."""
+    """Counts on the host; each method is given the same counts on the device."""
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         """Rows of this rank's tokens for each expert."""
         ...
 
-    def arriving(self, rows_from_Se: Tensor) -> list[list[int]]:
-        """Rows from each source for each expert of this rank."""
+    def arriving(self, rows_from_We: Tensor) -> list[list[int]]:
+        """Rows from each source rank for each expert of this rank."""
         ...
 
     def gathered(self, rows_per_expert_e: Tensor) -> list[int]:
-        """Rows of the whole block's tokens for each expert of this rank."""
+        """Rows of all tokens of the expert block for each expert of this rank."""
         ...
 
-    def tokens(self, tokens_of_P: Tensor) -> list[int]:
-        """How many tokens each rank of the block holds."""
+    def tokens(self, tokens_of_W: Tensor) -> list[int]:
+        """How many tokens each rank of the expert block holds."""
         ...
 
-    def leaving_once(self, hop: ExchangeName, rows_P: Tensor) -> list[int]:
-        """Rows that leave for each rank of the hop's group, each once however many of its experts it chose."""
+    def leaving_once(self, exchange: ExchangeName, rows_W: Tensor) -> list[int]:
+        """Rows that leave for each rank of the exchange's group, each once however many experts it has there."""
         ...
 
-    def arriving_once(self, hop: ExchangeName, counts_S: Tensor) -> list[list[int]]:
-        """From each source: its rows, and how many of them chose each expert of the hop's end."""
+    def arriving_once(self, exchange: ExchangeName, counts_WX: Tensor) -> list[list[int]]:
+        """From each source rank: its rows, then its assignments to each expert at this end of the exchange."""
         ...
 
 
 class SyncSplitSizes:
-    """Waits for the device, and reads."""
+    """Waits for the device and copies the counts."""
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return rows_per_expert_E.tolist()
 
-    def arriving(self, rows_from_Se: Tensor) -> list[list[int]]:
-        return rows_from_Se.tolist()
+    def arriving(self, rows_from_We: Tensor) -> list[list[int]]:
+        return rows_from_We.tolist()
 
     def gathered(self, rows_per_expert_e: Tensor) -> list[int]:
         return rows_per_expert_e.tolist()
 
-    def tokens(self, tokens_of_P: Tensor) -> list[int]:
-        return tokens_of_P.tolist()
+    def tokens(self, tokens_of_W: Tensor) -> list[int]:
+        return tokens_of_W.tolist()
 
-    def leaving_once(self, hop: ExchangeName, rows_P: Tensor) -> list[int]:
-        return rows_P.tolist()
+    def leaving_once(self, exchange: ExchangeName, rows_W: Tensor) -> list[int]:
+        return rows_W.tolist()
 
-    def arriving_once(self, hop: ExchangeName, counts_S: Tensor) -> list[list[int]]:
-        return counts_S.tolist()
+    def arriving_once(self, exchange: ExchangeName, counts_WX: Tensor) -> list[list[int]]:
+        return counts_WX.tolist()
 
 
 SYNC_SPLIT_SIZES = SyncSplitSizes()

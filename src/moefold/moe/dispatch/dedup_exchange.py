@@ -1,15 +1,12 @@
-"""One hop: a row goes once to every rank of a group that owns an expert it chose, and takes those choices along.
+"""One deduplicated exchange: a row goes once to every rank of a group that holds one of its experts.
 
-t rows here, N rows leaving, S rows arriving, K choices per row, P ranks of the group, C sources, e experts of each
-rank, D width.
+With one row per assignment a row would travel K times. Here it travels once per destination rank, and the outputs of
+its experts there are summed before they travel back. All of a row's assignments travel beside it in one message: K
+probs and K expert numbers of two bytes each. The receiver keeps those to its own experts; a dropped assignment has the
+number -1, which no rank holds. Only the probs' gradient travels back.
 
-With K choices a row would travel K times if each choice went for itself. Here it travels once per rank, as often as
-its choices fall on different ranks, and the answers are added up before they come home. All of a row's choices travel
-beside it: K weights and K expert numbers of two bytes each, in one message. Who gets them keeps its own; a choice that
-was dropped has the number -1, which is nobody's. Their way back is the weights' gradient alone.
-
-Where an expert is split (etp > 1), the ranks that hold its parts gather each other's arrivals, because every part
-needs every row, and add their partial answers up on the way back.
+Where an expert is split (etp > 1), the ranks that hold its shards all-gather the rows they received, because every
+shard needs every row, and reduce-scatter their partial outputs on the way back.
 """
 
 from __future__ import annotations
@@ -37,15 +34,15 @@ from moefold.moe.dedup_permute import (
     token_rank_map,
     token_rank_mask,
 )
-from moefold.moe.dispatch.base import ExchangeName, Routing, SplitSizeSource
-from moefold.moe.permute import count_choices
+from moefold.moe.dispatch.base import ExchangeName, ExpertInput, Routing, SplitSizeSource
+from moefold.moe.permute import count_assignments
 
 # Of an expert's number as it travels.
 _NUMBER_BYTES = 2
 
 
 class Splits(NamedTuple):
-    """How many rows go to and come from each peer, and how many each of the ranks that split an expert has got."""
+    """Rows sent to and received from each peer, and rows received by each rank that shares a split expert."""
 
     send: Sizes
     recv: Sizes
@@ -53,14 +50,19 @@ class Splits(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Rows with their choices among the experts of this rank, how many choose each of those, and the way home."""
+    """Rows with their assignments to the experts of this rank, rows per expert, and what the way back needs."""
 
-    rows_SD: Tensor
-    choices: Routing
-    chosen_e: Tensor
-    chosen: list[int]
-    way: Splits
-    pairs: TokenRankMap
+    rows_RL: Tensor
+    assignments: Routing
+    rows_per_expert_e: Tensor
+    rows_per_expert: list[int]
+    splits: Splits
+    token_rank_map: TokenRankMap
+
+    def expert_input(self, ticket: Any) -> ExpertInput:
+        return ExpertInput(
+            self.rows_RL, self.assignments, self.rows_per_expert_e, self.rows_per_expert, capacity=None, ticket=ticket
+        )
 
 
 class DedupExchange:
@@ -72,69 +74,71 @@ class DedupExchange:
         self.first_expert = group.index * self.num_local
         assert num_experts < 2**15, f"{num_experts} experts have numbers of more than two bytes"
 
-    def dispatch(self, x_tD: Tensor, routing: Routing) -> Received:
-        wanted_tP = token_rank_mask(routing.expert_tK // self.num_local, routing.kept_tK, self.group.size)
-        way, counts_Ce, on_host = self._agree(wanted_tP, count_choices(routing, self.num_experts))
-        pairs = token_rank_map(wanted_tP, sum(way.send))
-        rows_ND = gather_tokens(x_tD, pairs)
-        there = all_to_all_rows(rows_ND, send=way.send, recv=way.recv, group=self.group)
-        rows_SD = all_gather_rows(there, way.etp_sizes, self.etp)
-        number_tK = routing.expert_tK if routing.kept_tK is None else routing.expert_tK.where(routing.kept_tK, -1)
-        weight_SK, number_SK = _Choices.apply(routing.weight_tK, number_tK, pairs, way, self.group, self.etp)
-        own_SK = number_SK - self.first_expert
-        choices = Routing(own_SK.long(), weight_SK, (own_SK >= 0) & (own_SK < self.num_local))
-        chosen = [sum(rows) for rows in zip(*on_host, strict=True)]
-        return Received(rows_SD, choices, counts_Ce.sum(0), chosen, way, pairs)
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> Received:
+        mask_tW = token_rank_mask(routing.experts // self.num_local, routing.kept, self.group.size)
+        assignments_E = count_assignments(routing, self.num_experts)
+        splits, counts_We, on_host_We = self._exchange_counts(mask_tW, assignments_E)
+        sent = token_rank_map(mask_tW, sum(splits.send))
+        rows_NL = gather_tokens(x_tL, sent)
+        received = all_to_all_rows(rows_NL, send=splits.send, recv=splits.recv, group=self.group)
+        rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp)
+        number_tK = routing.experts if routing.kept is None else routing.experts.where(routing.kept, -1)
+        prob_RK, number_RK = _SendAssignments.apply(routing.probs, number_tK, sent, splits, self.group, self.etp)
+        expert_RK = number_RK - self.first_expert
+        kept_RK = (expert_RK >= 0) & (expert_RK < self.num_local)
+        assignments = Routing(expert_RK.long(), prob_RK, kept_RK)
+        rows_per_expert = [sum(rows) for rows in zip(*on_host_We, strict=True)]
+        return Received(rows_RL, assignments, counts_We.sum(0), rows_per_expert, splits, sent)
 
-    def combine(self, answers_SD: Tensor, way: Splits, pairs: TokenRankMap) -> Tensor:
-        mine = reduce_scatter_rows(answers_SD, way.etp_sizes, self.etp)
-        back_ND = all_to_all_rows(mine, send=way.recv, recv=way.send, group=self.group)
-        return reduce_tokens(back_ND, pairs)
+    def combine(self, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
+        own = reduce_scatter_rows(expert_out_RL, splits.etp_sizes, self.etp)
+        rows_NL = all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group)
+        return reduce_tokens(rows_NL, sent)
 
-    def _agree(self, wanted_tP: Tensor, chosen_E: Tensor) -> tuple[Splits, Tensor, list[list[int]]]:
-        """Tell every peer how many rows are coming and how many of them each expert gets; read on the host here."""
-        rows_P = wanted_tP.sum(0)
-        told = torch.cat([rows_P[:, None], chosen_E.view(self.group.size, self.num_local)], 1)
-        leaving = self.host.leaving_once(self.name, rows_P)
-        theirs = all_to_all_counts(told, self.group)
-        counts = all_gather_no_grad(theirs, (self.group.size,) * self.etp.size, self.etp)
+    def _exchange_counts(self, mask_tW: Tensor, assignments_E: Tensor) -> tuple[Splits, Tensor, list[list[int]]]:
+        """Send every peer its row count and its assignments per expert; read on the host here and nowhere else."""
+        rows_W = mask_tW.sum(0)
+        sent = torch.cat([rows_W[:, None], assignments_E.view(self.group.size, self.num_local)], 1)
+        leaving = self.host.leaving_once(self.name, rows_W)
+        received = all_to_all_counts(sent, self.group)
+        counts = all_gather_no_grad(received, (self.group.size,) * self.etp.size, self.etp)
         on_host = self.host.arriving_once(self.name, counts)
         from_source = [rows for rows, *_ in on_host]
         size = self.group.size
         runs = [tuple(from_source[start : start + size]) for start in range(0, len(from_source), size)]
-        way = Splits(tuple(leaving), runs[self.etp.index], tuple(map(sum, runs)))
-        return way, counts[:, 1:], [chosen for _, *chosen in on_host]
+        splits = Splits(tuple(leaving), runs[self.etp.index], tuple(map(sum, runs)))
+        return splits, counts[:, 1:], [per_expert for _, *per_expert in on_host]
 
 
-class _Choices(torch.autograd.Function):
-    """Weights and numbers in one message there; the weights' gradient back."""
+class _SendAssignments(torch.autograd.Function):
+    """Probs and expert numbers in one message there; the probs' gradient back."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight_tK: Tensor, number_tK: Tensor, pairs: TokenRankMap, way: Splits, group: Group, etp: Group
+        ctx: Any, prob_tK: Tensor, number_tK: Tensor, sent: TokenRankMap, splits: Splits, group: Group, etp: Group
     ) -> tuple[Tensor, Tensor]:
-        ctx.pairs, ctx.way, ctx.group, ctx.etp = pairs, way, group, etp
+        ctx.sent, ctx.splits, ctx.group, ctx.etp = sent, splits, group, etp
         # As bytes: not every transport knows numbers of two bytes.
-        packed = torch.cat([_own_memory(part).view(torch.uint8) for part in (weight_tK, number_tK.short())], 1)
-        packed = packed.index_select(0, pairs.source_N)
-        packed = all_to_all_rows(packed, send=way.send, recv=way.recv, group=group)
-        packed = all_gather_no_grad(packed, way.etp_sizes, etp)
-        numbers = number_tK.shape[1] * _NUMBER_BYTES
-        weight_SK = _own_memory(packed[:, :-numbers]).view(weight_tK.dtype)
-        number_SK = _own_memory(packed[:, -numbers:]).view(torch.int16)
-        ctx.mark_non_differentiable(number_SK)
-        return weight_SK, number_SK
+        packed = torch.cat([_packed_copy(part).view(torch.uint8) for part in (prob_tK, number_tK.short())], 1)
+        packed = packed.index_select(0, sent.token_N)
+        packed = all_to_all_rows(packed, send=splits.send, recv=splits.recv, group=group)
+        packed = all_gather_no_grad(packed, splits.etp_sizes, etp)
+        number_bytes = number_tK.shape[1] * _NUMBER_BYTES
+        prob_RK = _packed_copy(packed[:, :-number_bytes]).view(prob_tK.dtype)
+        number_RK = _packed_copy(packed[:, -number_bytes:]).view(torch.int16)
+        ctx.mark_non_differentiable(number_RK)
+        return prob_RK, number_RK
 
     @staticmethod
-    def backward(ctx: Any, grad_SK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """A weight that is nobody's own there has no gradient there, so that each comes from one place."""
-        mine = reduce_scatter_no_grad(grad_SK, ctx.way.etp_sizes, ctx.etp)
-        home = all_to_all_rows(mine, send=ctx.way.recv, recv=ctx.way.send, group=ctx.group)
-        return reduce_token_values(home, ctx.pairs), None, None, None, None, None
+    def backward(ctx: Any, grad_RK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Each prob's gradient is nonzero only on the rank that holds its expert, so the sum has one term."""
+        own = reduce_scatter_no_grad(grad_RK, ctx.splits.etp_sizes, ctx.etp)
+        grad_NK = all_to_all_rows(own, send=ctx.splits.recv, recv=ctx.splits.send, group=ctx.group)
+        return reduce_token_values(grad_NK, ctx.sent), None, None, None, None, None
 
 
-def _own_memory(columns: Tensor) -> Tensor:
-    """A copy whose columns lie side by side, so that it can be read as numbers of another width.
+def _packed_copy(columns: Tensor) -> Tensor:
+    """A copy whose columns lie side by side, so that it can be viewed as another dtype.
 
     `contiguous` does not promise that: a single row or a single column (K = 1) counts as contiguous whatever its
     stride, and keeps it.

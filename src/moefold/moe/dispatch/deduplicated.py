@@ -1,9 +1,8 @@
-"""A token's row goes once to every rank that owns an expert it chose; its answers are added up there.
+"""A token's row travels once to every rank that holds one of its experts, and the outputs are summed there.
 
-t tokens here, S rows arriving here, D width.
-
-A token with K choices meets fewer than K ranks when several of its experts live together, and then fewer rows travel
-than with a row per choice, both ways. With one choice per token, or experts that all live apart, nothing is saved.
+With K experts per token a token has fewer than K destination ranks when several of its experts share one, and then
+fewer rows travel than with one row per assignment, both ways. With top-1 routing, or with experts on K different
+ranks, nothing is saved.
 """
 
 from __future__ import annotations
@@ -14,25 +13,24 @@ from torch import Tensor
 
 from moefold.comm.process_groups import Group
 from moefold.moe.dedup_permute import TokenRankMap
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Arrived, Routing, SplitSizeSource
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
 from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
 
 
 class _Ticket(NamedTuple):
-    way: Splits
-    pairs: TokenRankMap
+    splits: Splits
+    token_rank_map: TokenRankMap
 
 
 class DeduplicatedDispatcher:
-    """One hop over the ep group."""
+    """One exchange over the ep group."""
 
     def __init__(self, num_experts: int, ep: Group, etp: Group, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> None:
-        self.hop = DedupExchange("direct", num_experts, ep, etp, host)
+        self.exchange = DedupExchange("direct", num_experts, ep, etp, host)
 
-    def dispatch(self, x_tD: Tensor, routing: Routing) -> Arrived:
-        landed = self.hop.dispatch(x_tD, routing)
-        ticket = _Ticket(landed.way, landed.pairs)
-        return Arrived(landed.rows_SD, landed.choices, landed.chosen_e, landed.chosen, None, ticket)
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+        received = self.exchange.dispatch(x_tL, routing)
+        return received.expert_input(_Ticket(received.splits, received.token_rank_map))
 
-    def combine(self, answers_SD: Tensor, ticket: _Ticket) -> Tensor:
-        return self.hop.combine(answers_SD, ticket.way, ticket.pairs)
+    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
+        return self.exchange.combine(expert_out_RL, ticket.splits, ticket.token_rank_map)

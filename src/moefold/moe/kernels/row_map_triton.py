@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig
 from moefold.moe.kernels.row_map_reference import RowMap, most_rows
-from moefold.moe.permute import Choices
+from moefold.moe.permute import Assignments
 from moefold.ops.kernels.aot_specs import Build, Traffic
 from moefold.ops.kernels.benchmark_shapes import MODELS, mixture
 
@@ -85,9 +85,9 @@ def _place(
         next_E += tl.sum(hit_CE, 0)
 
 
-def map_rows(choices: Choices, num_experts: int, multiple: int = 1, num_rows: int | None = None) -> RowMap:
+def map_rows(choices: Assignments, num_experts: int, multiple: int = 1, num_rows: int | None = None) -> RowMap:
     """The twin is ``row_map.map_rows``. ``num_rows``: how many there are with pads, where that is known."""
-    expert_tK, kept_tK, device = choices.expert_tK.contiguous(), choices.kept_tK, choices.expert_tK.device
+    expert_tK, kept_tK, device = choices.experts.contiguous(), choices.kept, choices.experts.device
     num_choices, constants = expert_tK.numel(), _constants(num_experts)
     num_blocks = triton.cdiv(num_choices, BLOCK)
     kept_N: Tensor = expert_tK if kept_tK is None else kept_tK.contiguous().view(torch.uint8)

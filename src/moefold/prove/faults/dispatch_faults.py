@@ -1,4 +1,4 @@
-"""Faults of rows that travel once and whose answers are added up on the way home."""
+"""Faults of rows that travel once and whose answers are added up on the splits home."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from moefold.prove.faults.parallel_faults import put, wrap
 
 
 def one_choice_per_row() -> None:
-    def make(go: Callable[..., Received]) -> Callable[..., Received]:
-        def go_and_forget(self: DedupExchange, x_tD: Tensor, routing: Any) -> Received:
-            landed = go(self, x_tD, routing)
+    def make(dispatch: Callable[..., Received]) -> Callable[..., Received]:
+        def keep_first(self: DedupExchange, x_tL: Tensor, routing: Any) -> Received:
+            received = dispatch(self, x_tL, routing)
             if self.name == "across":
-                return landed
-            weight_SK, kept_SK = landed.choices.weight_tK, landed.choices.kept_tK
-            assert kept_SK is not None
-            first_SK = kept_SK & (kept_SK.cumsum(1) == 1)
-            return landed._replace(choices=landed.choices._replace(weight_tK=weight_SK * first_SK))
+                return received
+            prob_RK, kept_RK = received.assignments.probs, received.assignments.kept
+            assert kept_RK is not None
+            first_RK = kept_RK & (kept_RK.cumsum(1) == 1)
+            return received._replace(assignments=received.assignments._replace(probs=prob_RK * first_RK))
 
-        return go_and_forget
+        return keep_first
 
-    wrap(DedupExchange, "go", make)
+    wrap(DedupExchange, "dispatch", make)
 
 
-def _first_pair(rows_ND: Tensor, pairs: TokenRankMap) -> Tensor:
-    """Of each source row that has pairs; all have here."""
-    return rows_ND.index_select(0, pairs.pair_N.index_select(0, pairs.first_t))
+def _first_pair(rows_NL: Tensor, sent: TokenRankMap) -> Tensor:
+    """Of each source row that has any; all have here."""
+    return rows_NL.index_select(0, sent.order_N.index_select(0, sent.first_t))
 
 
 def gradient_of_one_copy() -> None:
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return _first_pair(grad_ND, ctx.pairs), None
+    def backward(ctx: Any, grad_NL: Tensor) -> tuple[Tensor, None]:
+        return _first_pair(grad_NL, ctx.sent), None
 
-    put(moefold.moe.dedup_permute._Spread, "backward", staticmethod(backward))
+    put(moefold.moe.dedup_permute._GatherTokens, "backward", staticmethod(backward))
 
 
 def weights_gradient_of_one_rank() -> None:
@@ -47,15 +47,15 @@ def weights_gradient_of_one_rank() -> None:
 
 
 def hosts_not_added_up() -> None:
-    def make(home: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def first_home(self: DedupExchange, answers_SD: Tensor, way: Any, pairs: TokenRankMap) -> Tensor:
+    def make(combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def keep_one_host(self: DedupExchange, expert_out_RL: Tensor, splits: Any, sent: TokenRankMap) -> Tensor:
             if self.name != "across":
-                return home(self, answers_SD, way, pairs)
-            back_ND = moefold.moe.dispatch.dedup_exchange.all_to_all_rows(
-                answers_SD, send=way.recv, recv=way.send, group=self.group
+                return combine(self, expert_out_RL, splits, sent)
+            back_NL = moefold.moe.dispatch.dedup_exchange.all_to_all_rows(
+                expert_out_RL, send=splits.recv, recv=splits.send, group=self.group
             )
-            return _first_pair(back_ND, pairs)
+            return _first_pair(back_NL, sent)
 
-        return first_home
+        return keep_one_host
 
-    wrap(DedupExchange, "home", make)
+    wrap(DedupExchange, "combine", make)

@@ -27,7 +27,7 @@ from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
 from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
-from moefold.moe.dispatch.base import Arrived
+from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.experts import Experts
 from moefold.moe.routing_policies import CapacityDrop
 from moefold.parallel.param_shards import ParamShard
@@ -121,14 +121,14 @@ def combine_drops_a_row() -> None:
     def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda rows, *rest: put(rows * (torch.arange(len(rows)) != 1)[:, None], *rest)
 
-    wrap(moefold.moe.grouped_experts, "put_back", make)
+    wrap(moefold.moe.grouped_experts, "unpermute_rows", make)
 
 
 def _weights(change: Callable[[Tensor], Tensor]) -> None:
     def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def with_others(self: Experts, arrived: Arrived) -> Tensor:
-            choices = arrived.choices._replace(weight_tK=change(arrived.choices.weight_tK))
-            return forward(self, arrived._replace(choices=choices))
+        def with_others(self: Experts, arrived: ExpertInput) -> Tensor:
+            choices = arrived.assignments._replace(probs=change(arrived.assignments.probs))
+            return forward(self, arrived._replace(assignments=choices))
 
         return with_others
 
@@ -172,7 +172,7 @@ def split_bias_added_by_all() -> None:
     wrap(
         moefold.parallel.parallelize,
         "seams_of",
-        lambda seams: lambda *given: replace(seams(*given), bias_scale=1.0),
+        lambda interfaces: lambda *given: replace(interfaces(*given), bias_scale=1.0),
     )
 
 
@@ -293,9 +293,9 @@ def dropped_choices_forgotten_by_others() -> None:
     """The gathering dispatcher takes everyone's choices as kept."""
 
     def make(choices: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, routing, sizes: choices(self, routing._replace(kept_tK=None), sizes)
+        return lambda self, routing, sizes: choices(self, routing._replace(kept=None), sizes)
 
-    wrap(moefold.moe.dispatch.all_gather.AllGatherDispatcher, "_choices_of_block", make)
+    wrap(moefold.moe.dispatch.all_gather.AllGatherDispatcher, "_gather_routing", make)
 
 
 def gradients_not_clipped() -> None:

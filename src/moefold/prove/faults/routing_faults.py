@@ -21,7 +21,7 @@ from moefold.prove.faults.parallel_faults import put, wrap
 
 def balance_counts_where_tokens_went() -> None:
     """With bias and groups, instead of the plain top-k of the scores."""
-    put(Router, "plain_topk", lambda self, logits_tE, choice: choice.expert_tK)
+    put(Router, "plain_topk", lambda self, logits_tE, choice: choice.experts)
 
 
 def drops_by_the_raw_score() -> None:
