@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import get_args
 
 from benchmarks.command_line import (
     add_common_options,
@@ -25,8 +26,10 @@ from benchmarks.targets import AS_LAUNCHED, TARGETS, Verdict, verdicts
 from moefold.bench.clock import Progress
 from moefold.bench.layer_workload import SHAPES, LayerShape
 from moefold.cli.bench import SIZES, add_sizes, progress_line, shapes_of
+from moefold.config.parallel import NamedDispatcher
 from moefold.errors import ConfigError, Problem, UnknownNameError
-from moefold.parallel.expert_parallel import DISPATCHERS
+
+DISPATCHERS: tuple[str, ...] = get_args(NamedDispatcher)
 
 EXAMPLES = """  python -m benchmarks.dispatch                           # shape b over 4 ranks
   python -m benchmarks.dispatch --world 2 --tokens 2048 --top-k 2 --dispatchers all_to_all,all_gather

@@ -16,6 +16,7 @@ from benchmarks.attention_candidates import AttentionShape
 from benchmarks.command_line import run_script
 from benchmarks.comparison import Setting, run_comparison
 from benchmarks.comparison_report import comparison_json, comparison_text
+from benchmarks.dispatch import DISPATCHERS
 from benchmarks.layer_candidates import BASELINES, CANDIDATES, MOEFOLD
 from benchmarks.process_stats import busy_cores_of_others, cpu_times, measured_peak
 from benchmarks.results import CHANGING, FIXED, CandidateResult, CandidateSpec, Comparison, Run
@@ -25,7 +26,6 @@ from benchmarks.timed_layer import saved_for_backward
 from moefold.bench.clock import spread
 from moefold.bench.layer_workload import SHAPES, LayerShape
 from moefold.cli.main import main
-from moefold.parallel.expert_parallel import DISPATCHERS
 
 TINY = LayerShape(tokens=64, dim=32, hidden=16, experts=4, top_k=2, shared=16)
 SIZES = ["--tokens", "64", "--dim", "32", "--hidden", "16", "--experts", "4", "--top-k", "2", "--shared", "16"]

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 from moefold.config.strict import STRICT
 
 ContextMode = Literal["ring", "all_to_all", "hierarchical"]
-DispatcherName = Literal["all_to_all", "all_gather", "deduplicated", "two_level", "adaptive"]
+# The dispatchers. Each is a module of that name in moe/dispatch; docs/how-to-add/dispatcher.md says what else it needs.
+NamedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
+DispatcherName = Literal[NamedDispatcher, "adaptive"]
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
+from typing import Literal
 
-from moefold.config.parallel import DispatcherName, LinkConfig
+from moefold.config.parallel import LinkConfig, NamedDispatcher
 from moefold.config.run import RunConfig
+
+# The dispatchers that have formulas of their own (`expert_messages.py`, `traffic.py`), and variants that share them.
+PlannedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
+_VARIANT_OF: dict[NamedDispatcher, PlannedDispatcher] = {}
 
 _WORD = {"float64": 8, "float32": 4, "bfloat16": 2}
 # Of a prob, an expert's number with a row, and one that is gathered.
@@ -68,8 +73,8 @@ def ranks_met(num_experts: int, ep: int, top_k: int) -> float:
     return ep * (1 - missed)
 
 
-def volumes(e: Exchange) -> dict[DispatcherName, Volume]:
-    """Of each dispatcher."""
+def volumes(e: Exchange) -> dict[NamedDispatcher, Volume]:
+    """Of each dispatcher that the choice is between."""
     return {
         "all_to_all": _one_by_one(e, e.top_k, _WEIGHT, 30),
         "deduplicated": _one_by_one(e, ranks_met(e.num_experts, e.ep, e.top_k), e.top_k * (_WEIGHT + _NUMBER), 60),
@@ -77,7 +82,7 @@ def volumes(e: Exchange) -> dict[DispatcherName, Volume]:
     }
 
 
-def estimates(run: RunConfig) -> dict[DispatcherName, float]:
+def estimates(run: RunConfig) -> dict[NamedDispatcher, float]:
     """Seconds of each dispatcher that this run may use."""
     found = {name: volume.seconds(run.parallel.link) for name, volume in volumes(dispatch_sizes_of(run)).items()}
     moe = run.model.moe
@@ -87,12 +92,18 @@ def estimates(run: RunConfig) -> dict[DispatcherName, float]:
     return found
 
 
-def dispatcher_in_use(run: RunConfig) -> DispatcherName:
+def dispatcher_in_use(run: RunConfig) -> NamedDispatcher:
     """The one that is named, or the cheapest."""
     if run.parallel.dispatcher != "adaptive":
         return run.parallel.dispatcher
     found = estimates(run)
     return min(found, key=lambda name: found[name])
+
+
+def planned_as(run: RunConfig) -> PlannedDispatcher:
+    """The dispatcher whose bytes, times and memory the planner takes for this run's."""
+    name = dispatcher_in_use(run)
+    return _VARIANT_OF.get(name, name)
 
 
 def dispatch_sizes_of(run: RunConfig) -> Exchange:

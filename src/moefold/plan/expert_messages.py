@@ -19,7 +19,7 @@ from moefold.batching.zigzag import places
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.plan.collective_tally import Tally, tokens_of
-from moefold.plan.dispatch_choice import dispatcher_in_use
+from moefold.plan.dispatch_choice import planned_as
 from moefold.topology.folded_layout import FoldedLayout, levels
 from moefold.topology.shares import share_sizes
 
@@ -30,7 +30,7 @@ _PROB, _NUMBER, _COUNT = 4, 2, 8
 def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
     """``times``: layers and microbatches together."""
     if layout.size("expert_block") > 1:
-        _SENDERS[dispatcher_in_use(run)](run, layout, rank, moe, times, tally)
+        _SENDERS[planned_as(run)](run, layout, rank, moe, times, tally)
 
 
 def _all_to_all_messages(

@@ -20,7 +20,7 @@ from moefold.config.precision import Format as RunFormat
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
-from moefold.plan.dispatch_choice import dispatcher_in_use
+from moefold.plan.dispatch_choice import PlannedDispatcher, planned_as
 from moefold.plan.traffic import expert_reach
 from moefold.plan.workload import Batch, Dispatcher, Dtypes, Format, Options, ParallelDegrees, Recomputed, Workload
 from moefold.schedule.names import SCHEDULES, schedule_named
@@ -32,7 +32,7 @@ _RECOMPUTED: Mapping[RecomputedPhase, Recomputed] = {
     "feed_forward": "feed_forward",
     "experts": "experts",
 }
-RUN_DISPATCHERS: tuple[Dispatcher, ...] = ("all_to_all", "all_gather", "deduplicated", "two_level")
+RUN_DISPATCHERS: tuple[Dispatcher, ...] = get_args(PlannedDispatcher)
 RUN_RECOMPUTED: tuple[Recomputed, ...] = tuple(_RECOMPUTED[phase] for phase in get_args(RecomputedPhase))
 
 
@@ -110,10 +110,8 @@ def _options(run: RunConfig, imbalance: float) -> Options:
 
 
 def _dispatcher(run: RunConfig) -> Dispatcher:
-    """Adaptive is the one that it comes to."""
-    chosen = dispatcher_in_use(run)
-    assert chosen != "adaptive"
-    return chosen
+    """Adaptive is the one that it comes to; a variant is the one whose formulas it shares."""
+    return planned_as(run)
 
 
 # ---- and back ----

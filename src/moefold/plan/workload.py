@@ -13,12 +13,13 @@ from typing import Literal
 
 from moefold.blueprint.model_shape import ModelShape
 from moefold.hardware.cluster import Cluster
+from moefold.plan.dispatch_choice import PlannedDispatcher
 
 # How GEMM operands are held: whole words, or eight or four bits with scales per tensor, block or 32 values.
 Format = Literal["float32", "fp16", "bf16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 # What is sharded over data-parallel ranks. zero1: optimizer states. zero3: parameters and gradients too (FSDP).
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
-Dispatcher = Literal["local", "all_to_all", "all_gather", "deduplicated", "two_level", "deepep", "hybridep"]
+Dispatcher = Literal["local", PlannedDispatcher, "deepep", "hybridep"]
 # Parts of a layer whose activations are dropped and recomputed. "full" is whole layers.
 Recomputed = Literal["full", "attention", "core_attention", "mla_up", "norms", "feed_forward", "experts", "activation"]
 # What launches kernels: one by one, some parts from a recorded graph, or the whole step from one.

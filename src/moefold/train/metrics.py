@@ -1,8 +1,8 @@
 """Speed from step records: tokens/s, TFLOP/s, MFU, time spent waiting, and the time to the end.
 
-TFLOP/s are per rank, in the convention of published runs (see `blueprint/flops.py`). MFU is their fraction of the device's
-peak; it is None on a device whose peak is unknown, and `Meter.mfu_note` says so. Averages are over an interval of
-steps: all tokens divided by all seconds.
+TFLOP/s are per rank, in the convention of published runs (see `blueprint/flops.py`). MFU is their fraction of the
+device's peak; it is None on a device whose peak is unknown, and `Meter.mfu_note` says so. Averages are over an interval
+of steps: all tokens divided by all seconds.
 """
 
 from __future__ import annotations

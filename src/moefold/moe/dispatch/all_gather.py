@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import Sizes, all_gather_no_grad, all_gather_rows, reduce_scatter_rows
-from moefold.comm.process_groups import Group
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
+from moefold.moe.dispatch.fixed_counts import padded_rows, shapes_are_fixed, shard_sizes
 from moefold.moe.dispatch.local import LocalDispatcher
 
 
@@ -56,3 +58,15 @@ class AllGatherDispatcher:
             # Booleans travel as bytes: not every transport knows them.
             kept_RK &= all_gather_no_grad(routing.kept.byte(), sizes, self.block).bool()
         return Routing(expert_RK, prob_RK, kept_RK)
+
+
+def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllGatherDispatcher:
+    assert run.model.moe is not None
+    block, layout = groups["expert_block"], groups.layout
+    tokens_of_rank = None
+    if shapes_are_fixed(run):
+        tokens_of_rank = tuple(
+            shard_sizes(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
+        )
+    capacity = padded_rows(run, groups)
+    return AllGatherDispatcher(run.model.moe.num_experts, block, groups["etp"].size, tokens_of_rank, capacity, host)

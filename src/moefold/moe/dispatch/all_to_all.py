@@ -24,9 +24,11 @@ from moefold.comm.collectives import (
     all_to_all_rows,
     reduce_scatter_rows,
 )
-from moefold.comm.process_groups import Group
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import TokenRankMap, assignment_map, gather_tokens, reduce_tokens
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
+from moefold.moe.dispatch.fixed_counts import padded_rows
 from moefold.moe.permute import (
     Grouped,
     count_assignments,
@@ -138,3 +140,8 @@ def _expert_of_rows(rows_from_We: Tensor, num_rows: int) -> Tensor:
     num_sources, num_local = rows_from_We.shape
     expert_of_run = torch.arange(num_local, device=rows_from_We.device).repeat(num_sources)
     return expert_of_run.repeat_interleave(rows_from_We.flatten(), output_size=num_rows)
+
+
+def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllToAllDispatcher:
+    assert run.model.moe is not None
+    return AllToAllDispatcher(run.model.moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups), host)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moefold.comm.process_groups import Group
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import TokenRankMap
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
 from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
@@ -34,3 +35,8 @@ class DeduplicatedDispatcher:
 
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
         return self.exchange.combine(expert_out_RL, ticket.splits, ticket.token_rank_map)
+
+
+def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> DeduplicatedDispatcher:
+    assert run.model.moe is not None
+    return DeduplicatedDispatcher(run.model.moe.num_experts, groups["ep"], groups["etp"], host)

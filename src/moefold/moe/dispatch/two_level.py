@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moefold.comm.process_groups import Group
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import TokenRankMap
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
 from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
@@ -43,3 +44,9 @@ class TwoLevelDispatcher:
 
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
         return self.across.combine(self.inside.combine(expert_out_RL, *ticket.inside), *ticket.across)
+
+
+def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> TwoLevelDispatcher:
+    assert run.model.moe is not None
+    levels = groups["ep_across"], groups["ep_inside"]
+    return TwoLevelDispatcher(run.model.moe.num_experts, *levels, groups["etp"], host)
