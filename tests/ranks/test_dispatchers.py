@@ -10,12 +10,14 @@ from torch import Tensor
 from moefold.comm.process_groups import Groups
 from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
+from moefold.moe.dispatch.all_to_all_aligned import AlignedAllToAllDispatcher
 from moefold.moe.dispatch.base import Dispatcher, Routing
 from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.dispatch.two_level import TwoLevelDispatcher
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
+MULTIPLE = 4  # of the aligned dispatcher
 TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same
 
 
@@ -40,6 +42,8 @@ def answer(dispatcher: Dispatcher, x: Tensor, routing: Routing, first_expert: in
 def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
     if kind == "all_to_all":
         return AllToAllDispatcher(EXPERTS, groups["ep"], groups["etp"], capacity)
+    if kind == "all_to_all_aligned":
+        return AlignedAllToAllDispatcher(AllToAllDispatcher(EXPERTS, groups["ep"], groups["etp"], capacity), MULTIPLE)
     if kind == "deduplicated":
         return DeduplicatedDispatcher(EXPERTS, groups["ep"], groups["etp"])
     if kind == "two_level":
@@ -50,7 +54,7 @@ def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
 
 
 # Those that know all counts beforehand where capacities are padded, and those that do not.
-KINDS = [(kind, capacity) for kind in ("all_to_all", "all_gather") for capacity in (None, 14)]
+KINDS = [(kind, capacity) for kind in ("all_to_all", "all_to_all_aligned", "all_gather") for capacity in (None, 14)]
 KINDS += [("deduplicated", None), ("two_level", None)]
 
 
@@ -95,7 +99,7 @@ def laid_out(column: Tensor, strides: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
-@pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "deduplicated", "two_level"])
+@pytest.mark.parametrize("kind", ["all_to_all", "all_to_all_aligned", "all_gather", "deduplicated", "two_level"])
 def test_one_choice_per_token_may_have_any_stride(kind: str, strides: tuple[int, int]) -> None:
     def work(groups: Groups) -> None:
         x, expert, weight, _ = everything(dropping=False, choices=1)
@@ -108,3 +112,26 @@ def test_one_choice_per_token_may_have_any_stride(kind: str, strides: tuple[int,
         torch.testing.assert_close(got, expected[mine])
 
     on_ranks(work, 4, ep=4, ep_inner=2 if kind == "two_level" else 1)
+
+
+@pytest.mark.parametrize("capacity", [None, 14])
+def test_aligned_rows_are_a_multiple_and_their_padding_is_zero(capacity: int | None) -> None:
+    def work(groups: Groups) -> None:
+        x, expert, weight, kept = everything(dropping=True)
+        start = sum(TOKENS_OF_RANK[: groups.rank])
+        mine = slice(start, start + TOKENS_OF_RANK[groups.rank])
+        routing = Routing(expert[mine], weight[mine], kept[mine])
+        plain = make("all_to_all", groups, capacity).dispatch(x[mine], routing)
+        aligned = make("all_to_all_aligned", groups, capacity).dispatch(x[mine], routing)
+        assert aligned.rows_per_expert == [-(-rows // MULTIPLE) * MULTIPLE for rows in plain.rows_per_expert]
+        assert aligned.rows_per_expert_e.tolist() == aligned.rows_per_expert
+        if capacity is not None:
+            assert aligned.capacity == aligned.rows_per_expert[0]
+            return
+        num_rows = len(plain.rows_RL)
+        assert torch.equal(aligned.rows_RL[:num_rows], plain.rows_RL)
+        assert not aligned.rows_RL[num_rows:].any() and not aligned.assignments.probs[num_rows:].any()
+        counts = torch.bincount(aligned.assignments.experts.flatten(), minlength=EXPERTS // 4)
+        assert counts.tolist() == aligned.rows_per_expert
+
+    on_ranks(work, 4, ep=4)

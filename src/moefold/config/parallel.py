@@ -9,7 +9,7 @@ from moefold.config.strict import STRICT
 
 ContextMode = Literal["ring", "all_to_all", "hierarchical"]
 # The dispatchers. Each is a module of that name in moe/dispatch; docs/how-to-add/dispatcher.md says what else it needs.
-NamedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
+NamedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level", "all_to_all_aligned"]
 DispatcherName = Literal[NamedDispatcher, "adaptive"]
 
 
@@ -75,3 +75,5 @@ class ParallelConfig:
     link: LinkConfig = field(default_factory=LinkConfig)
     # two_level: this many neighbouring ranks of an ep group share a host.
     ep_inner: int = 1
+    # Aligned all-to-all: each expert's rows are rounded up to a multiple of this.
+    row_multiple: int = 16

@@ -26,7 +26,7 @@ from moefold.config.run import RunConfig
 
 # The dispatchers that have formulas of their own (`expert_messages.py`, `traffic.py`), and variants that share them.
 PlannedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
-_VARIANT_OF: dict[NamedDispatcher, PlannedDispatcher] = {}
+_VARIANT_OF: dict[NamedDispatcher, PlannedDispatcher] = {"all_to_all_aligned": "all_to_all"}
 
 _WORD = {"float64": 8, "float32": 4, "bfloat16": 2}
 # Of a prob, an expert's number with a row, and one that is gathered.
