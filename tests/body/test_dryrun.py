@@ -120,7 +120,7 @@ def test_real_tensors_after_a_dry_run_are_real() -> None:
     ("given", "changes", "says"),
     [
         ({"rank": 4}, (), "there is no rank 4 among 4; choose from 0 to 3"),
-        ({"microbatches": 0}, (), "microbatches: 0 is not a number of things"),
+        ({"microbatches": 0}, (), "microbatches: must be positive, not 0"),
         ({"imbalance": 0.0}, (), "imbalance"),
         ({}, ("parallel.ep=3",), "experts cannot fold"),
         ({}, ("data.packing=padded", "model.moe.router.kind=sinkhorn"), "nothing to read"),

@@ -49,7 +49,7 @@ def test_groups_of_each_name_are_the_world_with_each_rank_once(layout: FoldedLay
 def test_a_rank_finds_itself(layout: FoldedLayout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world - 1))
     for grid in (layout.attention, layout.expert):
-        assert grid.rank_at(grid.coordinates(rank)) == rank
+        assert sum(at * grid.stride(axis) for axis, at in grid.coordinates(rank).items()) == rank
         assert all(layout.coordinate(rank, axis) == at for axis, at in grid.coordinates(rank).items())
     for name, spec in GROUPS.items():
         group = layout.ranks(name, rank)
@@ -117,8 +117,9 @@ def test_sixteen_thousand_ranks_and_a_hundred_times_as_many_are_quick() -> None:
         (
             ParallelConfig(ep=4, dp_replicate=3, edp_replicate=4),
             8,
-            "parallel.dp_replicate: 3 copies do not divide dp = 8/(1*1*1) = 8; choose dp_replicate from [1, 2, 4, 8]\n"
-            "parallel.edp_replicate: 4 copies do not divide edp = 8/(1*4) = 2; choose edp_replicate from [1, 2]",
+            "parallel.dp_replicate: 3 replicas do not divide dp = 8/(1*1*1) = 8; "
+            "choose dp_replicate from [1, 2, 4, 8]\n"
+            "parallel.edp_replicate: 4 replicas do not divide edp = 8/(1*4) = 2; choose edp_replicate from [1, 2]",
         ),
         (
             ParallelConfig(tp=0, ep=-2),

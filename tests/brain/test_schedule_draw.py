@@ -108,8 +108,8 @@ def test_splitting_saves_time(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["interleve", *SMALL], "did you mean 'interleaved'?"),
         (["1f1b", *SMALL, "--virtual", "2"], "1f1b has 1 stages per rank, not 2"),
-        (["1f1b", "--stages", "0", "--microbatches", "8"], "parallel.pp: 0 is not a number of things"),
-        (["--stages", "0", "--microbatches", "8"], "parallel.pp: 0 is not a number of things"),
+        (["1f1b", "--stages", "0", "--microbatches", "8"], "parallel.pp: must be positive, not 0"),
+        (["--stages", "0", "--microbatches", "8"], "parallel.pp: must be positive, not 0"),
         (["1f1b", *SMALL, "--forward", "1,2"], "2 times for 4 stages of 1f1b; give 1 time or 4"),
         (["1f1b", *SMALL, "--forward", "x"], "'x' are not numbers"),
         (["1f1b", *SMALL, "--forward", "nan"], "a time must be more than 0"),

@@ -148,7 +148,7 @@ def test_the_message_points_at_the_cell() -> None:
     with pytest.raises(OrderError) as raised:
         check(edited(PLAIN, 3, swap(Action(F, 3, 2), Action(B, 3, 2))))
     first, *lines = str(raised.value).splitlines()
-    assert first.endswith("cannot be carried out: rank 3, position 4: B2@3 comes before its forward")
+    assert first.endswith("cannot run: rank 3, position 4: B2@3 comes before its forward")
     assert lines == [
         "",
         "rank 1 |  F0@1   F1@1   F2@1   B0@1   F3@1   B1@1   F4@1   B2@1   F5@1",

@@ -1,1 +1,1 @@
-"""Pipeline orders as data: built from sizes, rewritten by passes, checked, timed and drawn before a process starts."""
+"""Pipeline schedules as data: orders built from sizes, rewritten by passes, checked, simulated and drawn."""

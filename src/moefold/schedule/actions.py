@@ -2,24 +2,24 @@
 
 The model's layers are cut into stages, and a rank holds one or several of them (its virtual stages). A step's batch is
 cut into microbatches. An **action** is one piece of work of one stage on one microbatch, or one message to a
-neighbouring stage. An **order** is, for every rank, the list of actions that it carries out from first to last; ranks
-wait for nothing but the messages they need.
+neighbouring stage. An **order** is, for every rank, the list of actions that it runs from first to last; ranks
+wait only for the messages they need.
 
     kind              letter  what it does
     FORWARD           F       the stage's forward
     BACKWARD          B       its whole backward: input gradient and weight gradients
-    BACKWARD_INPUT    I       the input gradient alone; the weight gradients are put off
-    BACKWARD_WEIGHT   W       the weight gradients that an earlier I put off
+    BACKWARD_INPUT    I       the input gradient alone; the weight gradients are deferred
+    BACKWARD_WEIGHT   W       the weight gradients that an earlier I deferred
     OVERLAP           O       the forward of one microbatch and the backward (B or I) of another, together
     SEND_F, RECV_F    SF, RF  send the stage's output to the next stage's rank, receive its input from the one before
     SEND_B, RECV_B    SB, RB  send the input gradient to the stage before, receive the output gradient from the next
 
-A send does not wait for its receiver. Between two stages of one rank nothing is sent: the value is handed over.
+A send does not wait for its receiver. Between two stages of one rank nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -42,8 +42,8 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-# Those that hand a gradient on to the stage before.
-GIVES_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+# Kinds that compute the input gradient, which the stage before needs.
+PRODUCES_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 TRANSFERS = SENDS + RECEIVES
@@ -51,7 +51,7 @@ TRANSFERS = SENDS + RECEIVES
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does. ``stage`` counts over the whole pipeline, from 0."""
+    """One piece of work. ``stage`` counts over the whole pipeline, from 0."""
 
     kind: Kind
     stage: int
@@ -71,13 +71,13 @@ class Action:
 
 
 def overlap(forward: Action, backward: Action) -> Action:
-    """Both together. They must be of different microbatches, or one would wait for the other."""
+    """An OVERLAP of the two. They must be of different microbatches, or one would wait for the other."""
     return Action(Kind.OVERLAP, forward.stage, forward.microbatch, (forward, backward))
 
 
 @dataclass(frozen=True)
 class Order:
-    """Who does what, in which order."""
+    """Every rank's list of actions."""
 
     name: str
     num_ranks: int
@@ -98,7 +98,7 @@ class Order:
         return any(action.kind in TRANSFERS for actions in self.actions for action in actions)
 
     def crosses(self, stage: int) -> bool:
-        """Whether what stage gives to stage + 1 travels to another rank."""
+        """Whether the output of ``stage`` is sent to another rank."""
         return 0 <= stage < self.num_stages - 1 and self.rank_of_stage[stage] != self.rank_of_stage[stage + 1]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -107,10 +107,10 @@ class Order:
 
 
 def place(ranks: int, virtual: int, placement: Placement) -> tuple[int, ...]:
-    """The rank of every stage. A loop starts over at rank 0 after the last rank, a V turns round and comes back."""
-    forth = tuple(range(ranks))
-    back = forth[::-1] if placement == "v" else forth
-    return tuple(rank for lap in range(virtual) for rank in (back if lap % 2 else forth))
+    """The rank of every stage. A loop starts again at rank 0 after the last rank; a V goes back to rank 0."""
+    down = tuple(range(ranks))
+    up = down[::-1] if placement == "v" else down
+    return tuple(rank for virtual_stage in range(virtual) for rank in (up if virtual_stage % 2 else down))
 
 
 def make_order(
@@ -119,10 +119,3 @@ def make_order(
     """An order from its ranks' actions."""
     stages = place(ranks, virtual, placement)
     return Order(name, ranks, ranks * virtual, microbatches, stages, tuple(map(tuple, actions)))
-
-
-def compute_parts(actions: Iterable[Action]) -> Iterator[Action]:
-    """The computations of a rank one by one: overlaps taken apart, transfers left out."""
-    for action in actions:
-        if action.kind not in TRANSFERS:
-            yield from action.parts

@@ -1,16 +1,16 @@
 """Interleaved 1F1B: several stages per rank, so that a microbatch passes every rank several times.
 
-With V stages per rank each stage is a V-th as long, and so are the ramps at both ends: the bubble shrinks from
-(P - 1) / (M + P - 1) to (P - 1) / (V M + P - 1). The price is V times as many messages and some more live activations.
+With V stages per rank each stage is a V-th as long, and so are the ramps at both ends: the bubble shrinks from (P - 1)
+/ (M + P - 1) to (P - 1) / (V M + P - 1). The cost is V times as many messages and somewhat more activation memory.
 
 Microbatches go in rounds. In a round, a rank takes each of its stages in turn through all microbatches of the round;
-backwards take the stages the other way round. A round has at least P microbatches, so that the first has come back to
+backwards take the stages in reverse. A round has at least P microbatches, so that the first is back on
 rank 0 by the time its next stage begins. M microbatches make M // P rounds; if they do not divide evenly, the first
 rounds get one more. (Fewer than P microbatches: one round, with a larger bubble.)
 
 Rank r warms up with (V - 1) rounds' worth of forwards plus 2 (P - 1 - r). **Overlapped** adds one forward: without it
 the last rank's forwards meet the backward of the same microbatch; with it every forward after the warm-up runs beside
-the backward of another. A pair hands out both results at its end and still nobody waits, because the warm-ups of
+the backward of another. A pair has both results at its end and still no rank waits, because the warm-ups of
 neighbouring ranks already differ by two.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moefold.schedule.actions import Action, Kind, Order, make_order
-from moefold.schedule.overlaps import pair_overlaps
+from moefold.schedule.rank_actions import pair_overlaps
 from moefold.topology.shares import share_sizes
 
 
@@ -53,12 +53,14 @@ def _order(name: str, ranks: int, virtual: int, microbatches: int, warm_ups: Seq
     return make_order(name, ranks, virtual, microbatches, actions, "loop")
 
 
-def _passes(rounds: tuple[int, ...], laps: range) -> list[tuple[int, int]]:
+def _passes(rounds: tuple[int, ...], virtual_stages: range) -> list[tuple[int, int]]:
     """(which of a rank's stages, microbatch), in the order in which every rank takes them."""
     passes = []
     first = 0
     for size in rounds:
-        passes += [(lap, microbatch) for lap in laps for microbatch in range(first, first + size)]
+        passes += [
+            (virtual_stage, microbatch) for virtual_stage in virtual_stages for microbatch in range(first, first + size)
+        ]
         first += size
     return passes
 
@@ -66,8 +68,12 @@ def _passes(rounds: tuple[int, ...], laps: range) -> list[tuple[int, int]]:
 def _rank_actions(
     rank: int, ranks: int, forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
 ) -> list[Action]:
-    ahead = [Action(Kind.FORWARD, lap * ranks + rank, microbatch) for lap, microbatch in forwards]
-    back = [Action(Kind.BACKWARD, lap * ranks + rank, microbatch) for lap, microbatch in backwards]
-    steady = len(ahead) - warm_up
-    alternating = [action for pair in zip(ahead[warm_up:], back) for action in pair]
-    return ahead[:warm_up] + alternating + back[steady:]
+    forward_actions = [
+        Action(Kind.FORWARD, virtual_stage * ranks + rank, microbatch) for virtual_stage, microbatch in forwards
+    ]
+    backward_actions = [
+        Action(Kind.BACKWARD, virtual_stage * ranks + rank, microbatch) for virtual_stage, microbatch in backwards
+    ]
+    steady = len(forward_actions) - warm_up
+    alternating = [action for pair in zip(forward_actions[warm_up:], backward_actions) for action in pair]
+    return forward_actions[:warm_up] + alternating + backward_actions[steady:]

@@ -1,4 +1,4 @@
-"""The catalog of pipeline orders: what each is called, which sizes it takes, and who builds it."""
+"""The catalog of pipeline schedules: name, the sizes each accepts, and the function that builds its order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from moefold.schedule.zero_bubble import zb_h1, zb_v
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named way to order the microbatches of a step."""
+    """A named pipeline schedule."""
 
     name: str
     summary: str
-    # (ranks, virtual stages per rank, microbatches) -> computations only.
+    # (ranks, virtual stages per rank, microbatches) -> an order without transfers.
     make: Callable[[int, int, int], Order]
-    # The only number of virtual stages that it takes; None takes any.
+    # The only number of virtual stages that it accepts; None accepts any.
     virtual: int | None = 1
     placement: Placement = "loop"
     splits_backward: bool = False
@@ -35,9 +35,7 @@ class Schedule:
         """Why it has no order of these sizes; empty if it has one."""
         sizes = {"parallel.pp": ranks, "parallel.vpp": virtual, "microbatches": microbatches}
         found = [
-            Problem(path, f"{size} is not a number of things", "use 1 or more")
-            for path, size in sizes.items()
-            if size < 1
+            Problem(path, f"must be positive, not {size}", "use 1 or more") for path, size in sizes.items() if size < 1
         ]
         if self.virtual not in (None, virtual):
             others = [other for other, schedule in SCHEDULES.items() if schedule.virtual in (None, virtual)]
@@ -89,7 +87,7 @@ _ALL = (
     ),
     Schedule(
         "1f1b",
-        "one forward, one backward by turns",
+        "one forward, one backward, alternating",
         lambda ranks, virtual, microbatches: one_f_one_b(ranks, microbatches),
     ),
     Schedule(
@@ -113,7 +111,7 @@ _ALL = (
     ),
     Schedule(
         "zb_h1",
-        "1f1b with weight gradients put off into the bubble",
+        "1f1b with weight gradients deferred into the bubble",
         lambda ranks, virtual, microbatches: zb_h1(ranks, microbatches),
         splits_backward=True,
     ),

@@ -1,4 +1,13 @@
-"""1F1B: each rank forwards until the pipe is full, then alternates one forward and one backward, then drains.
+"""GPipe and 1F1B, one stage per rank.
+
+**GPipe**: all forwards, then all backwards. The simplest order. Every rank holds the activations of all microbatches at
+once, which is why 1F1B replaced it; its bubble is the same.
+
+    rank 0   F0 F1 F2 F3                   B0 .. B1 .. B2 .. B3 ..
+    rank 1      F0 F1 F2 F3          B0 .. B1 .. B2 .. B3 ..
+    rank 2         F0 F1 F2 F3 B0 .. B1 .. B2 .. B3 ..
+
+**1F1B**: each rank runs forwards until the pipeline is full, then alternates one forward and one backward, then drains.
 
     rank 0   F0 F1 F2                B0 .. F3 B1 .. F4 B2 .. ...
     rank 1      F0 F1          B0 .. F2 B1 .. F3 B2 ..
@@ -8,18 +17,9 @@ The bubble is GPipe's, but rank r holds at most P - r microbatches, however many
 
 **Overlapped.** To run a forward beside a backward, the two must be of different microbatches. On the last rank of 1F1B
 they never are: B3 waits for F3. One more microbatch in the warm-up of every rank makes them so: F4 runs beside B3.
-That alone would be correct and slow: as a pair gives out both its results at its end, rank r and r + 1 would wait for
-each other in turns. With a second microbatch per hop (rank r warms up with 2 (P - 1 - r) + 1 forwards) the pairs of
+That alone would be correct and slow: a pair has both its results at its end, so ranks r and r + 1 would wait for each
+other alternately. With a second microbatch per rank (rank r warms up with 2 (P - 1 - r) + 1 forwards) the pairs of
 all ranks run at the same time. The price is memory: rank 0 holds 2P instead of P microbatches.
-
-GPipe: all forwards, then all backwards.
-
-    rank 0   F0 F1 F2 F3                   B0 .. B1 .. B2 .. B3 ..
-    rank 1      F0 F1 F2 F3          B0 .. B1 .. B2 .. B3 ..
-    rank 2         F0 F1 F2 F3 B0 .. B1 .. B2 .. B3 ..
-
-The simplest order. Every rank holds the activations of all microbatches at once, which is why 1F1B replaced it; its
-bubble is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moefold.schedule.actions import Action, Kind, Order, make_order
-from moefold.schedule.overlaps import pair_overlaps
+from moefold.schedule.rank_actions import pair_overlaps
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Order:

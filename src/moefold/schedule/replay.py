@@ -1,9 +1,9 @@
-"""Who waits for whom: the rules by which an order unfolds.
+"""Dependencies between actions, and a replay of an order that respects them.
 
-Every action needs some values and gives one. A rank carries out its list from first to last and stands still while a
-value is missing. This is all there is to a pipeline, so the validator, the simulator and the pass that splits backwards
-share it. Values have numbers, six per stage and microbatch; a computation whose input comes from another rank needs it
-received if the order has transfers, and else simply made.
+Every action needs some values and produces one. A rank runs its list from first to last and blocks while a value is
+missing. The validator, the simulator and the pass that splits backwards all use this. Values are numbered, six per
+stage and microbatch; a computation whose input comes from another rank needs it received if the order has transfers,
+and otherwise only produced.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moefold.schedule.actions import GIVES_GRADIENT, Action, Kind, Order
+from moefold.schedule.actions import PRODUCES_GRADIENT, Action, Kind, Order
 
 # What a value is, as its number modulo NUM_VALUES.
-OUTPUT, GRADIENT, INPUT_HERE, GRADIENT_HERE, OUTPUT_SENT, GRADIENT_SENT = range(6)
+OUTPUT, GRADIENT, INPUT_RECEIVED, GRADIENT_RECEIVED, OUTPUT_SENT, GRADIENT_SENT = range(6)
 NUM_VALUES = 6
 
-# (value, whether it has to travel to get here)
+# (value, whether it comes from another rank)
 Need = tuple[int, bool]
 
 
-class Rules:
-    """What each action of an order needs and gives."""
+class Dependencies:
+    """The values that each action of an order needs and produces."""
 
     def __init__(self, order: Order) -> None:
         self._num_microbatches = order.num_microbatches
         self._last_stage = order.num_stages - 1
         # From one stage to the same microbatch of the next.
-        self._hop = NUM_VALUES * order.num_microbatches
+        self._stage_stride = NUM_VALUES * order.num_microbatches
         self._crosses = [order.crosses(stage) for stage in range(order.num_stages)]
         self._has_transfers = order.has_transfers
 
@@ -39,13 +39,13 @@ class Rules:
         return what, *divmod(place, self._num_microbatches)
 
     def needs(self, action: Action) -> tuple[Need, ...]:
-        """In the order in which they are missed."""
+        """The values it waits for, in this order."""
         if action.pair:
             return self._needs(action.pair[0]) + self._needs(action.pair[1])
         return self._needs(action)
 
-    def gives(self, action: Action) -> list[int]:
-        return [self._own(part) + _GIVES[part.kind] for part in action.parts if part.kind in _GIVES]
+    def produces(self, action: Action) -> list[int]:
+        return [self._own(part) + _PRODUCES[part.kind] for part in action.parts if part.kind in _PRODUCES]
 
     def _own(self, action: Action) -> int:
         return NUM_VALUES * (action.stage * self._num_microbatches + action.microbatch)
@@ -55,30 +55,32 @@ class Rules:
         if kind is Kind.FORWARD:
             if stage == 0:
                 return ()
-            travels = self._crosses[stage - 1]
-            received = travels and self._has_transfers
-            return ((own + INPUT_HERE, False) if received else (own - self._hop + OUTPUT, travels),)
-        if kind in GIVES_GRADIENT:
+            is_remote = self._crosses[stage - 1]
+            received = is_remote and self._has_transfers
+            return ((own + INPUT_RECEIVED, False) if received else (own - self._stage_stride + OUTPUT, is_remote),)
+        if kind in PRODUCES_GRADIENT:
             if stage == self._last_stage:
                 return ((own + OUTPUT, False),)
-            travels = self._crosses[stage]
-            received = travels and self._has_transfers
-            gradient = (own + GRADIENT_HERE, False) if received else (own + self._hop + GRADIENT, travels)
+            is_remote = self._crosses[stage]
+            received = is_remote and self._has_transfers
+            gradient = (
+                (own + GRADIENT_RECEIVED, False) if received else (own + self._stage_stride + GRADIENT, is_remote)
+            )
             return ((own + OUTPUT, False), gradient)
         if kind is Kind.RECV_F:
-            return ((own - self._hop + OUTPUT_SENT, True),)
+            return ((own - self._stage_stride + OUTPUT_SENT, True),)
         if kind is Kind.RECV_B:
-            return ((own + self._hop + GRADIENT_SENT, True),)
-        # A send waits for what it sends, a weight gradient for its input gradient.
+            return ((own + self._stage_stride + GRADIENT_SENT, True),)
+        # A send waits for its value, a weight gradient for its input gradient.
         return ((own + (OUTPUT if kind is Kind.SEND_F else GRADIENT), False),)
 
 
-_GIVES = {
+_PRODUCES = {
     Kind.FORWARD: OUTPUT,
     Kind.BACKWARD: GRADIENT,
     Kind.BACKWARD_INPUT: GRADIENT,
-    Kind.RECV_F: INPUT_HERE,
-    Kind.RECV_B: GRADIENT_HERE,
+    Kind.RECV_F: INPUT_RECEIVED,
+    Kind.RECV_B: GRADIENT_RECEIVED,
     Kind.SEND_F: OUTPUT_SENT,
     Kind.SEND_B: GRADIENT_SENT,
 }
@@ -86,7 +88,7 @@ _GIVES = {
 
 @dataclass(frozen=True)
 class Stuck:
-    """A rank that waits for ever: at which of its actions, and for which value."""
+    """A rank that never finishes: at which of its actions it blocks, and for which value."""
 
     rank: int
     position: int
@@ -95,14 +97,16 @@ class Stuck:
 
 
 # Called when an action's inputs are there: (rank, action, when the last of them arrives) -> when its results exist.
-Carry = Callable[[int, Action, float], float]
+RunAction = Callable[[int, Action, float], float]
 
 
-def replay(rules: Rules, actions: Sequence[Sequence[Action]], carry: Carry, travel: float = 0.0) -> tuple[Stuck, ...]:
-    """Calls ``carry`` for every action, each after those it depends on. Returns the ranks that did not finish.
+def replay(
+    dependencies: Dependencies, actions: Sequence[Sequence[Action]], run_action: RunAction, latency: float = 0.0
+) -> tuple[Stuck, ...]:
+    """Calls ``run_action`` for every action, each after those it depends on. Returns the ranks that did not finish.
 
-    A rank starts an action when it is free and the values are there, so starting times do not depend on the order in
-    which ranks are visited here, and one visit per action suffices.
+    A rank starts an action when it is free and the values are there, so start times do not depend on the order in which
+    ranks are visited here, and one visit per action suffices.
     """
     made: dict[int, float] = {}
     waiting: defaultdict[int, list[int]] = defaultdict(list)
@@ -115,16 +119,16 @@ def replay(rules: Rules, actions: Sequence[Sequence[Action]], carry: Carry, trav
         while position < len(mine):
             action = mine[position]
             arrival = 0.0
-            for value, travels in rules.needs(action):
+            for value, is_remote in dependencies.needs(action):
                 when = made.get(value)
                 if when is None:
                     waiting[value].append(rank)
                     break
-                arrival = max(arrival, when + travel if travels else when)
+                arrival = max(arrival, when + latency if is_remote else when)
             else:
-                stop = carry(rank, action, arrival)
+                stop = run_action(rank, action, arrival)
                 position += 1
-                for value in rules.gives(action):
+                for value in dependencies.produces(action):
                     made[value] = stop
                     if value in waiting:
                         awake += waiting.pop(value)

@@ -1,8 +1,8 @@
-"""How long an order takes, where it idles and what it holds, if every action takes a given time.
+"""Simulates an order: how long it takes, where ranks idle and how many activations they hold, for given durations.
 
-A rank starts an action as soon as it is free and the inputs have arrived; sends cost the rank nothing and take `send`
-to arrive. The result is exact for these assumptions, so it equals the closed forms of the papers where they exist:
-1F1B idles (P - 1) / (M + P - 1) of the time, interleaved 1F1B (P - 1) / (V M + P - 1).
+A rank starts an action as soon as it is free and the inputs have arrived; sends take the rank no time and arrive after
+`send`. The result is exact for these assumptions, so it equals the closed forms of the papers where they exist: 1F1B
+idles (P - 1) / (M + P - 1) of the time, interleaved 1F1B (P - 1) / (V M + P - 1).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moefold.schedule.actions import TRANSFERS, Action, Kind, Order
-from moefold.schedule.replay import Rules, Stuck, replay
+from moefold.schedule.replay import Dependencies, Stuck, replay
 
 # One number for all stages, or one per stage.
 PerStage = float | Sequence[float]
@@ -32,7 +32,7 @@ class Durations:
     overlap: float = 1.0
 
     def of(self, action: Action) -> float:
-        """How long it keeps its rank busy."""
+        """How long the rank is busy with it."""
         kind, stage = action.kind, action.stage
         if kind is Kind.FORWARD:
             return _at(self.forward, stage)
@@ -57,23 +57,23 @@ class Timeline:
 
     order: Order
     spans: tuple[tuple[Span, ...], ...]
-    # The last stop; infinite if ranks wait for each other for ever.
+    # The last stop; infinite if ranks deadlock.
     finish: float
     busy: tuple[float, ...]
     # (stage, microbatch) pairs whose forward has begun and whose backward, weights included, has not ended: the most
     # that a rank holds at once. Each is the activations of one stage.
     peak_live: tuple[int, ...]
-    # Ranks that wait for ever; empty in a valid order.
+    # Ranks that never finish; empty in a valid order.
     stuck: tuple[Stuck, ...]
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Each rank's idle share of the time until the last one finishes."""
+        """Each rank's idle fraction of the time until the last one finishes."""
         return tuple(1 - busy / self.finish if self.finish else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The idle share over all ranks."""
+        """The idle fraction over all ranks."""
         return 1 - sum(self.busy) / (self.finish * len(self.busy)) if self.finish else 0.0
 
 
@@ -84,9 +84,9 @@ def simulate(order: Order, durations: Durations | None = None) -> Timeline:
     busy = [0.0] * order.num_ranks
     spans: list[list[Span]] = [[] for _ in range(order.num_ranks)]
 
-    def carry(rank: int, action: Action, arrival: float) -> float:
+    def run_action(rank: int, action: Action, arrival: float) -> float:
         if action.kind in TRANSFERS:
-            # Nobody's time, but a receive holds its rank up until the message is there.
+            # Takes no time, but a receive blocks its rank until the message is there.
             start = stop = max(clocks[rank], arrival)
         else:
             duration = durations.of(action)
@@ -97,7 +97,7 @@ def simulate(order: Order, durations: Durations | None = None) -> Timeline:
         spans[rank].append((start, stop))
         return stop
 
-    stuck = replay(Rules(order), order.actions, carry, durations.send)
+    stuck = replay(Dependencies(order), order.actions, run_action, durations.send)
     for ran, actions in zip(spans, order.actions):
         ran += [(math.nan, math.nan)] * (len(actions) - len(ran))
     return Timeline(
@@ -111,7 +111,7 @@ def simulate(order: Order, durations: Durations | None = None) -> Timeline:
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """The most that a rank holds at once; it does one thing at a time, so its list alone tells."""
+    """The most (stage, microbatch) pairs that a rank holds at once; this follows from its own list alone."""
     live = peak = 0
     for action in actions:
         kinds = [part.kind for part in action.parts]

@@ -1,4 +1,4 @@
-"""Draws an order in time as a picture: one row per rank, one box per action, grey where the rank idles.
+"""Draws a timeline as an SVG: one row per rank, one box per action, grey where the rank idles.
 
 The colour says what is done, the shade for which of a rank's stages (the darkest is its first). The number is the
 microbatch. An OVERLAP is a box in two halves, forward above, backward below.
@@ -110,8 +110,8 @@ def _legend(timeline: Timeline) -> Iterator[str]:
     x = _LEFT
     for kind, (name, _) in _COLOURS.items():
         if kind in kinds:
-            for lap in range(order.num_virtual):
-                yield _box(x, 40, 16, 16, _hex(_shade(kind, lap, order.num_virtual)))
+            for virtual_stage in range(order.num_virtual):
+                yield _box(x, 40, 16, 16, _hex(_shade(kind, virtual_stage, order.num_virtual)))
                 x += 16
             yield _text(x + 6, 52, name)
             x += 24 + 7 * len(name)
@@ -138,9 +138,9 @@ def _round_step(at_least: float) -> float:
         step *= 10
 
 
-def _shade(kind: Kind, lap: int, laps: int) -> tuple[int, int, int]:
-    """Towards white with every stage of a rank, half of the way for the last."""
-    lighter = 0.55 * lap / (laps - 1) if laps > 1 else 0.0
+def _shade(kind: Kind, virtual_stage: int, num_virtual: int) -> tuple[int, int, int]:
+    """Lighter with every stage of a rank, about half white for the last."""
+    lighter = 0.55 * virtual_stage / (num_virtual - 1) if num_virtual > 1 else 0.0
     red, green, blue = _COLOURS[kind][1]
     return tuple(round(part + (255 - part) * lighter) for part in (red, green, blue))  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""Draws an order in time: as text for a terminal, and as a trace for chrome://tracing or Perfetto. (A picture: svg.py.)
+"""Draws a timeline as text for a terminal, and as a trace for chrome://tracing or Perfetto. (As an SVG: svg.py.)
 
     rank 0 | F0 F1 F2 F3             B0--- F4 B1--- ...
     rank 1 |    F0 F1 F2       B0--- F3 B1--- F4 ...
@@ -43,21 +43,21 @@ def cells_of(timeline: Timeline, rank: int) -> Iterator[tuple[Action, Span]]:
 
 def label(order: Order, action: Action) -> str:
     """F12, or F12b for the second of a rank's stages."""
-    return "+".join(f"{part.kind.value}{part.microbatch}{_lap(order, part.stage)}" for part in action.parts)
+    return "+".join(f"{part.kind.value}{part.microbatch}{_stage_letter(order, part.stage)}" for part in action.parts)
 
 
-def shown(total: int, most: int) -> Sequence[int | None]:
+def shown(total: int, max_shown: int) -> Sequence[int | None]:
     """The numbers below ``total``; if they are too many, the first and the last, with None between."""
-    if total <= most:
+    if total <= max_shown:
         return range(total)
-    return [*range(most - most // 2), None, *range(total - most // 2, total)]
+    return [*range(max_shown - max_shown // 2), None, *range(total - max_shown // 2, total)]
 
 
-def _lap(order: Order, stage: int) -> str:
+def _stage_letter(order: Order, stage: int) -> str:
     if order.num_virtual == 1:
         return ""
-    lap = stage // order.num_ranks
-    return chr(ord("a") + lap) if lap < 26 else f".{lap}"
+    virtual_stage = stage // order.num_ranks
+    return chr(ord("a") + virtual_stage) if virtual_stage < 26 else f".{virtual_stage}"
 
 
 def _columns_per_unit(order: Order, cells: Sequence[tuple[Action, Span]]) -> float:

@@ -1,10 +1,10 @@
-"""Zero-bubble orders: the weight gradient is nobody's input, so it can wait for an idle moment (Qi et al., 2401.10241).
+"""Zero-bubble schedules: no other rank needs the weight gradient, so it can be deferred (Qi et al., 2401.10241).
 
 The backward is split. The input gradient I is what the stage before waits for, so it comes as early as possible; the
 weight gradient W fills what would be a bubble. The activations that W needs live until then.
 
 **ZB-H1** keeps 1F1B's forwards and its memory: every rank may hold P microbatches, which only rank 0 of 1F1B does. Rank
-r needs P - r of them for its forwards, and puts off r weight gradients with the rest.
+r needs P - r of them for its forwards, and defers r weight gradients with the rest.
 
     rank 0   F0 F1 F2       I0 W0 F3 I1 W1 F4 I2 W2 ...
     rank 1      F0 F1    I0 F2 I1 W0 F3 I2 W1 ...
@@ -12,15 +12,15 @@ r needs P - r of them for its forwards, and puts off r weight gradients with the
 
 When F, I and W take equally long, a third of 1F1B's bubble is left.
 
-**ZB-V** gives each rank two stages, one on the way there and one on the way back, so that rank 0 holds the first stage
-and the last. The loss is where the first input was, and the ramps of both ends fit into each other: with equal F, I and
-W a rank waits for its first input and never again (a sixth of 1F1B's bubble). The memory is 1F1B's.
+**ZB-V** gives each rank two stages, placed in a V, so that rank 0 holds the first stage and the last. The loss is
+computed on the rank of the first stage, and the ramps of both ends fit into each other: with equal F, I and W a rank
+idles only until its first input (a sixth of 1F1B's bubble). The memory is 1F1B's.
 """
 
 from __future__ import annotations
 
 from moefold.schedule.actions import Action, Kind, Order, make_order
-from moefold.schedule.rank_actions import Tally
+from moefold.schedule.rank_actions import RankActions
 
 
 def zb_h1(ranks: int, microbatches: int) -> Order:
@@ -38,8 +38,8 @@ def _h1_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
         actions.append(Action(Kind.BACKWARD_INPUT, rank, microbatch))
         if microbatch >= rank:
             actions.append(Action(Kind.BACKWARD_WEIGHT, rank, microbatch - rank))
-    put_off = range(max(0, microbatches - rank), microbatches)
-    return actions + [Action(Kind.BACKWARD_WEIGHT, rank, microbatch) for microbatch in put_off]
+    deferred = range(max(0, microbatches - rank), microbatches)
+    return actions + [Action(Kind.BACKWARD_WEIGHT, rank, microbatch) for microbatch in deferred]
 
 
 def zb_v(ranks: int, microbatches: int) -> Order:
@@ -49,39 +49,39 @@ def zb_v(ranks: int, microbatches: int) -> Order:
 
 
 def _v_actions(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    # Fewer microbatches than fill the pipe go in the order of a full one, the missing ones left out.
+    # With fewer microbatches than fill the pipeline, the order of a full one without the missing ones.
     full = max(microbatches, 2 * ranks - 1)
-    later = ranks - rank
-    tally = Tally((rank, 2 * ranks - 1 - rank))
-    # Fill: forwards of the way there, until the first microbatch comes back.
-    for _ in range(2 * later - 1):
-        tally.forward(0)
+    ranks_after = ranks - rank
+    rank_actions = RankActions((rank, 2 * ranks - 1 - rank))
+    # Fill: forwards of stage 0, until the first microbatch reaches stage 1.
+    for _ in range(2 * ranks_after - 1):
+        rank_actions.forward(0)
     for _ in range(rank):
-        tally.forward(1)
-        tally.forward(0)
-    for _ in range(later):
-        tally.forward(1)
-        _whole_backward(tally, 1)
-    # Steady: a forward and a whole backward of each stage by turns.
-    while tally.num_forwards(1) < full:
-        if tally.num_forwards(0) < full:
-            tally.forward(0)
-        _whole_backward(tally, 0)
-        tally.forward(1)
-        _whole_backward(tally, 1)
-    # Drain: input gradients first, others wait for them.
+        rank_actions.forward(1)
+        rank_actions.forward(0)
+    for _ in range(ranks_after):
+        rank_actions.forward(1)
+        _whole_backward(rank_actions, 1)
+    # Steady: a forward and a whole backward of each stage, alternating.
+    while rank_actions.num_forwards(1) < full:
+        if rank_actions.num_forwards(0) < full:
+            rank_actions.forward(0)
+        _whole_backward(rank_actions, 0)
+        rank_actions.forward(1)
+        _whole_backward(rank_actions, 1)
+    # Drain: input gradients first, other ranks wait for them.
     for _ in range(rank):
-        tally.input_gradient(0)
-        tally.input_gradient(1)
-    for _ in range(later):
-        tally.input_gradient(0)
-        tally.weight_gradient(0)
+        rank_actions.input_gradient(0)
+        rank_actions.input_gradient(1)
+    for _ in range(ranks_after):
+        rank_actions.input_gradient(0)
+        rank_actions.weight_gradient(0)
     for which in (1, 0):
         for _ in range(rank):
-            tally.weight_gradient(which)
-    return [action for action in tally.actions if action.microbatch < microbatches]
+            rank_actions.weight_gradient(which)
+    return [action for action in rank_actions.actions if action.microbatch < microbatches]
 
 
-def _whole_backward(tally: Tally, which: int) -> None:
-    tally.input_gradient(which)
-    tally.weight_gradient(which)
+def _whole_backward(rank_actions: RankActions, which: int) -> None:
+    rank_actions.input_gradient(which)
+    rank_actions.weight_gradient(which)

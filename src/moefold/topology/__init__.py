@@ -1,1 +1,1 @@
-"""Who stands where: rank arithmetic, without processes."""
+"""Ranks, grids and groups as arithmetic, without processes."""

@@ -1,22 +1,20 @@
-"""One world, two grids: where every rank stands, as integer arithmetic.
+"""Two grids over the same ranks (parallel folding), and the groups of ranks that code asks for by name.
 
-The last axis of a grid varies fastest, so a rank's coordinates are the digits of its number in a mixed base and a group
-is a start plus a fixed list of offsets. Nothing here is as long as the world: a question about one rank of a hundred
-thousand costs as much as about one of eight. No process group is made here; `comm` makes those this rank is in.
-
-The names: the axes of the two grids, and the groups of ranks that code asks for by name.
-
-Every rank stands in two grids at once. The attention grid places tokens and dense weights, the expert grid places
-experts. Axes are listed from the outermost to the innermost; the innermost has neighbouring ranks. Both grids have `pp`
+Every rank has coordinates in two grids. The attention grid places tokens and dense weights, the expert grid places
+experts. Axes are listed from the outermost to the innermost, which has neighbouring ranks. Both grids have `pp`
 outermost and of the same size, so a pipeline stage is the same set of ranks in both: that is what makes folding legal.
 
-The data-parallel axes come in two parts. Over `*_shard` a parameter is cut, over `*_replicate` the cut is repeated
-(hybrid sharding); with one replica the second part is the whole axis.
+The data-parallel axes have two parts. Over `*_shard` a parameter is sharded, over `*_replicate` the shards are
+replicated (hybrid sharding); with one replica the shard part is the whole axis.
+
+The last axis varies fastest, so coordinates are the digits of a rank in a mixed base and a group is a first rank plus a
+fixed list of offsets. No list here is as long as the world: a question about one rank of a hundred thousand costs as
+much as about one of eight. Process groups are made in `comm/process_groups.py`, only those that a rank is in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -62,10 +60,6 @@ class Grid:
     def coordinates(self, rank: int) -> dict[str, int]:
         return {name: self.coordinate(rank, name) for name in self._places}
 
-    def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank with these coordinates; an axis that is not named counts as 0."""
-        return sum(position * self.stride(axis) for axis, position in coordinates.items())
-
     def offsets(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """How far each member of a group is from its first, in group order: ascending in rank."""
         chosen = [name for name, _ in self.axes if name in axes]
@@ -86,7 +80,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class FoldedLayout:
-    """The same ranks in the attention grid and in the expert grid; see `axes.GROUPS` for the names of groups."""
+    """The same ranks in the attention grid and in the expert grid; see `GROUPS` for the names of groups."""
 
     attention: Grid
     expert: Grid
@@ -117,32 +111,32 @@ class FoldedLayout:
         return position
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where this rank stands along one axis of either grid."""
+        """This rank's coordinate along one axis of either grid."""
         grid = self.attention if axis in ATTENTION_AXES else self.expert
         return grid.coordinate(rank, axis)
 
     def context_sizes(self, dynamic: bool) -> tuple[int, ...]:
-        """Over how many ranks a microbatch may be cut: as many as cp says, or any power of two that fits."""
+        """Over how many ranks a microbatch may be sharded: cp, or any power of two that fits."""
         if not dynamic:
             return (self.size("cp"),)
         most = self.size("dp") * self.size("cp")
         return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
 
     def context_ranks(self, rank: int, size: int) -> tuple[int, ...]:
-        """The ranks that share a microbatch with this one when it is cut over ``size``: neighbours along dp and cp."""
+        """The ranks over which this rank's microbatch is sharded: ``size`` neighbours along dp and cp."""
         stride = self.attention.stride("cp")
         place = self.context_place(rank)
         first = rank - place % size * stride
         return tuple(first + number * stride for number in range(size))
 
     def context_place(self, rank: int) -> int:
-        """This rank's number along dp and cp together, of which any aligned run of neighbours may share a sequence."""
+        """This rank's number along dp and cp together; aligned runs of neighbours may be context-parallel groups."""
         stage = self.attention.stride("pp")
         return rank % stage // self.attention.stride("cp")
 
 
 def levels(ranks: tuple[int, ...], rank: int, set_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks in sets of neighbours: those with this rank's place in every set, and those of its own set."""
+    """Ranks in sets of neighbours: those with this rank's index in every set, and those of its own set."""
     place = ranks.index(rank)
     return ranks[place % set_size :: set_size], ranks[place // set_size * set_size :][:set_size]
 
@@ -182,7 +176,7 @@ def _fold_problems(p: ParallelConfig, world: int) -> Iterator[Problem]:
     if dp % p.dp_replicate:
         yield Problem(
             "parallel.dp_replicate",
-            f"{p.dp_replicate} copies do not divide dp = {world}/({p.tp}*{p.cp}*{p.pp}) = {dp}",
+            f"{p.dp_replicate} replicas do not divide dp = {world}/({p.tp}*{p.cp}*{p.pp}) = {dp}",
             f"choose dp_replicate from {_divisors(dp)}",
         )
     if stage % (p.etp * p.ep):
@@ -190,7 +184,7 @@ def _fold_problems(p: ParallelConfig, world: int) -> Iterator[Problem]:
     elif (edp := stage // (p.etp * p.ep)) % p.edp_replicate:
         yield Problem(
             "parallel.edp_replicate",
-            f"{p.edp_replicate} copies do not divide edp = {stage}/({p.etp}*{p.ep}) = {edp}",
+            f"{p.edp_replicate} replicas do not divide edp = {stage}/({p.etp}*{p.ep}) = {edp}",
             f"choose edp_replicate from {_divisors(edp)}",
         )
 
@@ -229,22 +223,22 @@ class GroupSpec:
 GROUPS = MappingProxyType(
     {
         # One axis of the attention grid.
-        "tp": GroupSpec("attention", ("tp",), "share one token set's heads, widths and vocabulary"),
-        "cp": GroupSpec("attention", ("cp",), "share one sequence"),
+        "tp": GroupSpec("attention", ("tp",), "shard heads, hidden dims and vocabulary"),
+        "cp": GroupSpec("attention", ("cp",), "shard one sequence"),
         "dp": GroupSpec("attention", ("dp_replicate", "dp_shard"), "see different sequences"),
         "pp": GroupSpec("attention", ("pp",), "hold different layers"),
         # One axis of the expert grid.
-        "etp": GroupSpec("expert", ("etp",), "share one expert's width"),
+        "etp": GroupSpec("expert", ("etp",), "shard one expert's hidden dim"),
         "ep": GroupSpec("expert", ("ep",), "hold different experts"),
         "edp": GroupSpec("expert", ("edp_replicate", "edp_shard"), "hold the same experts"),
-        # Where parameters are cut and repeated.
-        "dense_shard": GroupSpec("attention", ("dp_shard", "cp"), "cut dense parameters and their optimizer states"),
-        "dense_replicate": GroupSpec("attention", ("dp_replicate",), "repeat that cut"),
-        "expert_shard": GroupSpec("expert", ("edp_shard",), "cut expert parameters and their optimizer states"),
-        "expert_replicate": GroupSpec("expert", ("edp_replicate",), "repeat that cut"),
-        # Where tokens meet.
+        # Where parameters are sharded and replicated.
+        "dense_shard": GroupSpec("attention", ("dp_shard", "cp"), "shard dense parameters and their optimizer states"),
+        "dense_replicate": GroupSpec("attention", ("dp_replicate",), "replicate these shards"),
+        "expert_shard": GroupSpec("expert", ("edp_shard",), "shard expert parameters and their optimizer states"),
+        "expert_replicate": GroupSpec("expert", ("edp_replicate",), "replicate these shards"),
+        # Where tokens are exchanged.
         "expert_block": GroupSpec("expert", ("ep", "etp"), "hold one full set of experts"),
         "stage": GroupSpec("attention", ("dp_replicate", "dp_shard", "cp", "tp"), "hold the same layers"),
-        "world": GroupSpec("attention", ATTENTION_AXES, "everyone"),
+        "world": GroupSpec("attention", ATTENTION_AXES, "all ranks"),
     }
 )

@@ -1,9 +1,9 @@
 """Which groups stay inside an NVLink domain, and how many domains the others span.
 
-Rank r sits in domain r // size. A group is a first rank plus fixed offsets, so the domains it touches depend only on
-where in its domain the first rank sits. It is therefore enough to know how many groups start at each such place, and
-that follows from the strides of the axes the group does not use: exact for any world, with work that does not grow
-with the number of groups. A domain size that does not divide the world (72 and a power of two) needs no special case.
+Rank r is in domain r // size. A group is a first rank plus fixed offsets, so the domains it touches depend only on the
+first rank modulo the domain. It is therefore enough to know how many groups start at each such offset, and that follows
+from the strides of the axes the group does not use: exact for any world, with work that does not grow with the number
+of groups. A domain size that does not divide the world (72 and a power of two) needs no special case.
 """
 
 from __future__ import annotations

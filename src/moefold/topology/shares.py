@@ -1,15 +1,15 @@
-"""How many things each of several takers gets, when the things need not divide evenly."""
+"""Sizes of contiguous shards when the total does not divide evenly."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
 
-def share_sizes(total: int, takers: int) -> tuple[int, ...]:
-    """Contiguous shares whose sizes differ by at most one; the first ones are the larger."""
-    base, extra = divmod(total, takers)
-    return tuple(base + (i < extra) for i in range(takers))
+def share_sizes(total: int, num_shards: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one; the first ones are the larger."""
+    base, extra = divmod(total, num_shards)
+    return tuple(base + (i < extra) for i in range(num_shards))
 
 
-def share_starts(total: int, takers: int) -> tuple[int, ...]:
-    return (0, *accumulate(share_sizes(total, takers)))[:-1]
+def share_starts(total: int, num_shards: int) -> tuple[int, ...]:
+    return (0, *accumulate(share_sizes(total, num_shards)))[:-1]
