@@ -25,9 +25,8 @@ from statistics import median
 
 import pytest
 
-from moefold.batching.doc_cost import Pace, cost_of, pair_flops, token_flops
-from moefold.batching.documents import pack
-from moefold.batching.dynamic_cp import plan_step
+from moefold.batching.doc_cost import RankSpeed, cost_of, pair_flops, token_flops
+from moefold.batching.document_packing import pack, plan_step
 from moefold.batching.run_plan import plan_for
 from moefold.batching.step_plan import Cost, StepPlan, estimate
 from moefold.blueprint.flops import forward_flops_per_token
@@ -62,19 +61,19 @@ def test_work_is_what_the_flop_count_says(name: str, length: int) -> None:
 def test_messages_by_hand() -> None:
     """Keys and values, forward and again backward in the compute format, and their gradients in float32."""
     model = ModelConfig(100, 10, 3, GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6), moe=None, dense_hidden_dim=7)
-    run, pace = RunConfig(model=model), Pace(flops=1e6, link_bytes=1e3, message=0.5, layer=2.0)
+    run, speed = RunConfig(model=model), RankSpeed(flops=1e6, link_bytes=1e3, message=0.5, layer=2.0)
     seconds = 3 * forward_flops_per_token(model, 64).total - 3 * forward_flops_per_token(model, 64).attention_core
     seconds /= 1e6
-    cost = cost_of(run, pace)
+    cost = cost_of(run, speed)
     assert cost.token == 1
     assert cost.attention == pytest.approx(3 * (3 * 2 * 4 * 12 / 2) / 1e6 / seconds)
-    assert cost.exchange == pytest.approx(3 * (2 * 12) * (4 + 4 + 4) / 1e3 / seconds)
-    assert cost.visit == pytest.approx(3 * 3 * 0.5 / seconds)
+    assert cost.kv_transfer == pytest.approx(3 * (2 * 12) * (4 + 4 + 4) / 1e3 / seconds)
+    assert cost.ring_step == pytest.approx(3 * 3 * 0.5 / seconds)
     assert cost.wave == pytest.approx(3 * 2.0 / seconds)
-    half = cost_of(replace(run, precision=replace(run.precision, compute="bfloat16")), pace)
-    assert half.exchange == pytest.approx(cost.exchange * (2 + 2 + 4) / 12)
+    half = cost_of(replace(run, precision=replace(run.precision, compute="bfloat16")), speed)
+    assert half.kv_transfer == pytest.approx(cost.kv_transfer * (2 + 2 + 4) / 12)
     latent = MLAConfig(num_heads=4, nope_dim=6, rope_dim=2, value_dim=5)
-    sent = cost_of(RunConfig(model=replace(model, attention=latent)), pace).exchange
+    sent = cost_of(RunConfig(model=replace(model, attention=latent)), speed).kv_transfer
     work = forward_flops_per_token(replace(model, attention=latent), 64)
     assert sent == pytest.approx(3 * 4 * 13 * 12 / 1e3 / (3 * (work.total - work.attention_core) / 1e6))
 
@@ -82,15 +81,15 @@ def test_messages_by_hand() -> None:
 def test_tensor_parallelism_divides_what_is_not_a_start() -> None:
     run = recipe("qwen3_30b_a3b")
     whole, cut = cost_of(run), cost_of(replace(run, parallel=replace(run.parallel, tp=run.parallel.tp * 4)))
-    assert (cut.attention, cut.exchange) == pytest.approx((whole.attention, whole.exchange))
-    assert (cut.visit, cut.wave) == pytest.approx((4 * whole.visit, 4 * whole.wave))
+    assert (cut.attention, cut.kv_transfer) == pytest.approx((whole.attention, whole.kv_transfer))
+    assert (cut.ring_step, cut.wave) == pytest.approx((4 * whole.ring_step, 4 * whole.wave))
 
 
 def test_the_defaults_are_near_deepseek_v3() -> None:
     cost, default = cost_of(recipe("deepseek_v3")), Cost()
     for ours, theirs in zip(
-        (cost.attention, cost.exchange, cost.visit, cost.wave),
-        (default.attention, default.exchange, default.visit, default.wave),
+        (cost.attention, cost.kv_transfer, cost.ring_step, cost.wave),
+        (default.attention, default.kv_transfer, default.ring_step, default.wave),
     ):
         assert 0.5 < ours / theirs < 2
 
@@ -144,7 +143,7 @@ def with_messages_hidden(plan: StepPlan, lengths: list[int], cost: Cost) -> floa
         for group in wave.documents:
             tokens = sum(lengths[i] for i in group) / wave.context
             seen = sum(lengths[i] ** 2 for i in group) / wave.context
-            groups.append(tokens + max(cost.attention * seen, cost.exchange * (wave.context - 1) * tokens))
+            groups.append(tokens + max(cost.attention * seen, cost.kv_transfer * (wave.context - 1) * tokens))
         total += max(groups) + cost.wave
     return total
 

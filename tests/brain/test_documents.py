@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.batching.bin_packing import first_fit, serpentine
-from moefold.batching.documents import pack
+from moefold.batching.document_packing import pack
 from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, group_times, imbalance
+from moefold.batching.wave_packing import first_fit, serpentine
 from moefold.errors import DataError
 
 Draw = Callable[[int, int, int], list[int]]

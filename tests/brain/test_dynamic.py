@@ -26,17 +26,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.batching.documents import pack
-from moefold.batching.dynamic_cp import context_needed, most_on_a_rank, plan_step, static_plans
-from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, imbalance, most_held
+from moefold.batching.document_packing import context_needed, max_rank_tokens, pack, plan_step, static_plans
+from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, imbalance, max_shard_length
 from moefold.batching.zigzag import num_held
 from moefold.errors import DataError
 
 COSTS = st.sampled_from(
     [
-        Cost(attention=1 / 16, exchange=0.1, visit=0.5, wave=1),
-        Cost(attention=1 / 64, exchange=0.3, visit=1, wave=4),
-        Cost(attention=1 / 8, exchange=0.02, visit=0.1, wave=0.2),
+        Cost(attention=1 / 16, kv_transfer=0.1, ring_step=0.5, wave=1),
+        Cost(attention=1 / 64, kv_transfer=0.3, ring_step=1, wave=4),
+        Cost(attention=1 / 8, kv_transfer=0.02, ring_step=0.1, wave=0.2),
     ]
 )
 TOKENS = 8192
@@ -154,7 +153,7 @@ def best_time(lengths: Sequence[int], ranks: int, tokens: int, cost: Cost) -> fl
     @cache
     def group_time(mask: int, context: int) -> float:
         members = [length for i, length in enumerate(lengths) if mask >> i & 1]
-        if sum(most_held(length, context) for length in members) > tokens:
+        if sum(max_shard_length(length, context) for length in members) > tokens:
             return inf
         return sum(cost.of_document(length, context) for length in members)
 
@@ -188,7 +187,7 @@ def test_close_to_the_best_plan_there_is() -> None:
     for _ in range(150):
         ranks, tokens, number = draw.choice([2, 4]), draw.choice([8, 16]), draw.randint(1, 6)
         lengths = [min(ranks * tokens, max(1, round(draw.lognormvariate(1.5, 1.0)))) for _ in range(number)]
-        cost = Cost(attention=draw.choice([1 / 8, 1 / 64]), exchange=draw.choice([0.02, 0.3]), visit=0.5, wave=1)
+        cost = Cost(attention=draw.choice([1 / 8, 1 / 64]), kv_transfer=draw.choice([0.02, 0.3]), ring_step=0.5, wave=1)
         plan = plan_step(lengths, ranks, tokens, cost)
         ratios.append(estimate(plan, lengths, cost) / best_time(tuple(lengths), ranks, tokens, cost))
     equal = sum(ratio < 1 + 1e-9 for ratio in ratios)
@@ -203,7 +202,7 @@ def test_close_to_the_best_plan_there_is() -> None:
 
 
 def test_a_long_document_is_shared_and_short_ones_are_not() -> None:
-    plan = plan_step([64, 5, 6, 7, 8], ranks=8, tokens_per_rank=8, cost=Cost(exchange=0.5, visit=0, wave=0))
+    plan = plan_step([64, 5, 6, 7, 8], ranks=8, tokens_per_rank=8, cost=Cost(kv_transfer=0.5, ring_step=0, wave=0))
     assert Wave(8, ((0,),)) in plan.waves
     assert {wave.context for wave in plan.waves if wave.documents != ((0,),)} == {1}
 
@@ -222,8 +221,8 @@ def test_what_cannot_be_held_is_refused() -> None:
 @given(st.integers(1, 5000), st.integers(1, 600))
 def test_the_context_needed_is_the_least_that_holds(length: int, tokens: int) -> None:
     needed = context_needed(length, tokens)
-    assert most_held(length, needed) <= tokens
-    assert needed == 1 or most_held(length, needed // 2) > tokens
+    assert max_shard_length(length, needed) <= tokens
+    assert needed == 1 or max_shard_length(length, needed // 2) > tokens
 
 
 @given(st.integers(1, 100_000), st.sampled_from([1, 2, 8]), COSTS)
@@ -235,4 +234,4 @@ def test_longest_within_inverts_the_time_of_a_document(length: int, context: int
 def test_the_bound_counts_the_fullest_rank() -> None:
     """Eight documents of one token over two ranks all begin on the first."""
     plan = StepPlan((Wave(2, (tuple(range(8)),)),))
-    assert most_on_a_rank(plan, [1] * 8) == 8
+    assert max_rank_tokens(plan, [1] * 8) == 8

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.batching.step_plan import held_by_a_rank, most_held
+from moefold.batching.step_plan import max_group_tokens, max_shard_length
 from moefold.batching.zigzag import Span, chunks, chunks_of, num_held, places
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=8)
@@ -64,14 +64,14 @@ def test_long_documents_are_equal_work(length: int, size: int) -> None:
 @given(LENGTHS, SIZES)
 def test_the_most_that_a_rank_can_hold_is_known(lengths: list[int], size: int) -> None:
     for length in lengths:
-        assert most_held(length, size) == max(num_held((length,), index, size) for index in range(size))
-    bound = held_by_a_rank(range(len(lengths)), lengths, size)
+        assert max_shard_length(length, size) == max(num_held((length,), index, size) for index in range(size))
+    bound = max_group_tokens(range(len(lengths)), lengths, size)
     assert max(num_held(lengths, index, size) for index in range(size)) <= bound
 
 
 @given(st.integers(1, 10_000), st.integers(1, 500), SIZES)
 def test_a_document_fits_when_its_even_share_fits(length: int, bound: int, size: int) -> None:
-    assert (most_held(length, size) <= bound) == (length <= bound * size)
+    assert (max_shard_length(length, size) <= bound) == (length <= bound * size)
 
 
 def test_by_hand() -> None:

@@ -1,1 +1,1 @@
-"""How tokens are put into microbatches and microbatches onto ranks: plain integers, decided before anything moves."""
+"""Which tokens form a microbatch and which ranks run it: plain integers, decided before a step."""

@@ -1,16 +1,16 @@
-"""What a document costs a run's model: the coefficients of `Cost`, from its sizes and from the pace of a rank.
+"""The time of a document in a run's model: the coefficients of `Cost`, from its sizes and the speed of a rank.
 
 Work is counted by `blueprint/flops.py`. Every weight matrix that a token meets is a multiplication and an addition
 per entry; attention adds, per layer, scores and a weighted sum over the l/2 positions that a token of l sees on
 average. Through a window the number of positions does not grow with the document, so those layers are linear.
 
-    forward of a document    2 M l  +  2 H (d + v) (l/2) l per layer         M entries that a token meets
+    forward of a document    2 M l  +  2 H (d + v) (l/2) l per layer         M entries of active matrices
 
-Forward and backward take three times that. Around a ring, keys and values travel in the forward pass and again in the
-backward pass, and their gradients come back in float32: three messages per layer and visit. Other ways to attend across
-ranks send less the more ranks there are, so for them this is an upper bound.
+Forward and backward take three times that. In ring attention, keys and values are sent in the forward pass and again in
+the backward pass, and their gradients come back in float32: three messages per layer and ring step. Other kinds of
+context parallelism send less the more ranks there are, so for them this is an upper bound.
 
-Tensor and pipeline parallelism divide work and bytes alike, so only what has a fixed price depends on them.
+Tensor and pipeline parallelism divide work and bytes alike, so only fixed costs depend on them.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-_MESSAGES_PER_VISIT = 3
+_MESSAGES_PER_RING_STEP = 3
 _FORWARD_AND_BACKWARD = 3
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankSpeed:
     """How fast a rank is, sustained and not at its peak; only the proportions matter.
 
-    The defaults are of the size that an H100 has. Ranks must agree on a plan, so it is not measured where it runs.
+    The defaults are about an H100's. Ranks must agree on a plan, so the speed is not measured where it runs.
     """
 
     flops: float = 400e12
     link_bytes: float = 200e9
-    # Seconds before a message moves, and before a layer of a microbatch computes, there and back.
+    # Latency of a message, and fixed time of a layer per microbatch, forward and backward, in seconds.
     message: float = 25e-6
     layer: float = 500e-6
 
 
 @lru_cache(maxsize=8)
-def cost_of(run: RunConfig, pace: Pace | None = None) -> Cost:
-    """The same on every rank, for it follows from the configuration alone."""
-    pace = pace or Pace()
+def cost_of(run: RunConfig, speed: RankSpeed | None = None) -> Cost:
+    """The same on every rank, because it follows from the configuration alone."""
+    speed = speed or RankSpeed()
     model, layers = run.model, run.model.num_layers + run.model.num_mtp
     flops = _FORWARD_AND_BACKWARD * token_flops(model, run.data.seq_len)
-    # Of a rank's part of a token, on all pipeline stages together: a stage has its share of everything here.
-    seconds = flops / pace.flops / run.parallel.tp
-    travelling = layers * _key_and_value_entries(model) / run.parallel.tp
+    # Per token on one tp rank, over all pipeline stages: every term here divides by pp alike.
+    seconds = flops / speed.flops / run.parallel.tp
+    kv_entries = layers * _key_and_value_entries(model) / run.parallel.tp
     bytes_per_entry = 2 * _BYTES[run.precision.compute] + max(_BYTES["float32"], _BYTES[run.precision.compute])
     return Cost(
         token=1.0,
         attention=_FORWARD_AND_BACKWARD * pair_flops(model, run.data.seq_len) / flops,
-        exchange=travelling * bytes_per_entry / pace.link_bytes / seconds,
-        visit=layers * _MESSAGES_PER_VISIT * pace.message / seconds,
-        wave=layers * pace.layer / seconds,
+        kv_transfer=kv_entries * bytes_per_entry / speed.link_bytes / seconds,
+        ring_step=layers * _MESSAGES_PER_RING_STEP * speed.message / seconds,
+        wave=layers * speed.layer / seconds,
     )
 
 
@@ -90,7 +90,7 @@ def _is_narrow(attention: Attention, longest: int) -> bool:
 
 
 def _key_and_value_entries(model: ModelConfig) -> int:
-    """What one layer sends of a token: latent attention has rebuilt its keys and values for all heads by then."""
+    """Keys and values of a token that one layer sends: MLA has expanded them to all heads by then."""
     attention = model.attention
     if isinstance(attention, MLAConfig):
         return attention.num_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)

@@ -1,12 +1,11 @@
-"""The plan of a step, whatever a run's samples are: a function of the configuration and of their lengths alone."""
+"""The plan of a step for any kind of samples: a function of the configuration and of their lengths alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moefold.batching.doc_cost import cost_of
-from moefold.batching.documents import pack
-from moefold.batching.dynamic_cp import plan_step
+from moefold.batching.document_packing import pack, plan_step
 from moefold.batching.step_plan import StepPlan, Wave
 from moefold.config.run import RunConfig
 from moefold.schedule.names import schedule_named
@@ -14,7 +13,7 @@ from moefold.topology.folded_layout import FoldedLayout
 
 
 def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:
-    """Which samples of the step form which microbatch, from nothing but their lengths."""
+    """Which samples of the step form which microbatch, from their lengths alone."""
     data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
     if data.packing != "bin_packed":
         return in_order(len(sizes), data.micro_batch, dp, cp)
@@ -29,6 +28,6 @@ def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> Step
 
 
 def in_order(num_samples: int, micro_batch: int, dp: int, cp: int) -> StepPlan:
-    """``micro_batch`` samples after the other to a microbatch, ``dp`` microbatches after the other to a wave."""
+    """``micro_batch`` consecutive samples form a microbatch, ``dp`` consecutive microbatches a wave."""
     bins = [tuple(range(first, first + micro_batch)) for first in range(0, num_samples, micro_batch)]
     return StepPlan(tuple(Wave(cp, tuple(bins[first : first + dp])) for first in range(0, len(bins), dp)))

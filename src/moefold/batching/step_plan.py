@@ -1,13 +1,13 @@
 """Which documents a step's microbatches hold, and about how long they take.
 
-All token ranks of a pipeline stage work on a **wave** of microbatches at a time: one per group of `context` ranks that
-share its tokens. A step is a row of waves. Ranks meet in every layer (tokens travel to experts), so a wave
-lasts as long as its slowest group, and the plan's aim is that groups are alike.
+All dp * cp ranks of a pipeline stage work on a **wave** of microbatches at a time: one per group of `context` ranks
+over which it is sharded. A step is a sequence of waves. Ranks synchronise in every layer (dispatch and combine), so a
+wave takes as long as its slowest group, and the plan balances groups.
 
-    l length of a document, c ranks that share it
+    l length of a document, c ranks over which it is sharded
 
-Attention grows with l * l, everything else with l; both are shared by c ranks. Keys and values visit the c - 1 other
-ranks, so sharing a document costs messages in proportion to l * (c - 1) / c, and a start per visit.
+Attention grows with l * l, everything else with l; both are divided by c. Keys and values are sent to the c - 1 other
+ranks, so a sharded document costs bytes in proportion to l * (c - 1) / c, and a latency per ring step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepPlan:
     waves: tuple[Wave, ...]
 
     def with_at_least(self, num_waves: int) -> StepPlan:
-        """Followed by empty waves, for pipeline orders that need more microbatches than the documents make."""
+        """Followed by empty waves, for schedules that need more microbatches than the documents make."""
         missing = max(num_waves - len(self.waves), 0)
         idle = tuple(Wave(wave.context, ((),) * len(wave.documents)) for wave in self.waves[-1:])
         return StepPlan(self.waves + idle * missing)
@@ -48,25 +48,25 @@ class Cost:
     token: float = 1.0
     # Per pair of positions: at 1 / attention tokens, attention takes as long as everything else.
     attention: float = 1 / 32_768
-    # Per token whose keys and values travel, per visit that starts, and per wave.
-    exchange: float = 0.1
-    visit: float = 8.0
+    # Per token whose keys and values are sent, per ring step, and per wave.
+    kv_transfer: float = 0.1
+    ring_step: float = 8.0
     wave: float = 64.0
 
     def of_document(self, length: int, context: int) -> float:
-        """What one document adds to the time of the ranks that share it."""
-        return (self.attention * length + self.token + self.exchange * (context - 1)) * length / context
+        """What one document adds to the time of its ranks."""
+        return (self.attention * length + self.token + self.kv_transfer * (context - 1)) * length / context
 
     def longest_within(self, time: float, context: int) -> float:
         """The length of a document that takes this long: the root of the quadratic that `of_document` is."""
-        linear, budget = self.token + self.exchange * (context - 1), time * context
+        linear, budget = self.token + self.kv_transfer * (context - 1), time * context
         if budget <= 0:
             return 0.0
         # The form without a difference of near numbers; it holds for attention = 0 too.
         return 2 * budget / (linear + sqrt(linear * linear + 4 * self.attention * budget))
 
     def of_wave(self, context: int, slowest: float) -> float:
-        return slowest + self.visit * (context - 1) + self.wave
+        return slowest + self.ring_step * (context - 1) + self.wave
 
 
 def estimate(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> float:
@@ -90,18 +90,18 @@ def ramped(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> StepPlan:
 
 
 def imbalance(plan: StepPlan, lengths: Sequence[int], cost: Cost) -> float:
-    """The slowest group of every wave over the mean group: 1 where nobody waits."""
+    """The slowest group of every wave over the mean group: 1 where no rank waits."""
     times = [group_times(wave, lengths, cost) for wave in plan.waves]
     working, waited = sum(map(sum, times)), sum(max(wave) * len(wave) for wave in times)
     return waited / working if working else 1.0
 
 
-def most_held(length: int, context: int) -> int:
-    """How many tokens of a document the rank with most of them holds: two of 2c nearly equal chunks."""
+def max_shard_length(length: int, context: int) -> int:
+    """The longest context shard of a document: two of 2c nearly equal chunks."""
     whole, rest = divmod(length, 2 * context)
     return 2 * whole + (rest > 0) + (rest > context)
 
 
-def held_by_a_rank(group: Iterable[int], lengths: Sequence[int], context: int) -> int:
+def max_group_tokens(group: Iterable[int], lengths: Sequence[int], context: int) -> int:
     """A bound on the tokens of any rank of the group."""
-    return sum(most_held(lengths[i], context) for i in group)
+    return sum(max_shard_length(lengths[i], context) for i in group)

@@ -1,34 +1,102 @@
-"""Filling waves one by one, the longest documents first, so that a wave's groups take equally long.
+"""Fills waves with documents: bin packing by size and by work.
 
-A long document sets the pace of its wave: the other groups may work as long as it does, so they are filled up to that
-time with whatever fits, the longest first. Where no document is that long, the pace is an even share of the work that
-is left. The number of waves that this share supposes is the one free choice, and whoever calls tries several.
+*First fit* puts each document into the first bin with room and so needs few bins. *Evenly* puts each into the bin with
+the least work, and so balances bins, if there are enough of them. Both want the longest first. *Serpentine* deals bins
+to ranks:
+
+    work            9 8 7 6 5 4 3 2 1            over 3 ranks
+    wave 0          9 8 7
+    wave 1          4 5 6                        a wave's bins are alike,
+    wave 2          3 2 1                        and so are the ranks' sums
+
+`WavePacker` fills waves one by one, so that a wave's groups take equally long. A long document determines the time of
+its wave: the other groups are filled up to that time with whatever fits, the longest first. Where no document is that
+long, the time is an even part of the remaining work. The number of waves that this supposes is a parameter, and callers
+try several.
 
     pool, ascending     1 1 2 2 3 9        two groups        wave 0    9 | 3 2 2 1 1
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from moefold.batching.bin_packing import Bin, evenly
-from moefold.batching.step_plan import Cost, StepPlan, Wave, most_held
+from moefold.batching.step_plan import Cost, StepPlan, Wave, max_shard_length
+
+Bin = tuple[int, ...]
+
+
+def first_fit(order: Sequence[int], sizes: Sequence[int], bound: int) -> list[Bin]:
+    """Each document in the first bin that has room.
+
+    `room` is a tree over the bins, every node the most room among those below it: finding a bin takes log(bins) steps.
+    """
+    leaves = 1 << max(len(order) - 1, 0).bit_length()
+    room = [bound] * (2 * leaves)
+    bins: list[list[int]] = []
+    for i in order:
+        node = 1
+        while node < leaves:
+            node = 2 * node + (room[2 * node] < sizes[i])
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(i)
+        room[node] -= sizes[i]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return [tuple(bin) for bin in bins]
+
+
+def evenly(
+    order: Sequence[int], sizes: Sequence[int], work: Sequence[float], bound: int, num_bins: int
+) -> list[Bin] | None:
+    """Each document in the bin with least work among those with room; None when one does not fit."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    room = [bound] * num_bins
+    least = [(0.0, number) for number in range(num_bins)]
+    smallest = min((sizes[i] for i in order), default=0)
+    for i in order:
+        passed = []
+        while least and room[least[0][1]] < sizes[i]:
+            candidate = heapq.heappop(least)
+            # A bin without room for the smallest document is dropped from the heap.
+            if room[candidate[1]] >= smallest:
+                passed.append(candidate)
+        if not least:
+            return None
+        before, number = least[0]
+        heapq.heapreplace(least, (before + work[i], number))
+        bins[number].append(i)
+        room[number] -= sizes[i]
+        for candidate in passed:
+            heapq.heappush(least, candidate)
+    return [tuple(bin) for bin in bins]
+
+
+def serpentine(bins: Sequence[Bin], num_groups: int, work: Sequence[float]) -> list[tuple[Bin, ...]]:
+    """Bins by falling work, `num_groups` to a wave, every second wave backwards; empty bins fill up the last."""
+    ordered = sorted(bins, key=lambda bin: (-sum(work[i] for i in bin), bin))
+    waves = [tuple(ordered[start : start + num_groups]) for start in range(0, len(ordered), num_groups)] or [()]
+    waves[-1] += ((),) * (num_groups - len(waves[-1]))
+    return [wave[::-1] if number % 2 else wave for number, wave in enumerate(waves)]
 
 
 @dataclass(frozen=True)
 class Room:
-    """How many tokens fit: into a whole microbatch, or into each of the ranks that share it."""
+    """How many tokens fit: into a whole microbatch, or into each context-parallel rank."""
 
     tokens: int
     per_rank: bool = False
 
     def size(self, length: int, context: int) -> int:
-        """What a document takes of it."""
-        return most_held(length, context) if self.per_rank else length
+        """How many of these tokens a document takes."""
+        return max_shard_length(length, context) if self.per_rank else length
 
     def longest(self, left: int, context: int) -> int:
         """The longest document that fits into what is left."""
@@ -36,8 +104,8 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Filler:
-    """The documents of one step, the ranks that work on them, and by how many ranks a document may be shared."""
+class WavePacker:
+    """The documents of one step, the ranks they run on, and over how many ranks a document may be sharded."""
 
     lengths: Sequence[int]
     ranks: int
@@ -45,25 +113,26 @@ class Filler:
     room: Room
     cost: Cost
 
-    def plan(self, num_waves: int, hurry: bool) -> StepPlan:
-        """About so many waves: fewer when one holds all that is left, more when the room demands it.
+    def plan(self, num_waves: int, use_more_ranks: bool) -> StepPlan:
+        """About ``num_waves`` waves: fewer when one holds all that is left, more when the documents do not fit.
 
-        ``hurry``: share a document by more ranks than it needs where it would otherwise outlast the even share.
+        ``use_more_ranks``: shard a document over more ranks than it needs where it would otherwise take longer than the
+        even time.
         """
         pool = self._ascending
         left = sum(self._tables[self.contexts[0]][1])
         waves: list[Wave] = []
         while pool or not waves:
             longest = pool[-1][0] if pool else 0
-            share = left * self.contexts[0] / self.ranks / max(num_waves - len(waves), 1)
-            context = self._context_for(longest, share if hurry else inf)
-            groups = self._all_at_once(pool, context) if len(waves) + 1 >= num_waves else None
+            even_time = left * self.contexts[0] / self.ranks / max(num_waves - len(waves), 1)
+            context = self._context_for(longest, even_time if use_more_ranks else inf)
+            groups = self._fill_evenly(pool, context) if len(waves) + 1 >= num_waves else None
             if groups is None:
-                groups, pool = self._fill(pool, context, max(share, self.cost.of_document(longest, context)))
+                groups, pool = self._fill(pool, context, max(even_time, self.cost.of_document(longest, context)))
             else:
                 pool = []
             left -= sum(self._time(group, self.contexts[0]) for group in groups)
-            # Serpentine: who works longest in one wave does so least in the next.
+            # Serpentine: the group with the most work in one wave gets the least in the next.
             groups.sort(key=lambda group: (-self._time(group, context), group), reverse=bool(len(waves) % 2))
             waves.append(Wave(context, tuple(groups)))
         return StepPlan(tuple(waves))
@@ -74,7 +143,7 @@ class Filler:
 
     @cached_property
     def _tables(self) -> dict[int, tuple[list[int], list[float]]]:
-        """By context: what every document takes of the room, and of the time."""
+        """By context size: the tokens and the time that every document takes."""
         return {
             context: (
                 [self.room.size(length, context) for length in self.lengths],
@@ -83,26 +152,26 @@ class Filler:
             for context in self.contexts
         }
 
-    def _context_for(self, longest: int, share: float) -> int:
-        """The fewest ranks that hold the longest document and finish it within the share; if none do, all ranks."""
+    def _context_for(self, longest: int, even_time: float) -> int:
+        """The fewest ranks that hold the longest document and finish it within the time; if none do, all ranks."""
         able = [context for context in self.contexts if self.room.size(longest, context) <= self.room.tokens]
-        return next((c for c in able if self.cost.of_document(longest, c) <= share), able[-1])
+        return next((c for c in able if self.cost.of_document(longest, c) <= even_time), able[-1])
 
     def _fill(
         self, pool: Sequence[tuple[int, int]], context: int, time: float
     ) -> tuple[list[Bin], list[tuple[int, int]]]:
-        """The groups of one wave that lasts so long, and who is left."""
+        """The groups of one wave of this duration, and the documents that are left."""
         rest = list(pool)
         groups = [self._fill_group(rest, context, time) for _ in range(self.ranks // context)]
         taken = [i for group in groups for i in group]
-        even = self._all_at_once(sorted((self.lengths[i], i) for i in taken), context)
+        even = self._fill_evenly(sorted((self.lengths[i], i) for i in taken), context)
         slowest = max(self._time(group, context) for group in groups)
         if even is not None and max(self._time(group, context) for group in even) < slowest:
             groups = even
         return groups, rest
 
     def _fill_group(self, pool: list[tuple[int, int]], context: int, time: float) -> Bin:
-        """Take from the pool the longest document that fits, again and again."""
+        """Takes the longest document that fits from the pool, until none fits."""
         group: list[int] = []
         left = self.room.tokens
         while pool:
@@ -117,7 +186,7 @@ class Filler:
             group.append(i)
         return tuple(group)
 
-    def _all_at_once(self, pool: Sequence[tuple[int, int]], context: int) -> list[Bin] | None:
+    def _fill_evenly(self, pool: Sequence[tuple[int, int]], context: int) -> list[Bin] | None:
         sizes, work = self._tables[context]
         order = [i for _, i in reversed(pool)]
         return evenly(order, sizes, work, self.room.tokens, self.ranks // context)

@@ -1,8 +1,8 @@
 """Which tokens of a microbatch a context-parallel rank holds.
 
-In causal attention a late token reads more than an early one, so equal runs of tokens would be unequal work. Every
-document is cut into 2c chunks for c ranks, and rank i takes chunk i from the front and chunk i from the back: all
-ranks then read about equally much. Chunks differ by at most one token and may be empty, so no document needs padding,
+In causal attention a late token attends to more keys than an early one, so contiguous shards would be unequal work.
+Every document is cut into 2c chunks for c ranks, and rank i takes chunk i from the front and chunk i from the back: all
+ranks then have about equal work. Chunks differ by at most one token and may be empty, so no document needs padding,
 however short it is.
 
     a document of 11 tokens over 2 ranks      0 0 0 1 1 1 1 1 1 0 0
@@ -30,7 +30,7 @@ def chunks_of(index: int, size: int) -> tuple[int, int]:
 
 
 def places(lengths: Sequence[int], index: int, size: int) -> tuple[Span, ...]:
-    """Where in the whole microbatch the tokens of rank ``index`` stand, ascending; empty spans are left out."""
+    """The spans of the microbatch that rank ``index`` holds, ascending; empty ones are left out."""
     if size == 1:
         return ((0, sum(lengths)),)
     held: list[Span] = []
