@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src"
@@ -11,11 +12,12 @@ BRAIN = (
     "errors",
     "units",
     "tables",
-    "page",
+    "html",
     "config",
     "topology",
     "blueprint",
     "schedule",
+    "batching",
     "hardware",
     "checks",
     "plan",
@@ -41,14 +43,21 @@ def brain_modules() -> list[str]:
     for part in BRAIN:
         package = SRC / "moefold" / part
         for path in sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]:
-            if path.exists():
-                found.append(".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"))
+            assert path.exists(), f"{part} is neither a package nor a module"
+            found.append(".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"))
     return found
+
+
+def test_the_list_is_the_contracts() -> None:
+    """The same packages that pyproject.toml forbids to import torch."""
+    contracts = tomllib.loads((SRC.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    sources = next(contract["source_modules"] for contract in contracts if contract["type"] == "forbidden")
+    assert set(BRAIN) == {name.removeprefix("moefold.").removesuffix(".*") for name in sources}
 
 
 def test_the_brain_imports_without_torch() -> None:
     modules = brain_modules()
-    assert "moefold.config.run" in modules and "moefold.topology.folded_layout" in modules
+    assert {"moefold.config.run", "moefold.topology.folded_layout", "moefold.batching.step_plan"} <= set(modules)
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
     done = subprocess.run(command, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

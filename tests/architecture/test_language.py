@@ -1,0 +1,213 @@
+"""One word per concept: the words that were replaced (`old_words.py`) come back nowhere, nor do their files.
+
+Files and configuration keys are looked for as text, symbols as identifiers of the syntax tree and between backticks,
+phrases in prose. History may use any word: the changelog, the decision log, and the table by which a configuration with
+an old key is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.old_words import FILES, KEYS, PHRASES, SCOPES, SYMBOLS
+from tests.architecture.sources import PACKAGE, ROOT, files, identifiers, report, shown, text_of, tree_of
+
+HISTORY = ("docs/decisions/", "src/moefold/config/renamed_keys.py", "tests/architecture/")
+
+# (word, where) -> why it is the right word there.
+JUSTIFIED = {
+    ("card", "src/moefold/html/"): "a box of a page",
+    ("card", "src/moefold/plan/report/"): "a box of a page",
+    ("card", "src/moefold/train/report/"): "a box of a page",
+}
+# What is not yet clean, and where; this list only shrinks.
+NOT_YET: dict[str, tuple[str, ...]] = {
+    "bare engine": (
+        "src/moefold/bench/",
+        "src/moefold/cli/",
+    ),
+    "card": (
+        "src/moefold/cli/",
+        "src/moefold/hardware/",
+        "src/moefold/ops/",
+        "src/moefold/plan/",
+    ),
+    "communication lane": ("src/moefold/pipeline/",),
+    "computed again": (
+        "src/moefold/config/",
+        "src/moefold/model/",
+        "src/moefold/nn/",
+        "src/moefold/plan/",
+        "tests/",
+    ),
+    "contestant": (
+        "src/moefold/bench/",
+        "tests/",
+    ),
+    "first values": (
+        "src/moefold/bench/",
+        "src/moefold/nn/",
+        "src/moefold/parallel/",
+        "src/moefold/prove/",
+        "tests/",
+    ),
+    "look ahead": (
+        "src/moefold/blueprint/",
+        "src/moefold/checkpoint/",
+        "src/moefold/model/",
+        "src/moefold/plan/",
+        "src/moefold/prove/",
+        "tests/",
+    ),
+    "looks ahead": (
+        "src/moefold/checkpoint/",
+        "src/moefold/model/",
+        "src/moefold/prove/",
+        "tests/",
+    ),
+    "mixture layer": (
+        "src/moefold/bench/",
+        "src/moefold/cli/",
+        "tests/",
+    ),
+    "mixture of experts": (
+        "src/moefold/checkpoint/",
+        "src/moefold/model/",
+    ),
+    "moe.expert_bias": (
+        "src/moefold/blueprint/",
+        "src/moefold/plan/",
+        "src/moefold/prove/",
+    ),
+    "plan/stacks": (
+        "src/moefold/plan/",
+        "tests/",
+    ),
+    "precision.experts": (
+        "src/moefold/parallel/",
+        "src/moefold/prove/",
+        "src/moefold/bench/",
+        "src/moefold/checks/",
+        "src/moefold/moe/",
+        "src/moefold/ops/",
+        "tests/",
+    ),
+    "precision.kernels": (
+        "src/moefold/bench/",
+        "src/moefold/checks/",
+        "src/moefold/moe/",
+        "src/moefold/ops/",
+        "tests/",
+    ),
+    "put off": (
+        "src/moefold/dryrun/",
+        "src/moefold/moe/",
+        "src/moefold/nn/",
+        "src/moefold/pipeline/",
+        "src/moefold/plan/",
+        "src/moefold/prove/",
+    ),
+    "routing weight": (
+        "docs/how-to-add/dispatcher.md",
+        "src/moefold/config/",
+        "src/moefold/moe/",
+        "src/moefold/plan/",
+        "src/moefold/prove/",
+        "tests/",
+    ),
+    "share_sizes": (
+        "src/",
+        "tests/",
+    ),
+    "share_starts": ("src/",),
+    "speaks for": (
+        "src/moefold/checkpoint/",
+        "src/moefold/optim/",
+        "src/moefold/parallel/",
+        "src/moefold/plan/",
+        "src/moefold/prove/",
+    ),
+    "twin": ("tests/",),
+}
+
+
+def prose_files() -> list[Path]:
+    return [path for path in [*files("src", "docs", "tests"), ROOT / "README.md"] if is_present_day(path)]
+
+
+def is_present_day(path: Path) -> bool:
+    return not shown(path).startswith(HISTORY)
+
+
+def excused(word: str, path: Path) -> bool:
+    justified = any(word == other and shown(path).startswith(where) for other, where in JUSTIFIED)
+    return justified or shown(path).startswith(NOT_YET.get(word, ()))
+
+
+def found_in(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Every old word of a file: itself, the word to use, the line."""
+    text = text_of(path)
+    yield from matches(text, FILE_MENTION, FILES)
+    yield from matches(text, MODULE, FILES)
+    yield from matches(text, KEY, KEYS)
+    yield from matches(text, PHRASE, PHRASES)
+    symbols = [*matches(text, BACKTICKED, SYMBOLS)]
+    if path.suffix == ".py":
+        symbols += [(name, SYMBOLS[name], line) for name, line in identifiers(tree_of(path)) if name in SYMBOLS]
+    yield from (found for found in symbols if shown(path).startswith(SCOPES.get(found[0], "")))
+
+
+def matches(text: str, pattern: re.Pattern[str], words: dict[str, str]) -> Iterator[tuple[str, str, int]]:
+    for match in pattern.finditer(text):
+        word = match[1]
+        if words is FILES:
+            word = word.replace(".", "/")
+        elif words is PHRASES:
+            word = " ".join(word.replace("#", " ").split()).lower()
+        yield word, words[word], text.count("\n", 0, match.start()) + 1
+
+
+def any_of(words: dict[str, str]) -> str:
+    return "|".join(sorted(map(re.escape, words), key=len, reverse=True))
+
+
+FILE_MENTION = re.compile(rf"(?<![\w/])(?:src/)?(?:moefold[./])?({any_of(FILES)})\.py\b")
+MODULE = re.compile(rf"\bmoefold\.({any_of(FILES)})\b".replace("/", r"\."))
+KEY = re.compile(rf"(?<!\w)({any_of(KEYS)})(?![\w-])")
+PHRASE = re.compile(rf"(?i)\b({any_of(PHRASES)})\b".replace(r"\ ", r"\s+(?:#\s+)?"))
+BACKTICKED = re.compile(rf"`({any_of(SYMBOLS)})\b[^`\n]*`")
+
+
+def test_old_words_are_gone() -> None:
+    offenders = [
+        f"{shown(path)}:{line}: {word}, say {new}"
+        for path in prose_files()
+        for word, new, line in found_in(path)
+        if not excused(word, path)
+    ]
+    assert not offenders, report(offenders)
+
+
+def test_old_files_are_gone() -> None:
+    offenders = [f"{old}.py is {new}.py" for old, new in FILES.items() if (PACKAGE / f"{old}.py").exists()]
+    assert not offenders, report(offenders)
+
+
+def test_an_old_word_is_noticed() -> None:
+    assert [word for word, _, _ in matches("`Hop.go` and `Hoppers`", BACKTICKED, SYMBOLS)] == ["Hop"]
+    assert [word for word, _, _ in matches("see moefold/ops/here.py, shops/here.py", FILE_MENTION, FILES)] == [
+        "ops/here"
+    ]
+    assert [word for word, _, _ in matches("from moefold.ops.here import x", MODULE, FILES)] == ["ops/here"]
+    keys = [word for word, _, _ in matches("--optim.rate 3, run.optim.rates_of, a.most_skips", KEY, KEYS)]
+    assert keys == ["optim.rate", "most_skips"]
+    assert [word for word, _, _ in matches("gradients that are Put\n    # off", PHRASE, PHRASES)] == ["put off"]
+    assert [name for name, _ in identifiers(ast.parse("def f(a): return f'{a.take_off()}'"))] == [
+        "f",
+        "a",
+        "take_off",
+        "a",
+    ]

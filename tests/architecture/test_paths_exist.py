@@ -1,0 +1,87 @@
+"""Paths in docstrings, comments and docs lead somewhere: a file that was moved is moved in the prose as well."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.architecture.sources import PACKAGE, ROOT, files, report, shown, text_of, tree_of
+
+# `ops/rope.py`, `tests/body/test_rope.py::test_yarn`, `runtime.py`, [the page](../proof.md).
+PATH = re.compile(r"(?<![\w/.*{<~-])((?:\.\./)?(?:[\w-]+/)*[\w-]+\.(?:py|md))\b(?![\w/*])")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[)#]")
+# Folders from which prose names a file.
+BASES = [ROOT / name for name in ("", "src", "tests", "docs", "benchmarks", "examples")] + [PACKAGE]
+# Files that Python itself looks for.
+NOT_OURS = {"sitecustomize.py", "usercustomize.py"}
+# Mentions that are still to be corrected; this list only shrinks.
+NOT_YET = {
+    "CONTRIBUTING.md: docs/shapes.md",
+    "docs/architecture.md: shapes.md",
+    "docs/glossary.md: shapes.md",
+    "src/moefold/data/samples.py: draws.py",
+    "src/moefold/moe/cpu_fused_experts.py: expert_rows.py",
+    "src/moefold/ops/kernels/rope_latent_triton.py: rope_torch.py",
+    "src/moefold/ops/kernels/rope_triton.py: rope_torch.py",
+    "src/moefold/parallel/fsdp.py: once.py",
+    "src/moefold/plan/memory/peak.py: live.py",
+    "src/moefold/plan/timing/measured_machine.py: machine_step.py",
+    "src/moefold/plan/workload.py: plan/stacks.py",
+    "src/moefold/prove/faults/document_faults.py: sabotage.py",
+    "src/moefold/prove/faults/parallel_faults.py: sabotage_context.py",
+    "src/moefold/prove/faults/parallel_faults.py: sabotage_pipeline.py",
+    "src/moefold/prove/faults/pipeline_faults.py: sabotage.py",
+    "src/moefold/prove/faults/routing_faults.py: sabotage.py",
+}
+
+
+def known_names() -> set[str]:
+    return {path.name for path in ROOT.rglob("*") if path.suffix in (".py", ".md")}
+
+
+def missing(path: Path, names: set[str]) -> Iterator[str]:
+    for text in prose(path):
+        mentions = [word for word in PATH.findall(text) if word not in NOT_OURS and not exists(word, path, names)]
+        links = LINK.findall(text) if path.suffix == ".md" else []
+        mentions += [link for link in links if not (path.parent / link).exists()]
+        yield from (f"{shown(path)}: {mention}" for mention in mentions)
+
+
+def exists(mention: str, path: Path, names: set[str]) -> bool:
+    """From the root, from a folder of code or docs, or from a folder above the file; a bare name may be anywhere."""
+    if "/" not in mention:
+        return mention in names
+    above = [folder for folder in path.parents if ROOT in (folder, *folder.parents)]
+    return any((base / mention).exists() for base in [*BASES, *above])
+
+
+def prose(path: Path) -> Iterator[str]:
+    """All of a page or of a source file; of tests, which make up files, the docstrings only."""
+    if PACKAGE in path.parents or path.suffix in (".md", ".svg"):
+        yield text_of(path)
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def test_every_path_that_is_named_exists() -> None:
+    names = known_names()
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    found = {
+        what
+        for path in [*files("src", "docs", "tests"), *files("docs", suffixes=(".svg",)), *pages]
+        for what in missing(path, names)
+    }
+    offenders = sorted(found - NOT_YET)
+    assert not offenders, report(offenders)
+
+
+def test_a_wrong_path_is_noticed() -> None:
+    names, page = known_names(), ROOT / "docs" / "proof.md"
+    assert exists("moe/layer.py", page, names) and exists("moefold/moe/layer.py", page, names)
+    assert exists("../README.md", page, names) and exists("layer.py", page, names)
+    assert not exists("moe/no_such_file.py", page, names) and not exists("no_such_file.py", page, names)
+    assert PATH.findall("see `moe/layer.py::MoELayer` and plan/*.py") == ["moe/layer.py"]
