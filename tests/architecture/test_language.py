@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,10 +83,7 @@ NOT_YET: dict[str, tuple[str, ...]] = {
         "src/moefold/plan/",
         "src/moefold/prove/",
     ),
-    "plan/stacks": (
-        "src/moefold/plan/",
-        "tests/",
-    ),
+    "plan/stacks": ("src/moefold/plan/",),
     "precision.experts": (
         "src/moefold/parallel/",
         "src/moefold/prove/",
@@ -189,6 +187,19 @@ def test_old_words_are_gone() -> None:
         if not excused(word, path)
     ]
     assert not offenders, report(offenders)
+
+
+def test_what_is_clean_leaves_the_list() -> None:
+    """A warning, because a package may be cleaned by another change than the one that shortens the list."""
+    found = {(word, shown(path)) for path in prose_files() for word, _, _ in found_in(path)}
+    clean = [
+        f"{word} in {where}"
+        for word, places in NOT_YET.items()
+        for where in places
+        if not any(word == other and path.startswith(where) for other, path in found)
+    ]
+    if clean:
+        warnings.warn("take out of NOT_YET: " + report(clean), stacklevel=1)
 
 
 def test_old_files_are_gone() -> None:
