@@ -16,16 +16,16 @@ from moefold.nn.batch import Batch
 class AttentionCore(Protocol):
     def __call__(
         self,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGv: Tensor,
+        q_SHC: Tensor,
+        k_SJC: Tensor,
+        v_SJU: Tensor,
         batch: Batch,
         *,
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """[T, H, v]: what each token reads from the tokens before it in its own sequence."""
+        """[S, H, U]: what each token reads from the tokens before it in its own sequence."""
         ...
 
 
@@ -34,13 +34,13 @@ class LocalCore:
 
     def __call__(
         self,
-        q_THd: Tensor,
-        k_TGd: Tensor,
-        v_TGv: Tensor,
+        q_SHC: Tensor,
+        k_SJC: Tensor,
+        v_SJU: Tensor,
         batch: Batch,
         *,
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        return attend(q_THd, k_TGd, v_TGv, batch.lengths, scale, window, sinks_H)
+        return attend(q_SHC, k_SJC, v_SJU, batch.lengths, scale, window, sinks_H)
