@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from moefold.blueprint.matmuls import layer_matmuls
 from moefold.blueprint.model_shape import Attention, Layer, ModelShape, Recurrence, shape_of
+from moefold.blueprint.parameters import join_parameter
 from moefold.config.model import ModelConfig
 
 
@@ -88,7 +89,7 @@ def forward_flops(model: ModelShape, seq_len: int) -> FlopsByPart:
             found[name] += count * matmul.flops
         found["attention_core"] += count * core_flops(layer, seq_len)
     found["head"] = (1 + model.mtp) * 2.0 * D * model.vocab
-    found["join"] = model.mtp * 2.0 * 2 * D * D
+    found["join"] = model.mtp * 2.0 * join_parameter("", D).size
     return FlopsByPart(**found)
 
 

@@ -105,8 +105,12 @@ def module_parameters(prefix: str, block: Layer, D: int) -> Iterator[ParameterSp
     """An MTP module: two norms, the join of two rows into one, and a block."""
     yield ParameterSpec(prefix + "token_norm.weight", (D,), "norm")
     yield ParameterSpec(prefix + "hidden_norm.weight", (D,), "norm")
-    yield ParameterSpec(prefix + "join.weight", (D, 2 * D), "matrix")
+    yield join_parameter(prefix, D)
     yield from block_parameters(prefix + "block.", block, D)
+
+
+def join_parameter(prefix: str, D: int) -> ParameterSpec:
+    return ParameterSpec(prefix + "join.weight", (D, 2 * D), "matrix")
 
 
 def block_parameters(prefix: str, layer: Layer, D: int) -> Iterator[ParameterSpec]:

@@ -10,8 +10,10 @@ so each live microbatch has its own. Orders that defer weight gradients keep the
 
 from __future__ import annotations
 
+from moefold.blueprint.matmuls import layer_matmuls
 from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import layer_counts
+from moefold.blueprint.parameters import join_parameter
 from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
@@ -34,7 +36,7 @@ def stage_copies(model: ModelShape, stage: StageContents, setting: Setting, ep: 
     size = sum(count * _layer_copies(layer, model.dim, setting, ep) for layer, count in stage.layers)
     if stage.mtp:
         ahead = _layer_copies(model.mtp_layers[-1], model.dim, setting, ep)
-        size += stage.mtp * (ahead + 2 * model.dim**2)
+        size += stage.mtp * (ahead + join_parameter("", model.dim).size)
     return size * setting.word
 
 
@@ -47,7 +49,8 @@ def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
     if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
         found += feed.sharded / setting.tp
     if isinstance(layer.feed, MoE):
-        found += 2 * dim * layer.feed.latent
+        latents = [row for row in layer_matmuls(layer, dim) if row.part == "routed" and not row.experts]
+        found += sum(row.inner * row.outer for row in latents)
         if "experts" not in setting.recompute:
             found += feed.sharded / setting.tp + feed.experts / (ep * setting.etp)
     return found

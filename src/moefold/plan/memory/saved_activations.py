@@ -62,7 +62,7 @@ class Sizes:
     kv_latent: int = 0
     rope: int = 0
     # What RoPE rotates, which heads have norms, which have a sink, and whose scores need a mask.
-    turned: int = 0
+    rotated: int = 0
     normed: int = 0
     sinks: int = 0
     masked: float = 0.0
@@ -202,7 +202,7 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
             "q_latent": a.q_latent,
             "kv_latent": a.kv_latent,
             "rope": a.rope_dim,
-            "turned": a.rope_dim or a.qk_dim,
+            "rotated": a.rope_dim or a.qk_dim,
             "normed": (a.qk_norm != "none") * (a.heads + a.kv_heads),
             "sinks": a.sinks,
             "masked": (length + 1) / sequences if a.sinks and not a.window else 0,

@@ -76,11 +76,11 @@ MOE = (
     Saved("moe", "routing map", lambda s: s.experts, "byte", dropped=_MOE),
     Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_MOE),
     Saved("moe", "shared, after activation", lambda s: s.shared, "operand", "heads", dropped=_MOE),
-    Saved("moe", "in the experts' dim", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
+    Saved("moe", "in the latent dim", lambda s: s.travel * (s.travel != s.D), dropped=_MOE),
     Saved("moe", "rows", lambda s: s.top_k * s.travel, "operand", "rows", _MOE, "expert_fc1"),
     Saved("moe", "before activation", lambda s: s.top_k * s.up, "word", "columns", _MOE, "moe_act"),
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, "operand", "columns", _ACTIVATION),
-    Saved("moe", "answers", lambda s: s.top_k * s.travel, "word", "rows", _MOE, lacks="weighted_inside"),
+    Saved("moe", "expert outputs", lambda s: s.top_k * s.travel, "word", "rows", _MOE, lacks="weighted_inside"),
     Saved("moe", "dropout mask", lambda s: s.D, "byte", needs="dropout"),
 )
 MEGATRON: tuple[Saved, ...] = ATTENTION + RECURRENCE + DENSE + MOE
@@ -117,5 +117,7 @@ FSDP2: tuple[Saved, ...] = (
     Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE),
     Saved("moe", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_DROPPED_MOE),
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_DROPPED_MOE),
-    Saved("moe", "answers", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE, lacks="weighted_inside"),
+    Saved(
+        "moe", "expert outputs", lambda s: s.top_k * s.travel, cut="rows", dropped=_DROPPED_MOE, lacks="weighted_inside"
+    ),
 )

@@ -30,21 +30,21 @@ def _latents(s: Sizes) -> int:
 
 
 def _kernel_values(s: Sizes) -> int:
-    """The kernel's values and answers are as wide as its keys."""
+    """The kernel's values and outputs have the head dim of its keys."""
     return s.key if _is_latent(s) else s.value
 
 
-def _kernel_answer(s: Sizes) -> int:
+def _kernel_output(s: Sizes) -> int:
     return s.query if _is_latent(s) else s.context
 
 
 def _is_cut(s: Sizes) -> bool:
-    """Whether the context is cut from a wider answer."""
+    """Whether the context is a slice of a padded output."""
     return _is_latent(s) or s.sinks > 0
 
 
 def _sink_entries(s: Sizes) -> int:
-    """A sink is one more entry of queries, keys, values and answers."""
+    """A sink is one more entry of queries, keys, values and outputs."""
     return s.sinks * (2 * s.heads + 2 * (s.heads * s.key // max(1, s.query)))
 
 
@@ -52,11 +52,11 @@ MOEFOLD: tuple[Saved, ...] = (
     # ---- attention ----
     Saved("attention", "phase input", lambda s: s.D, needs="attention again"),
     Saved("attention", "input", lambda s: s.D, dropped=_ATTENTION),
-    Saved("attention", "size of the input", lambda s: 1, "single", dropped=_ATTENTION),
+    Saved("attention", "inverse RMS of the input", lambda s: 1, "single", dropped=_ATTENTION),
     Saved("attention", "normed input", lambda s: s.D * (not _is_latent(s)), cut="whole", dropped=_ATTENTION),
     Saved("attention", "normed input, for latents", lambda s: s.D * _is_latent(s), dropped=_ATTENTION),
     Saved("attention", "latents", lambda s: _latents(s) + s.rope * _is_latent(s), dropped=_ATTENTION),
-    Saved("attention", "sizes of latents", lambda s: 2 * _is_latent(s), "single", dropped=_ATTENTION),
+    Saved("attention", "inverse RMS of latents", lambda s: 2 * _is_latent(s), "single", dropped=_ATTENTION),
     Saved(
         "attention", "normed latents", lambda s: _latents(s) + s.rope * _is_latent(s), cut="whole", dropped=_ATTENTION
     ),
@@ -67,37 +67,37 @@ MOEFOLD: tuple[Saved, ...] = (
         cut="heads",
         dropped=_ATTENTION,
     ),
-    Saved("attention", "sizes of heads", lambda s: s.normed, "single", "heads", _ATTENTION),
-    Saved("attention", "angles", lambda s: s.turned, "single", "whole", _ATTENTION),
+    Saved("attention", "inverse RMS of heads", lambda s: s.normed, "single", "heads", _ATTENTION),
+    Saved("attention", "angles", lambda s: s.rotated, "single", "whole", _ATTENTION),
     Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_ATTENTION),
     Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_ATTENTION),
     Saved("attention", "values", _kernel_values, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "answer of the kernel", _kernel_answer, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "output of the kernel", _kernel_output, cut="heads", dropped=_ATTENTION),
     Saved("attention", "context", lambda s: s.context * _is_cut(s), cut="heads", dropped=_ATTENTION),
     Saved("attention", "entries of sinks", _sink_entries, cut="heads", dropped=_ATTENTION),
     Saved("attention", "mask", lambda s: s.masked, cut="whole", dropped=_ATTENTION),
-    Saved("attention", "log of sums", lambda s: s.heads, "single", "heads", _ATTENTION),
+    Saved("attention", "log-sum-exp", lambda s: s.heads, "single", "heads", _ATTENTION),
     # ---- dense ----
     Saved("dense", "phase input", lambda s: s.D, needs="feed_forward again"),
     Saved("dense", "input", lambda s: s.D, dropped=_FEED),
-    Saved("dense", "size of the input", lambda s: 1, "single", dropped=_FEED),
+    Saved("dense", "inverse RMS of the input", lambda s: 1, "single", dropped=_FEED),
     Saved("dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED),
     Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED),
     Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED),
-    # ---- MoE layer: routing and the way there ----
+    # ---- MoE layer: routing and dispatch ----
     Saved("moe", "input", lambda s: s.D),
-    Saved("moe", "size of the input", lambda s: 1, "single"),
+    Saved("moe", "inverse RMS of the input", lambda s: 1, "single"),
     # The router, the shared expert and a phase that is recomputed keep the same tensor.
     Saved("moe", "normed input", lambda s: s.D),
-    # Scores, probabilities and what a balance loss weighs them with; the weights of the chosen, and who they are.
+    # Scores, probabilities and the coefficients of balance losses; probs and numbers of the top-k experts.
     Saved("moe", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
-    Saved("moe", "chosen experts", lambda s: 8 * s.top_k, "byte"),
-    Saved("moe", "places of rows at home", lambda s: 16 * s.top_k, "byte", needs="all_to_all"),
-    Saved("moe", "places of rows", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
-    Saved("moe", "in the experts' dim", lambda s: s.travel * (s.travel != s.D)),
-    # Computed again, they are gathered again, from the tokens where those are here.
+    Saved("moe", "top-k experts", lambda s: 8 * s.top_k, "byte"),
+    Saved("moe", "row map at the source", lambda s: 16 * s.top_k, "byte", needs="all_to_all"),
+    Saved("moe", "row map", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
+    Saved("moe", "in the latent dim", lambda s: s.travel * (s.travel != s.D)),
+    # Recomputation gathers them again from this rank's tokens.
     Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all"),
-    Saved("moe", "rows that arrived", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
+    Saved("moe", "received rows", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
     # ---- MoE layer: experts ----
     Saved(
         "moe",
@@ -113,7 +113,7 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS),
     Saved(
         "moe",
-        "after activation, weighed",
+        "after activation, times prob",
         lambda s: s.top_k * s.hidden,
         cut="columns",
         dropped=_EXPERTS,
@@ -121,12 +121,12 @@ MOEFOLD: tuple[Saved, ...] = (
     ),
     Saved(
         "moe",
-        "answers to be weighed",
+        "expert outputs before probs",
         lambda s: s.top_k * s.travel,
         cut="rows",
         dropped=_EXPERTS,
         lacks="weighted_inside",
     ),
-    Saved("moe", "bounded, and its sigmoid", lambda s: 4 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
+    Saved("moe", "clamped, and its sigmoid", lambda s: 4 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
     Saved("moe", "biases of rows", lambda s: s.top_k * s.biased, cut="rows", dropped=_EXPERTS),
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import LayerCounts, layer_counts
+from moefold.blueprint.parameters import join_parameter
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import ParallelDegrees, Workload
@@ -58,7 +59,7 @@ def rank_weights(model: ModelShape, stages: tuple[StageContents, ...], degrees: 
             kinds[layer] = kinds.get(layer, 0) + count
         if stage.mtp:
             kinds[model.mtp_layers[-1]] = kinds.get(model.layers[-1], 0) + stage.mtp
-            dense += stage.mtp * 2 * model.dim**2 / tp
+            dense += stage.mtp * join_parameter("", model.dim).size / tp
     for layer, count in kinds.items():
         held = layer_counts(layer, model.dim)
         local = held.sharded / tp + held.replicated, held.experts / (ep * etp)
