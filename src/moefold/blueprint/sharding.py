@@ -1,4 +1,4 @@
-"""How tensor and expert parallelism cut each parameter: one table from name patterns to (axis, dim).
+"""How tensor and expert parallelism shard each parameter: one table from name patterns to (axis, dim).
 
     tp  shards dense matrices by heads or hidden dim, and the vocabulary
     ep  shards the stack of experts
@@ -28,7 +28,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ShardRule:
-    """Names that match `pattern` (without the block they are in) are cut over `axis` along `dim`."""
+    """Names that match `pattern` (without the block they are in) are sharded over `axis` along `dim`."""
 
     pattern: str
     axis: str
@@ -50,7 +50,7 @@ RULES = (
     ShardRule("attention.out.weight", "tp", 1),
     ShardRule("recurrence.in.weight", "tp", 0),
     ShardRule("recurrence.out.weight", "tp", 1),
-    # Widths: gate and up are stacked [2, F, D], so dim 1 gives a rank the same columns of both.
+    # Hidden dims: gate and up are stacked [2, F, D], so dim 1 gives a rank the same columns of both.
     ShardRule("feed_forward.gate_up", "tp", 1),
     ShardRule("feed_forward.down", "tp", 1),
     ShardRule("feed_forward.shared.gate_up", "tp", 1),
@@ -69,7 +69,7 @@ def rules_for(name: str) -> tuple[ShardRule, ...]:
 
 
 def cuts(spec: ParameterSpec) -> tuple[Cut, ...]:
-    """The table, and one case no name can tell: a norm over all heads at once is cut with the heads."""
+    """The table, and one case that the name does not tell: a norm over all heads at once is sharded with the heads."""
     if spec.spans_heads:
         return (Cut("tp", 0),)
     return tuple(Cut(rule.axis, rule.dim) for rule in rules_for(spec.name))
@@ -80,7 +80,7 @@ def grid_of(name: str) -> GridName:
 
 
 def partial_axes(spec: ParameterSpec) -> tuple[str, ...]:
-    """Axes along which the parameter is repeated but fed by different tokens, heads or partial sums.
+    """Axes along which the parameter is replicated but sees different tokens, heads or partial sums.
 
     Gradients must be summed over them, beside the data-parallel axes. A dense parameter that tp does not cut sees each
     rank's share of the tokens (norms, router, latent projections, the join of an MTP module) or of the heads (a norm
@@ -110,5 +110,5 @@ def local_slices(spec: ParameterSpec, layout: FoldedLayout, rank: int) -> tuple[
 
 
 def shard_dim(local_shape: tuple[int, ...], ways: int) -> int:
-    """The dim that sharded data parallelism cuts: the first that divides evenly, else dim 0 unevenly."""
+    """The dim that sharded data parallelism shards: the first that divides evenly, else dim 0 unevenly."""
     return next((dim for dim, size in enumerate(local_shape) if size % ways == 0), 0)

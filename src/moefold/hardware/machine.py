@@ -26,7 +26,7 @@ from moefold.config.strict import STRICT
 from moefold.errors import ConfigError, Problem
 
 # What ranks do together, by bytes that one of them receives.
-#   tokens       gathered before a cut product, summed and cut after it
+#   tokens       all_gather before a sharded matmul, reduce_scatter after it
 #   exchange     what an MoE layer takes longer with experts on other ranks, forward and backward, by rows one way
 #   context      what attention takes longer over ranks, forward and backward, by keys and values
 #   send, sum    one message; one all-reduce

@@ -70,7 +70,7 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
     for grid, specs in _modules(held).items():
         is_root, experts = grid == "", grid.endswith(".experts")
         own = ("expert_shard", "expert_replicate") if experts else ("dense_shard", "dense_replicate")
-        # Sharding knows groups with the same ranks by one name; what the step sums itself goes by its own.
+        # FSDP calls groups with the same ranks by one name; what the step reduces itself goes by its own.
         shard, copies = (_known_as(layout, rank, name) for name in own)
         ways = layout.size(own[0])
         sizes = [_padded(local_shape(spec, layout), ways) for spec in specs]
@@ -81,7 +81,7 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
                 tally.add("reduce_scatter", own[0], full * max(4, each))
                 tally.add("all_reduce", own[1], size * max(4, each))
         else:
-            # The root stays gathered from its forward to its backward; layers gather for both.
+            # The root stays unsharded from its forward to its backward; layers unshard for both.
             tally.add("all_gather", shard, gathered, number * (1 if is_root else 2))
             tally.add("reduce_scatter", shard, whole, number)
             tally.add("all_reduce", copies, gathered, number)
@@ -103,7 +103,7 @@ def _known_as(layout: FoldedLayout, rank: int, name: str) -> str:
 
 
 def _padded(shape: tuple[int, ...], ways: int) -> tuple[int, int]:
-    """Elements of a shard, and of all shards together; the last one is filled up."""
+    """Elements of a shard, and of all shards together; the last one is padded."""
     dim = shard_dim(shape, ways)
     shard = prod(shape) // shape[dim] * -(-shape[dim] // ways)
     return shard, shard * ways

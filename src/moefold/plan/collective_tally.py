@@ -11,7 +11,7 @@ from moefold.topology.folded_layout import FoldedLayout
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
-# Parts of the ep group; whoever counts what they send knows that they have more than one rank.
+# Parts of the ep group; callers count them only where they have more than one rank.
 _LEVELS = ("ep_across", "ep_inside")
 
 Key = tuple[str, str]
@@ -34,7 +34,7 @@ class Tally:
 
 
 class Tokens(NamedTuple):
-    """Of a microbatch on this rank: my own, those of my context share, and bytes of an entry as it is and in a sum."""
+    """Tokens of a microbatch on this rank and in its context shard, and bytes of an entry as sent and as reduced."""
 
     mine: int
     shared: int

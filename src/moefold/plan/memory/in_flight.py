@@ -20,7 +20,7 @@ from moefold.topology.shares import share_sizes
 
 # Microbatches held of each of the rank's stages, in the model's order.
 Moment = tuple[int, ...]
-# Orders repeat themselves once the pipe is full, so longer ones hold no more.
+# Orders are periodic once the pipeline is full, so longer ones hold no more.
 _ENOUGH_ROUNDS = 3
 
 

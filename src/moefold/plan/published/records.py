@@ -154,7 +154,7 @@ def _moe(model: Record) -> MoE:
     )
 
 
-# ---- the cluster, the cuts and the batch ----
+# ---- the cluster, the parallel degrees and the batch ----
 
 
 def _cluster(record: Record) -> Cluster:
@@ -256,7 +256,7 @@ def _dispatcher(record: Record, degrees: ParallelDegrees) -> Dispatcher:
         return "deepep"
     domain = (record.get("hardware") or {}).get("nvlink_domain") or 8
     if not named and _date(record.get("date")) > 2025.6 and (domain > 8 or degrees.ep > domain):
-        # What tuned runs choose on racks, and between nodes, since there is a choice.
+        # What tuned runs use on racks, and between nodes, since these dispatchers exist.
         return "hybridep" if domain > 8 else "deepep"
     return _DISPATCHERS.get(named, "all_to_all")
 
