@@ -22,8 +22,8 @@ class Problem:
     >>> import moefold
     >>> run = moefold.load_run("debug_tiny", {"model.moe.top_k": 9})
     >>> (problem,) = moefold.check(run)
-    >>> problem.path, problem.fix
-    ('model.moe.top_k', 'use at most 8')
+    >>> isinstance(problem, moefold.Problem), problem.path, problem.fix
+    (True, 'model.moe.top_k', 'use at most 8')
     """
 
     path: str

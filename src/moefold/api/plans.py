@@ -29,7 +29,7 @@ class Plan:
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")
     >>> plan = moefold.plan(run, gpu="H100", gpus=64, search=False)
-    >>> plan.fits, plan.layout["ep"], plan.memory_bytes < plan.capacity_bytes
+    >>> isinstance(plan, moefold.Plan), plan.layout["ep"], plan.memory_bytes < plan.capacity_bytes
     (True, 8, True)
     >>> sorted(plan.to_dict())[:4]
     ['beyond_moefold', 'chosen', 'command', 'domain']

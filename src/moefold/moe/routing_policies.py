@@ -49,7 +49,8 @@ class RoutingPolicy(Protocol):
     >>> class FirstExperts:
     ...     def select(self, logits_tE, scores_tE, bias_E, batch, tokens):
     ...         return moefold.TopKAssignment(torch.arange(2).expand(len(scores_tE), 2))
-    >>> layer = moefold.MoELayer.from_config(dim=8, num_experts=4, routing_policy=FirstExperts())
+    >>> policy: moefold.RoutingPolicy = FirstExperts()
+    >>> layer = moefold.MoELayer.from_config(dim=8, num_experts=4, routing_policy=policy)
     >>> layer.route(torch.randn(3, 8)).expert_tK.tolist()
     [[0, 1], [0, 1], [0, 1]]
     """
