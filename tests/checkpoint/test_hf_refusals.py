@@ -141,7 +141,7 @@ CONFIG = write_config(MODEL, "mixtral", 64, "float32")
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": 2**60}, "vocab_size"),
         ({"num_local_experts": 0}, "num_local_experts"),
-        ({"num_experts_per_tok": 99}, "num_experts_per_tok: 99 choices among 8"),
+        ({"num_experts_per_tok": 99}, "num_experts_per_tok: 99 of 8 experts per token"),
         ({"num_key_value_heads": 3}, "num_kv_heads"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, "rope_scaling"),
         ({"rope_scaling": {"type": "yarn", "factor": 8}}, "original_max_position_embeddings"),
