@@ -47,11 +47,11 @@ def run(ops: object, logits_tE: Tensor, *rest: object) -> tuple[Tensor, ...]:
 def test_as_the_twin(seed: int) -> None:
     case = draw(seed)
     with interpreting(), poisoned_memory():
-        count_SE, probability_SE, z_S, grad_tE = run(balance_triton, *case)
+        count_QE, probability_QE, z_Q, grad_tE = run(balance_triton, *case)
     wanted = run(balance_torch, *case)
-    assert torch.equal(count_SE, wanted[0])
-    torch.testing.assert_close(probability_SE, wanted[1], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(z_S, wanted[2], rtol=1e-5, atol=1e-5)
+    assert torch.equal(count_QE, wanted[0])
+    torch.testing.assert_close(probability_QE, wanted[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(z_Q, wanted[2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad_tE, wanted[3], rtol=1e-5, atol=5e-6)
 
 
@@ -73,8 +73,8 @@ def test_the_twin_adds_up_what_the_model_weighs(kind: str) -> None:
     logits_tE, expert_tK, _, _, _ = draw(1)
     found = balance_torch.balance_stats(logits_tE, expert_tK, None, 1, kind)  # type: ignore[arg-type]
     p_tE = probabilities(logits_tE, kind)  # type: ignore[arg-type]
-    torch.testing.assert_close(found.probability_SE[0], p_tE.sum(0))
-    assert found.count_SE.sum() == expert_tK.numel()
+    torch.testing.assert_close(found.probability_QE[0], p_tE.sum(0))
+    assert found.count_QE.sum() == expert_tK.numel()
 
 
 def test_moves_the_bytes_it_says() -> None:
@@ -88,7 +88,7 @@ def test_moves_the_bytes_it_says() -> None:
     said = tokens * balance_triton.forward_traffic(experts, top_k).moved
     assert moved[0] == said - 2 * 2 * (8 * experts + 4)
     with counting_bytes() as moved:
-        found.probability_SE.sum().backward()
+        found.probability_QE.sum().backward()
     # Gradients of the sums are read once per launch, not per token.
     assert moved[0] - 4 * (experts + 1) == tokens * balance_triton.backward_traffic(experts).moved
 

@@ -1,7 +1,4 @@
-"""The seam between projections and attention itself: who holds which tokens' keys is the core's business.
-
-T tokens on this rank, H query heads, G key/value heads, d query and key entries, v value entries.
-"""
+"""The interface between projections and attention itself: a core decides which ranks' keys a token's query meets."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ class AttentionCore(Protocol):
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        """[S, H, U]: what each token reads from the tokens before it in its own sequence."""
+        """[S, H, U]: causal attention of each token within its own document."""
         ...
 
 
 class LocalCore:
-    """Whole sequences are here: the heads of this rank need nobody else."""
+    """Whole sequences are on this rank; its heads need no communication."""
 
     def __call__(
         self,

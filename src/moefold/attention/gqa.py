@@ -1,10 +1,8 @@
 """Grouped-query attention, with the variations that published models use.
 
-T tokens of a microbatch, t the tokens of this rank, D width, H query heads, G key/value heads, d entries per head.
-
-Under tensor parallelism a rank holds some of the heads and sees all tokens: gather tokens, project to my heads, attend,
-project back to partial sums, reduce to my tokens. Head counts are read off the weights, so the same code runs on all
-heads and on a share of them.
+Under tensor parallelism a rank holds some of the heads and sees all tokens: all-gather tokens, project to its heads,
+attend, project back to partial sums, reduce-scatter to its tokens. Head counts are read off the weights, so the same
+code runs on all heads and on a shard of them.
 """
 
 from __future__ import annotations
@@ -52,21 +50,21 @@ class GroupedQueryAttention(nn.Module):
         self.core = core
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_TD = self.tokens.gather(x_tD, batch)
-        q_THd = self._heads(self.q(x_TD), self.q_norm)
-        k_TGd = self._heads(self.k(x_TD), self.k_norm)
-        v_TGd = self._heads(self.v(x_TD), None)
-        tables = self.rotary(batch.positions_T, like=x_TD)
-        q_THd, k_TGd = self.rotary.turn(q_THd, k_TGd, tables)
+        x_SD = self.tokens.gather(x_tD, batch)
+        q_SHC = self._heads(self.q(x_SD), self.q_norm)
+        k_SJC = self._heads(self.k(x_SD), self.k_norm)
+        v_SJC = self._heads(self.v(x_SD), None)
+        tables = self.rotary(batch.positions_T, like=x_SD)
+        q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
         scale = self.head_dim**-0.5
-        seen_THd = self.core(q_THd, k_TGd, v_TGd, batch, scale=scale, window=self.window, sinks_H=self.sinks)
-        return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_THd.flatten(1))))
+        seen_SHC = self.core(q_SHC, k_SJC, v_SJC, batch, scale=scale, window=self.window, sinks_H=self.sinks)
+        return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_SHC.flatten(1))))
 
-    def _heads(self, x_TF: Tensor, norm: nn.Module | None) -> Tensor:
+    def _heads(self, x_SX: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None and self.norm_whole_projection:
-            x_TF = norm(x_TF)
-        x_THd = x_TF.unflatten(-1, (-1, self.head_dim))
-        return norm(x_THd) if norm is not None and not self.norm_whole_projection else x_THd
+            x_SX = norm(x_SX)
+        x_SYC = x_SX.unflatten(-1, (-1, self.head_dim))
+        return norm(x_SYC) if norm is not None and not self.norm_whole_projection else x_SYC
 
 
 def _qk_norm(config: GQAConfig, full_dim: int, eps: float, tokens: TokenSharding, kernels: Kernels) -> nn.Module | None:

@@ -1,10 +1,8 @@
-"""Multi-head latent attention: keys and values are rebuilt, head by head, from one small vector per token.
+"""Multi-head latent attention: keys and values are rebuilt, head by head, from one small latent vector per token.
 
-T tokens of a microbatch, t the tokens of this rank, D width, H heads, q and c the query and key/value latents, n
-unrotated and r rotated entries of queries and keys, v value entries.
-
-Positions are carried by r extra entries that all heads' keys share. Under tensor parallelism the latents are computed
-on each rank's own tokens and gathered before they are spread to heads: they are the smallest form the tokens ever take.
+Positions are carried by extra rotated entries that all heads' keys share. Under tensor parallelism the latents are
+computed on each rank's own tokens and gathered before they are projected to heads, because they are the smallest form
+of the tokens.
 """
 
 from __future__ import annotations
@@ -55,23 +53,23 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         tables = self.rotary(batch.positions_T, like=x_tD)
-        q_THd = self._queries(x_tD, batch, tables)
-        k_THd, v_THv = self._keys_and_values(x_tD, batch, tables)
-        seen_THv = self.core(q_THd, k_THd, v_THv, batch, scale=self.scale, window=None, sinks_H=None)
-        return self.tokens.reduce(self.out(seen_THv.flatten(1)))
+        q_SHC = self._queries(x_tD, batch, tables)
+        k_SHC, v_SHU = self._keys_and_values(x_tD, batch, tables)
+        seen_SHU = self.core(q_SHC, k_SHC, v_SHU, batch, scale=self.scale, window=None, sinks_H=None)
+        return self.tokens.reduce(self.out(seen_SHU.flatten(1)))
 
     def _queries(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
         nope, rope = self.config.nope_dim, self.config.rope_dim
         if self.config.q_latent is None:
-            q_TF = self.q(self.tokens.gather(x_tD, batch))
+            q_SX = self.q(self.tokens.gather(x_tD, batch))
         else:
-            q_TF = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD)), batch))
-        return self.rotary.turn_queries(q_TF.unflatten(1, (-1, nope + rope)), tables)
+            q_SX = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD)), batch))
+        return self.rotary.rotate_queries(q_SX.unflatten(1, (-1, nope + rope)), tables)
 
     def _keys_and_values(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         config = self.config
-        latent_tc, turned_tr = self.kv_down(x_tD).split((config.kv_latent, config.rope_dim), dim=-1)
-        both_T = self.tokens.gather(torch.cat((self.kv_norm(latent_tc), turned_tr), dim=-1), batch)
-        latent_Tc, turned_Tr = both_T.split((config.kv_latent, config.rope_dim), dim=-1)
-        heads_THnv = self.kv_up(latent_Tc).unflatten(1, (-1, config.nope_dim + config.value_dim))
-        return self.rotary.keys_and_values(heads_THnv, turned_Tr, tables, config.nope_dim)
+        latent_tk, rope_tX = self.kv_down(x_tD).split((config.kv_latent, config.rope_dim), dim=-1)
+        both_SX = self.tokens.gather(torch.cat((self.kv_norm(latent_tk), rope_tX), dim=-1), batch)
+        latent_Sk, rope_SX = both_SX.split((config.kv_latent, config.rope_dim), dim=-1)
+        heads_SHX = self.kv_up(latent_Sk).unflatten(1, (-1, config.nope_dim + config.value_dim))
+        return self.rotary.keys_and_values(heads_SHX, rope_SX, tables, config.nope_dim)

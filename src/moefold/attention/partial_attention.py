@@ -1,6 +1,4 @@
-"""Attention in parts: some of the keys now, the others when they arrive, and the same answer in the end.
-
-B blocks of one shape, n queries, m keys, H query heads, G key/value heads, d query and key entries, v value entries.
+"""Partial attention: over some of the keys now and the others when they arrive, merged to the same output.
 
 A part's softmax is over its own keys only. Its log-sum-exp says how much weight those keys would have among more, so
 two parts merge into what one softmax over both would have given:
@@ -10,7 +8,7 @@ two parts merge into what one softmax over both would have given:
 A sink is one more part that has a weight and no value. Backward needs no merging: given the *whole* output and its
 log-sum-exp, the gradients of the parts only add up.
 
-``FUSED`` runs on torch's CPU kernel, which never writes the scores down; ``PLAIN`` is its twin, on any device.
+``FUSED`` runs on torch's CPU kernel, which never writes the scores down; ``PLAIN`` is its reference, on any device.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 class AttendPart(Protocol):
     def __call__(
-        self, q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+        self, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, n, v] and log-sum-exp [B, H, n], -inf where a query sees none of these keys."""
+        """Output [B, H, n, U] and log-sum-exp [B, H, n], -inf where a query sees none of these keys."""
         ...
 
 
 class PartGradients(Protocol):
     def __call__(
         self,
-        grad_BHnv: Tensor,
-        q_BHnd: Tensor,
-        k_BGmd: Tensor,
-        v_BGmv: Tensor,
-        out_BHnv: Tensor,
+        grad_BHnU: Tensor,
+        q_BHnC: Tensor,
+        k_BJmC: Tensor,
+        v_BJmU: Tensor,
+        out_BHnU: Tensor,
         lse_BHn: Tensor,
         *,
         scale: float,
@@ -79,20 +77,20 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def merge_sinks_(out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> None:
+def merge_sinks_(out_nHU: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> None:
     """One more logit per head that takes its share of the weight, in place."""
     total = torch.logaddexp(lse_nH, sinks_H.to(lse_nH.dtype))
-    out_nHv.mul_(lse_nH.sub_(total).exp_().unsqueeze(-1))
+    out_nHU.mul_(lse_nH.sub_(total).exp_().unsqueeze(-1))
     lse_nH.copy_(total)
 
 
-def sink_gradients(grad_nHv: Tensor, out_nHv: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> Tensor:
+def sink_gradients(grad_nHU: Tensor, out_nHU: Tensor, lse_nH: Tensor, sinks_H: Tensor) -> Tensor:
     """[H]: a sink draws weight away from all that the queries see, in proportion to its own."""
     weight_nH = (sinks_H.to(lse_nH.dtype) - lse_nH).exp()
     gradients_H = torch.empty_like(sinks_H)
     # One head at a time: the wide product of all heads would be the largest tensor around.
     for head in range(sinks_H.shape[0]):
-        seen_n = (upcast(grad_nHv[:, head]) * upcast(out_nHv[:, head])).sum(-1)
+        seen_n = (upcast(grad_nHU[:, head]) * upcast(out_nHU[:, head])).sum(-1)
         gradients_H[head] = -(weight_nH[:, head] * seen_n).sum()
     return gradients_H
 
@@ -101,36 +99,36 @@ def sink_gradients(grad_nHv: Tensor, out_nHv: Tensor, lse_nH: Tensor, sinks_H: T
 
 
 def attend_part_plain(
-    q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+    q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    heads = q_BHnd.shape[1]
-    scores = _scores(q_BHnd, _per_query_head(k_BGmd, heads), scale, causal, mask_nm)
+    heads = q_BHnC.shape[1]
+    scores = _scores(q_BHnC, _per_query_head(k_BJmC, heads), scale, causal, mask_nm)
     lse = scores.logsumexp(-1)
     share = (scores - _no_infinity(lse).unsqueeze(-1)).exp()
-    return (share @ upcast(_per_query_head(v_BGmv, heads))).to(v_BGmv.dtype), lse
+    return (share @ upcast(_per_query_head(v_BJmU, heads))).to(v_BJmU.dtype), lse
 
 
 def part_gradients_plain(
-    grad_BHnv: Tensor,
-    q_BHnd: Tensor,
-    k_BGmd: Tensor,
-    v_BGmv: Tensor,
-    out_BHnv: Tensor,
+    grad_BHnU: Tensor,
+    q_BHnC: Tensor,
+    k_BJmC: Tensor,
+    v_BJmU: Tensor,
+    out_BHnU: Tensor,
     lse_BHn: Tensor,
     *,
     scale: float,
     causal: bool,
     mask_nm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    heads, kv_heads = q_BHnd.shape[1], k_BGmd.shape[1]
-    k, v = _per_query_head(k_BGmd, heads), upcast(_per_query_head(v_BGmv, heads))
-    grad, out = upcast(grad_BHnv), upcast(out_BHnv)
-    scores = _scores(q_BHnd, k, scale, causal, mask_nm)
+    heads, kv_heads = q_BHnC.shape[1], k_BJmC.shape[1]
+    k, v = _per_query_head(k_BJmC, heads), upcast(_per_query_head(v_BJmU, heads))
+    grad, out = upcast(grad_BHnU), upcast(out_BHnU)
+    scores = _scores(q_BHnC, k, scale, causal, mask_nm)
     share = (scores - _no_infinity(lse_BHn).unsqueeze(-1)).exp()
     grad_share = grad @ v.transpose(-1, -2)
     grad_scores = share * (grad_share - (grad * out).sum(-1, keepdim=True)) * scale
     dq = grad_scores @ upcast(k)
-    dk = grad_scores.transpose(-1, -2) @ upcast(q_BHnd)
+    dk = grad_scores.transpose(-1, -2) @ upcast(q_BHnC)
     dv = share.transpose(-1, -2) @ grad
     return dq, _per_kv_head(dk, kv_heads), _per_kv_head(dv, kv_heads)
 
@@ -139,13 +137,13 @@ def part_gradients_plain(
 
 
 def attend_part_fused(
-    q_BHnd: Tensor, k_BGmd: Tensor, v_BGmv: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+    q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    value_dim, dim = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
-    if _nothing(q_BHnd, k_BGmd):
-        out = q_BHnd.new_zeros(*q_BHnd.shape[:-1], value_dim)
-        return out, upcast(out.new_full(q_BHnd.shape[:-1], -torch.inf))
-    q, k, v = (_padded(x, dim) for x in (q_BHnd, k_BGmd, v_BGmv))
+    value_dim, dim = v_BJmU.shape[-1], max(q_BHnC.shape[-1], v_BJmU.shape[-1])
+    if _nothing(q_BHnC, k_BJmC):
+        out = q_BHnC.new_zeros(*q_BHnC.shape[:-1], value_dim)
+        return out, upcast(out.new_full(q_BHnC.shape[:-1], -torch.inf))
+    q, k, v = (_padded(x, dim) for x in (q_BHnC, k_BJmC, v_BJmU))
     out, lse = _flash_forward(q, k, v, 0.0, causal, attn_mask=_additive(mask_nm, q), scale=scale)
     if mask_nm is not None:
         # The kernel calls the log-sum-exp of a query that sees nothing 0, which would be the weight of a whole key.
@@ -154,44 +152,44 @@ def attend_part_fused(
 
 
 def part_gradients_fused(
-    grad_BHnv: Tensor,
-    q_BHnd: Tensor,
-    k_BGmd: Tensor,
-    v_BGmv: Tensor,
-    out_BHnv: Tensor,
+    grad_BHnU: Tensor,
+    q_BHnC: Tensor,
+    k_BJmC: Tensor,
+    v_BJmU: Tensor,
+    out_BHnU: Tensor,
     lse_BHn: Tensor,
     *,
     scale: float,
     causal: bool,
     mask_nm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    value_dim, dim = v_BGmv.shape[-1], max(q_BHnd.shape[-1], v_BGmv.shape[-1])
-    if _nothing(q_BHnd, k_BGmd):
-        return torch.zeros_like(q_BHnd), torch.zeros_like(k_BGmd), torch.zeros_like(v_BGmv)
-    grad, q, k, v, out = (_padded(x, dim) for x in (grad_BHnv, q_BHnd, k_BGmd, v_BGmv, out_BHnv))
+    value_dim, dim = v_BJmU.shape[-1], max(q_BHnC.shape[-1], v_BJmU.shape[-1])
+    if _nothing(q_BHnC, k_BJmC):
+        return torch.zeros_like(q_BHnC), torch.zeros_like(k_BJmC), torch.zeros_like(v_BJmU)
+    grad, q, k, v, out = (_padded(x, dim) for x in (grad_BHnU, q_BHnC, k_BJmC, v_BJmU, out_BHnU))
     # A query that sees nothing anywhere: with an infinite log-sum-exp all its shares are exp(-inf) = 0.
     lse = lse_BHn.masked_fill(lse_BHn == -torch.inf, torch.inf)
     dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask_nm, q), scale=scale)
-    return dq[..., : q_BHnd.shape[-1]], dk[..., : k_BGmd.shape[-1]], dv[..., :value_dim]
+    return dq[..., : q_BHnC.shape[-1]], dk[..., : k_BJmC.shape[-1]], dv[..., :value_dim]
 
 
 PLAIN = Parts(attend_part_plain, part_gradients_plain)
 FUSED = Parts(attend_part_fused, part_gradients_fused)
 
 
-def _scores(q_BHnd: Tensor, k_BHmd: Tensor, scale: float, causal: bool, mask_nm: Tensor | None) -> Tensor:
-    scores = upcast(q_BHnd @ k_BHmd.transpose(-1, -2)) * scale
+def _scores(q_BHnC: Tensor, k_BHmC: Tensor, scale: float, causal: bool, mask_nm: Tensor | None) -> Tensor:
+    scores = upcast(q_BHnC @ k_BHmC.transpose(-1, -2)) * scale
     if causal:
         mask_nm = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores if mask_nm is None else scores.masked_fill(~mask_nm, -torch.inf)
 
 
-def _per_query_head(x_BGmd: Tensor, heads: int) -> Tensor:
-    return x_BGmd.repeat_interleave(heads // x_BGmd.shape[1], dim=1)
+def _per_query_head(x_BJmC: Tensor, heads: int) -> Tensor:
+    return x_BJmC.repeat_interleave(heads // x_BJmC.shape[1], dim=1)
 
 
-def _per_kv_head(x_BHmd: Tensor, kv_heads: int) -> Tensor:
-    return x_BHmd.unflatten(1, (kv_heads, -1)).sum(2)
+def _per_kv_head(x_BHmC: Tensor, kv_heads: int) -> Tensor:
+    return x_BHmC.unflatten(1, (kv_heads, -1)).sum(2)
 
 
 def _no_infinity(lse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary positions of a layer: tables on demand, so there is no buffer to place, move or save."""
+"""Rotary position embedding of a layer: cos and sin tables on demand, so there is no buffer to place, move or save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moefold.ops.rope import rotary_tables
 
 
 class Rotary(nn.Module):
-    """Turns the last ``dim`` entries of every head by its token's position."""
+    """Rotates the last ``dim`` entries of every head by its token's position."""
 
     def __init__(self, rope: RopeConfig, dim: int, kernels: Kernels = IN_TORCH) -> None:
         super().__init__()
@@ -24,16 +24,16 @@ class Rotary(nn.Module):
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         return rotary_tables(self.rope, self.dim, positions_T, wide)
 
-    def turn(self, q_THd: Tensor, k_TGd: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        q_THd, turned_TGd = self.kernels.rotate_qk(q_THd, k_TGd, *tables, self.rope.interleaved)
-        assert turned_TGd is not None
-        return q_THd, turned_TGd
+    def rotate(self, q_SHC: Tensor, k_SJC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        q_SHC, rotated_SJC = self.kernels.rotate_qk(q_SHC, k_SJC, *tables, self.rope.interleaved)
+        assert rotated_SJC is not None
+        return q_SHC, rotated_SJC
 
-    def turn_queries(self, q_THd: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        return self.kernels.rotate_qk(q_THd, None, *tables, self.rope.interleaved)[0]
+    def rotate_queries(self, q_SHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return self.kernels.rotate_qk(q_SHC, None, *tables, self.rope.interleaved)[0]
 
     def keys_and_values(
-        self, heads_THm: Tensor, turned_Tr: Tensor, tables: tuple[Tensor, Tensor], nope: int
+        self, heads_SHX: Tensor, rope_SX: Tensor, tables: tuple[Tensor, Tensor], nope: int
     ) -> tuple[Tensor, Tensor]:
-        """Latent attention: ``nope`` entries of a head are its key's, and all keys share the part that turns."""
-        return self.kernels.keys_and_values(heads_THm, turned_Tr, *tables, nope, self.rope.interleaved)
+        """Latent attention: ``nope`` entries of a head are its key's, and all keys share the rotated part."""
+        return self.kernels.keys_and_values(heads_SHX, rope_SX, *tables, nope, self.rope.interleaved)

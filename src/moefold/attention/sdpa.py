@@ -1,10 +1,8 @@
-"""Causal attention within packed documents: the obvious way, and the way that never writes the scores down.
+"""Causal attention within packed documents: the plain way, and one that never materializes the scores.
 
-T tokens of documents that lie one after the other, each of its own length; H query heads, G key/value heads, d query
-and key entries, v value entries. In stacks of equal blocks: B blocks, n queries, m keys.
-
-Query head h looks at key/value head h // (H/G). A window lets a token see that many positions back, itself included. A
-sink is a learned logit per head that takes its part of the softmax and carries no value.
+Documents lie one after the other, each of its own length. Query head i attends to key/value head i // (H/J). A
+window lets a token see that many positions back, itself included. A sink is a learned logit per head that takes part
+in the softmax and has no value.
 """
 
 from __future__ import annotations
@@ -23,39 +21,39 @@ Lengths = tuple[int, ...]
 
 
 def attend(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
+    q_SHC: Tensor,
+    k_SJC: Tensor,
+    v_SJU: Tensor,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Through torch's fused attention, in memory that grows with T and not with its square.
+    """Through torch's fused attention, in memory linear in S.
 
     Documents of equal length are one call. A window cuts long documents into pieces, each with the keys in its reach,
     and pieces of equal shape are again one call.
     """
-    if q_THd.numel() == 0:
-        return nothing_seen(q_THd, k_TGd, v_TGv, sinks_H)
+    if q_SHC.numel() == 0:
+        return nothing_seen(q_SHC, k_SJC, v_SJU, sinks_H)
     plan = _within_documents(lengths, window)
-    seen = [_one_call(q_THd, k_TGd, v_TGv, stack, scale, window, sinks_H) for stack in plan]
+    seen = [_one_call(q_SHC, k_SJC, v_SJU, stack, scale, window, sinks_H) for stack in plan]
     return _in_order(seen, plan)
 
 
 def attend_reference(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
+    q_SHC: Tensor,
+    k_SJC: Tensor,
+    v_SJU: Tensor,
     lengths: Lengths,
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Document by document: scores, mask, softmax, average. The twin that ``attend`` must equal."""
-    shared_by = q_THd.shape[1] // k_TGd.shape[1]
+    """Document by document: scores, mask, softmax, average. What ``attend`` must equal."""
+    shared_by = q_SHC.shape[1] // k_SJC.shape[1]
     seen = []
-    for q, k, v in zip(*(x.split(lengths) for x in (q_THd, k_TGd, v_TGv)), strict=True):
+    for q, k, v in zip(*(x.split(lengths) for x in (q_SHC, k_SJC, v_SJU)), strict=True):
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         k, v = k.repeat_interleave(shared_by, dim=0), v.repeat_interleave(shared_by, dim=0)
         length = q.shape[1]
@@ -66,14 +64,14 @@ def attend_reference(
             scores = torch.cat((scores, sink), dim=-1)
         share = scores.softmax(dim=-1)[..., :length]
         seen.append((share.to(v.dtype) @ v).transpose(0, 1))
-    return torch.cat(seen) if seen else nothing_seen(q_THd, k_TGd, v_TGv, sinks_H)
+    return torch.cat(seen) if seen else nothing_seen(q_SHC, k_SJC, v_SJU, sinks_H)
 
 
-def nothing_seen(q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """[T, H, v] of no entries, on which all inputs hang: their gradients are zeros, and none is missing."""
-    inputs = [x for x in (q_THd, k_TGd, v_TGv, sinks_H) if x is not None]
-    zero = torch.stack([x.sum().to(q_THd.dtype) for x in inputs]).sum()
-    return zero.expand(*q_THd.shape[:2], v_TGv.shape[-1])
+def nothing_seen(q_SHC: Tensor, k_SJC: Tensor, v_SJU: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """[S, H, U] of no entries, on which all inputs hang: their gradients are zeros, and none is missing."""
+    inputs = [x for x in (q_SHC, k_SJC, v_SJU, sinks_H) if x is not None]
+    zero = torch.stack([x.sum().to(q_SHC.dtype) for x in inputs]).sum()
+    return zero.expand(*q_SHC.shape[:2], v_SJU.shape[-1])
 
 
 @lru_cache(maxsize=256)
@@ -83,16 +81,16 @@ def _within_documents(lengths: Lengths, window: int | None) -> tuple[Stack, ...]
 
 
 def _one_call(
-    q_THd: Tensor,
-    k_TGd: Tensor,
-    v_TGv: Tensor,
+    q_SHC: Tensor,
+    k_SJC: Tensor,
+    v_SJU: Tensor,
     stack: Stack,
     scale: float,
     window: int | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """[B, n, H, v]: what the queries of equal blocks see. Here a query's keys are all in one block."""
-    q, k, v = (rows.take(x).transpose(1, 2) for rows, x in ((stack.q, q_THd), (stack.k, k_TGd), (stack.k, v_TGv)))
+    """[B, n, H, U]: what the queries of equal blocks see. Here a query's keys are all in one block."""
+    q, k, v = (rows.take(x).transpose(1, 2) for rows, x in ((stack.q, q_SHC), (stack.k, k_SJC), (stack.k, v_SJU)))
     mask = None
     if stack.sight is Sight.BAND or sinks_H is not None:
         mask = band(stack.q.num, stack.k.num, stack.offset, window, q.device)

@@ -1,7 +1,6 @@
 """Attention within short documents on a CPU, in a narrow format: torch's fused forward, and a backward of our own.
 
-B documents of n tokens, H query heads, G key/value heads, h = H/G query heads of a group, d entries per head; j keys
-and i queries of one block, w the width with its extra columns.
+X is documents times key/value heads. Y is queries of one block times query heads that share a key/value head.
 
 torch's fused backward for bfloat16 prepares anew for every small piece, which for short documents costs more than the
 work itself. Here a block of queries, of all heads and documents at once, meets the keys it can see in five batched
@@ -33,67 +32,67 @@ _QUERIES = 128
 _MULTIPLE = 32
 
 
-def suits(q_BHnd: Tensor, k_BGnd: Tensor) -> bool:
+def suits(q_BHnC: Tensor, k_BJmC: Tensor) -> bool:
     """Whether causal attention of these is computed faster here."""
-    on_cpu = q_BHnd.device.type == "cpu" and q_BHnd.dtype == torch.bfloat16
-    return on_cpu and q_BHnd.shape[2] == k_BGnd.shape[2] <= LONGEST
+    on_cpu = q_BHnC.device.type == "cpu" and q_BHnC.dtype == torch.bfloat16
+    return on_cpu and q_BHnC.shape[2] == k_BJmC.shape[2] <= LONGEST
 
 
-def attend_short(q_BHnd: Tensor, k_BGnd: Tensor, v_BGnd: Tensor, scale: float) -> Tensor:
-    """Each query sees the keys up to its own place. The twin is torch's ``scaled_dot_product_attention``."""
-    out_BHnd: Tensor = _AttendShort.apply(q_BHnd, k_BGnd, v_BGnd, scale)
-    return out_BHnd
+def attend_short(q_BHnC: Tensor, k_BJmC: Tensor, v_BJmC: Tensor, scale: float) -> Tensor:
+    """Each query sees the keys up to its own place. The reference is torch's ``scaled_dot_product_attention``."""
+    out_BHnC: Tensor = _AttendShort.apply(q_BHnC, k_BJmC, v_BJmC, scale)
+    return out_BHnC
 
 
 class _AttendShort(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHnd: Tensor, k_BGnd: Tensor, v_BGnd: Tensor, scale: float) -> Tensor:
-        out_BHnd, lse_BHn = _flash_forward(q_BHnd, k_BGnd, v_BGnd, 0.0, True, scale=scale)
-        ctx.save_for_backward(q_BHnd, k_BGnd, v_BGnd, out_BHnd, lse_BHn)
+    def forward(ctx: Any, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmC: Tensor, scale: float) -> Tensor:
+        out_BHnC, lse_BHn = _flash_forward(q_BHnC, k_BJmC, v_BJmC, 0.0, True, scale=scale)
+        ctx.save_for_backward(q_BHnC, k_BJmC, v_BJmC, out_BHnC, lse_BHn)
         ctx.scale = scale
-        return out_BHnd
+        return out_BHnC
 
     @staticmethod
-    def backward(ctx: Any, grad_BHnd: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_BHnd, k_BGnd, v_BGnd, out_BHnd, lse_BHn = ctx.saved_tensors
-        return *_gradients(grad_BHnd, q_BHnd, k_BGnd, v_BGnd, out_BHnd, lse_BHn, ctx.scale), None
+    def backward(ctx: Any, grad_BHnC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_BHnC, k_BJmC, v_BJmC, out_BHnC, lse_BHn = ctx.saved_tensors
+        return *_gradients(grad_BHnC, q_BHnC, k_BJmC, v_BJmC, out_BHnC, lse_BHn, ctx.scale), None
 
 
 def _gradients(
-    grad_BHnd: Tensor, q_BHnd: Tensor, k_BGnd: Tensor, v_BGnd: Tensor, out_BHnd: Tensor, lse_BHn: Tensor, scale: float
+    grad_BHnC: Tensor, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmC: Tensor, out_BHnC: Tensor, lse_BHn: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups, (num, dim) = k_BGnd.shape[1], q_BHnd.shape[2:]
+    groups, (num, dim) = k_BJmC.shape[1], q_BHnC.shape[2:]
     # A power of 2 can be taken into the queries without loss; any other scale costs one more pass over the scores.
     inside, after = (scale, 1.0) if math.frexp(scale)[0] == 0.5 else (1.0, scale)
-    dot_BHn = grad_BHnd.float().mul_(out_BHnd).sum(-1)
-    q_Xhnw = _with_columns(_by_group(q_BHnd * inside if inside != 1.0 else q_BHnd, groups), lse_BHn / -after)
-    grad_Xhnw = _with_columns(_by_group(grad_BHnd, groups), dot_BHn.neg_())
-    k_Xnw, v_Xnw = (_with_columns(_by_group(x, groups), None).flatten(1, 2) for x in (k_BGnd, v_BGnd))
-    later = _later(min(num, _QUERIES), q_BHnd.dtype)
-    dq_Xhnd = q_Xhnw.new_empty(*q_Xhnw.shape[:3], dim)
-    dk_Xnw, dv_Xnw = (torch.zeros(k_Xnw.shape, dtype=torch.float32) for _ in range(2))
+    dot_BHn = grad_BHnC.float().mul_(out_BHnC).sum(-1)
+    q_Xgnw = _with_columns(_by_group(q_BHnC * inside if inside != 1.0 else q_BHnC, groups), lse_BHn / -after)
+    grad_Xgnw = _with_columns(_by_group(grad_BHnC, groups), dot_BHn.neg_())
+    k_Xmw, v_Xmw = (_with_columns(_by_group(x, groups), None).flatten(1, 2) for x in (k_BJmC, v_BJmC))
+    later = _later(min(num, _QUERIES), q_BHnC.dtype)
+    dq_XgnC = q_Xgnw.new_empty(*q_Xgnw.shape[:3], dim)
+    dk_Xmw, dv_Xmw = (torch.zeros(k_Xmw.shape, dtype=torch.float32) for _ in range(2))
     for start in range(0, num, _QUERIES):
         stop = min(start + _QUERIES, num)
-        q_Xiw, grad_Xiw = (x[:, :, start:stop].flatten(1, 2) for x in (q_Xhnw, grad_Xhnw))
-        share_Xji = _shares(k_Xnw[:, :stop], q_Xiw, start, after, later)
-        dscore_Xji = torch.bmm(v_Xnw[:, :stop], grad_Xiw.mT).mul_(share_Xji)
-        dv_Xnw[:, :stop] += torch.bmm(share_Xji, grad_Xiw)
-        dk_Xnw[:, :stop] += torch.bmm(dscore_Xji, q_Xiw)
-        dq_Xiw = torch.bmm(dscore_Xji.mT, k_Xnw[:, :stop])
-        dq_Xhnd[:, :, start:stop] = dq_Xiw.unflatten(1, (-1, stop - start))[..., :dim]
-    dk, dv = (x[..., :dim].to(k_BGnd.dtype).view(k_BGnd.shape) for x in (dk_Xnw.mul_(after), dv_Xnw))
-    return dq_Xhnd.mul_(scale).view(q_BHnd.shape), dk, dv
+        q_XYw, grad_XYw = (x[:, :, start:stop].flatten(1, 2) for x in (q_Xgnw, grad_Xgnw))
+        share_XmY = _shares(k_Xmw[:, :stop], q_XYw, start, after, later)
+        dscore_XmY = torch.bmm(v_Xmw[:, :stop], grad_XYw.mT).mul_(share_XmY)
+        dv_Xmw[:, :stop] += torch.bmm(share_XmY, grad_XYw)
+        dk_Xmw[:, :stop] += torch.bmm(dscore_XmY, q_XYw)
+        dq_XYw = torch.bmm(dscore_XmY.mT, k_Xmw[:, :stop])
+        dq_XgnC[:, :, start:stop] = dq_XYw.unflatten(1, (-1, stop - start))[..., :dim]
+    dk, dv = (x[..., :dim].to(k_BJmC.dtype).view(k_BJmC.shape) for x in (dk_Xmw.mul_(after), dv_Xmw))
+    return dq_XgnC.mul_(scale).view(q_BHnC.shape), dk, dv
 
 
-def _shares(k_Xjw: Tensor, q_Xiw: Tensor, start: int, scale: float, later: Tensor) -> Tensor:
-    """[X, j, i]: how much of each key every query takes. The last keys stand where the queries do."""
-    share_Xji = torch.bmm(k_Xjw, q_Xiw.mT)
+def _shares(k_Xmw: Tensor, q_XYw: Tensor, start: int, scale: float, later: Tensor) -> Tensor:
+    """[X, m, Y]: how much of each key every query takes. The last keys stand where the queries do."""
+    share_XmY = torch.bmm(k_Xmw, q_XYw.mT)
     if scale != 1.0:
-        share_Xji.mul_(scale)
-    num_queries = k_Xjw.shape[1] - start
-    by_head = share_Xji.unflatten(2, (-1, num_queries))
+        share_XmY.mul_(scale)
+    num_queries = k_Xmw.shape[1] - start
+    by_head = share_XmY.unflatten(2, (-1, num_queries))
     by_head[:, start:] += later[:num_queries, :, :num_queries]
-    return share_Xji.exp_()
+    return share_XmY.exp_()
 
 
 def _later(num: int, dtype: torch.dtype) -> Tensor:
@@ -102,16 +101,16 @@ def _later(num: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(num, num, dtype=dtype).masked_fill(later, -torch.inf)[:, None]
 
 
-def _by_group(x_BHnd: Tensor, groups: int) -> Tensor:
-    return x_BHnd.unflatten(1, (groups, -1))
+def _by_group(x_BHnC: Tensor, groups: int) -> Tensor:
+    return x_BHnC.unflatten(1, (groups, -1))
 
 
-def _with_columns(x_BGhnd: Tensor, more_BHn: Tensor | None) -> Tensor:
-    """[B * G, h, n, w]: with one more number per row, in two parts; with ones, which such numbers meet, if None."""
-    batch, groups, heads, num, dim = x_BGhnd.shape
-    out = x_BGhnd.new_empty(batch * groups, heads, num, -(-(dim + 2) // _MULTIPLE) * _MULTIPLE)
+def _with_columns(x_BJgnC: Tensor, more_BHn: Tensor | None) -> Tensor:
+    """[X, g, n, w]: with one more number per row, in two parts; with ones, which such numbers meet, if None."""
+    batch, groups, heads, num, dim = x_BJgnC.shape
+    out = x_BJgnC.new_empty(batch * groups, heads, num, -(-(dim + 2) // _MULTIPLE) * _MULTIPLE)
     out[..., dim + 2 :] = 0
-    out[..., :dim].copy_(x_BGhnd.flatten(0, 1))
+    out[..., :dim].copy_(x_BJgnC.flatten(0, 1))
     if more_BHn is None:
         out[..., dim : dim + 2] = 1
         return out

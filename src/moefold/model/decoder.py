@@ -1,10 +1,8 @@
-"""The model, or the part of it that one pipeline rank holds: tokens in, the summed loss and what the routers did out.
+"""The model, or the part of it that one pipeline rank holds: tokens in, the summed loss and routing reports out.
 
-t tokens of this rank, T of its context share, D width, V vocabulary, E experts, M mixtures of the whole model.
-
-A stage is a run of consecutive parts (embedding, layers, modules that look ahead, loss); what crosses from one to the
-next is a ``HiddenState``. A rank may hold several stages, and one that holds them all is the whole model. Parameters
-keep the names they have in the whole model wherever they live.
+A stage is a run of consecutive parts (embedding, layers, MTP modules, loss); what crosses from one to the next is a
+``HiddenState``. A rank may hold several stages, and one that holds them all is the whole model. Parameters keep the
+names they have in the whole model wherever they are.
 """
 
 from __future__ import annotations
@@ -29,22 +27,22 @@ from moefold.nn.vocab import Embedding, LanguageLoss
 
 
 class HiddenState(NamedTuple):
-    """What crosses from one stage to the next: the model's own stream, and one of each module that looks ahead."""
+    """What crosses from one stage to the next: the hidden state, and one more of each MTP module."""
 
     x_tD: Tensor
     ahead_tD: tuple[Tensor, ...] = ()
 
 
 class DecoderOutput(NamedTuple):
-    """What one stage leaves: the stream, or the losses summed over the microbatch's labels where it ends.
+    """A stage's output: the hidden state, or after the last stage the losses summed over the microbatch's labels.
 
-    Reports come with the number of their mixture among those of the whole model.
+    Reports come with the number of their MoE layer among those of the whole model.
     """
 
     hidden: HiddenState | None = None
     reports: tuple[tuple[int, RoutingReport], ...] = ()
     loss_sum: Tensor | None = None
-    # One for each module that looks ahead.
+    # One for each MTP module.
     ahead_loss_sums: tuple[Tensor, ...] = ()
 
 
@@ -82,7 +80,7 @@ class Decoder(nn.Module):
         stage: StageSpec | None = None,
         hidden: HiddenState | None = None,
     ) -> DecoderOutput:
-        """``earlier_ME``: tokens per expert in the step's earlier microbatches, one row per mixture."""
+        """``earlier_ME``: tokens per expert in the step's earlier microbatches, one row per MoE layer."""
         phases = tuple(self._walk(batch, earlier_ME, stage or self.whole, take_apart=False))
         output: DecoderOutput = run_in_order(phases, DecoderOutput(hidden))
         return output
@@ -101,7 +99,7 @@ class Decoder(nn.Module):
         return x_TD @ self.head_weight.to(x_TD.dtype).T
 
     def routers(self) -> dict[int, Router]:
-        """Of every mixture here, by its number among those of the whole model."""
+        """Of every MoE layer here, by its number among those of the whole model."""
         found = {}
         for number, name in enumerate(self.mixtures):
             block = self._block(name)
@@ -161,7 +159,7 @@ class Decoder(nn.Module):
         return carry._replace(hidden=HiddenState(self.embedding(batch.tokens_T)))
 
     def _before_ahead(self, depth: int, carry: DecoderOutput) -> Tensor:
-        """The stream as the head reads it, after its norm: engines that draft with these modules feed them so."""
+        """The hidden state as the head reads it, after its norm: speculative decoding feeds MTP modules so."""
         assert carry.hidden is not None
         x_tD, ahead_tD = carry.hidden
         norm = self.final_norm if depth == 0 else self.mtp_norms[str(depth - 1)]

@@ -1,7 +1,5 @@
 """Multi-token prediction: a module that looks one token further ahead than the one before it.
 
-t tokens of this rank, D width, E experts.
-
 The model's last layer leaves at place i a stream that predicts token i+1. Module k = 0, 1, ... joins the stream it is
 handed with the embedding of token i+k+1, which by then is known, and one more block makes of both a stream that
 predicts token i+k+2. The embedding and the head are the model's own. Predictions stay honest: at place i nothing later

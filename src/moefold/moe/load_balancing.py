@@ -1,6 +1,4 @@
-"""What keeps the load even: losses on the router's probabilities, and the bias that needs no loss.
-
-t tokens of this rank, E experts, K choices per token, S sets of tokens, p a token's probabilities over all experts.
+"""Load balancing: losses on the router's probabilities p, and the loss-free bias.
 
 A balance loss looks at one set s of tokens at a time: a microbatch, a sequence, all that ran in this step so far. With
 n_s tokens, c_e of which have expert e in the plain top-k of their scores, and n tokens in the step,
@@ -9,9 +7,9 @@ n_s tokens, c_e of which have expert e in the plain top-k of their scores, and n
          = coefficient * E / n * sum_t sum_e share_{s(t), e} * p_te,        share_se = c_e / (K n_s).
 
 The second line is how it is computed. Given the shares it is a plain sum over tokens: every rank adds its own tokens'
-part and the parts add up to the whole, whatever the layout. Only the counts, which have no gradient, meet first. Pads
-are in no set and not in n. DeepSeek-V3's loss per sequence weighs the sets alike, 1 / (sequences of the step) in place
-of n_s / n.
+part and the parts add up to the whole, whatever the layout. Only the counts, which have no gradient, are summed
+first. Padding is in no set and not in n. DeepSeek-V3's loss per sequence weighs the sets alike, 1 / (sequences
+of the step) in place of n_s / n.
 
 What is counted is what the scores ask for, not where tokens went: no loss-free bias, no group limit, no capacity
 (DeepSeek-V3, eq. 18; Megatron's "naive top-k"). A bias that has evened the load would otherwise hide from the loss that
@@ -81,20 +79,20 @@ def balance_losses(
 
     def counts(sets: TokenSets) -> tuple[Tensor, Tensor]:
         set_t = tokens.local_shard(sets.set_of_token_N, batch)
-        count_SE = count_by_set(plain, set_t, len(sets.sizes), num_experts)
-        return tokens.sum_counts(count_SE, "microbatch", batch), set_t
+        count_QE = count_by_set(plain, set_t, len(sets.sizes), num_experts)
+        return tokens.sum_counts(count_QE, "microbatch", batch), set_t
 
     def shares(sets: TokenSets) -> Tensor:
-        count_SE, set_t = counts(sets)
-        return _shares(count_SE, p_tE.dtype)[set_t]
+        count_QE, set_t = counts(sets)
+        return _shares(count_QE, p_tE.dtype)[set_t]
 
     def shares_of_sequences() -> Tensor:
         """Each token's share divided by its sequence's tokens, in units of the step's mean per sequence."""
-        count_SE, set_t = counts(batch.documents)
+        count_QE, set_t = counts(batch.documents)
         # Every real token counts K times.
-        tokens_S = (count_SE.sum(-1) / config.top_k).clamp(min=1).to(p_tE.dtype)
+        tokens_Q = (count_QE.sum(-1) / config.top_k).clamp(min=1).to(p_tE.dtype)
         mean = batch.step_tokens / _step_sequences(batch)
-        return (_shares(count_SE, p_tE.dtype) * (mean / tokens_S)[:, None])[set_t]
+        return (_shares(count_QE, p_tE.dtype) * (mean / tokens_Q)[:, None])[set_t]
 
     def shares_of_everyone() -> Tensor:
         count_E = count_assignments(plain, num_experts)
@@ -140,8 +138,8 @@ def probabilities(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"]) -> Ten
 
 def even_out(share_tE: Tensor, num_groups: int) -> Tensor:
     """Each expert's share becomes the mean of its device's: only the load between devices is left to be evened."""
-    share_tGe = share_tE.unflatten(-1, (num_groups, -1))
-    return share_tGe.mean(-1, keepdim=True).expand_as(share_tGe).flatten(-2)
+    share_tXY = share_tE.unflatten(-1, (num_groups, -1))
+    return share_tXY.mean(-1, keepdim=True).expand_as(share_tXY).flatten(-2)
 
 
 def count_by_set(choices: Assignments, set_t: Tensor, num_sets: int, num_experts: int) -> Tensor:

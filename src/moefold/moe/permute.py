@@ -57,11 +57,11 @@ def group_padded(routing: Assignments, num_experts: int, capacity: int) -> Group
     return Grouped(assignment_P, assignment_P // experts.shape[1])
 
 
-def gather_rows(x_tL: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
+def gather_rows(x: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
     """The row of each token number; zeros for padding, of which there is none unless ``padded``."""
     if not padded:
-        return x_tL.index_select(0, token_N)
-    return torch.cat([x_tL, x_tL.new_zeros(1, *x_tL.shape[1:])]).index_select(0, token_N)
+        return x.index_select(0, token_N)
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, token_N)
 
 
 def gather_probs(prob_tK: Tensor, assignment_N: Tensor, padded: bool = True) -> Tensor:

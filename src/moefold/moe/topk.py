@@ -1,9 +1,7 @@
-"""From logits to scores, and from scores to choices.
+"""From logits to scores, and from scores to assignments.
 
-t tokens of this rank, T tokens of a microbatch, E experts, K choices per token, G groups of experts.
-
-Choices are whole numbers without a gradient. Equal scores go to the lower expert number or the earlier token, so the
-same scores give the same choices on every machine. Rules that look at many tokens at once see one microbatch.
+Assignments are integers without a gradient. Equal scores go to the lower expert number or the earlier token, so the
+same scores give the same assignments on every machine. Rules that compare tokens see one microbatch.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def choose_topk(scores_tE: Tensor, k: int) -> Tensor:
 
 
 def choose_topk_reference(scores_tE: Tensor, k: int) -> Tensor:
-    """The twin: a stable sort of everything."""
+    """A stable sort of everything."""
     # A copy of what is wanted: a slice would keep the whole order alive.
     return scores_tE.argsort(dim=-1, descending=True, stable=True)[:, :k].clone()
 
@@ -53,12 +51,12 @@ def limit_groups(scores_tE: Tensor, num_groups: int, top_groups: int, terms: int
 
     A group's score is the sum of its ``terms`` best experts' scores.
     """
-    grouped_tGe = scores_tE.unflatten(-1, (num_groups, -1))
-    group_score_tG = grouped_tGe.topk(min(terms, grouped_tGe.shape[-1]), dim=-1).values.sum(-1)
-    open_tG = torch.zeros_like(group_score_tG, dtype=torch.bool).scatter(
-        1, choose_topk(group_score_tG, top_groups), True
+    grouped_tXY = scores_tE.unflatten(-1, (num_groups, -1))
+    group_score_tX = grouped_tXY.topk(min(terms, grouped_tXY.shape[-1]), dim=-1).values.sum(-1)
+    open_tX = torch.zeros_like(group_score_tX, dtype=torch.bool).scatter(
+        1, choose_topk(group_score_tX, top_groups), True
     )
-    return grouped_tGe.masked_fill(~open_tG[:, :, None], -torch.inf).flatten(-2)
+    return grouped_tXY.masked_fill(~open_tX[:, :, None], -torch.inf).flatten(-2)
 
 
 def sinkhorn(logits_TE: Tensor, iterations: int) -> Tensor:
@@ -78,8 +76,8 @@ def sinkhorn(logits_TE: Tensor, iterations: int) -> Tensor:
 
 def choose_by_experts(scores_TE: Tensor, capacity: int) -> Tensor:
     """Expert choice: each expert takes its ``capacity`` best tokens. True where it did, [T, E]."""
-    best_cE = scores_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
-    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter(0, best_cE, True)
+    best_XE = scores_TE.argsort(dim=0, descending=True, stable=True)[:capacity]
+    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter(0, best_XE, True)
 
 
 def choose_balanced(token_t: Tensor, num_experts: int, k: int) -> Tensor:
@@ -88,7 +86,7 @@ def choose_balanced(token_t: Tensor, num_experts: int, k: int) -> Tensor:
 
 
 def sinkhorn_reference(logits_TE: Tensor, iterations: int) -> Tensor:
-    """The twin of ``sinkhorn``: the plan itself."""
+    """The plan itself instead of its log."""
     plan_TE = logits_TE.double().exp()
     for _ in range(iterations):
         plan_TE = plan_TE / plan_TE.sum(1, keepdim=True)
@@ -97,7 +95,7 @@ def sinkhorn_reference(logits_TE: Tensor, iterations: int) -> Tensor:
 
 
 def choose_by_experts_reference(scores_TE: Tensor, capacity: int) -> Tensor:
-    """The twin of ``choose_by_experts``: every expert reads through all tokens."""
+    """Every expert reads through all tokens."""
     kept_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
     for expert in range(scores_TE.shape[1]):
         tokens = sorted(range(scores_TE.shape[0]), key=lambda token: (-scores_TE[token, expert].item(), token))

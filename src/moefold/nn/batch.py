@@ -1,16 +1,12 @@
-"""What one forward sees: the tokens, and which of them belong together.
-
-N tokens of the whole microbatch, T of them on this rank before they are cut over tensor parallelism (t).
+"""A batch: the tokens of one forward, and which of them belong together.
 
 A microbatch is a row of documents, one after the other, of any lengths. Attention, positions and balance losses stay
 inside a document; capacities are counted over a microbatch or a rank's shard of it. A layout must not change these
-sets, so they are written down here, over the whole microbatch, and not read off the shape of whatever tensor a rank
-holds. A rank of a parallel run sees one microbatch at a time, or its share of one; the one-process reference may lay
-the microbatches of all data-parallel ranks side by side in one batch, and the sets keep them apart.
+sets, so they are written down here, over the whole microbatch, and not read off the shape of a rank's tensors. A rank
+of a parallel run sees one microbatch at a time, or its context shard of one (``context_shard``); the one-process
+reference may put the microbatches of all data-parallel ranks side by side in one batch, and the sets keep them apart.
 
-From documents to a batch, and from a batch to one context rank's share of it.
-
-N tokens of a microbatch, T of them on this rank.
+Names with T hold the tokens that are here: all of the microbatch, or the context shard.
 """
 
 from __future__ import annotations

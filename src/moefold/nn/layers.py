@@ -1,10 +1,5 @@
-"""A matrix, used in the format of what it multiplies.
-
-Normalisation layers: one over whole rows, one over rows whose entries are spread over ranks.
-
-The dense gated feed-forward: a layer's own, or the expert that every token shares.
-
-T tokens of a microbatch, t the tokens of this rank, D width, F this rank's part of the hidden width.
+"""Linear layers in the dtype of their input, RMSNorm over whole rows and over rows sharded by heads, and the dense
+gated feed-forward (a layer's own, or the shared expert).
 """
 
 from __future__ import annotations
@@ -62,8 +57,8 @@ class SpreadRMSNorm(nn.Module):
         self.full_dim = dim
         self.tokens = tokens
 
-    def forward(self, x_TF: Tensor) -> Tensor:
-        return rms_norm_spread(x_TF, self.weight, self.eps, self.full_dim, self.tokens.sum_heads)
+    def forward(self, x_SX: Tensor) -> Tensor:
+        return rms_norm_spread(x_SX, self.weight, self.eps, self.full_dim, self.tokens.sum_heads)
 
 
 class FeedForward(nn.Module):
@@ -87,7 +82,7 @@ class FeedForward(nn.Module):
         self.matmul_policy = matmul_policy
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_TD = self.tokens.gather(x_tD, batch)
-        gate_up_TG = self.matmul_policy.linear(x_TD, self.gate_up)
-        hidden_TF = self.kernels.weighted_activation(gate_up_TG, None, self.activation)
-        return self.tokens.reduce(self.matmul_policy.linear(hidden_TF, self.down))
+        x_SD = self.tokens.gather(x_tD, batch)
+        gate_up_SG = self.matmul_policy.linear(x_SD, self.gate_up)
+        hidden_SF = self.kernels.weighted_activation(gate_up_SG, None, self.activation)
+        return self.tokens.reduce(self.matmul_policy.linear(hidden_SF, self.down))

@@ -1,11 +1,11 @@
-"""How a weight meets its input: the seam behind every large matmul of the model.
+"""How a weight multiplies its input: the interface behind every large matmul of the model.
 
-x activations, W a weight stored in its own format; the product is computed in the format of x.
+The weight is stored in its own dtype; the matmul is computed in the dtype of the input.
 
-``NativeMatmul`` leaves both gradients to autograd. ``SplitBackwardMatmul`` cuts the backward pass in two: the gradient
-of the input is computed at once, because the stage before waits for it, and the gradient of the weight is put off until
-there is nothing more urgent to do. Both halves together execute exactly the matmuls of the whole, and what they need is
-kept by reference, so a recomputed input is recomputed once.
+``NativeMatmul`` leaves both gradients to autograd. ``SplitBackwardMatmul`` splits the backward in two: the gradient of
+the input is computed at once, because the previous stage waits for it, and the gradient of the weight is deferred until
+the schedule has a gap. Both halves together execute exactly the matmuls of the whole, and what they need is kept by
+reference, so a recomputed input is recomputed once.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Gradient = Callable[[], Tensor]
 
 
 class WeightGradQueue:
-    """Weight gradients that were put off, in the order in which their inputs' gradients were computed.
+    """Deferred weight gradients, in the order in which their inputs' gradients were computed.
 
-    Nothing is put off outside of ``deferring``; gradients then go to autograd as usual.
+    Outside of ``deferring`` nothing is deferred; gradients go to autograd as usual.
     """
 
     def __init__(self) -> None:
@@ -127,10 +127,10 @@ class SplitBackwardMatmul:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps a product's input for its backward, before the product is computed.
+    """Saves a matmul's input for its backward, before the matmul is computed.
 
-    A function's own forward runs before what it saves is kept. Recomputation stops once it has everything that was
-    kept, so with the input kept first it does not compute the last product of a phase again, which nobody needs.
+    An autograd function's tensors are saved after its forward has run. Recomputation stops once it has every saved
+    tensor, so with the input saved first it does not recompute the last matmul of a phase, which nothing needs.
     """
 
     @staticmethod
@@ -149,7 +149,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, keeper: Any, passes_on: bool, weight_grads: WeightGradQueue
     ) -> Tensor:
-        """``keeper`` has the input for the backward; ``passes_on`` says whether anyone asks for its gradient."""
+        """``keeper`` saved the input for the backward; ``passes_on`` says whether the input needs a gradient."""
         ctx.weight, ctx.keeper, ctx.passes_on, ctx.weight_grads = weight, keeper, passes_on, weight_grads
         return F.linear(x, weight.flatten(0, -2).to(x.dtype))
 
@@ -190,8 +190,8 @@ class _Grouped(torch.autograd.Function):
         def weight_gradient() -> Tensor:
             return grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
 
-        turned = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
-        drows = matmul(grad, turned, rows_per_expert_e, host) if ctx.passes_on else None
+        transposed = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
+        drows = matmul(grad, transposed, rows_per_expert_e, host) if ctx.passes_on else None
         return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
 
 

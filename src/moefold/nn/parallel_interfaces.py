@@ -1,10 +1,8 @@
-"""Where a layer meets the other ranks, and the one-process version of each meeting.
+"""Where a layer communicates with other ranks, and the one-process version of each interface.
 
-N tokens of a microbatch, T of them in this rank's context share, t of those on this rank, D width, E experts.
-
-A layer is written for one device and handed these objects. On one process they do nothing;
-``parallel/tensor_parallel.py`` has the versions that talk to other ranks. Which gradient each crossing has is part of
-its contract, because that is where parallel training goes wrong silently.
+A layer is written for one device and given these objects. On one process they do nothing;
+``parallel/tensor_parallel.py`` has the versions that communicate. Which gradient each one has is part of its contract,
+because that is where parallel training goes wrong silently.
 """
 
 from __future__ import annotations
@@ -22,23 +20,23 @@ Reach = Literal["microbatch", "everyone"]
 class TokenSharding(Protocol):
     """How the tokens of a microbatch are cut over the ranks that share them."""
 
-    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        """[T, D] from the tp ranks. Each does different work with them, so backward adds up the gradients and cuts."""
+    def gather(self, x_tX: Tensor, batch: Batch) -> Tensor:
+        """[S, X] from the tp ranks. Each does different work with them, so backward adds up the gradients and cuts."""
         ...
 
-    def reduce(self, x_TD: Tensor) -> Tensor:
-        """Partial sums of all T tokens, added up over tp and cut to mine. Backward gathers."""
+    def reduce(self, x_SD: Tensor) -> Tensor:
+        """Partial sums of all S tokens, reduce-scattered over tp to this rank's. Backward gathers."""
         ...
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
-        """All N tokens' values in the microbatch's own order, for a decision; no gradient."""
+        """All T tokens' values in the microbatch's own order, for a decision; no gradient."""
         ...
 
-    def local_shard(self, x_N: Tensor, batch: Batch) -> Tensor:
+    def local_shard(self, x_T: Tensor, batch: Batch) -> Tensor:
         """My cut of what every rank holds in full; no exchange, so only for things without a gradient."""
         ...
 
-    def tp_shard(self, x_T: Tensor) -> Tensor:
+    def tp_shard(self, x_S: Tensor) -> Tensor:
         """The same cut of what this context share holds in full."""
         ...
 
@@ -58,11 +56,11 @@ class VocabSharding(Protocol):
         """The global number of the first of this rank's ``num_rows`` vocabulary rows."""
         ...
 
-    def merge_logsumexp(self, lse_T: Tensor) -> Tensor:
+    def merge_logsumexp(self, lse_S: Tensor) -> Tensor:
         """log-sum-exp over the whole vocabulary from each rank's part; backward keeps this rank's share."""
         ...
 
-    def merge_sum(self, x_T: Tensor) -> Tensor:
+    def merge_sum(self, x_S: Tensor) -> Tensor:
         """Sum over the ranks' parts; backward hands the gradient through unchanged."""
         ...
 
@@ -70,20 +68,20 @@ class VocabSharding(Protocol):
 class LocalTokens:
     """One rank holds all tokens."""
 
-    def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        return x_tD
+    def gather(self, x_tX: Tensor, batch: Batch) -> Tensor:
+        return x_tX
 
-    def reduce(self, x_TD: Tensor) -> Tensor:
-        return x_TD
+    def reduce(self, x_SD: Tensor) -> Tensor:
+        return x_SD
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         return x_t.detach()
 
-    def local_shard(self, x_N: Tensor, batch: Batch) -> Tensor:
-        return x_N
-
-    def tp_shard(self, x_T: Tensor) -> Tensor:
+    def local_shard(self, x_T: Tensor, batch: Batch) -> Tensor:
         return x_T
+
+    def tp_shard(self, x_S: Tensor) -> Tensor:
+        return x_S
 
     def sum_heads(self, x: Tensor) -> Tensor:
         return x
@@ -98,8 +96,8 @@ class LocalVocab:
     def first_row(self, num_rows: int) -> int:
         return 0
 
-    def merge_logsumexp(self, lse_T: Tensor) -> Tensor:
-        return lse_T
+    def merge_logsumexp(self, lse_S: Tensor) -> Tensor:
+        return lse_S
 
-    def merge_sum(self, x_T: Tensor) -> Tensor:
-        return x_T
+    def merge_sum(self, x_S: Tensor) -> Tensor:
+        return x_S

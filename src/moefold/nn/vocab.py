@@ -1,10 +1,6 @@
-"""Token numbers to vectors, with the vocabulary's rows cut over ranks.
+"""Embedding and language-model loss, with the vocabulary's rows sharded over ranks.
 
-T tokens of a microbatch, t the tokens of this rank, v this rank's vocabulary rows, D width.
-
-The language-model loss, summed over tokens: whoever calls divides it once, by the labels of the whole step.
-
-T tokens of a microbatch, t the tokens of this rank, v this rank's vocabulary rows, D width.
+The loss is summed over tokens; the caller divides it once, by the labels of the whole step.
 """
 
 from __future__ import annotations
@@ -32,10 +28,10 @@ class Embedding(nn.Module):
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         num_rows = self.weight.shape[0]
-        row_T = tokens_T - self.vocab.first_row(num_rows)
-        here_T = (row_T >= 0) & (row_T < num_rows)
-        found_TD = F.embedding(row_T.clamp(0, num_rows - 1), self.weight).to(self.compute)
-        return self.tokens.reduce(torch.where(here_T[:, None], found_TD, 0.0))
+        row_S = tokens_T - self.vocab.first_row(num_rows)
+        here_S = (row_S >= 0) & (row_S < num_rows)
+        found_SD = F.embedding(row_S.clamp(0, num_rows - 1), self.weight).to(self.compute)
+        return self.tokens.reduce(torch.where(here_S[:, None], found_SD, 0.0))
 
 
 class LanguageLoss(nn.Module):
@@ -51,8 +47,8 @@ class LanguageLoss(nn.Module):
         self.chunk = chunk
 
     def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_T: Tensor, batch: Batch) -> Tensor:
-        x_TD = self.tokens.gather(x_tD, batch)
-        target_T = labels_T - self.vocab.first_row(weight_vD.shape[0])
-        lse_T, target_logit_T = self.kernels.vocab_stats(x_TD, weight_vD, target_T, self.chunk)
-        loss_T = self.vocab.merge_logsumexp(lse_T) - self.vocab.merge_sum(target_logit_T)
-        return torch.where(labels_T != IGNORED, loss_T, 0.0).sum()
+        x_SD = self.tokens.gather(x_tD, batch)
+        target_S = labels_T - self.vocab.first_row(weight_vD.shape[0])
+        lse_S, target_logit_S = self.kernels.vocab_stats(x_SD, weight_vD, target_S, self.chunk)
+        loss_S = self.vocab.merge_logsumexp(lse_S) - self.vocab.merge_sum(target_logit_S)
+        return torch.where(labels_T != IGNORED, loss_S, 0.0).sum()

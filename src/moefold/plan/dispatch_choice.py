@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
-from typing import Literal
+from typing import Literal, cast
 
 from moefold.config.parallel import LinkConfig, NamedDispatcher
 from moefold.config.run import RunConfig
@@ -103,7 +103,7 @@ def dispatcher_in_use(run: RunConfig) -> NamedDispatcher:
 def planned_as(run: RunConfig) -> PlannedDispatcher:
     """The dispatcher whose bytes, times and memory the planner takes for this run's."""
     name = dispatcher_in_use(run)
-    return _VARIANT_OF.get(name, name)
+    return _VARIANT_OF.get(name) or cast(PlannedDispatcher, name)
 
 
 def dispatch_sizes_of(run: RunConfig) -> Exchange:

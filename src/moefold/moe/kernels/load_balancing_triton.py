@@ -45,7 +45,7 @@ def _log_sum_exp(logit_TF):
 
 @triton.jit
 def _add_up(
-    logits_tE, expert_tK, set_t, count_BSE, probability_BSE, z_BS, num_tokens, num_sets,
+    logits_tE, expert_tK, set_t, count_BQE, probability_BQE, z_BQ, num_tokens, num_sets,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SETS: tl.constexpr, SOFTMAX: tl.constexpr, T: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
@@ -79,14 +79,14 @@ def _add_up(
                 hit_TF = (found_T[:, None] == expert_F[None, :]) & real_T[:, None]
                 count_F += tl.sum(hit_TF.to(tl.int32), 0)
         line = tl.program_id(0).to(tl.int64) * num_sets + which
-        tl.store(count_BSE + line * E + expert_F, count_F, mask=inside_F)
-        tl.store(probability_BSE + line * E + expert_F, sum_F, mask=inside_F)
-        tl.store(z_BS + line, tl.sum(z_T, 0))
+        tl.store(count_BQE + line * E + expert_F, count_F, mask=inside_F)
+        tl.store(probability_BQE + line * E + expert_F, sum_F, mask=inside_F)
+        tl.store(z_BQ + line, tl.sum(z_T, 0))
 
 
 @triton.jit
 def _add_up_backward(
-    logits_tE, set_t, grad_probability_SE, grad_z_S, grad_logits_tE, num_tokens,
+    logits_tE, set_t, grad_probability_QE, grad_z_Q, grad_logits_tE, num_tokens,
     E: tl.constexpr, EP: tl.constexpr, SETS: tl.constexpr, SOFTMAX: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """With p = s / sum(s): ds = (g - sum(g p)) / sum(s); and d lse = softmax."""
@@ -99,8 +99,8 @@ def _add_up_backward(
     place_TF = row_T[:, None] * E + expert_F[None, :]
     logit_TF = tl.load(logits_tE + place_TF, mask=inside_F[None, :], other=-float("inf")).to(tl.float32)
     grad_place_TF = which_T[:, None] * E + expert_F[None, :]
-    grad_TF = tl.load(grad_probability_SE + grad_place_TF, mask=real_T[:, None] & inside_F[None, :], other=0.0)
-    grad_z_T = tl.load(grad_z_S + which_T, mask=real_T, other=0.0)
+    grad_TF = tl.load(grad_probability_QE + grad_place_TF, mask=real_T[:, None] & inside_F[None, :], other=0.0)
+    grad_z_T = tl.load(grad_z_Q + which_T, mask=real_T, other=0.0)
     score_TF, total_T = _probabilities(logit_TF, SOFTMAX)
     p_TF = score_TF / total_T[:, None]
     out_TF = p_TF * (grad_TF - tl.sum(grad_TF * p_TF, 1)[:, None])
@@ -129,18 +129,18 @@ class _BalanceStats(torch.autograd.Function):
         num_tokens, num_experts = logits_tE.shape
         constants = _constants(num_experts, softmax, set_t is not None)
         blocks = triton.cdiv(num_tokens, constants["T"] * ROUNDS)
-        probability_BSE = logits_tE.new_zeros(blocks, num_sets, num_experts, dtype=torch.float32)
-        count_BSE = torch.zeros_like(probability_BSE, dtype=torch.int32)
-        z_BS = torch.zeros_like(probability_BSE[:, :, 0], memory_format=torch.contiguous_format)
+        probability_BQE = logits_tE.new_zeros(blocks, num_sets, num_experts, dtype=torch.float32)
+        count_BQE = torch.zeros_like(probability_BQE, dtype=torch.int32)
+        z_BQ = torch.zeros_like(probability_BQE[:, :, 0], memory_format=torch.contiguous_format)
         _add_up[blocks,](
-            logits_tE, expert_tK, expert_tK if set_t is None else set_t, count_BSE, probability_BSE, z_BS,
+            logits_tE, expert_tK, expert_tK if set_t is None else set_t, count_BQE, probability_BQE, z_BQ,
             num_tokens, num_sets, K=expert_tK.shape[1], ROUNDS=ROUNDS, **constants,
         )  # fmt: skip
-        count_SE = count_BSE.sum(0)
-        ctx.mark_non_differentiable(count_SE)
+        count_QE = count_BQE.sum(0)
+        ctx.mark_non_differentiable(count_QE)
         ctx.save_for_backward(logits_tE, set_t)
         ctx.constants = constants
-        return count_SE, probability_BSE.sum(0), z_BS.sum(0)
+        return count_QE, probability_BQE.sum(0), z_BQ.sum(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -176,13 +176,13 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
     return (
         Build(
             f"balance statistics, {model}", _add_up,
-            {"logits_tE": "*fp32", "expert_tK": "*i64", "set_t": "*i64", "count_BSE": "*i32",
-             "probability_BSE": "*fp32", "z_BS": "*fp32", "num_tokens": "i32", "num_sets": "i32"},
+            {"logits_tE": "*fp32", "expert_tK": "*i64", "set_t": "*i64", "count_BQE": "*i32",
+             "probability_BQE": "*fp32", "z_BQ": "*fp32", "num_tokens": "i32", "num_sets": "i32"},
             {**constants, "K": K, "ROUNDS": ROUNDS}, forward_traffic(E, K), registers=64,
         ),
         Build(
             f"balance statistics backward, {model}", _add_up_backward,
-            {"logits_tE": "*fp32", "set_t": "*i64", "grad_probability_SE": "*fp32", "grad_z_S": "*fp32",
+            {"logits_tE": "*fp32", "set_t": "*i64", "grad_probability_QE": "*fp32", "grad_z_Q": "*fp32",
              "grad_logits_tE": "*fp32", "num_tokens": "i32"},
             constants, backward_traffic(E), registers=64,
         ),

@@ -1,11 +1,4 @@
-"""The twin of the routing kernel, in plain torch; autograd finds the gradient.
-
-t tokens, E experts, K choices per token.
-
-The twin of the balance kernel, in plain torch; autograd finds the gradient.
-
-t tokens, E experts, K choices per token, S sets of tokens.
-"""
+"""References of the routing kernel and of the balance kernel, in plain torch; autograd differentiates them."""
 
 from __future__ import annotations
 
@@ -24,7 +17,7 @@ TINY = 1e-20
 
 
 def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k: int) -> tuple[Tensor, Tensor]:
-    """Each token's experts, best first, and what each one's answer counts for, in the logits' format."""
+    """Each token's experts, best first, and their probs, in the logits' dtype."""
     wide_tE = upcast(logits_tE)
     scores_tE = score(wide_tE, router.score)
     after = router.score_when == "after_topk"
@@ -41,20 +34,20 @@ def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k:
 
 
 class BalanceStats(NamedTuple):
-    """Of each set of tokens: choices per expert, its tokens' probabilities added up, and their squared log-sum-exp.
+    """Of each set of tokens: assignments per expert, its tokens' probabilities added up, and their squared log-sum-exp.
 
     Counts are whole numbers without a gradient. A balance loss is the product of shares made of them with the sums.
     """
 
-    count_SE: Tensor
-    probability_SE: Tensor
-    z_S: Tensor
+    count_QE: Tensor
+    probability_QE: Tensor
+    z_Q: Tensor
 
 
 def balance_stats(
     logits_tE: Tensor, expert_tK: Tensor, set_t: Tensor | None, num_sets: int, kind: Literal["softmax", "sigmoid"]
 ) -> BalanceStats:
-    """``set_t`` is each token's set, -1 for a token that must not be noticed; None puts all into set 0."""
+    """``set_t`` is each token's set, -1 for padding; None puts all into set 0."""
     num_tokens, num_experts = logits_tE.shape
     set_t = expert_tK.new_zeros(num_tokens) if set_t is None else set_t
     # Tokens of no set get one of their own, which is cut off.
@@ -63,9 +56,9 @@ def balance_stats(
     p_tE = score(wide_tE, kind)
     p_tE = p_tE if kind == "softmax" else p_tE / p_tE.sum(-1, keepdim=True)
     count_N = count_keys((set_t[:, None] * num_experts + expert_tK).flatten(), (num_sets + 1) * num_experts)
-    nothing_SE = torch.zeros(num_sets + 1, num_experts, dtype=p_tE.dtype, device=p_tE.device)
+    zeros_QE = torch.zeros(num_sets + 1, num_experts, dtype=p_tE.dtype, device=p_tE.device)
     return BalanceStats(
         count_N.view(num_sets + 1, num_experts)[:num_sets],
-        nothing_SE.index_add(0, set_t, p_tE)[:num_sets],
-        nothing_SE[:, 0].index_add(0, set_t, wide_tE.logsumexp(-1).square())[:num_sets],
+        zeros_QE.index_add(0, set_t, p_tE)[:num_sets],
+        zeros_QE[:, 0].index_add(0, set_t, wide_tE.logsumexp(-1).square())[:num_sets],
     )
