@@ -1,1 +1,1 @@
-"""Single-device modules with seams: code that has never heard of a process group."""
+"""The transformer: blocks, MTP modules, decoder. Single-device code that never sees a process group."""

@@ -1,4 +1,4 @@
-"""From a model's sizes to its modules, with whatever seams they are to have.
+"""Build a model's modules from its config, with the given interfaces to other ranks.
 
 Parameters are made on torch's current default device and are not filled: on the meta device, building the largest model
 takes no memory and little time.
@@ -38,7 +38,7 @@ from moefold.nn.vocab import Embedding, LanguageLoss
 
 @dataclass(frozen=True)
 class ParallelInterfaces:
-    """Where the model meets other ranks."""
+    """Where the model communicates with other ranks."""
 
     tokens: TokenSharding
     vocab: VocabSharding
@@ -48,12 +48,12 @@ class ParallelInterfaces:
     # How much of an expert's output bias this rank adds, when several ranks' parts of the expert are summed.
     bias_scale: float = 1.0
     core: AttentionCore = field(default_factory=LocalCore)
-    # Asked once per mixture, in layer order, so that recorded choices can be played back.
+    # Called once per MoE layer, in layer order, so that recorded assignments can be replayed.
     # None is the one that the config names.
     routing_policy: Callable[[MoEConfig], RoutingPolicy] | None = None
-    # How the steps between products are carried out.
+    # The operations between matmuls.
     kernels: MoEKernels = MOE_IN_TORCH
-    # Phases that keep their input only and are computed again in the backward pass.
+    # Phases that save only their input and are recomputed in the backward pass.
     recompute: frozenset[str] = frozenset()
 
 
@@ -140,7 +140,7 @@ def _attention(
 def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) -> MoELayer:
     latent = moe.latent_dim
     shared = _dense(dim, moe.shared_hidden_dim, moe.activation, interfaces) if moe.shared_hidden_dim else None
-    # In torch, one call for all of it is no faster, and the model's own steps are the twin.
+    # In torch one call is no faster, and the router's own steps are the reference.
     route = None if interfaces.kernels.route is MOE_IN_TORCH.route else interfaces.kernels.route
     return MoELayer(
         router=Router(

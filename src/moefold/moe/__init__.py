@@ -1,1 +1,1 @@
-"""One mixture-of-experts layer: who goes where, what keeps it balanced, and the experts."""
+"""The MoE layer: router, load balancing, dispatchers and experts."""

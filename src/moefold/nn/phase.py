@@ -1,8 +1,8 @@
 """A phase is one named piece of a layer's forward: either compute or communication.
 
-A layer's forward is its list of phases run in order. Because everything a later phase needs is in the value the earlier
-one hands on, and nothing on the layer, the phases of two microbatches can be interleaved: one computes while the
-other's tokens travel.
+A layer's forward is its phases in order. Everything a later phase needs is in the carry that the earlier one returns,
+and nothing on the layer, so the phases of two microbatches can be interleaved: one computes while the other's tokens
+travel.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def run_in_order(phases: Sequence[Phase], carry: Any) -> Any:
 
 
 class _Inside(NamedTuple):
-    """Between two phases of a part: what the whole keeps waiting, and what the part hands itself."""
+    """Between two phases of an inner module: the carry of the outer one, and its own."""
 
     outer: Any
     inner: Any
 
 
 def nest(phases: Sequence[Phase], enter: Callable[[Any], Any], leave: Callable[[Any, Any], Any]) -> tuple[Phase, ...]:
-    """A part's phases as phases of the whole: ``enter`` takes the part's input out of the carry, ``leave`` puts its
-    answer in."""
+    """A module's phases as phases of the module around it: ``enter`` takes the inner input out of the carry, ``leave``
+    puts the inner output in."""
 
     def run(phase: Phase, is_first: bool, is_last: bool, carry: Any) -> Any:
         outer, inner = (carry, enter(carry)) if is_first else carry
@@ -55,5 +55,5 @@ def nest(phases: Sequence[Phase], enter: Callable[[Any], Any], leave: Callable[[
 
 
 def recomputed(phase: Phase) -> Phase:
-    """The same phase, which keeps its input only and is computed again when its gradient is asked for."""
+    """The same phase, which saves only its input and is recomputed in the backward pass."""
     return replace(phase, run=lambda carry: checkpoint(phase.run, carry, use_reentrant=False, preserve_rng_state=False))
