@@ -16,7 +16,7 @@ from moefold.nn.batch import whole_batch
 
 
 def run_named(name: str, **changes: object) -> moefold.RunConfig:
-    return moefold.load_run(name, {"precision.experts": "sequential", **changes})
+    return moefold.load_run(name, {"kernels.experts": "sequential", **changes})
 
 
 def ids(batch: int, length: int, vocab: int = 256) -> Tensor:

@@ -22,6 +22,8 @@ BRAIN = (
     "checks",
     "plan",
     "recipes",
+    "api.runs",
+    "api.plans",
 )
 
 IMPORT_ALL = """
@@ -41,7 +43,7 @@ for name in sys.argv[1:]:
 def brain_modules() -> list[str]:
     found = []
     for part in BRAIN:
-        package = SRC / "moefold" / part
+        package = SRC / "moefold" / part.replace(".", "/")
         for path in sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]:
             assert path.exists(), f"{part} is neither a package nor a module"
             found.append(".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"))

@@ -31,15 +31,8 @@ BODY = ("ops", "comm", "nn", "attention", "moe", "model", "parallel", "pipeline"
 SUFFIX = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*_((?=[A-Za-z123]*[A-Z])[A-Za-z123]+|[te])")
 
 # Files that still have letters of their own, or names whose shape is another one. Only ever shorter.
-OLD_LETTERS = {
-    "ops/rmsnorm.py",
-    "ops/rope.py",
-    "ops/kernels/rope_reference.py",
-    "ops/kernels/rope_triton.py",
-    "ops/kernels/rope_latent_triton.py",
-    "parallel/ulysses.py",
-}
-OLD_SHAPES = {"ops/kernels/rope_reference.py", "ops/rmsnorm.py", "ops/rope.py", "ops/segments.py"}
+OLD_LETTERS: set[str] = set()
+OLD_SHAPES = {"ops/rmsnorm.py", "ops/rope.py", "ops/segments.py"}
 # Kernels whose blocks have letters of their own.
 OLD_LEGENDS = {f"moe/kernels/{job}_triton.py" for job in ("load_balancing", "permute", "router", "row_map")}
 # "N tokens of ..., K choices per token, ...": a legend in a docstring.

@@ -169,7 +169,7 @@ class MoELayer(nn.Module):
         """
         run = RunConfig(model=ModelConfig(dim=dim, num_layers=1, moe=config or MoEConfig(), init_std=init_std))
         changes = {f"model.moe.{name}": value for name, value in fields.items()}
-        run = override(run, changes | {"precision.experts": experts})
+        run = override(run, changes | {"kernels.experts": experts})
         if found := [problem for problem in problems(run) if problem.path.startswith("model.moe")]:
             raise ConfigError(*found)
         model, moe = run.model, run.model.moe

@@ -1,4 +1,4 @@
-"""Which backend runs the experts, by name (``precision.experts``)."""
+"""Which backend runs the experts, by name (``kernels.experts``)."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class RoutingPolicy(Protocol):
     ...         return moefold.TopKAssignment(torch.arange(2).expand(len(scores_tE), 2))
     >>> policy: moefold.RoutingPolicy = FirstExperts()
     >>> layer = moefold.MoELayer.from_config(dim=8, num_experts=4, routing_policy=policy)
-    >>> layer.route(torch.randn(3, 8)).expert_tK.tolist()
+    >>> layer.route(torch.randn(3, 8)).experts.tolist()
     [[0, 1], [0, 1], [0, 1]]
     """
 
