@@ -17,7 +17,7 @@ from moefold.config.precision import MemoryConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
-from moefold.prove.init_values import busy_values
+from moefold.prove.proof_inputs import proof_init
 
 # A dense layer and a mixture with a shared expert, a latent width and a balance loss, and a module that looks ahead.
 MODEL = ModelConfig(
@@ -64,7 +64,7 @@ def staged_run(
 
 def share_on(run: RunConfig, world: int = 1, rank: int = 0) -> LocalModel:
     groups = groups_of(run, world, rank, timedelta(seconds=30))
-    return build_local_model(run, groups, torch.device("cpu"), busy_values)
+    return build_local_model(run, groups, torch.device("cpu"), proof_init)
 
 
 def on_shares(run: RunConfig, world: int, work: Callable[[LocalModel], Any]) -> list[Any]:

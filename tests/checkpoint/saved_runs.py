@@ -21,7 +21,7 @@ from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, local_buffers
 from moefold.parallel.param_shards import local_part
-from moefold.prove.init_values import busy_values
+from moefold.prove.proof_inputs import proof_init
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.folded_layout import fold
 
@@ -34,7 +34,7 @@ def small_run(**layout: Any) -> RunConfig:
 def share_alone(run: RunConfig | None = None) -> LocalModel:
     run = run or small_run()
     groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
-    return build_local_model(run, groups, torch.device("cpu"), busy_values)
+    return build_local_model(run, groups, torch.device("cpu"), proof_init)
 
 
 def optimizer_for(local_model: LocalModel) -> AdamW:
@@ -49,15 +49,8 @@ def fill_moments(local_model: LocalModel, optimizer: AdamW, seed: int, steps: fl
         for kind in ("exp_avg", "exp_avg_sq"):
             state[kind] = torch.zeros_like(parameter.detach())
             into = torch.empty_like(local_part(state[kind]))
-            busy_values(
-                "matrix",
-                seed,
-                f"{kind}/{name}",
-                local_model.param_shards[name].shape,
-                local_model.param_shards[name].box,
-                1.0,
-                into,
-            )
+            shard = local_model.param_shards[name]
+            proof_init("matrix", seed, f"{kind}/{name}", shard.shape, shard.box, 1.0, into)
             local_part(state[kind]).copy_(into)
         optimizer.state[parameter] = state
 

@@ -30,7 +30,7 @@ from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import LocalModel, build_local_model
-from moefold.prove.init_values import busy_values
+from moefold.prove.proof_inputs import proof_init
 
 OLDER, NEWER = 4, 8
 
@@ -41,7 +41,7 @@ def save_on_two_ranks(root: Path, seed: int) -> None:
     def work(groups: Groups) -> None:
         for step in (OLDER, NEWER):
             run = replace(small_run(ep=2), seed=seed + step)
-            local_model = build_local_model(run, groups, torch.device("cpu"), busy_values)
+            local_model = build_local_model(run, groups, torch.device("cpu"), proof_init)
             optimizer = optimizer_for(local_model)
             fill_moments(local_model, optimizer, seed + step)
             saver = Saver(root, groups["world"], 0, background=False)
@@ -168,7 +168,7 @@ def test_ranks_that_see_different_damage_choose_the_same_checkpoint(
     path.write_bytes(content)
 
     def work(groups: Groups) -> int:
-        local_model = build_local_model(small_run(tp=2), groups, torch.device("cpu"), busy_values)
+        local_model = build_local_model(small_run(tp=2), groups, torch.device("cpu"), proof_init)
         optimizer = optimizer_for(local_model)
         before = everything(local_model, optimizer)
         with pytest.raises(CheckpointError, match="damaged" if groups.rank == 1 else "refused by rank 1"):

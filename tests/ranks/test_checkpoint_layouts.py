@@ -19,7 +19,7 @@ from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.parallel.parallelize import build_local_model
-from moefold.prove.init_values import busy_values
+from moefold.prove.proof_inputs import proof_init
 
 # (world, degrees)
 Layout = tuple[int, dict[str, Any]]
@@ -88,7 +88,7 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
 
     def save(groups: Groups) -> None:
         torch.manual_seed(groups.rank)
-        local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), busy_values)
+        local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), proof_init)
         optimizer = optimizer_for(local_model)
         fill_moments(local_model, optimizer, seed=1)
         saver = Saver(tmp_path, groups["world"], 0, about=run_record(local_model))
@@ -100,7 +100,7 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
         assert saver.finish() == 5
 
     def load(groups: Groups) -> list[float]:
-        expected = build_local_model(run_of(new_degrees), groups, torch.device("cpu"), busy_values)
+        expected = build_local_model(run_of(new_degrees), groups, torch.device("cpu"), proof_init)
         its_optimizer = optimizer_for(expected)
         fill_moments(expected, its_optimizer, seed=1)
         local_model = build_local_model(run_of(new_degrees), groups, torch.device("cpu"))
@@ -135,7 +135,7 @@ def test_the_bytes_of_model_and_moments_do_not_depend_on_the_layout(tmp_path: Pa
         root = tmp_path / str(number)
 
         def save(groups: Groups, root: Path = root, degrees: dict[str, Any] = degrees) -> None:
-            local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), busy_values)
+            local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), proof_init)
             optimizer = optimizer_for(local_model)
             fill_moments(local_model, optimizer, seed=1)
             saver = Saver(root, groups["world"], 0, background=False)

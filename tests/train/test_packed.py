@@ -31,7 +31,7 @@ from moefold.parallel.parallelize import LocalModel, build_local_model
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.runtime import run_schedule
-from moefold.prove.init_values import busy_values
+from moefold.prove.proof_inputs import proof_init
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.folded_layout import fold
 from moefold.train.batches import StepData, step_batches
@@ -109,7 +109,7 @@ def one_at_a_time(run: RunConfig) -> list[Batch]:
 
 def test_packed_padded_and_single_documents_make_the_same_step(tmp_path: Path) -> None:
     run = run_of(tmp_path, "bin_packed")
-    local_model = build_local_model(run, alone(run), CPU, busy_values)
+    local_model = build_local_model(run, alone(run), CPU, proof_init)
     ways = {
         "single": one_at_a_time(run),
         "bin_packed": step_of(run).batches,
@@ -213,7 +213,7 @@ def test_more_ranks_than_documents_run_empty_microbatches(tmp_path: Path) -> Non
     empty = [step.batches[0] for step in steps if not step.batches[0].num_tokens]
     assert len(empty) >= 5 and all(batch.lengths == () for batch in empty)
     # An empty microbatch still has a forward and a backward: other ranks wait for it in every layer.
-    local_model = build_local_model(run, alone(run), CPU, busy_values)
+    local_model = build_local_model(run, alone(run), CPU, proof_init)
     sums, gradients = carried_out(local_model, [empty[0]])
     assert sums.loss == 0 and not sums.counts_ME.any()
     assert all(not gradient.any() for gradient in gradients.values())

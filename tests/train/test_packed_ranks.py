@@ -19,7 +19,7 @@ from moefold.data.document_samples import open_samples
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.step import evaluate, run_step
-from moefold.prove.init_values import busy_values
+from moefold.prove.proof_inputs import proof_init
 from moefold.train.batches import step_batches
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
     """Of every rank and step: loss, look-ahead loss, norm, balance losses and the tokens per expert."""
 
     def work(rank: int) -> list[list[float]]:
-        local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, busy_values)
+        local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, proof_init)
         kinds = {spec.name: spec.kind for spec in parameters(run.model)}
         optimizer = adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), run.optim)
         samples, told = open_samples(run.data, run.model.vocab_size, run.seed), []

@@ -74,21 +74,21 @@ def run(args: argparse.Namespace) -> int:
 def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json: bool) -> int:
     from moefold.api.proofs import prove
     from moefold.api.runs import load_run
-    from moefold.prove.proof_report import as_data, case_report
+    from moefold.prove.proof_report import case_report, verdict_json
 
     verdict = prove(load_run(name, changes), world, dtype=dtype)
-    print(json.dumps(as_data(verdict)) if as_json else case_report(verdict))
+    print(json.dumps(verdict_json(verdict)) if as_json else case_report(verdict))
     return 0 if verdict.holds else 1
 
 
 def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int:
-    """One random case again, with its whole table."""
-    from moefold.prove.proof_report import as_data, case_report
+    """One random case again, with its table."""
+    from moefold.prove.proof_report import case_report, verdict_json
     from moefold.prove.random_cases import draw_case
     from moefold.prove.verdict import prove
 
     verdict = prove(draw_case(number, max_world, dtype))
-    print(json.dumps(as_data(verdict)) if as_json else case_report(verdict))
+    print(json.dumps(verdict_json(verdict)) if as_json else case_report(verdict))
     return 0 if verdict.holds else 1
 
 
@@ -105,7 +105,7 @@ def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: b
 
 
 def prove_kept(path: Path, as_json: bool) -> int:
-    from moefold.prove.kept_cases import read_cases
+    from moefold.prove.cases import read_cases
     from moefold.prove.proof_report import case_report
 
     began = time.monotonic()
@@ -132,11 +132,11 @@ def _prove_each(cases: Iterable[Case], count: int, as_json: bool, report: Callab
 
 
 def _sum_up(verdicts: list[Verdict], origin: str, began: float, as_json: bool, about: dict[str, Any]) -> int:
-    from moefold.prove.proof_report import as_data, cases_summary
+    from moefold.prove.proof_report import cases_summary, verdict_json
 
     held = all(verdict.holds for verdict in verdicts)
     if as_json:
-        print(json.dumps({"holds": held, **about, "cases": [as_data(verdict) for verdict in verdicts]}))
+        print(json.dumps({"holds": held, **about, "cases": [verdict_json(verdict) for verdict in verdicts]}))
     else:
         print(f"{origin}: {cases_summary(verdicts, time.monotonic() - began)}")
     return 0 if held else 1
@@ -145,7 +145,7 @@ def _sum_up(verdicts: list[Verdict], origin: str, began: float, as_json: bool, a
 def prove_mutants(as_json: bool) -> int:
     from moefold.prove.mutants import CASES, MUTANTS, caught
     from moefold.prove.mutants import prove_mutants as results
-    from moefold.prove.proof_report import as_data, case_report, mutants_report
+    from moefold.prove.proof_report import case_report, mutants_report, verdict_json
 
     everything = list(with_progress(results(), len(CASES) + len(MUTANTS), "injecting faults"))
     clean = [verdict for mutant, verdict in everything if mutant is None]
@@ -153,7 +153,7 @@ def prove_mutants(as_json: bool) -> int:
     passed = all(verdict.holds for verdict in clean) and all(caught(verdict) for _, verdict in faulty)
     if as_json:
         rows = [{"fault": mutant.name, "caught": caught(v), "seen_at": v.culprit} for mutant, v in faulty]
-        print(json.dumps({"holds": passed, "clean": [as_data(v) for v in clean], "faults": rows}))
+        print(json.dumps({"holds": passed, "clean": [verdict_json(v) for v in clean], "faults": rows}))
         return 0 if passed else 1
     for verdict in clean:
         if not verdict.holds:
@@ -166,7 +166,6 @@ def _tolerance_note(dtype: str) -> str:
     if dtype == "bfloat16":
         return (
             "bfloat16: errors are relative in norm; allowed are 6 * 2^-9/sqrt(3) * sqrt(36 roundings per layer + 12) * "
-            "(tokens)^(1/4), twice that for squared gradients, 0 for counts; assignments are replayed from the "
-            "reference"
+            "(tokens)^(1/4), twice that for squared gradients, 0 for counts; routing is replayed from the reference"
         )
-    return f"{dtype}: the largest difference relative to the largest entry; 1e-9 is allowed"
+    return f"{dtype}: the largest difference relative to the largest entry; tolerance 1e-9"

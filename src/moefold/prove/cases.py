@@ -1,24 +1,34 @@
-"""One question to the proof: this run, on this many ranks."""
+"""A case of the proof: a run and a number of ranks; its reduced form, and its form as one line of JSON.
+
+A drawn case has a number, but the number depends on the code that draws. A case that failed once must be provable for
+good, so it is kept as its world size and the keys of its run that differ from the defaults, with a sentence about what
+it found.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from moefold.batching.run_plan import plan_for
 from moefold.batching.step_plan import StepPlan
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.kernels import KernelsConfig
+from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, MoefoldError
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
@@ -34,12 +44,12 @@ class Case:
 
     @cached_property
     def documents(self) -> tuple[tuple[int, ...], ...]:
-        """The lengths of every sample's documents: the whole sequence, pieces of it, or one document of any length."""
+        """Document lengths of every sample: the whole sequence, a packed window, or one document of any length."""
         random, data = Random(self.run.seed), self.run.data
         if data.packing == "concat":
             return ((data.seq_len,),) * data.global_batch
         if data.packing == "concat_masked":
-            return tuple(_pieces(random, data.seq_len) for _ in range(data.global_batch))
+            return tuple(_packed_window(random, data.seq_len) for _ in range(data.global_batch))
         return tuple((random.randint(1, data.seq_len),) for _ in range(data.global_batch))
 
     @cached_property
@@ -59,37 +69,36 @@ class Case:
         return f"{self.run.name} on {self.world}: " + " ".join(f"{k}{v}" for k, v in degrees.items() if v > 1)
 
 
-def _pieces(random: Random, length: int) -> tuple[int, ...]:
-    """Up to three documents that fill a window."""
+def _packed_window(random: Random, length: int) -> tuple[int, ...]:
+    """Lengths of up to three documents that fill a window."""
     cuts = sorted(random.sample(range(1, length), random.randint(0, min(2, length - 1))))
     return tuple(stop - start for start, stop in pairwise((0, *cuts, length)))
 
 
-# Big enough to show every mistake, small enough for sixteen processes on a laptop.
-_MOST_LAYERS, _MOST_EXPERTS, _MOST_WIDTH, _MOST_VOCABULARY = 3, 16, 64, 256
-PROVING_OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5)
+# Large enough to show every fault, small enough for sixteen processes on a laptop.
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_DIM, _MAX_VOCAB = 3, 16, 64, 256
+PROOF_OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5)
 
 
 def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
-    """The same run with its sizes cut down: structure, routing and layout stay, numbers shrink."""
+    """The same run with smaller sizes: structure, routing and layout stay."""
     parallel, model = run.parallel, _reduce_model(run.model, run)
     dp = fold(parallel, world).size("dp")
-    # A stage string is about the full number of layers; balanced stages are as many.
+    # A stage string is for the full number of layers; use as many balanced stages.
     parallel = replace(parallel, stages=None)
-    fewest = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
-    data = DataConfig(seq_len=11, global_batch=max(2, fewest) * dp, micro_batch=1, packing=run.data.packing)
-    reduced = replace(run, model=model, parallel=parallel, data=data, precision=proving_precision(dtype))
-    reduced = replace(reduced, kernels=proving_kernels(dtype))
-    return Case(replace(reduced, optim=PROVING_OPTIM), world)
+    min_microbatches = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
+    data = DataConfig(seq_len=11, global_batch=max(2, min_microbatches) * dp, micro_batch=1, packing=run.data.packing)
+    reduced = replace(run, model=model, parallel=parallel, data=data, precision=proof_precision(dtype))
+    return Case(replace(reduced, kernels=proof_kernels(dtype), optim=PROOF_OPTIM), world)
 
 
-def proving_precision(dtype: Format) -> PrecisionConfig:
-    """bfloat16 keeps its parameters in float32, as training does."""
+def proof_precision(dtype: Format) -> PrecisionConfig:
+    """bfloat16 has float32 parameters, as in training."""
     return PrecisionConfig("float64" if dtype == "float64" else "float32", dtype)
 
 
-def proving_kernels(dtype: Format) -> KernelsConfig:
-    """torch's grouped GEMM has no float64 kernel."""
+def proof_kernels(dtype: Format) -> KernelsConfig:
+    """torch has no grouped GEMM in float64."""
     return KernelsConfig("sequential" if dtype == "float64" else "grouped")
 
 
@@ -99,7 +108,7 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
     if moe is not None:
         devices = 1 if moe.capacity is None else moe.capacity.device_groups
         groups = lcm(ep, moe.router.num_groups, moe.balance.device_groups, devices)
-        experts = min(moe.num_experts, max(_MOST_EXPERTS, groups) // groups * groups)
+        experts = min(moe.num_experts, max(_MAX_EXPERTS, groups) // groups * groups)
         moe = replace(
             moe,
             num_experts=experts,
@@ -112,9 +121,9 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
             moe = replace(moe, router=replace(moe.router, top_groups=_reduce_top_groups(moe)))
     return replace(
         model,
-        vocab_size=min(model.vocab_size, _MOST_VOCABULARY) // tp * tp,
-        dim=min(model.dim, _MOST_WIDTH),
-        num_layers=min(model.num_layers, _MOST_LAYERS),
+        vocab_size=min(model.vocab_size, _MAX_VOCAB) // tp * tp,
+        dim=min(model.dim, _MAX_DIM),
+        num_layers=min(model.num_layers, _MAX_LAYERS),
         num_dense_layers=min(model.num_dense_layers, 1),
         dense_hidden_dim=8 * tp * 3,
         attention=_reduce_attention(model, run.parallel),
@@ -124,7 +133,7 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
 
 
 def _reduce_top_groups(moe: MoEConfig) -> int:
-    """As many as there were, or the nearest number that holds ``top_k`` experts and divides it for a ``topk_sum``."""
+    """The nearest legal number: groups hold ``top_k`` experts, and divide ``top_k`` for ``topk_sum``."""
     needed = -(-moe.top_k // (moe.num_experts // moe.router.num_groups))
     legal = list(range(needed, moe.router.num_groups + 1))
     if moe.router.group_score == "topk_sum":
@@ -134,9 +143,9 @@ def _reduce_top_groups(moe: MoEConfig) -> int:
 
 def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> AttentionConfig:
     attention, tp = model.attention, parallel.tp
-    # Ranks that trade heads for tokens need some each.
-    trades = {parallel.context.full, parallel.context.windowed} != {"ring"}
-    heads = max(2, tp * (parallel.cp if trades else 1))
+    # Ulysses needs at least one head per rank.
+    ulysses = {parallel.context.full, parallel.context.windowed} != {"ring"}
+    heads = max(2, tp * (parallel.cp if ulysses else 1))
     if isinstance(attention, MLAConfig):
         q_latent = None if attention.q_latent is None else 20
         return replace(attention, num_heads=heads, q_latent=q_latent, kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6)
@@ -144,3 +153,50 @@ def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> Attention
     kv_heads = heads
     window = None if attention.window is None else 4
     return replace(attention, num_heads=kv_heads * grouped, num_kv_heads=kv_heads, head_dim=8, window=window)
+
+
+# ---- cases as text ----
+
+
+@dataclass(frozen=True)
+class KeptCase:
+    """A case and what it once found."""
+
+    case: Case
+    found: str
+
+
+def case_line(case: Case, found: str) -> str:
+    """The line that `read_cases` reads back as the same case."""
+    changed = _changed(asdict(case.run), asdict(RunConfig()))
+    return json.dumps({"found": found, "world": case.world, "run": changed})
+
+
+def read_cases(path: Path) -> list[KeptCase]:
+    """Every case of a file, in its order."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise MoefoldError(f"cannot read cases from {path}: {error}") from None
+    return [_read(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _read(line: str, where: str) -> KeptCase:
+    try:
+        match json.loads(line):
+            case {"found": str(found), "world": int(world), "run": dict(run), **others} if not others:
+                return KeptCase(Case(run_from_mapping(run), world), found)
+    except ConfigError as error:
+        raise MoefoldError(f"{where}: {error}") from None
+    except ValueError as error:
+        raise MoefoldError(f"{where}: not JSON: {error}") from None
+    raise MoefoldError(f'{where}: a case is {{"found": TEXT, "world": N, "run": {{...}}}} and nothing else')
+
+
+def _changed(value: Any, default: Any) -> Any:
+    """What of ``value`` differs from the default; a section of another kind stays whole."""
+    if not isinstance(value, dict) or not isinstance(default, dict) or value.get("kind") != default.get("kind"):
+        return value
+    return {
+        key: _changed(inner, default[key]) for key, inner in value.items() if key == "kind" or inner != default[key]
+    }

@@ -1,4 +1,4 @@
-"""What a set of cases covered: every claim of the proof with the number of cases behind it."""
+"""What a set of cases covered: every feature with the number of cases that had it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
         yield "model", "tied embeddings" if case.run.parallel.pp == 1 else "tied embeddings over stages"
     if model.num_dense_layers:
         yield "model", "dense layers first"
-    yield "modules that look ahead", str(model.num_mtp)
+    yield "MTP modules", str(model.num_mtp)
     if model.num_mtp:
-        yield "their loss divided by", model.mtp_divisor
+        yield "MTP loss divided by", model.mtp_divisor
     for phase in case.run.memory.recompute or ("nothing",):
-        yield "recomputed", phase
+        yield "recompute", phase
 
 
 def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
@@ -55,12 +55,12 @@ def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
         yield "folding", _folding(case)
     if sizes["etp"] != sizes["tp"]:
         yield "folding", "etp != tp"
-    for what, copies, ways in (
+    for what, replicas, ways in (
         ("dense", parallel.dp_replicate, sizes["dp"]),
         ("experts", parallel.edp_replicate, sizes["edp"]),
     ):
-        if copies > 1:
-            yield "hybrid sharding", f"{what}: " + ("copies only" if copies == ways else "copies of shards")
+        if replicas > 1:
+            yield "hybrid sharding", f"{what}: " + ("replicated" if replicas == ways else "replicated shards")
 
 
 def _folding(case: Case) -> str:
@@ -72,7 +72,7 @@ def _folding(case: Case) -> str:
 
 
 def _pipeline_features(case: Case) -> Iterator[tuple[str, str]]:
-    """Also for one rank: an order may have several stages there, or put weight gradients off, or overlap."""
+    """Also for one rank: a schedule may have several stages there, defer weight gradients, or overlap."""
     parallel = case.run.parallel
     schedule = schedule_named(parallel.schedule)
     if parallel.pp * parallel.vpp == 1 and not (schedule.splits_backward or schedule.overlaps):
@@ -90,7 +90,7 @@ def _pipeline_features(case: Case) -> Iterator[tuple[str, str]]:
     if any(stage.loss and not (stage.layers or stage.mtp) for stage in stages):
         yield "stages", "the loss alone"
     if any(stage.mtp and not stage.loss for stage in stages):
-        yield "stages", "a module that looks ahead before the loss"
+        yield "stages", "an MTP module before the loss"
 
 
 def _context_features(case: Case) -> Iterator[tuple[str, str]]:
@@ -146,16 +146,16 @@ def _moe_features(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield "experts", "latent"
     if moe.expert_mlp_bias:
         yield "experts", "biases"
-    yield "experts", f"weight at {moe.weight_at}"
+    yield "experts", f"prob applied at {moe.weight_at}"
     yield "experts", moe.activation
 
 
 def coverage(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """How many cases had each feature, by group; what happened in them comes last."""
+    """Number of cases with each feature, by group; special situations that occurred come last."""
     table: dict[str, Counter[str]] = {}
-    happened: Counter[str] = Counter()
+    occurred: Counter[str] = Counter()
     for verdict in verdicts:
         for group, feature in dict.fromkeys(features_of(verdict.case)):
             table.setdefault(group, Counter())[feature] += 1
-        happened.update(verdict.facts)
-    return table | {"happened": happened} if happened else table
+        occurred.update(verdict.observations)
+    return table | {"occurred": occurred} if occurred else table

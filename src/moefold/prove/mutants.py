@@ -1,7 +1,7 @@
-"""A proof that cannot fail is worthless: seed known faults and see each one caught.
+"""Mutation testing of the proof: seed known faults and check that each is caught.
 
 Every fault is tried on a case in which it matters; the same cases without a fault must hold. A fault is caught when the
-ranks got to the end and some quantity differs: a crash would be found by anyone.
+ranks finish and some quantity differs: a crash would be noticed without a proof.
 """
 
 from __future__ import annotations
@@ -16,22 +16,18 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.prove.cases import PROVING_OPTIM, Case, proving_kernels, proving_precision
-from moefold.prove.faults import dispatch_faults as sabotage_dispatch
-from moefold.prove.faults import document_faults as sabotage_documents
-from moefold.prove.faults import parallel_faults as sabotage
-from moefold.prove.faults import pipeline_faults as sabotage_pipeline
-from moefold.prove.faults import routing_faults
+from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
+from moefold.prove.faults import document_faults, moe_faults, parallel_faults, pipeline_faults
 from moefold.prove.verdict import Verdict, prove
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One seeded fault: what it does to a rank, where it is tried, and how it comes about in real code."""
+    """One seeded fault: the function that breaks a rank, the case it is tried on, and how it happens in real code."""
 
     seed: Callable[[], None]
     case: str
-    story: str
+    cause: str
 
     @property
     def name(self) -> str:
@@ -57,8 +53,8 @@ _DATA = DataConfig(seq_len=6, global_batch=12, micro_batch=3)
 
 
 def _case(name: str, parallel: ParallelConfig, model: ModelConfig, data: DataConfig = _DATA) -> Case:
-    precision, kernels = proving_precision("float64"), proving_kernels("float64")
-    return Case(RunConfig(name, 5, model, parallel, precision, kernels, data, PROVING_OPTIM), 4)
+    precision, kernels = proof_precision("float64"), proof_kernels("float64")
+    return Case(RunConfig(name, 5, model, parallel, precision, kernels, data, PROOF_OPTIM), 4)
 
 
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
@@ -84,7 +80,7 @@ _ONE_STAGE = (
         ParallelConfig(tp=2, ep=2, dispatcher="all_gather"),
         _model(moe=replace(_MOE, capacity=CapacityConfig(factor=0.8))),
     ),
-    # Bias, groups and a capacity per device: what is asked, what is chosen and what is kept all differ.
+    # With bias, groups and a capacity per device, the plain top-k, the assignments and what is kept all differ.
     _case(
         "limited",
         ParallelConfig(tp=2, ep=4),
@@ -105,19 +101,19 @@ _ONE_STAGE = (
             )
         ),
     ),
-    _case("once", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
-    _case("copied", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
+    _case("deduplicated", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
+    _case("replicated", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
     _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, packing="padded")),
 )
 _STAGES = (
-    # Both ranks of the pipeline hold the tied embedding, and streams of two modules that look ahead cross stages.
+    # Both pipeline ranks hold the tied embedding, and hidden states of two MTP modules cross stages.
     _case(
         "interleaved",
         ParallelConfig(pp=2, vpp=2, schedule="interleaved", stages="Et|tt|tm|mL", ep=2),
         _model(num_layers=4, num_mtp=2, tied_embeddings=True),
         replace(_DATA, global_batch=18, packing="concat_masked"),
     ),
-    _case("put off", ParallelConfig(pp=2, schedule="zb_h1", tp=2, ep=2), _model(num_layers=3)),
+    _case("deferred", ParallelConfig(pp=2, schedule="zb_h1", tp=2, ep=2), _model(num_layers=3)),
     _case(
         "overlapped",
         ParallelConfig(pp=2, schedule="1f1b_overlapped", ep=2),
@@ -133,13 +129,13 @@ _CONTEXT = (
         DataConfig(seq_len=17, global_batch=4, micro_batch=2, packing="bin_packed"),
     ),
     _case(
-        "traded",
+        "ulysses",
         ParallelConfig(cp=2, tp=2, ep=4, context=ContextConfig(full="all_to_all")),
         _model(),
         DataConfig(seq_len=13, global_batch=4, micro_batch=2, packing="concat_masked"),
     ),
-    # Waves of two ranks per document and of one. Counts of documents that other ranks hold have other shapes, so the
-    # loss per sequence is off: one fault adds up counts over too many ranks.
+    # Waves of two ranks per document and of one. Counts of other ranks' documents have other shapes, so the sequence
+    # loss is off: one fault sums counts over too many ranks.
     _case(
         "dynamic",
         ParallelConfig(cp=2, ep=2, dynamic_cp=True),
@@ -150,176 +146,206 @@ _CONTEXT = (
 CASES = {case.run.name: case for case in (*_ONE_STAGE, *_STAGES, *_CONTEXT)}
 
 MUTANTS = (
-    Mutant(sabotage.no_expert_sum_over_edp, "copied", "the copies of an expert are left out of the gradient reduction"),
-    Mutant(sabotage.mean_over_dp, "copied", "a data-parallel wrapper averages where the loss was already divided"),
     Mutant(
-        sabotage.experts_scaled_by_edp_over_dp, "gathered", "expert gradients get a factor that belongs to another loss"
+        parallel_faults.no_expert_sum_over_edp,
+        "replicated",
+        "the replicas of an expert are left out of the gradient reduction",
     ),
-    Mutant(sabotage.router_not_summed_over_tp, "folded", "the router is taken for an ordinary replicated parameter"),
-    Mutant(sabotage.norm_not_summed_over_tp, "folded", "a norm before attention sees its shard's tokens only"),
-    Mutant(sabotage.head_norm_not_summed_over_tp, "split", "a norm per head sees its rank's heads only"),
-    Mutant(sabotage.split_bias_not_summed_over_etp, "split", "the bias of a split expert learns on one rank only"),
-    Mutant(sabotage.local_label_count, "folded", "the loss is divided by the labels of this rank"),
-    Mutant(sabotage.experts_in_the_wrong_order, "folded", "ranks load each other's experts"),
-    Mutant(sabotage.combine_drops_a_row, "folded", "the way home loses one answer"),
-    Mutant(sabotage.weight_applied_twice, "folded", "in the expert, and again on the way home"),
-    Mutant(sabotage.weight_not_applied, "folded", "each side leaves it to the other"),
-    Mutant(sabotage.weight_gradient_lost, "folded", "weights travel outside of the gradient's sight"),
-    Mutant(sabotage.gathered_weights_gradient_not_summed, "gathered", "a gather with the other gather's gradient"),
-    Mutant(sabotage.split_experts_not_added, "split", "each rank keeps its own part of a split expert's answer"),
-    Mutant(sabotage.split_bias_added_by_all, "split", "each part of a split expert adds the whole bias"),
-    Mutant(sabotage.norm_counts_copies, "folded", "a replicated parameter enters the norm once per copy"),
-    Mutant(sabotage.norm_misses_a_shard, "folded", "the experts of other ranks are missing from the norm"),
-    Mutant(sabotage.norm_of_this_rank_only, "folded", "every rank clips by its own norm"),
-    Mutant(sabotage.gradients_not_clipped, "folded", "the bound is never applied"),
-    Mutant(sabotage.bias_from_local_load, "folded", "the loss-free bias follows this rank's tokens"),
-    Mutant(sabotage.balance_over_own_tokens_only, "folded", "loads are counted over a shard, not over the microbatch"),
-    Mutant(sabotage.balance_of_global_batch_over_one_microbatch, "folded", "the global loss never leaves its rank"),
-    Mutant(sabotage.earlier_microbatches_forgotten, "folded", "accumulation restarts the global loss's counts"),
-    Mutant(sabotage.positions_restart_in_every_shard, "folded", "a shard takes its first token for position 0"),
-    Mutant(sabotage.vocabulary_offset_forgotten, "folded", "every rank looks for labels in the first vocabulary part"),
     Mutant(
-        sabotage.loss_gradient_once_per_rank, "folded", "the loss is the same everywhere and its gradients are added"
+        parallel_faults.mean_over_dp,
+        "replicated",
+        "a data-parallel wrapper averages where the loss was already divided",
     ),
-    Mutant(sabotage.target_gradient_once_per_rank, "folded", "the same for the label's own score"),
-    Mutant(sabotage.gather_forgets_other_ranks_gradients, "folded", "a gather whose backward only cuts"),
-    Mutant(sabotage.partial_sums_averaged, "folded", "a mean where partial sums meet"),
-    Mutant(sabotage.full_width_norm_over_own_heads, "folded", "a norm over all heads takes its own for all"),
-    Mutant(sabotage.shards_in_the_wrong_order, "folded", "a rank reads its neighbour's labels of the tokens' sets"),
-    Mutant(sabotage.capacity_of_the_shard, "gathered", "a capacity for the microbatch is applied to each shard"),
-    Mutant(sabotage.dropped_choices_forgotten_by_others, "gathered", "who was dropped is not told to the other ranks"),
     Mutant(
-        routing_faults.balance_counts_where_tokens_went,
+        parallel_faults.experts_scaled_by_edp_over_dp,
+        "gathered",
+        "expert gradients get a factor that belongs to another loss",
+    ),
+    Mutant(
+        parallel_faults.router_not_summed_over_tp, "folded", "the router is treated as an ordinary replicated parameter"
+    ),
+    Mutant(parallel_faults.norm_not_summed_over_tp, "folded", "a norm before attention sees its shard's tokens only"),
+    Mutant(parallel_faults.head_norm_not_summed_over_tp, "split", "a norm per head sees its rank's heads only"),
+    Mutant(
+        parallel_faults.split_bias_not_summed_over_etp,
+        "split",
+        "the bias of a split expert gets the gradient of one rank only",
+    ),
+    Mutant(parallel_faults.local_label_count, "folded", "the loss is divided by the labels of this rank"),
+    Mutant(parallel_faults.experts_in_the_wrong_order, "folded", "ranks load each other's experts"),
+    Mutant(parallel_faults.combine_drops_a_row, "folded", "combine loses one row"),
+    Mutant(parallel_faults.prob_applied_twice, "folded", "in the expert, and again in combine"),
+    Mutant(parallel_faults.prob_not_applied, "folded", "expert and combine leave it to each other"),
+    Mutant(parallel_faults.prob_gradient_lost, "folded", "probs are sent without autograd"),
+    Mutant(
+        parallel_faults.gathered_probs_gradient_not_summed,
+        "gathered",
+        "an all_gather with the backward of a replicated one",
+    ),
+    Mutant(
+        parallel_faults.split_experts_not_summed, "split", "each rank keeps its own partial output of a split expert"
+    ),
+    Mutant(parallel_faults.split_bias_added_by_all, "split", "each shard of a split expert adds the whole bias"),
+    Mutant(parallel_faults.norm_counts_copies, "folded", "a replicated parameter enters the norm once per replica"),
+    Mutant(parallel_faults.norm_misses_a_shard, "folded", "the experts of other ranks are missing from the norm"),
+    Mutant(parallel_faults.norm_of_this_rank_only, "folded", "every rank clips by its own norm"),
+    Mutant(parallel_faults.gradients_not_clipped, "folded", "clip_norm is never applied"),
+    Mutant(parallel_faults.bias_from_local_load, "folded", "the loss-free bias follows this rank's tokens"),
+    Mutant(
+        parallel_faults.balance_over_own_tokens_only,
+        "folded",
+        "loads are counted over a shard, not over the microbatch",
+    ),
+    Mutant(
+        parallel_faults.balance_of_global_batch_over_one_microbatch,
+        "folded",
+        "the global-batch loss sees one microbatch only",
+    ),
+    Mutant(parallel_faults.earlier_microbatches_forgotten, "folded", "accumulation restarts the global loss's counts"),
+    Mutant(parallel_faults.positions_restart_in_every_shard, "folded", "a shard's first token gets position 0"),
+    Mutant(
+        parallel_faults.vocabulary_offset_forgotten,
+        "folded",
+        "every rank looks for labels in the first vocabulary shard",
+    ),
+    Mutant(
+        parallel_faults.loss_gradient_once_per_rank, "folded", "the loss is replicated and its gradients are summed"
+    ),
+    Mutant(parallel_faults.target_gradient_once_per_rank, "folded", "the same for the label's logit"),
+    Mutant(parallel_faults.gather_forgets_other_ranks_gradients, "folded", "an all_gather whose backward only slices"),
+    Mutant(parallel_faults.partial_sums_averaged, "folded", "a mean where partial sums must be summed"),
+    Mutant(parallel_faults.full_norm_over_own_heads, "folded", "a norm over all heads sees its rank's heads only"),
+    Mutant(parallel_faults.shards_in_the_wrong_order, "folded", "a rank uses another rank's slice of per-token ids"),
+    Mutant(parallel_faults.capacity_of_the_shard, "gathered", "a capacity for the microbatch is applied to each shard"),
+    Mutant(
+        parallel_faults.dropped_assignments_kept_by_others,
+        "gathered",
+        "other ranks do not learn which assignments were dropped",
+    ),
+    Mutant(
+        moe_faults.balance_counts_the_biased_topk,
         "limited",
-        "the balance losses see the bias's and groups' choice",
+        "balance losses count the top-k with bias and groups",
     ),
-    Mutant(routing_faults.drops_by_the_raw_score, "limited", "who is dropped is decided before scores are normalised"),
+    Mutant(moe_faults.drops_by_the_raw_score, "limited", "drops are decided before scores are normalised"),
     Mutant(
-        routing_faults.bias_counts_what_was_dropped,
+        moe_faults.bias_counts_what_was_dropped,
         "limited",
-        "the loss-free bias follows what was asked, not computed",
+        "the loss-free bias follows assignments before dropping",
     ),
     Mutant(
-        routing_faults.capacity_of_a_device_for_each_expert,
+        moe_faults.capacity_of_a_device_for_each_expert,
         "limited",
-        "the experts of a device do not share its room",
+        "each expert of a device gets the device's capacity",
     ),
-    Mutant(routing_faults.a_group_scored_by_its_best_expert, "limited", "V2's rule for groups where V3's is meant"),
-    Mutant(sabotage.start_depends_on_the_layout, "folded", "each rank seeds its own part by its own shape"),
-    Mutant(sabotage.decay_on_everything, "folded", "norms and biases are pulled to zero"),
-    Mutant(sabotage_dispatch.one_choice_per_row, "once", "a row that came once is answered by one expert only"),
-    Mutant(sabotage_dispatch.gradient_of_one_copy, "once", "of a row that went to several ranks, one sends a gradient"),
-    Mutant(sabotage_dispatch.weights_gradient_of_one_rank, "once", "of a token's weights, one rank's have a gradient"),
-    Mutant(sabotage_dispatch.hosts_not_added_up, "once", "of several hosts' answers, the first is taken"),
+    Mutant(moe_faults.a_group_scored_by_its_best_expert, "limited", "DeepSeek-V2's group score instead of V3's"),
+    Mutant(parallel_faults.init_depends_on_the_layout, "folded", "each rank draws its shard by its own shape"),
+    Mutant(parallel_faults.decay_on_everything, "folded", "weight decay on norms and biases"),
+    Mutant(
+        moe_faults.one_assignment_per_row, "deduplicated", "a row that was sent once is computed by one expert only"
+    ),
+    Mutant(
+        moe_faults.gradient_of_one_copy, "deduplicated", "of a row sent to several ranks, one rank's gradient is used"
+    ),
+    Mutant(moe_faults.probs_gradient_of_one_rank, "deduplicated", "of a token's probs, one rank's gradients are used"),
+    Mutant(moe_faults.hosts_not_summed, "deduplicated", "of several hosts' outputs, the first is taken"),
     # ---- pipelines ----
     Mutant(
-        sabotage_pipeline.tied_weight_not_summed_over_stages,
+        pipeline_faults.tied_weight_not_summed_over_stages,
         "interleaved",
         "each stage updates its copy of a tied weight by itself",
     ),
+    Mutant(pipeline_faults.tied_weight_twice_in_the_norm, "interleaved", "both stages of a tied weight enter the norm"),
+    Mutant(pipeline_faults.weight_gradients_of_a_microbatch_lost, "deferred", "deferred gradients are dropped"),
     Mutant(
-        sabotage_pipeline.tied_weight_twice_in_the_norm, "interleaved", "both holders of a tied weight enter the norm"
-    ),
-    Mutant(
-        sabotage_pipeline.weight_gradients_of_a_microbatch_lost, "put off", "what was put off is dropped in the bubble"
-    ),
-    Mutant(
-        sabotage_pipeline.weight_gradients_of_a_microbatch_added_twice,
-        "put off",
+        pipeline_faults.weight_gradients_of_a_microbatch_added_twice,
+        "deferred",
         "both halves of a backward add the weight's gradient",
     ),
     Mutant(
-        sabotage_pipeline.weight_gradients_of_overlapped_pairs_lost,
+        pipeline_faults.weight_gradients_of_overlapped_pairs_lost,
         "overlapped",
-        "what is left to do after a forward beside a backward is not done",
+        "weight gradients deferred by an overlapped pair are not computed",
     ),
     Mutant(
-        sabotage_pipeline.gradient_of_the_microbatch_before,
+        pipeline_faults.gradient_of_the_microbatch_before,
         "interleaved",
         "a receive buffer is read before the next message is in",
     ),
-    Mutant(sabotage_pipeline.streams_of_two_microbatches_swapped, "put off", "a stage runs the first microbatch again"),
     Mutant(
-        sabotage_pipeline.gradient_of_the_second_stream_forgotten,
+        pipeline_faults.hidden_states_of_two_microbatches_swapped, "deferred", "a stage runs the first microbatch again"
+    ),
+    Mutant(
+        pipeline_faults.gradient_of_the_second_hidden_state_lost,
         "interleaved",
-        "a stage hands back the gradient of the model's stream and drops the other's",
+        "a stage sends back the gradient of the main hidden state only",
     ),
     Mutant(
-        sabotage_pipeline.balance_of_middle_stages_forgotten,
+        pipeline_faults.balance_of_middle_stages_forgotten,
         "interleaved",
-        "only the last stage has a loss, so only there a backward begins",
+        "backward starts from the last stage's loss only",
     ),
     Mutant(
-        sabotage_pipeline.earlier_counts_of_another_layer,
+        pipeline_faults.earlier_counts_of_another_layer,
         "interleaved",
-        "rows of counts are numbered inside a stage, not over the model",
+        "rows of counts are indexed per stage, not per model",
     ),
+    Mutant(pipeline_faults.mtp_losses_summed_not_averaged, "interleaved", "the losses of two MTP modules count double"),
+    # ---- documents and context parallelism ----
+    Mutant(document_faults.keys_of_the_neighbour_before, "ring", "the ring attends to the keys of the step before"),
+    Mutant(document_faults.parts_merged_without_rescaling, "ring", "partial attentions are merged without rescaling"),
+    Mutant(document_faults.key_gradients_not_returned, "ring", "keys get gradients from their own rank's queries only"),
     Mutant(
-        sabotage_pipeline.losses_ahead_added_not_averaged, "interleaved", "two modules that look ahead count double"
+        document_faults.heads_come_back_in_another_order, "ulysses", "the all-to-all back orders heads by another rank"
     ),
-    # ---- documents, and ranks that share them ----
+    Mutant(document_faults.documents_see_each_other, "ulysses", "attention treats a packed microbatch as one sequence"),
     Mutant(
-        sabotage_documents.keys_of_the_neighbour_before, "ring", "the ring computes with the keys of the step before"
-    ),
-    Mutant(
-        sabotage_documents.parts_merged_without_rescaling, "ring", "each step's softmax counts as if it were the whole"
-    ),
-    Mutant(
-        sabotage_documents.key_gradients_not_brought_home, "ring", "keys learn from the queries of their own rank only"
-    ),
-    Mutant(
-        sabotage_documents.heads_come_back_in_another_order, "traded", "the way back is dealt from the wrong rank on"
-    ),
-    Mutant(
-        sabotage_documents.documents_see_each_other, "traded", "attention takes a packed microbatch for one sequence"
-    ),
-    Mutant(
-        sabotage_documents.positions_count_what_a_rank_holds,
+        document_faults.positions_count_what_a_rank_holds,
         "ring",
-        "a rank takes its two chunks for one piece of text",
+        "a rank treats its two chunks as contiguous",
     ),
     Mutant(
-        sabotage_documents.gathered_tokens_in_the_order_of_ranks,
+        document_faults.gathered_tokens_in_the_order_of_ranks,
         "dynamic",
-        "who is dropped is decided for a token and applied to another",
+        "drops are decided for one token and applied to another",
     ),
     Mutant(
-        sabotage_documents.looks_one_token_too_far_ahead, "ring", "labels are shifted already, and shifted once more"
+        document_faults.mtp_labels_shifted_once_too_often, "ring", "labels are shifted already, and shifted once more"
     ),
     Mutant(
-        sabotage_documents.looks_ahead_into_the_next_document,
+        document_faults.mtp_labels_of_the_next_document,
         "interleaved",
         "the label past a document's end is not ignored",
     ),
-    Mutant(sabotage_documents.loss_divided_by_padded_tokens, "padded", "the loss is averaged over all places"),
-    Mutant(sabotage_documents.pads_in_the_balance_losses, "padded", "pads have probabilities like any token"),
-    Mutant(sabotage_documents.pads_sent_to_experts, "padded", "pads take part in routing and in everyone's load"),
+    Mutant(document_faults.loss_divided_by_padded_tokens, "padded", "the loss is averaged over padding too"),
+    Mutant(document_faults.padding_in_the_balance_losses, "padded", "padding tokens have probs like any token"),
+    Mutant(document_faults.padding_sent_to_experts, "padded", "padding takes part in routing and in the load"),
     Mutant(
-        sabotage_documents.sequence_balance_over_the_microbatch,
+        document_faults.sequence_balance_over_the_microbatch,
         "interleaved",
-        "packed documents are one sequence to the balance loss",
+        "the balance loss treats packed documents as one sequence",
     ),
-    Mutant(sabotage_documents.sequences_of_this_microbatch_only, "interleaved", "the mean is over a rank's sequences"),
-    Mutant(sabotage_documents.shared_sequences_counted_once_per_rank, "ring", "a document on several ranks is several"),
-    Mutant(sabotage_documents.sequences_weighed_by_their_tokens, "interleaved", "a mean over tokens, not sequences"),
+    Mutant(document_faults.sequences_of_this_microbatch_only, "interleaved", "the mean is over a rank's sequences"),
+    Mutant(document_faults.shared_sequences_counted_once_per_rank, "ring", "a document on several ranks is several"),
+    Mutant(document_faults.sequences_weighted_by_their_tokens, "interleaved", "a mean over tokens, not sequences"),
+    Mutant(document_faults.loss_of_one_context_rank_only, "ring", "the loss is summed over dp and not over cp"),
+    Mutant(document_faults.labels_not_counted_over_context_ranks, "ulysses", "labels are counted over dp only"),
+    Mutant(document_faults.shared_tokens_counted_once_per_rank, "ring", "every rank counts the microbatch as its own"),
     Mutant(
-        sabotage_documents.loss_of_one_context_rank_only, "ring", "the loss is summed over dp and forgotten over cp"
+        document_faults.balance_over_one_context_shard,
+        "ulysses",
+        "loads are counted over one context shard of a document",
     ),
-    Mutant(sabotage_documents.labels_not_counted_over_context_ranks, "traded", "labels are counted over dp only"),
     Mutant(
-        sabotage_documents.shared_tokens_counted_once_per_rank, "ring", "every rank counts the microbatch as its own"
-    ),
-    Mutant(sabotage_documents.balance_over_one_context_share, "traded", "loads are counted over a share of a document"),
-    Mutant(
-        sabotage_documents.balance_over_the_largest_context_group,
+        document_faults.balance_over_the_largest_context_group,
         "dynamic",
-        "counts are added over the largest group, whatever the wave's",
+        "counts are summed over the largest context group in every wave",
     ),
 )
 
 
 def caught(verdict: Verdict) -> bool:
-    """Whether a named quantity differs; ranks that crashed or hung have shown nothing."""
+    """Whether a named quantity differs; a crash or a timeout does not count."""
     return verdict.failure is None and any(not row.holds for row in verdict.rows)
 
 
@@ -328,4 +354,4 @@ def prove_mutants() -> Iterator[tuple[Mutant | None, Verdict]]:
     for case in CASES.values():
         yield None, prove(case)
     for mutant in MUTANTS:
-        yield mutant, prove(CASES[mutant.case], seconds=60.0, sabotage=mutant.seed)
+        yield mutant, prove(CASES[mutant.case], seconds=60.0, fault=mutant.seed)

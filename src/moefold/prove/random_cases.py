@@ -1,8 +1,8 @@
-"""Random legal cases: every kind of model, routing, dispatcher and layout, in sizes that do not divide nicely.
+"""Random legal cases: every kind of model, routing, dispatcher and layout, in sizes that do not divide evenly.
 
-Layouts are dealt like a deck: all legal ones, shuffled, each once before any comes twice. Everything else is drawn
-anew for each case and repaired until the run has no problems. A case's number says which seed it was drawn from and
-how many were drawn before it, so it can be drawn again alone.
+Layouts are drawn without replacement: all legal ones in random order, each once before any comes twice. Everything else
+is drawn for each case until the run has no problems. A case's number encodes its seed and how many cases were drawn
+before it, so it can be drawn again alone.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, 
 from moefold.config.precision import Format, MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
-from moefold.prove.cases import PROVING_OPTIM, Case, proving_kernels, proving_precision
+from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 from moefold.schedule.names import SCHEDULES
 
 _DEGREES = (1, 2, 4, 8)
-# Numbers of one seed's cases; those of the next seed follow.
-_MOST_CASES = 100_003
+# Case numbers per seed.
+_CASES_PER_SEED = 100_003
 
 
 @dataclass(frozen=True)
-class _Deal:
+class _Degrees:
     world: int
     pp: int
     cp: int
@@ -50,43 +50,47 @@ class _Deal:
 
 
 def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64") -> Iterator[Case]:
-    if count > _MOST_CASES:
-        raise MoefoldError(f"a seed has at most {_MOST_CASES:,} cases, not {count:,}; draw the rest from another seed")
+    if count > _CASES_PER_SEED:
+        raise MoefoldError(
+            f"a seed has at most {_CASES_PER_SEED:,} cases, not {count:,}; draw the rest from another seed"
+        )
     random = Random(seed)
-    deck: list[_Deal] = []
+    remaining: list[_Degrees] = []
     for number in range(count):
-        if not deck:
-            # Choices are recorded for one microbatch at a time, so narrow formats prove layouts of one stage.
-            deck = [deal for deal in _all_deals(max_world) if dtype != "bfloat16" or deal.pp * deal.cp == 1]
-            random.shuffle(deck)
-        yield _draw(random, deck.pop(), seed * _MOST_CASES + number, dtype)
+        if not remaining:
+            # Routing is recorded for one microbatch only, so bfloat16 proves layouts of one stage.
+            remaining = [
+                degrees for degrees in _all_degrees(max_world) if dtype != "bfloat16" or degrees.pp * degrees.cp == 1
+            ]
+            random.shuffle(remaining)
+        yield _draw(random, remaining.pop(), seed * _CASES_PER_SEED + number, dtype)
 
 
 def draw_case(number: int, max_world: int, dtype: Format = "float64") -> Case:
     """The drawn case of this number; the largest world and the format must be those it was drawn with."""
-    seed, before = divmod(number, _MOST_CASES)
+    seed, before = divmod(number, _CASES_PER_SEED)
     *_, case = draw_cases(before + 1, max_world, seed, dtype)
     return case
 
 
-def _all_deals(max_world: int) -> Iterator[_Deal]:
+def _all_degrees(max_world: int) -> Iterator[_Degrees]:
     for world in (size for size in _DEGREES if size <= max_world):
         for pp in (size for size in _DEGREES if world % size == 0):
             stage = world // pp
             for cp, tp in product((1, 2, 4), _DEGREES):
                 for ep, etp in product(_DEGREES, _DEGREES):
                     if stage % (cp * tp) == 0 and stage % (ep * etp) == 0:
-                        yield _Deal(world, pp, cp, tp, ep, etp)
+                        yield _Degrees(world, pp, cp, tp, ep, etp)
 
 
-def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
-    """Draw until the checks agree; most draws are legal, so this ends quickly."""
+def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
+    """Draw until the checks find no problem; most draws are legal."""
     while True:
-        parallel = _parallel(random, deal, dtype)
-        data = _data(random, deal, parallel, dtype)
+        parallel = _parallel(random, degrees, dtype)
+        data = _data(random, degrees, parallel, dtype)
         if data.packing == "bin_packed" and random.random() < 0.6:
             parallel = replace(parallel, dynamic_cp=True)
-        model = _model(random, deal, parallel, dtype)
+        model = _model(random, degrees, parallel, dtype)
         if parallel.pp * parallel.vpp > 1 and random.random() < 0.5:
             parallel = replace(parallel, stages=_stages(random, model, parallel.pp * parallel.vpp))
         run = RunConfig(
@@ -95,42 +99,44 @@ def _draw(random: Random, deal: _Deal, seed: int, dtype: Format) -> Case:
             model=model,
             parallel=parallel,
             data=data,
-            precision=proving_precision(dtype),
+            precision=proof_precision(dtype),
             kernels=_kernels(random, model, dtype),
-            optim=PROVING_OPTIM,
+            optim=PROOF_OPTIM,
             memory=_memory(random),
         )
-        if not problems(run, deal.world):
-            return Case(run, deal.world)
+        if not problems(run, degrees.world):
+            return Case(run, degrees.world)
 
 
 def _kernels(random: Random, model: ModelConfig, dtype: Format) -> KernelsConfig:
-    """Half of the runs that can have their experts fused do; the reference has them plain."""
-    plain, moe = proving_kernels(dtype), model.moe
+    """Half of the runs that can have fused experts; the reference has sequential ones."""
+    plain, moe = proof_kernels(dtype), model.moe
     padded = moe is not None and moe.capacity is not None and moe.capacity.pad
     fits = dtype == "float64" and moe is not None and moe.weight_at == "activation" and not padded
     return replace(plain, experts="fused") if fits and random.random() < 0.5 else plain
 
 
-def _parallel(random: Random, deal: _Deal, dtype: Format) -> ParallelConfig:
-    edp = deal.stage // (deal.ep * deal.etp)
-    # Orders of one stage are worth a look too: they put weight gradients off and overlap.
-    plain = dtype == "bfloat16" or (deal.pp == 1 and random.random() < 0.5)
+def _parallel(random: Random, degrees: _Degrees, dtype: Format) -> ParallelConfig:
+    edp = degrees.stage // (degrees.ep * degrees.etp)
+    # Schedules on one stage as well: they defer weight gradients and overlap.
+    plain = dtype == "bfloat16" or (degrees.pp == 1 and random.random() < 0.5)
     schedule = SCHEDULES["1f1b"] if plain else random.choice(list(SCHEDULES.values()))
     dispatcher = random.choice(get_args(DispatcherName))
     return ParallelConfig(
-        pp=deal.pp,
-        cp=deal.cp,
-        tp=deal.tp,
-        ep=deal.ep,
-        etp=deal.etp,
+        pp=degrees.pp,
+        cp=degrees.cp,
+        tp=degrees.tp,
+        ep=degrees.ep,
+        etp=degrees.etp,
         vpp=random.randint(1, 4) if schedule.virtual is None else schedule.virtual,
         schedule=schedule.name,
-        context=_context(random, deal.cp),
-        dp_replicate=_copies(random, deal.dp),
-        edp_replicate=_copies(random, edp),
+        context=_context(random, degrees.cp),
+        dp_replicate=_replicas(random, degrees.dp),
+        edp_replicate=_replicas(random, edp),
         dispatcher=dispatcher,
-        ep_inner=random.choice([size for size in _DEGREES if deal.ep % size == 0]) if dispatcher == "two_level" else 1,
+        ep_inner=random.choice([size for size in _DEGREES if degrees.ep % size == 0])
+        if dispatcher == "two_level"
+        else 1,
     )
 
 
@@ -142,7 +148,7 @@ def _context(random: Random, cp: int) -> ContextConfig:
 
 
 def _stages(random: Random, model: ModelConfig, count: int) -> str:
-    """Any cut of the model into stages, empty ones too; now and then one that hands the parts out one by one."""
+    """Any partition of the model into stages, empty ones too."""
     letters = "E" + "t" * model.num_layers + "m" * model.num_mtp + "L"
     cuts = sorted(random.choices(range(1, len(letters)), k=count - 1))
     return "|".join(letters[start:stop] for start, stop in pairwise((0, *cuts, len(letters))))
@@ -153,51 +159,51 @@ def _memory(random: Random) -> MemoryConfig:
     return MemoryConfig(tuple(phase for phase in phases if random.random() < 0.2))
 
 
-def _copies(random: Random, ways: int) -> int:
-    """Mostly fully sharded, sometimes hybrid, sometimes copies only."""
+def _replicas(random: Random, ways: int) -> int:
+    """Mostly fully sharded, sometimes hybrid, sometimes replicated."""
     divisors = [size for size in _DEGREES if ways % size == 0]
     return random.choice(divisors) if random.random() < 0.4 else 1
 
 
-def _data(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format) -> DataConfig:
+def _data(random: Random, degrees: _Degrees, parallel: ParallelConfig, dtype: Format) -> DataConfig:
     micro_batch = random.choice((1, 1, 2, 3))
     kinds: tuple[PackingMode, ...] = ("concat", "concat", "concat_masked", "padded", "bin_packed", "bin_packed")
     documents = "concat" if dtype == "bfloat16" else random.choice(kinds)
-    # Recorded choices are kept for one wave only.
-    waves = 1 if dtype == "bfloat16" else random.choice((1, 2, 3, 5)) if deal.pp > 1 else random.choice((1, 2))
+    # Routing is recorded for one wave only.
+    waves = 1 if dtype == "bfloat16" else random.choice((1, 2, 3, 5)) if degrees.pp > 1 else random.choice((1, 2))
     waves = max(waves, SCHEDULES[parallel.schedule].microbatches_per_stage * parallel.pp * parallel.vpp)
     return DataConfig(
         seq_len=random.choice((5, 7, 8, 9, 11)),
-        global_batch=waves * deal.dp * micro_batch,
+        global_batch=waves * degrees.dp * micro_batch,
         micro_batch=micro_batch,
         packing=documents,
     )
 
 
-def _model(random: Random, deal: _Deal, parallel: ParallelConfig, dtype: Format) -> ModelConfig:
-    num_layers = random.choice((1, 2, 2, 3)) if deal.pp == 1 else random.choice((1, 2, 3, 4, 5))
+def _model(random: Random, degrees: _Degrees, parallel: ParallelConfig, dtype: Format) -> ModelConfig:
+    num_layers = random.choice((1, 2, 2, 3)) if degrees.pp == 1 else random.choice((1, 2, 3, 4, 5))
     return ModelConfig(
         vocab_size=8 * random.choice((5, 7)),
         dim=random.choice((24, 32)),
         num_layers=num_layers,
-        attention=_attention(random, parallel, deal.dp),
+        attention=_attention(random, parallel, degrees.dp),
         rope=_rope(random),
-        moe=_moe(random, deal, dtype),
+        moe=_moe(random, degrees, dtype),
         num_dense_layers=random.choice((0, 0, 1)) if num_layers > 1 else 0,
         dense_hidden_dim=8 * random.choice((3, 5)),
         tied_embeddings=random.random() < 0.25,
         init_std=0.2,
         num_mtp=0 if dtype == "bfloat16" else random.choice((0, 0, 1, 2)),
-        # Follows from another draw, so that every seed still draws the cases it always drew.
+        # Not drawn: another draw would change all cases of every seed.
         mtp_divisor="labels" if num_layers % 2 else "tokens",
     )
 
 
 def _attention(random: Random, parallel: ParallelConfig, dp: int) -> AttentionConfig:
-    # Ranks that trade heads for tokens need some each.
-    trades = {parallel.context.full, parallel.context.windowed} != {"ring"}
-    traders = parallel.cp * (dp if parallel.dynamic_cp else 1) if trades else 1
-    heads = max(2, parallel.tp * traders)
+    # Ulysses needs at least one head per rank.
+    ulysses = {parallel.context.full, parallel.context.windowed} != {"ring"}
+    head_ranks = parallel.cp * (dp if parallel.dynamic_cp else 1) if ulysses else 1
+    heads = max(2, parallel.tp * head_ranks)
     if random.random() < 0.45:
         return MLAConfig(
             num_heads=heads, q_latent=random.choice((None, 20)), kv_latent=12, nope_dim=8, rope_dim=4, value_dim=6
@@ -221,16 +227,16 @@ def _rope(random: Random) -> RopeConfig:
     return RopeConfig(theta=100.0, interleaved=random.random() < 0.4, yarn=yarn)
 
 
-def _moe(random: Random, deal: _Deal, dtype: Format) -> MoEConfig:
-    num_experts = max(deal.ep, random.choice((8, 16)))
+def _moe(random: Random, degrees: _Degrees, dtype: Format) -> MoEConfig:
+    num_experts = max(degrees.ep, random.choice((8, 16)))
     return MoEConfig(
         num_experts=num_experts,
         top_k=random.choice((1, 2, 3, 4)),
-        expert_hidden_dim=deal.etp * (8 if dtype == "bfloat16" else random.choice((3, 8))),
+        expert_hidden_dim=degrees.etp * (8 if dtype == "bfloat16" else random.choice((3, 8))),
         router=_router(random, num_experts),
         balance=_balance(random, num_experts),
         capacity=_capacity(random),
-        shared_hidden_dim=random.choice((0, 8 * deal.tp)),
+        shared_hidden_dim=random.choice((0, 8 * degrees.tp)),
         shared_gate=random.random() < 0.5,
         latent_dim=random.choice((None, None, 16)),
         activation=random.choice(("swiglu", "swiglu", "clamped_swiglu")),

@@ -1,7 +1,7 @@
-"""The one-process answer, written as plainly as torch allows.
+"""The reference: the same step on one process, as plain as possible.
 
-No groups, no shards, no seams that do anything: one model, autograd, torch's own norm and torch's own AdamW. Whatever
-a parallel run shares with this file is the model code itself, which other tests hold against transformers.
+No process groups, no shards: one model, autograd, a norm by its definition and torch's AdamW. All that a parallel run
+has in common with this file is the model code, which other tests compare with transformers.
 """
 
 from __future__ import annotations
@@ -21,41 +21,39 @@ from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.optim.adamw import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
-from moefold.prove.cases import Case, proving_kernels
-from moefold.prove.init_values import busy_values
-from moefold.prove.proof_batches import labels_of_batch, wave_batch
-from moefold.prove.routing_replay import record_choices
+from moefold.prove.cases import Case, proof_kernels
+from moefold.prove.proof_inputs import labels_of_batch, proof_init, wave_batch
+from moefold.prove.routing_replay import record_routing
 
-Answer = dict[str, Tensor]
+# By name of the quantity.
+Quantities = dict[str, Tensor]
 
 
 def write_reference(case: Case, path: Path, routing_policy: PolicyOrName | None = None) -> None:
     save_file({name: tensor.contiguous() for name, tensor in reference(case, routing_policy).items()}, path)
 
 
-def reference(case: Case, routing_policy: PolicyOrName | None = None) -> Answer:
-    """Every compared quantity by name: one clipped step on the whole global batch."""
+def reference(case: Case, routing_policy: PolicyOrName | None = None) -> Quantities:
+    """Every compared quantity of one clipped step on the whole global batch."""
     model = reference_model(case, routing_policy)
-    answer: Answer = {}
-    with record_choices(model) as choices:
-        answer |= _forward_and_backward(case, model)
-    answer |= {f"choice/{name}": choice for name, choice in choices.items()}
+    found: Quantities = {}
+    with record_routing(model) as routings:
+        found |= _forward_and_backward(case, model)
+    found |= {f"routing/{name}": routing for name, routing in routings.items()}
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
-    answer |= {f"gradient/{name}": gradient.clone() for name, gradient in gradients.items()}
-    answer["grad_norm"] = (
-        torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
-    )
-    factor = min(1.0, case.run.optim.clip_norm / answer["grad_norm"].item())
+    found |= {f"gradient/{name}": gradient.clone() for name, gradient in gradients.items()}
+    found["grad_norm"] = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
+    factor = min(1.0, case.run.optim.clip_norm / found["grad_norm"].item())
     for gradient in gradients.values():
         gradient.mul_(factor)
-    return answer | _update(case, model, answer["kept"])
+    return found | _update(case, model, found["kept"])
 
 
 def reference_model(case: Case, routing_policy: PolicyOrName | None = None) -> Decoder:
     run = case.run
-    engine = proving_kernels(run.precision.compute).experts
-    interfaces = replace(local_interfaces(engine), routing_policy=policy_maker(routing_policy))
+    backend = proof_kernels(run.precision.compute).experts
+    interfaces = replace(local_interfaces(backend), routing_policy=policy_maker(routing_policy))
     model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], interfaces)
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -63,44 +61,45 @@ def reference_model(case: Case, routing_policy: PolicyOrName | None = None) -> D
         for spec in (*parameters(run.model), *buffers(run.model)):
             whole = tuple(slice(0, size) for size in spec.shape)
             std = init_std(run.model, spec.name)
-            busy_values(spec.kind, run.seed, spec.name, spec.shape, whole, std, tensors[spec.name])
+            proof_init(spec.kind, run.seed, spec.name, spec.shape, whole, std, tensors[spec.name])
     return model
 
 
-def _forward_and_backward(case: Case, model: Decoder) -> Answer:
-    """Gradients add up in the model; sums add up here."""
+def _forward_and_backward(case: Case, model: Decoder) -> Quantities:
+    """All waves. Gradients accumulate in the model, other quantities here."""
     mixtures = len(moe_block_names(case.run.model))
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
     none_ME = torch.zeros(mixtures, experts, dtype=torch.int64)
-    answer = {"counts": none_ME, "kept": none_ME, "plain": none_ME, "dropped": torch.tensor(0)}
-    answer |= {
-        name: torch.tensor(0.0) for name in ("loss", "ahead", *(f"balance/{field}" for field in BalanceLosses._fields))
+    found = {"counts": none_ME, "kept": none_ME, "plain": none_ME, "dropped": torch.tensor(0)}
+    found |= {
+        name: torch.tensor(0.0)
+        for name in ("loss", "mtp_loss", *(f"balance/{field}" for field in BalanceLosses._fields))
     }
     labels = labels_of_batch(case)
     labels_ahead = labels[1:]
     for wave in range(case.num_waves):
         batch = wave_batch(case, wave, labels)
-        output = model(batch, answer["plain"] if wave else None)
+        output = model(batch, found["plain"] if wave else None)
         parts = {"loss": output.loss_sum / batch.step_labels}
         if output.ahead_loss_sums:
             counts = labels_ahead if case.run.model.mtp_divisor == "labels" else [batch.step_tokens] * len(labels_ahead)
             means = [part / max(count, 1) for part, count in zip(output.ahead_loss_sums, counts, strict=True)]
-            parts["ahead"] = torch.stack(means).mean() * case.run.model.mtp_weight
+            parts["mtp_loss"] = torch.stack(means).mean() * case.run.model.mtp_weight
         for _, report in output.reports:
             for field, loss in report.losses._asdict().items():
                 parts[f"balance/{field}"] = parts.get(f"balance/{field}", 0.0) + loss
-            answer["dropped"] = answer["dropped"] + report.dropped
+            found["dropped"] = found["dropped"] + report.dropped
         torch.stack(list(parts.values())).sum().backward()
-        answer |= {name: answer[name] + part.detach() for name, part in parts.items()}
+        found |= {name: found[name] + part.detach() for name, part in parts.items()}
         if output.reports:
             reports = [report for _, report in output.reports]
-            answer["counts"] = answer["counts"] + torch.stack([report.counts_E for report in reports])
-            answer["kept"] = answer["kept"] + torch.stack([report.kept_E for report in reports])
-            answer["plain"] = answer["plain"] + torch.stack([report.plain_E for report in reports])
-    return answer
+            found["counts"] = found["counts"] + torch.stack([report.counts_E for report in reports])
+            found["kept"] = found["kept"] + torch.stack([report.kept_E for report in reports])
+            found["plain"] = found["plain"] + torch.stack([report.plain_E for report in reports])
+    return found
 
 
-def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Answer:
+def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Quantities:
     optim, kinds = case.run.optim, {spec.name: spec.kind for spec in parameters(case.run.model)}
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -114,12 +113,12 @@ def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Answer:
         foreach=False,
     )
     optimizer.step()
-    answer: Answer = {}
+    found: Quantities = {}
     for name, parameter in named.items():
         state = optimizer.state[parameter]
-        answer[f"parameter/{name}"] = parameter.detach()
-        answer[f"exp_avg/{name}"], answer[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
+        found[f"parameter/{name}"] = parameter.detach()
+        found[f"exp_avg/{name}"], found[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
     state = dict(model.named_buffers())
     for (row, router), spec in zip(model.routers().items(), buffers(case.run.model), strict=False):
-        answer[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], kept_ME[row], router.bias_update_rate)
-    return answer
+        found[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], kept_ME[row], router.bias_update_rate)
+    return found

@@ -1,8 +1,8 @@
-"""Record which experts the reference chose, and let the ranks choose the same.
+"""Record the routing of the reference, and replay it on the ranks.
 
-In bfloat16 two layouts round activations differently, and a token whose two best experts score almost alike may go one
-way here and the other way there. That is not an error of the layout, yet it changes everything after it. So a proof in
-bfloat16 compares the arithmetic under equal choices; whether choices agree is what the float64 proof shows.
+In bfloat16 two layouts round activations differently, and a token whose best experts have almost equal scores may be
+routed differently. That is no error of the layout, yet it changes everything after it. So a proof in bfloat16 compares
+the arithmetic under equal routing; that the routing agrees is shown by the float64 proof.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def named_routers(model: Decoder) -> dict[str, Router]:
 
 
 class _Recorder:
-    """Selects as ``inner`` does, and writes down what it chose."""
+    """Selects as the router's own policy does, and records the assignment."""
 
     def __init__(self, router: Router, name: str, into: dict[str, Tensor]) -> None:
         self.router, self.inner, self.name, self.into = router, router.routing_policy, name, into
@@ -32,17 +32,17 @@ class _Recorder:
     def select(
         self, logits_tE: Tensor, scores_tE: Tensor, bias_E: Tensor | None, batch: Batch, tokens: TokenSharding
     ) -> TopKAssignment:
-        choice = self.inner.select(logits_tE, scores_tE, bias_E, batch, tokens)
-        plain_tK = self.router.plain_topk(logits_tE, choice)
-        self.into[f"{self.name}/expert"] = choice.experts.contiguous()
+        assignment = self.inner.select(logits_tE, scores_tE, bias_E, batch, tokens)
+        plain_tK = self.router.plain_topk(logits_tE, assignment)
+        self.into[f"{self.name}/expert"] = assignment.experts.contiguous()
         self.into[f"{self.name}/plain"] = plain_tK.clone()
-        if choice.kept is not None:
-            self.into[f"{self.name}/kept"] = choice.kept.contiguous()
-        return choice._replace(plain=plain_tK)
+        if assignment.kept is not None:
+            self.into[f"{self.name}/kept"] = assignment.kept.contiguous()
+        return assignment._replace(plain=plain_tK)
 
 
 class _DropRecorder:
-    """The same for who was dropped."""
+    """Drops as ``inner`` does, and records which assignments were kept."""
 
     def __init__(self, inner: DropPolicy, name: str, into: dict[str, Tensor]) -> None:
         self.inner, self.name, self.into = inner, name, into
@@ -54,7 +54,7 @@ class _DropRecorder:
 
 
 class _ReplayDrop:
-    """Drops whom the reference dropped."""
+    """Keeps the assignments that the reference kept."""
 
     def __init__(self, kept_tK: Tensor) -> None:
         self.kept_tK = kept_tK
@@ -64,28 +64,28 @@ class _ReplayDrop:
 
 
 @contextmanager
-def record_choices(model: Decoder) -> Iterator[dict[str, Tensor]]:
-    """The last choices of every router made inside the block."""
-    choices: dict[str, Tensor] = {}
+def record_routing(model: Decoder) -> Iterator[dict[str, Tensor]]:
+    """The last routing of every router inside the with block."""
+    recorded: dict[str, Tensor] = {}
     routers = named_routers(model)
     before = {name: (router.routing_policy, router.drop) for name, router in routers.items()}
     for name, router in routers.items():
-        router.routing_policy = _Recorder(router, name, choices)
-        router.drop = None if router.drop is None else _DropRecorder(router.drop, name, choices)
-    yield choices
+        router.routing_policy = _Recorder(router, name, recorded)
+        router.drop = None if router.drop is None else _DropRecorder(router.drop, name, recorded)
+    yield recorded
     for name, router in routers.items():
         router.routing_policy, router.drop = before[name]
 
 
-def replay_choices(model: Decoder, recorded: dict[str, Tensor], dp_index: int, batches: Sequence[Batch]) -> None:
-    """Hand every router its part of the recorded choices; one wave only, so that there is one choice per router."""
+def replay_routing(model: Decoder, recorded: dict[str, Tensor], dp_index: int, batches: Sequence[Batch]) -> None:
+    """Give every router this rank's rows of the recorded routing, which is that of one wave."""
     (batch,) = batches
     rows = slice(dp_index * batch.num_tokens, (dp_index + 1) * batch.num_tokens)
     for name, router in named_routers(model).items():
-        mine = {
-            what: router.tokens.local_shard(recorded[f"choice/{name}/{what}"][rows], batch)
+        own = {
+            what: router.tokens.local_shard(recorded[f"routing/{name}/{what}"][rows], batch)
             for what in ("expert", "kept", "plain", "within_capacity")
-            if f"choice/{name}/{what}" in recorded
+            if f"routing/{name}/{what}" in recorded
         }
-        router.routing_policy = ReplayRouting(TopKAssignment(mine["expert"], mine.get("kept"), mine["plain"]))
-        router.drop = _ReplayDrop(mine["within_capacity"]) if "within_capacity" in mine else None
+        router.routing_policy = ReplayRouting(TopKAssignment(own["expert"], own.get("kept"), own["plain"]))
+        router.drop = _ReplayDrop(own["within_capacity"]) if "within_capacity" in own else None

@@ -1,4 +1,4 @@
-"""Prove one case: fork the reference, fork the ranks, and judge what came back."""
+"""Prove one case: fork the reference, fork the ranks, and compare their quantities."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.prove.cases import Case
-from moefold.prove.error_norms import (
+from moefold.prove.compare_rank import (
     Difference,
-    Yardstick,
+    ReferenceSize,
+    compare_rank,
     floors,
+    reference_size,
     relative_error,
     relative_norm_error,
     uncovered,
-    yardstick,
 )
-from moefold.prove.rank import compare_rank
 from moefold.prove.reference import write_reference
 
-EXACT = 1e-9
+TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
     quantity: str
     error: float
     tolerance: float
-    # Elements that no rank holds, or that two ranks count; any at all is a failure.
+    # Elements without a primary replica, or with several; any is a failure.
     uncovered: int = 0
 
     @property
@@ -48,9 +48,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of `prove`: `holds`, the `worst` relative error, and a row for every compared quantity, worst first.
+    """The result of `prove`: `holds`, the `worst` relative error, and a row for every compared quantity, worst first.
 
-    ``failure`` is the error of a run that did not get to the end, ``culprit`` the quantity or error to look at first.
+    ``failure`` is the error of ranks that did not finish, ``culprit`` the quantity or error to look at first.
 
     >>> import moefold
     >>> verdict = moefold.prove(moefold.load_run("debug_tiny", {"parallel.tp": 2}), world=2)
@@ -60,7 +60,7 @@ class Verdict:
 
     case: Case
     rows: tuple[Row, ...] = ()
-    facts: frozenset[str] = field(default_factory=frozenset)
+    observations: frozenset[str] = field(default_factory=frozenset)
     failure: str | None = None
 
     @property
@@ -82,58 +82,58 @@ class Verdict:
 def prove(
     case: Case,
     seconds: float = 120.0,
-    sabotage: Callable[[], None] | None = None,
+    fault: Callable[[], None] | None = None,
     routing_policy: PolicyOrName | None = None,
 ) -> Verdict:
-    """The one-process answer, then the parallel one, compared quantity by quantity.
+    """Run the reference, then the ranks, and compare quantity by quantity.
 
-    ``sabotage`` runs on every rank, never in the reference: it seeds a fault that the proof must find.
-    ``routing_policy`` replaces the config's on both sides.
+    ``fault`` runs on every rank and never in the reference: it seeds a fault that the proof must find.
+    ``routing_policy`` replaces the policy of the config on both sides.
     """
 
     def compare(rank: int) -> dict[str, Any]:
-        if sabotage is not None:
-            sabotage()
+        if fault is not None:
+            fault()
         return compare_rank(case, path, rank, routing_policy)
 
     with tempfile.TemporaryDirectory(prefix="moefold-proof-") as folder:
         path = Path(folder) / "reference.safetensors"
         try:
             spawn_ranks(lambda _: write_reference(case, path, routing_policy), 1, seconds=seconds)
-            answers = spawn_ranks(compare, case.world, seconds=seconds)
+            ranks = spawn_ranks(compare, case.world, seconds=seconds)
         except RankError as error:
             return Verdict(case, failure=str(error))
         expected = load_file(path)
-    sizes = {name: yardstick(tensor) for name, tensor in expected.items() if not name.startswith("choice/")}
-    seen = {name: [Difference(*answer[name]) for answer in answers if name in answer] for name in sizes}
-    rows = _judge(case, seen, sizes)
-    return Verdict(case, rows, facts_of(case, expected["counts"], int(expected["dropped"])))
+    sizes = {name: reference_size(tensor) for name, tensor in expected.items() if not name.startswith("routing/")}
+    differences = {name: [Difference(*rank[name]) for rank in ranks if name in rank] for name in sizes}
+    rows = _rows(case, differences, sizes)
+    return Verdict(case, rows, observations_of(case, expected["counts"], int(expected["dropped"])))
 
 
-def _judge(case: Case, seen: dict[str, list[Difference]], sizes: dict[str, Yardstick]) -> tuple[Row, ...]:
+def _rows(case: Case, differences: dict[str, list[Difference]], sizes: dict[str, ReferenceSize]) -> tuple[Row, ...]:
     exact = case.run.precision.compute != "bfloat16"
     measure = relative_error if exact else relative_norm_error
     floor = floors(sizes)
     rows = [
         Row(
             name,
-            measure(seen[name], size, floor.get(name.partition("/")[0], 0.0)),
-            EXACT if exact else rounding_tolerance(case, name),
-            uncovered(seen[name], size),
+            measure(differences[name], size, floor.get(name.partition("/")[0], 0.0)),
+            TOLERANCE if exact else rounding_tolerance(case, name),
+            uncovered(differences[name], size),
         )
         for name, size in sizes.items()
     ]
     return tuple(sorted(rows, key=_causes_first))
 
 
-# What goes wrong early drags everything later along, so the first kind that fails is where to look.
+# In order of computation: an early error changes everything after it, so the first kind that fails is where to look.
 _ORDER = (
     "counts",
     "plain",
     "kept",
     "dropped",
     "loss",
-    "ahead",
+    "mtp_loss",
     "balance",
     "gradient",
     "grad_norm",
@@ -145,19 +145,19 @@ _ORDER = (
 
 
 def _causes_first(row: Row) -> tuple[bool, int, float]:
-    """Failures before the rest; among failures causes before effects; the worst first."""
+    """Failures first, in order of computation; the largest errors first."""
     excess = -row.error / max(row.tolerance, 1e-300)
     return (True, 0, excess) if row.holds else (False, _ORDER.index(row.quantity.partition("/")[0]), excess)
 
 
 def rounding_tolerance(case: Case, quantity: str) -> float:
-    """How far two orders of the same bfloat16 arithmetic may drift apart, relative in norm.
+    """Largest relative norm error between two orders of the same bfloat16 arithmetic.
 
     Every stored activation is rounded to 8 bits: a relative error of at most 2**-9, of 2**-9 / sqrt(3) on average, in
-    a random direction. About a dozen tensors are rounded per layer on the way forward and twice as many on the way
-    back, so r = 36 roundings per layer lie behind a gradient, and their random sum is sqrt(r) of one. A gradient then
-    adds up n tokens' terms; while they agree the relative error stays, where they cancel it grows, and cancellation to
-    the square root of their number is allowed for by the fourth root of n. The bound is six times that. A squared
+    a random direction. About a dozen tensors are rounded per layer in forward and twice as many in backward, so a
+    gradient depends on r = 36 roundings per layer, whose random sum is sqrt(r) of one. A gradient then sums n tokens'
+    terms; where they cancel the relative error grows, and cancellation to the square root of their number is allowed
+    for by the fourth root of n. The bound is six times that. A squared
     gradient has twice the relative error. Counts are integers and must be equal.
     """
     kind = quantity.partition("/")[0]
@@ -169,26 +169,26 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
     return 6 * one * sqrt(roundings) * tokens**0.25 * (2 if kind == "exp_avg_sq" else 1)
 
 
-def facts_of(case: Case, counts_ME: Tensor, dropped: int) -> frozenset[str]:
-    """Odd things that really happened in this case, for the coverage table."""
-    facts = set()
+def observations_of(case: Case, counts_ME: Tensor, dropped: int) -> frozenset[str]:
+    """Special situations that occurred in this case, for the coverage table."""
+    found = set()
     samples = [sum(lengths) for lengths in case.documents]
     microbatches = [sum(samples[i] for i in group) for wave in case.plan.waves for group in wave.documents]
     if any(tokens % case.run.parallel.tp for tokens in microbatches):
-        facts.add("token counts that do not divide over tp")
+        found.add("token counts that do not divide over tp")
     if not all(microbatches):
-        facts.add("a microbatch without a token")
+        found.add("a microbatch without a token")
     if len(set(microbatches)) > 1:
-        facts.add("microbatches of different sizes")
+        found.add("microbatches of different sizes")
     if any(1 in lengths for lengths in case.documents):
-        facts.add("a document of one token")
-    facts |= {f"a wave cut over {wave.context} ranks" for wave in case.plan.waves if case.run.parallel.dynamic_cp}
+        found.add("a document of one token")
+    found |= {f"a wave sharded over {wave.context} ranks" for wave in case.plan.waves if case.run.parallel.dynamic_cp}
     if counts_ME.numel():
         if (counts_ME == 0).any():
-            facts.add("an expert that receives no token")
+            found.add("an expert that receives no token")
         per_rank = counts_ME.view(counts_ME.shape[0], case.run.parallel.ep, -1).sum(-1)
         if (per_rank == 0).any():
-            facts.add("a rank that receives no token")
+            found.add("a rank that receives no token")
     if dropped:
-        facts.add("tokens dropped")
-    return frozenset(facts)
+        found.add("tokens dropped")
+    return frozenset(found)

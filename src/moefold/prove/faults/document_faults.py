@@ -1,8 +1,8 @@
-"""Faults of documents: their ends, their pads, what lies ahead in them, and the ranks that share one.
+"""Faults of documents: their boundaries, padding, MTP labels, and context parallelism.
 
-As in ``sabotage.py``, a fault replaces a name where it is used, on the ranks only, and the ranks get to the end. Not
-among them: positions that run on from one document into the next. Rotary positions only matter by their differences
-inside a document, so that changes nothing.
+As in `parallel_faults.py`, a fault replaces a name where it is used, on the ranks only, and the ranks finish the step.
+Positions that continue from one document into the next are no fault: RoPE depends on differences of positions inside a
+document only.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from moefold.nn.batch import Batch
 from moefold.parallel.tensor_parallel import TokenShards
 from moefold.parallel.ulysses import HeadAllToAll
 from moefold.pipeline.pipeline_state import StepSums
-from moefold.prove import proof_batches, rank
+from moefold.prove import compare_rank, proof_inputs
 from moefold.prove.cases import Case
 from moefold.prove.faults.parallel_faults import put, wrap
-from moefold.prove.proof_batches import StepLabels, rank_batch
+from moefold.prove.proof_inputs import StepLabels, rank_batch
 
-# ---- around the ring, and heads for tokens ----
+# ---- ring and Ulysses ----
 
 
 def keys_of_the_neighbour_before() -> None:
-    """From the second step on, the ring works with what the step before had received."""
+    """From the second step on, the ring attends to the keys of the step before."""
 
     def make(passing: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def late(*given: Any) -> Iterator[Any]:
@@ -46,7 +46,7 @@ def keys_of_the_neighbour_before() -> None:
                 stale = before if step.places > 1 else None
                 before = (k_now, v_now) if step.places > 0 else None
                 if stale is not None:
-                    k_now, v_now = (_overlaid(*pair) for pair in zip((k_now, v_now), stale, strict=True))
+                    k_now, v_now = (_overlay(*pair) for pair in zip((k_now, v_now), stale, strict=True))
                 yield heads, step, k_now, v_now
 
         return late
@@ -54,8 +54,8 @@ def keys_of_the_neighbour_before() -> None:
     wrap(moefold.parallel.ring_attention, "_kv_around_ring", make)
 
 
-def _overlaid(now: Tensor, before: Tensor) -> Tensor:
-    """As many rows as now, as far as possible those of before."""
+def _overlay(now: Tensor, before: Tensor) -> Tensor:
+    """``now`` with as many of its first rows as possible replaced by those of ``before``."""
     return torch.cat((before, now[len(before) :]))[: len(now)]
 
 
@@ -67,7 +67,7 @@ def parts_merged_without_rescaling() -> None:
     put(moefold.parallel.ring_attention, "merge_", merge)
 
 
-def key_gradients_not_brought_home() -> None:
+def key_gradients_not_returned() -> None:
     def add(self: Any) -> None:
         self.shift.wait()
         for own in self.kv_grads if self.complete else ():
@@ -83,7 +83,7 @@ def heads_come_back_in_another_order() -> None:
     wrap(HeadAllToAll, "heads_to_tokens", make)
 
 
-# ---- where tokens stand ----
+# ---- positions ----
 
 
 def documents_see_each_other() -> None:
@@ -94,12 +94,12 @@ def documents_see_each_other() -> None:
 def positions_count_what_a_rank_holds() -> None:
     def make(context_shard: Callable[..., Batch]) -> Callable[..., Batch]:
         def counted(batch: Batch, index: int) -> Batch:
-            local_model = context_shard(batch, index)
-            return replace(local_model, positions_T=torch.arange(local_model.num_tokens))
+            shard = context_shard(batch, index)
+            return replace(shard, positions_T=torch.arange(shard.num_tokens))
 
         return counted
 
-    wrap(proof_batches, "context_shard", make)
+    wrap(proof_inputs, "context_shard", make)
 
 
 def gathered_tokens_in_the_order_of_ranks() -> None:
@@ -110,41 +110,41 @@ def gathered_tokens_in_the_order_of_ranks() -> None:
     put(TokenShards, "all_gather", all_gather)
 
 
-# ---- what lies ahead ----
+# ---- MTP labels ----
 
 
-def _look_ahead(change: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], int]]) -> None:
-    def make(look: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda tokens_N, labels_N, lengths, by: look(tokens_N, labels_N, *change(lengths, by))
+def _mtp_targets(change: Callable[[tuple[int, ...], int], tuple[tuple[int, ...], int]]) -> None:
+    def make(targets: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tokens_N, labels_N, lengths, by: targets(tokens_N, labels_N, *change(lengths, by))
 
     wrap(moefold.nn.batch, "mtp_targets", make)
 
 
-def looks_one_token_too_far_ahead() -> None:
-    _look_ahead(lambda lengths, by: (lengths, by + 1))
+def mtp_labels_shifted_once_too_often() -> None:
+    _mtp_targets(lambda lengths, by: (lengths, by + 1))
 
 
-def looks_ahead_into_the_next_document() -> None:
-    _look_ahead(lambda lengths, by: ((sum(lengths),), by))
+def mtp_labels_of_the_next_document() -> None:
+    _mtp_targets(lambda lengths, by: ((sum(lengths),), by))
 
 
-# ---- what counts ----
+# ---- counts ----
 
 
 def loss_divided_by_padded_tokens() -> None:
     def tokens_of_rank(case: Case, rank: int) -> StepLabels:
-        uncounted = (1,) * (1 + case.run.model.num_mtp)
-        tokens = sum(rank_batch(case, wave, rank, uncounted).num_tokens for wave in range(case.num_waves))
-        return (tokens,) * len(uncounted)
+        no_counts = (1,) * (1 + case.run.model.num_mtp)
+        tokens = sum(rank_batch(case, wave, rank, no_counts).num_tokens for wave in range(case.num_waves))
+        return (tokens,) * len(no_counts)
 
-    put(rank, "labels_of_rank", tokens_of_rank)
+    put(compare_rank, "labels_of_rank", tokens_of_rank)
 
 
-def pads_in_the_balance_losses() -> None:
+def padding_in_the_balance_losses() -> None:
     put(moefold.moe.load_balancing, "_without_pads", lambda x_tE, real_t: x_tE)
 
 
-def pads_sent_to_experts() -> None:
+def padding_sent_to_experts() -> None:
     put(moefold.moe.router, "keep_real", lambda expert_tK, kept_tK, real_t: kept_tK)
 
 
@@ -155,8 +155,8 @@ def sequence_balance_over_the_microbatch() -> None:
 def loss_of_one_context_rank_only() -> None:
     def make(over_ranks: Callable[..., StepSums]) -> Callable[..., StepSums]:
         def of_first(sums: StepSums, groups: Groups) -> StepSums:
-            heard = float(groups["cp"].index == 0)
-            return over_ranks(sums._replace(loss=sums.loss * heard, mtp_loss=sums.mtp_loss * heard), groups)
+            weight = float(groups["cp"].index == 0)
+            return over_ranks(sums._replace(loss=sums.loss * weight, mtp_loss=sums.mtp_loss * weight), groups)
 
         return of_first
 
@@ -167,11 +167,11 @@ def labels_not_counted_over_context_ranks() -> None:
     def count(mine: int, groups: Groups) -> int:
         return int(all_reduce_no_grad(torch.tensor(mine), groups["dp"]))
 
-    put(rank, "count_step_labels", count)
+    put(compare_rank, "count_step_labels", count)
 
 
 def shared_tokens_counted_once_per_rank() -> None:
-    """Each rank that shares a microbatch adds all its tokens to those of the step."""
+    """Each context rank of a microbatch adds all its tokens to those of the step."""
 
     def make(whole_batch: Callable[..., Batch]) -> Callable[..., Batch]:
         def counted(*given: Any, **named: Any) -> Batch:
@@ -180,7 +180,7 @@ def shared_tokens_counted_once_per_rank() -> None:
 
         return counted
 
-    wrap(proof_batches, "whole_batch", make)
+    wrap(proof_inputs, "whole_batch", make)
 
 
 def _number_of_sequences(change: Callable[[Batch], int]) -> None:
@@ -191,7 +191,7 @@ def _number_of_sequences(change: Callable[[Batch], int]) -> None:
 
         return counted
 
-    wrap(proof_batches, "whole_batch", make)
+    wrap(proof_inputs, "whole_batch", make)
 
 
 def sequences_of_this_microbatch_only() -> None:
@@ -202,7 +202,7 @@ def shared_sequences_counted_once_per_rank() -> None:
     _number_of_sequences(lambda batch: (batch.step_sequences or 0) * batch.context_size)
 
 
-def sequences_weighed_by_their_tokens() -> None:
+def sequences_weighted_by_their_tokens() -> None:
     """Every token counts the same, as in the loss over a microbatch."""
 
     def make(losses: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +214,7 @@ def sequences_weighed_by_their_tokens() -> None:
     wrap(moefold.moe.router, "balance_losses", make)
 
 
-def balance_over_one_context_share() -> None:
+def balance_over_one_context_shard() -> None:
     def make(add: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda self, counts, reach, batch: (
             all_reduce_no_grad(counts, self.tp) if reach == "microbatch" else add(self, counts, reach, batch)

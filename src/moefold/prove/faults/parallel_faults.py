@@ -1,8 +1,9 @@
-"""Faults that parallel training really has, each as a few lines that break one thing on the ranks.
+"""Faults that parallel training can have, each as a few lines that break one thing on the ranks.
 
 A fault replaces a name where it is used. It runs in a forked rank that ends with the proof, so nothing is undone. The
-ranks must get to the end with it: a fault that stops them shows nothing about the proof. Faults of pipelines are in
-``sabotage_pipeline.py``, those of documents and of ranks that share them in ``sabotage_context.py``.
+ranks must finish the step with it: a fault that stops them shows nothing about the proof. Faults of routing and
+dispatchers are in `moe_faults.py`, of pipelines in `pipeline_faults.py`, of documents and context parallelism in
+`document_faults.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from moefold.moe.experts import Experts
 from moefold.moe.routing_policies import CapacityDrop
 from moefold.parallel.param_shards import ParamShard
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
-from moefold.prove import init_values, rank
+from moefold.prove import compare_rank, proof_inputs
 
 
 def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put ``make(what was there)`` in its place."""
+    """Replace an attribute by ``make(attribute)``."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -98,7 +99,7 @@ def split_bias_not_summed_over_etp() -> None:
 
 
 def local_label_count() -> None:
-    put(rank, "count_step_labels", lambda mine, groups: mine)
+    put(compare_rank, "count_step_labels", lambda mine, groups: mine)
 
 
 def experts_in_the_wrong_order() -> None:
@@ -135,22 +136,22 @@ def _weights(change: Callable[[Tensor], Tensor]) -> None:
     wrap(Experts, "forward", make)
 
 
-def weight_applied_twice() -> None:
+def prob_applied_twice() -> None:
     _weights(Tensor.square)
 
 
-def weight_not_applied() -> None:
+def prob_not_applied() -> None:
     _weights(torch.ones_like)
 
 
-def weight_gradient_lost() -> None:
+def prob_gradient_lost() -> None:
     def make(send: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda self, rows, counts: send(self, rows.detach() if rows.ndim == 1 else rows, counts)
 
     wrap(AllToAllDispatcher, "_send", make)
 
 
-def gathered_weights_gradient_not_summed() -> None:
+def gathered_probs_gradient_not_summed() -> None:
     def gather(rows: Tensor, sizes: Any, group: Any) -> Tensor:
         return (
             all_gather_replicated(rows, sizes, group)
@@ -161,7 +162,7 @@ def gathered_weights_gradient_not_summed() -> None:
     put(moefold.moe.dispatch.all_gather, "all_gather_rows", gather)
 
 
-def split_experts_not_added() -> None:
+def split_experts_not_summed() -> None:
     def reduce(partial: Tensor, sizes: Any, group: Any) -> Tensor:
         return partial.split(sizes)[group.index]
 
@@ -257,7 +258,7 @@ def partial_sums_averaged() -> None:
     wrap(TokenShards, "reduce", lambda reduce: lambda self, x_TD: reduce(self, x_TD) / self.tp.size)
 
 
-def full_width_norm_over_own_heads() -> None:
+def full_norm_over_own_heads() -> None:
     put(TokenShards, "sum_heads", lambda self, x: x * self.tp.size)
 
 
@@ -274,7 +275,7 @@ def capacity_of_the_shard() -> None:
     wrap(CapacityDrop, "__init__", make)
 
 
-def start_depends_on_the_layout() -> None:
+def init_depends_on_the_layout() -> None:
     def make(normal: Callable[..., None]) -> Callable[..., None]:
         def local(seed: int, name: str, shape: Any, box: Any, std: float, into: Tensor) -> None:
             own = tuple(slice(0, size) for size in into.shape)
@@ -282,15 +283,15 @@ def start_depends_on_the_layout() -> None:
 
         return local
 
-    wrap(init_values, "normal_part", make)
+    wrap(proof_inputs, "normal_part", make)
 
 
 def decay_on_everything() -> None:
     put(moefold.optim.adamw, "NO_WEIGHT_DECAY", frozenset())
 
 
-def dropped_choices_forgotten_by_others() -> None:
-    """The gathering dispatcher takes everyone's choices as kept."""
+def dropped_assignments_kept_by_others() -> None:
+    """The all-gather dispatcher takes all assignments as kept."""
 
     def make(choices: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, routing, sizes: choices(self, routing._replace(kept=None), sizes)

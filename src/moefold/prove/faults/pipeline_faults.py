@@ -1,6 +1,6 @@
 """Faults of pipelines: gradients lost, doubled or mixed up between stages and microbatches.
 
-As in ``sabotage.py``, a fault replaces a name where it is used, on the ranks only, and the ranks get to the end.
+As in `parallel_faults.py`, a fault replaces a name where it is used, on the ranks only, and the ranks finish the step.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def tied_weight_twice_in_the_norm() -> None:
     put(moefold.pipeline.step, "primary_shards", primary_shards)
 
 
-def _put_off(times: int, which: Callable[[object], bool]) -> None:
-    """Weight gradients of these are put off so many times, instead of once."""
+def _defer(times: int, which: Callable[[object], bool]) -> None:
+    """Weight gradients of these are deferred so many times, instead of once."""
 
     def make(put_one: Callable[..., None]) -> Callable[..., None]:
-        def put_off(self: WeightGradQueue, weight: Any, gradient: Any) -> None:
+        def deferred(self: WeightGradQueue, weight: Any, gradient: Any) -> None:
             for _ in range(times if which(self._key) else 1):
                 put_one(self, weight, gradient)
 
-        return put_off
+        return deferred
 
     wrap(WeightGradQueue, "put", make)
 
@@ -57,25 +57,25 @@ def _is_microbatch_1(key: object) -> bool:
 
 
 def weight_gradients_of_a_microbatch_lost() -> None:
-    _put_off(0, _is_microbatch_1)
+    _defer(0, _is_microbatch_1)
 
 
 def weight_gradients_of_a_microbatch_added_twice() -> None:
-    _put_off(2, _is_microbatch_1)
+    _defer(2, _is_microbatch_1)
 
 
 def weight_gradients_of_overlapped_pairs_lost() -> None:
-    """Those of a pair wait under a name of their own, and not under that of a microbatch."""
-    _put_off(0, lambda key: not isinstance(key, tuple))
+    """Weight gradients of an overlapped pair are queued under a key of their own, not under a microbatch's."""
+    _defer(0, lambda key: not isinstance(key, tuple))
 
 
 def _received_gradients(change: Callable[[Action, Received], Received]) -> None:
     receive = moefold.pipeline.runtime.receive_backward
 
-    def receive_and_change(flight: PipelineState, action: Action) -> None:
-        receive(flight, action)
+    def receive_and_change(state: PipelineState, action: Action) -> None:
+        receive(state, action)
         key = (action.stage, action.microbatch)
-        flight.gradients[key] = change(action, flight.gradients[key])
+        state.gradients[key] = change(action, state.gradients[key])
 
     moefold.pipeline.runtime._RUN_ACTION[Kind.RECV_B] = receive_and_change
 
@@ -91,18 +91,18 @@ def gradient_of_the_microbatch_before() -> None:
     _received_gradients(stale)
 
 
-def gradient_of_the_second_stream_forgotten() -> None:
+def gradient_of_the_second_hidden_state_lost() -> None:
     _received_gradients(lambda _, arrived: (arrived[0], *(torch.zeros_like(x) for x in arrived[1:])))
 
 
-def streams_of_two_microbatches_swapped() -> None:
-    """A rank that was given two microbatches of one stage takes the first for the second."""
+def hidden_states_of_two_microbatches_swapped() -> None:
+    """A rank that received two microbatches of one stage uses the first one twice."""
     receive = moefold.pipeline.runtime.receive_forward
     first: dict[int, Any] = {}
 
-    def receive_first(flight: PipelineState, action: Action) -> None:
-        receive(flight, action)
-        arrived = flight.inputs[action.stage, action.microbatch]
+    def receive_first(state: PipelineState, action: Action) -> None:
+        receive(state, action)
+        arrived = state.inputs[action.stage, action.microbatch]
         kept = first.setdefault(action.stage, arrived)
         if action.microbatch == 1:
             for now, earlier in zip((arrived.x_tD, *arrived.ahead_tD), (kept.x_tD, *kept.ahead_tD), strict=True):
@@ -112,7 +112,7 @@ def streams_of_two_microbatches_swapped() -> None:
 
 
 def balance_of_middle_stages_forgotten() -> None:
-    """Only the stage that has the language loss has an objective; the others follow their output's gradient alone."""
+    """Balance losses of a stage without the cross entropy are left out of its objective."""
 
     def make(objective_of: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
         def of_last_stage(local_model: Any, output: Any, batch: Any) -> Tensor | None:
@@ -131,7 +131,7 @@ def earlier_counts_of_another_layer() -> None:
     wrap(Decoder, "_row", make)
 
 
-def losses_ahead_added_not_averaged() -> None:
+def mtp_losses_summed_not_averaged() -> None:
     def make(losses_of: Callable[..., Any]) -> Callable[..., Any]:
         def added(local_model: Any, output: Any, batch: Any) -> Any:
             loss, ahead, balance = losses_of(local_model, output, batch)

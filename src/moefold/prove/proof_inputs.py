@@ -1,9 +1,9 @@
-"""The global batch of a proof, and the piece of it that one rank, or the reference, sees at a time.
+"""Inputs of a proof: initial parameters, and the batches of a rank and of the reference.
 
 N tokens of a microbatch, T of them on one rank.
 
-Samples are a function of the seed alone. How they form microbatches is the step's plan, as in training; the reference
-lays the microbatches of a wave side by side.
+Samples are a function of the seed alone. The step's plan groups them into microbatches, as in training; the reference
+concatenates the microbatches of a wave.
 """
 
 from __future__ import annotations
@@ -15,19 +15,28 @@ import torch
 from torch import Tensor
 
 from moefold.nn.batch import IGNORED, Batch, context_shard, whole_batch
+from moefold.nn.init import Box, normal_part
 from moefold.prove.cases import Case
 
-# How many labels of a step count: for the next token, then for each module that looks further ahead.
+# Number of labels of a step that count: for the next token, then for each MTP module.
 StepLabels = tuple[int, ...]
 
 
 class ProofSample(NamedTuple):
-    """What a sample puts into its microbatch: tokens and labels, its documents' lengths, and which tokens are real."""
+    """Tokens, labels, lengths of the documents, and the padding mask (False for padding) of one sample."""
 
     tokens_N: Tensor
     labels_N: Tensor
     lengths: tuple[int, ...]
     real_N: Tensor
+
+
+def proof_init(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
+    """Random values for every parameter and loss-free bias, the same under every layout. A bias of 0 would hide that it
+    is added twice, a norm weight of 1 that the norm is applied over the wrong dim."""
+    normal_part(seed, name, shape, box, std, into)
+    if kind == "norm":
+        into.add_(1.0)
 
 
 def samples(case: Case) -> list[ProofSample]:
@@ -36,21 +45,21 @@ def samples(case: Case) -> list[ProofSample]:
     made = []
     for number, lengths in enumerate(case.documents):
         size = sum(lengths)
-        stream = torch.randint(case.run.model.vocab_size, (size + 1,), generator=generator)
-        labels_N = stream[1:].clone()
+        tokens = torch.randint(case.run.model.vocab_size, (size + 1,), generator=generator)
+        labels_N = tokens[1:].clone()
         ignored = torch.rand(size, generator=generator) < torch.rand(1, generator=generator) * 0.3
         ignored[0] &= number > 0  # at least one label counts
         labels_N[ignored] = IGNORED
-        made.append(_in_its_place(case, stream[:-1], labels_N, lengths))
-    _begin_differently(case, made)
+        made.append(_padded(case, tokens[:-1], labels_N, lengths))
+    _distinct_starts(case, made)
     return made
 
 
-def _begin_differently(case: Case, made: list[ProofSample]) -> None:
-    """No two documents of a microbatch begin with the same token, and none begins with the same token twice.
+def _distinct_starts(case: Case, made: list[ProofSample]) -> None:
+    """No two documents of a microbatch start with the same token, and none starts with the same token twice.
 
-    Such tokens would be equal in exact arithmetic (attention to equal values is that value), and whoever ranks tokens
-    would be asked to break a tie between numbers that differ by their rounding alone.
+    Such tokens have equal hidden states in exact arithmetic, and a policy that ranks tokens would break the tie by
+    rounding alone.
     """
     vocab = case.run.model.vocab_size
     for numbers in (group for wave in case.plan.waves for group in wave.documents):
@@ -62,8 +71,8 @@ def _begin_differently(case: Case, made: list[ProofSample]) -> None:
                 tokens_N[start + 1] = (token + vocab // 2) % vocab
 
 
-def _in_its_place(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...]) -> ProofSample:
-    """A padded document is filled up to the sequence length with tokens that nobody may look at."""
+def _padded(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...]) -> ProofSample:
+    """With padding up to the sequence length, where the run pads."""
     missing = case.run.data.seq_len - sum(lengths) if case.run.data.packing == "padded" else 0
     real_N = torch.arange(len(tokens_N) + missing) < len(tokens_N)
     fill = torch.full((missing,), IGNORED)
@@ -72,26 +81,26 @@ def _in_its_place(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple
 
 
 def wave_batch(case: Case, wave: int, labels: StepLabels) -> Batch:
-    """All microbatches of one wave, side by side: what one process sees."""
+    """All microbatches of one wave, concatenated: the batch of the reference."""
     return _batch(case, wave, case.plan.waves[wave].documents, labels)
 
 
 def rank_batch(case: Case, wave: int, rank: int, labels: StepLabels) -> Batch:
-    """One microbatch, or the share of it that this rank holds."""
+    """One microbatch, or this rank's context shard of it."""
     context = case.plan.waves[wave].context
     group, index = divmod(case.layout.context_place(rank), context)
     return context_shard(_batch(case, wave, (case.plan.waves[wave].documents[group],), labels), index)
 
 
 def labels_of_rank(case: Case, rank: int) -> StepLabels:
-    """How many labels count in what this rank will see."""
-    uncounted = (1,) * (1 + case.run.model.num_mtp)
-    counts = [_count(rank_batch(case, wave, rank, uncounted)) for wave in range(case.num_waves)]
+    """Number of labels that count in this rank's batches."""
+    no_counts = (1,) * (1 + case.run.model.num_mtp)
+    counts = [_count(rank_batch(case, wave, rank, no_counts)) for wave in range(case.num_waves)]
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
 def labels_of_batch(case: Case) -> StepLabels:
-    """Of the whole step: a label ``by`` places on counts if it is one and lies in the same document."""
+    """Of the whole step: a label ``by`` positions later counts if it is not ignored and in the same document."""
     return tuple(
         sum(
             int((document[by:] != IGNORED).sum())
@@ -109,15 +118,15 @@ def _count(batch: Batch) -> StepLabels:
 
 def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], labels: StepLabels) -> Batch:
     made = samples(case)
-    held = [[made[number] for number in numbers] for numbers in microbatches]
-    flat = [sample for microbatch in held for sample in microbatch]
-    nothing = torch.zeros(0, dtype=torch.int64)
-    real_N = torch.cat([nothing.bool(), *(sample.real_N for sample in flat)])
+    samples_of = [[made[number] for number in numbers] for numbers in microbatches]
+    flat = [sample for microbatch in samples_of for sample in microbatch]
+    empty = torch.zeros(0, dtype=torch.int64)
+    real_N = torch.cat([empty.bool(), *(sample.real_N for sample in flat)])
     return whole_batch(
-        torch.cat([nothing, *(sample.tokens_N for sample in flat)]),
-        torch.cat([nothing, *(sample.labels_N for sample in flat)]),
+        torch.cat([empty, *(sample.tokens_N for sample in flat)]),
+        torch.cat([empty, *(sample.labels_N for sample in flat)]),
         tuple(length for sample in flat for length in sample.lengths),
-        documents_per_microbatch=tuple(sum(len(sample.lengths) for sample in microbatch) for microbatch in held),
+        documents_per_microbatch=tuple(sum(len(sample.lengths) for sample in microbatch) for microbatch in samples_of),
         context_size=case.plan.waves[wave].context,
         tensor_size=case.run.parallel.tp,
         step_labels=labels[0],

@@ -1,0 +1,174 @@
+"""One rank of a proof: build its local model, run one step, compare every number with the reference.
+
+Each rank compares its shards. Differences are relative to the largest entry of the whole reference tensor, so a
+small entry of a large tensor need not have more correct digits than the others. Some gradients are zero in exact
+arithmetic and rounding noise in practice (a router's, when every token has one expert of prob one): they are relative
+to a small fraction of the model's largest gradient instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moefold.blueprint.parameters import parameters
+from moefold.moe.routing_policies import PolicyOrName
+from moefold.optim.adamw import adamw
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, local_buffers
+from moefold.parallel.param_shards import local_part
+from moefold.pipeline.step import StepResult, count_step_labels, run_step
+from moefold.prove.cases import Case
+from moefold.prove.proof_inputs import labels_of_rank, proof_init, rank_batch
+from moefold.prove.routing_replay import replay_routing
+
+_TIMEOUT = timedelta(seconds=60)
+# Gradients below this fraction of the model's largest gradient count as zero up to rounding.
+_NOISE = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one rank's shard of one quantity; ``is_primary``: this rank is the primary replica of its shard."""
+
+    largest: float
+    squares: float
+    elements: int
+    is_primary: bool
+
+
+@dataclass(frozen=True)
+class ReferenceSize:
+    """Largest entry, sum of squares and number of elements of a reference tensor."""
+
+    largest: float
+    squares: float
+    elements: int
+
+
+def difference(actual: Tensor, expected: Tensor, is_primary: bool) -> Difference:
+    if actual.shape != expected.shape:
+        return Difference(float("inf"), float("inf"), actual.numel(), is_primary)
+    diff = actual.double() - expected.double()
+    if diff.numel() == 0:
+        return Difference(0.0, 0.0, 0, is_primary)
+    largest = diff.abs().max().item()
+    # A NaN on either side is a failure; comparisons with NaN are false.
+    return Difference(
+        largest if largest == largest else float("inf"), diff.square().sum().item(), diff.numel(), is_primary
+    )
+
+
+def reference_size(expected: Tensor) -> ReferenceSize:
+    wide = expected.double()
+    largest = wide.abs().max().item() if wide.numel() else 0.0
+    return ReferenceSize(largest, wide.square().sum().item(), wide.numel())
+
+
+def floors(sizes: dict[str, ReferenceSize]) -> dict[str, float]:
+    """By kind of quantity, the size below which a tensor is compared with the model's gradients, not with itself."""
+    largest = max((size.largest for name, size in sizes.items() if name.startswith("gradient/")), default=0.0)
+    first = _NOISE * largest
+    return {"gradient": first, "exp_avg": 0.1 * first, "exp_avg_sq": 0.05 * first * first}
+
+
+def relative_error(differences: list[Difference], size: ReferenceSize, floor: float) -> float:
+    """The largest difference on any rank, relative to the reference's largest entry."""
+    worst = max((item.largest for item in differences), default=float("inf"))
+    if worst == 0.0:
+        return 0.0
+    return worst / max(size.largest, floor, 1e-300)
+
+
+def relative_norm_error(differences: list[Difference], size: ReferenceSize, floor: float) -> float:
+    """The norm of all differences, each element once, relative to the reference's norm."""
+    total = sum(item.squares for item in differences if item.is_primary)
+    if total == 0.0:
+        return 0.0
+    return (total / max(size.squares, floor * floor * size.elements, 1e-300)) ** 0.5
+
+
+def uncovered(differences: list[Difference], size: ReferenceSize) -> int:
+    """Elements without a primary replica, or minus those with several; 0 when shards are a partition."""
+    return size.elements - sum(item.elements for item in differences if item.is_primary)
+
+
+# ---- one rank ----
+
+
+def compare_rank(case: Case, reference: Path, rank: int, routing_policy: PolicyOrName | None = None) -> dict[str, Any]:
+    """Differences by quantity, as plain JSON."""
+    expected = load_file(reference)
+    groups = groups_of(case.run, case.world, rank, _TIMEOUT)
+    local_model = build_local_model(case.run, groups, torch.device("cpu"), proof_init, routing_policy)
+    kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
+    optimizer = adamw(
+        ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), case.run.optim
+    )
+    labels = tuple(count_step_labels(count, groups) for count in labels_of_rank(case, rank))
+    batches = [rank_batch(case, wave, rank, labels) for wave in range(case.num_waves)]
+    if case.run.precision.compute == "bfloat16":
+        replay_routing(local_model.model, expected, groups["dp"].index, batches)
+    seen: dict[str, Difference] = {}
+
+    def look(gradients: dict[str, Tensor]) -> None:
+        seen.update(_shard_differences(local_model, "gradient", gradients, expected))
+
+    result = run_step(local_model, optimizer, batches, look)
+    seen |= _shard_differences(local_model, "parameter", dict(local_model.model.named_parameters()), expected)
+    seen |= _optimizer_differences(local_model, optimizer, expected)
+    seen |= _replicated_differences(local_model, result, expected, is_primary=rank == 0)
+    return {name: [item.largest, item.squares, item.elements, item.is_primary] for name, item in seen.items()}
+
+
+def _shard_differences(
+    local_model: LocalModel, what: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]
+) -> dict[str, Difference]:
+    """Of each parameter-like tensor, against the box of the reference tensor that this rank holds."""
+    return {
+        f"{what}/{name}": difference(
+            local_part(tensor.detach()),
+            expected[f"{what}/{name}"][local_model.param_shards[name].box],
+            local_model.param_shards[name].is_primary,
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _optimizer_differences(
+    local_model: LocalModel, optimizer: Optimizer, expected: dict[str, Tensor]
+) -> dict[str, Difference]:
+    seen: dict[str, Difference] = {}
+    for what in ("exp_avg", "exp_avg_sq"):
+        states = {name: optimizer.state[parameter][what] for name, parameter in local_model.model.named_parameters()}
+        seen |= _shard_differences(local_model, what, states, expected)
+    return seen
+
+
+def _replicated_differences(
+    local_model: LocalModel, result: StepResult, expected: dict[str, Tensor], is_primary: bool
+) -> dict[str, Difference]:
+    """Of the numbers that every rank has in full."""
+    sums = result.sums
+    values = {
+        "loss": sums.loss,
+        "mtp_loss": sums.mtp_loss,
+        "grad_norm": result.grad_norm,
+        "counts": sums.counts_ME,
+        "kept": sums.kept_ME,
+        "plain": sums.plain_ME,
+        "dropped": sums.dropped,
+    }
+    values |= {f"balance/{name}": value for name, value in sums.balance._asdict().items()}
+    seen = {name: difference(value, expected[name], is_primary) for name, value in values.items()}
+    state = dict(local_model.model.named_buffers())
+    for name in (spec.name for spec in local_buffers(local_model.run, local_model.model)):
+        first = local_model.groups["stage"].index == 0
+        seen[f"expert_bias/{name}"] = difference(state[name], expected[f"expert_bias/{name}"], first)
+    return seen
