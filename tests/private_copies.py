@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefold.dryrun.fake_world import has_left
+from moefold.dryrun.fake_world import completed_work
 
 
 class PrivateCopies(TorchDispatchMode):
@@ -34,12 +34,12 @@ class PrivateCopies(TorchDispatchMode):
         result = op(*copies, **(kwargs or {}))
         if op is torch.ops.c10d.send.default:
             self._leaving.append((copies, dist.Work.unbox(result)))
-            return has_left()
+            return completed_work()
         boxed = result[-1] if isinstance(result, tuple) else result
         dist.Work.unbox(boxed).wait()
         for mine, copy in zip(_tensors(args), _tensors(copies), strict=True):
             mine.copy_(copy)
-        return (args[0], has_left()) if isinstance(result, tuple) else has_left()
+        return (args[0], completed_work()) if isinstance(result, tuple) else completed_work()
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

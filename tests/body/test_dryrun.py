@@ -1,4 +1,4 @@
-"""Dry runs by themselves: what is left out of a long step changes nothing, and every mode of a run can be rehearsed."""
+"""Dry runs by themselves: what is left out of a long step changes nothing, and every mode of a run can be traced."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from moefold.config.loading import override
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, dry_run
-from moefold.dryrun.memory_timeline import CATEGORIES
 from moefold.dryrun.min_microbatches import enough_microbatches
+from moefold.dryrun.storage_tracker import CATEGORIES
 from moefold.errors import ConfigError
 from moefold.recipes.catalog import recipe
 
@@ -39,7 +39,7 @@ def test_a_few_microbatches_tell_of_all(schedule: str) -> None:
     whole = dry_run(run, 4, 0, short.microbatches)
     assert whole.executed == short.microbatches
     assert (short.executed < short.microbatches) == (schedule != "gpipe")
-    assert (short.peak, short.most, short.peak_total) == (whole.peak, whole.most, whole.peak_total)
+    assert (short.peak, short.category_peaks, short.peak_total) == (whole.peak, whole.category_peaks, whole.peak_total)
     assert short.collectives == whole.collectives
     assert short.saved_per_microbatch == whole.saved_per_microbatch
 
@@ -51,9 +51,9 @@ def test_all_forwards_first_needs_all_microbatches() -> None:
 
 def test_categories_add_up() -> None:
     found = tiny("parallel.ep=2")
-    assert tuple(found.peak) == tuple(found.most) == CATEGORIES
+    assert tuple(found.peak) == tuple(found.category_peaks) == CATEGORIES
     assert sum(found.peak.values()) == found.peak_total
-    assert all(found.peak[name] <= found.most[name] for name in CATEGORIES)
+    assert all(found.peak[name] <= found.category_peaks[name] for name in CATEGORIES)
 
 
 def test_states_at_rest_are_counted_in_full() -> None:
@@ -65,8 +65,8 @@ def test_states_at_rest_are_counted_in_full() -> None:
 
 
 def test_weight_copies_are_told_apart() -> None:
-    assert tiny("parallel.ep=2").most["weight copies"] == 0
-    assert tiny("parallel.ep=2", "precision.compute=bfloat16").most["weight copies"] > 0
+    assert tiny("parallel.ep=2").category_peaks["weight copies"] == 0
+    assert tiny("parallel.ep=2", "precision.compute=bfloat16").category_peaks["weight copies"] > 0
 
 
 def test_recomputing_saves_what_microbatches_keep() -> None:
@@ -96,12 +96,12 @@ def test_imbalance_is_more_rows_for_this_rank() -> None:
     ],
     ids=lambda changes: " ".join(changes[:2]),
 )
-def test_every_mode_can_be_rehearsed(changes: tuple[str, ...]) -> None:
+def test_every_mode_can_be_traced(changes: tuple[str, ...]) -> None:
     assert dry_run(override(recipe("debug_tiny"), [f"--{change}" for change in changes]), 4, 3).peak_total > 0
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_capacities_can_be_rehearsed(pad: bool) -> None:
+def test_capacities_can_be_traced(pad: bool) -> None:
     run = balanced_run("debug_tiny", "parallel.ep=2", "kernels.experts=grouped")
     assert run.model.moe is not None
     moe = replace(run.model.moe, capacity=CapacityConfig(factor=0.5, pad=pad, drop="position"))
@@ -123,7 +123,7 @@ def test_real_tensors_after_a_dry_run_are_real() -> None:
         ({"microbatches": 0}, (), "microbatches: must be positive, not 0"),
         ({"imbalance": 0.0}, (), "imbalance"),
         ({}, ("parallel.ep=3",), "experts cannot fold"),
-        ({}, ("data.packing=padded", "model.moe.router.kind=sinkhorn"), "nothing to read"),
+        ({}, ("data.packing=padded", "model.moe.router.kind=sinkhorn"), "which a dry run cannot"),
     ],
 )
 def test_what_cannot_be_run_is_said(given: dict[str, int], changes: tuple[str, ...], says: str) -> None:
@@ -136,7 +136,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["dryrun", "debug_tiny", "--world", "8", "--rank", "5", "--parallel.pp", "2", "--parallel.ep", "4"]
     assert main(words) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("rank 5 of 8: ") and "all_to_all" in shown and "its own most" in shown
+    assert shown.startswith("rank 5 of 8: ") and "all_to_all" in shown and "own peak" in shown
     assert main([*words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["peak_total"] == sum(data["peak"].values()) and data["rank"] == 5

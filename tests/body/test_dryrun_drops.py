@@ -30,5 +30,5 @@ def test_rows_that_a_capacity_leaves(capacity: dict[str, Any], scope: Any) -> No
     counts = BalancedSplitSizes(run, fold(run.parallel, 1), 0, (37,), 1)
     assert counts._rows_of(0) == report.kept_E.tolist()
     expected = np.flatnonzero(routing.kept.flatten().numpy())
-    assert counts._choices_of(0).tolist() == expected.tolist()
+    assert counts._assignments_of(0).tolist() == expected.tolist()
     assert 0 < len(expected) < 111

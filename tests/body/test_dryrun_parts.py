@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from moefold.batching.zigzag import places
 from moefold.config.loading import override
 from moefold.dryrun.balanced_splits import BalancedSplitSizes
-from moefold.dryrun.fake_world import FakeMemory
-from moefold.dryrun.memory_timeline import Event, Mark, peak_of
-from moefold.dryrun.storage_tracker import Watch
+from moefold.dryrun.fake_world import CachedFakeMode
+from moefold.dryrun.storage_tracker import Event, Mark, StorageTracker, peak_of
 from moefold.moe.topk import choose_balanced
 from moefold.recipes.catalog import recipe
 from moefold.topology.folded_layout import fold
@@ -23,13 +22,15 @@ def test_the_peak_is_found_and_named() -> None:
     marks = [Mark(3, "first"), Mark(5, "second"), Mark(7, "third")]
     peak = peak_of(events, {0: "parameters", 1: "activations", 2: "activations"}, marks)
     assert (peak.total, peak.when) == (18, "second")
-    assert peak.then["parameters"] == 10 and peak.then["activations"] == 7 and peak.then["other"] == 1
-    assert peak.most["activations"] == 7 and peak.most["other"] == 5
+    assert (
+        peak.by_category["parameters"] == 10 and peak.by_category["activations"] == 7 and peak.by_category["other"] == 1
+    )
+    assert peak.category_peaks["activations"] == 7 and peak.category_peaks["other"] == 5
     assert peak.alive == {0: 10, 2: 7, 3: 1}
 
 
 def test_a_storage_counts_once_and_until_it_is_freed() -> None:
-    with Watch() as watch:
+    with StorageTracker() as watch:
         x = torch.zeros(100)
         view = x[10:20].view(2, 5)
         copy = view.double()
@@ -40,7 +41,7 @@ def test_a_storage_counts_once_and_until_it_is_freed() -> None:
 
 
 def test_emptied_storages_count_as_empty() -> None:
-    with Watch() as watch:
+    with StorageTracker() as watch:
         x = torch.zeros(100)
         x.untyped_storage().resize_(0)
         x.untyped_storage().resize_(400)
@@ -96,7 +97,7 @@ def _described(tensors: list[Tensor]) -> list[object]:
 def test_results_from_memory_are_like_real_ones() -> None:
     x, weight = torch.zeros(6, 4), torch.zeros(8, 4)
     real = _described([x, *_work(x, weight)])
-    with FakeMemory():
+    with CachedFakeMode():
         for _ in range(3):
             x, weight = torch.empty(6, 4), torch.empty(8, 4)
             assert _described([x, *_work(x, weight)]) == real
@@ -104,7 +105,7 @@ def test_results_from_memory_are_like_real_ones() -> None:
 
 def test_values_that_torch_knows_stay_true() -> None:
     """Optimizers count their steps in tensors and read them back."""
-    with FakeMemory():
+    with CachedFakeMode():
         steps = torch.tensor(0.0)
         for number in range(1, 4):
             steps += 1

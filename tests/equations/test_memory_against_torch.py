@@ -16,7 +16,7 @@ from tests.staged_runs import microbatches, share_on
 from torch.profiler import ProfilerActivity, profile
 
 from moefold.config.loading import override
-from moefold.dryrun.storage_tracker import Watch
+from moefold.dryrun.storage_tracker import StorageTracker
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.runtime import run_schedule
 from moefold.recipes.catalog import recipe
@@ -29,7 +29,7 @@ SHAPES = ((128, 70), (128,))
 
 
 def changes_seen(share: LocalModel) -> list[int]:
-    with Watch() as watch:
+    with StorageTracker() as watch:
         run_schedule(share, microbatches(share.run, SHAPES))
     return [event.change for event in watch.events]
 

@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
         "--microbatches",
         type=int,
         metavar="M",
-        help="a step of exactly M microbatches, all executed (default: as many as the whole step can be counted from)",
+        help="a step of exactly M microbatches, all executed (default: as many as show the run's whole step)",
     )
     parser.add_argument(
         "--imbalance",
@@ -50,13 +50,13 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from moefold.dryrun.dry_run import dry_run
-    from moefold.dryrun.dryrun_report import as_data, report
+    from moefold.dryrun.dryrun_report import dry_run_json, report
 
     asked = load_run(args.name, args.changes)
     found = dry_run(
         asked, args.world, args.rank, args.microbatches, imbalance=args.imbalance, progress=_progress_bar("actions")
     )
-    print(json.dumps(as_data(found)) if args.json else report(found))
+    print(json.dumps(dry_run_json(found)) if args.json else report(found))
     return 0
 
 

@@ -1,11 +1,11 @@
-"""How many rows go where when nothing can be looked at: as the balanced router sends them.
+"""Split sizes where no tensor can be read: those of the balanced router.
 
-N tokens of a microbatch, K choices per token, E experts.
+N tokens of a microbatch, K experts per token, E experts.
 
-The balanced router deals choices in turn: choice number n*K + k of a microbatch goes to expert (n*K + k) mod E. So the
-rows of every rank for every expert follow from which tokens the rank holds, and that follows from the layout. A run
-whose own router decides by scores has the same rows on average; ``imbalance`` says how many times the average this
-rank's experts get, as the rank that is worst off would.
+The balanced router assigns experts in turn: assignment n*K + k of a microbatch goes to expert (n*K + k) mod E. So the
+number of rows of every rank for every expert follows from the tokens that the rank holds, and those follow from the
+layout. A router that decides by scores sends the same rows on average; ``imbalance`` is the load of this rank's experts
+relative to the average, for the most loaded rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moefold.topology.shares import share_sizes
 
 
 class BalancedSplitSizes:
-    """For microbatches that all have the same documents: ``lengths`` tokens long, cut over ``context`` ranks."""
+    """For microbatches that all have the same documents: ``lengths`` tokens long, sharded over ``context`` ranks."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class BalancedSplitSizes:
     ) -> None:
         self.run, self.layout, self.rank = run, layout, rank
         self.lengths, self.context, self.imbalance = tuple(lengths), context, imbalance
-        # Every layer of every microbatch asks again.
+        # Computed once: every layer of every microbatch asks for them.
         self._leaving_by_hop: dict[ExchangeName, list[int]] = {}
         self._arriving_by_hop: dict[ExchangeName, list[list[int]]] = {}
 
@@ -66,15 +66,15 @@ class BalancedSplitSizes:
 
     def _leaving_once(self, hop: ExchangeName) -> list[int]:
         peers, holders = self._peers(hop, self.rank), self._holders(hop, self.rank)
-        return [sum(self._told(hop, source, peer)[0] for source in holders) for peer in peers]
+        return [sum(self._tokens_and_rows(hop, source, peer)[0] for source in holders) for peer in peers]
 
     def _arriving_once(self, hop: ExchangeName) -> list[list[int]]:
-        """Sources stand as in ``_arriving``."""
+        """Sources are ordered as in ``_arriving``."""
         ends = (self.rank,) if hop == "across" else self.layout.ranks("etp", self.rank)
         found = []
         for source in (source for end in ends for source in self._peers(hop, end)):
-            on_action = [self._told(hop, holder, self.rank) for holder in self._holders(hop, source)]
-            found.append([self._more(sum(column)) for column in zip(*on_action, strict=True)])
+            counts = [self._tokens_and_rows(hop, holder, self.rank) for holder in self._holders(hop, source)]
+            found.append([self._scaled(sum(column)) for column in zip(*counts, strict=True)])
         return found
 
     @cached_property
@@ -83,18 +83,18 @@ class BalancedSplitSizes:
 
     @cached_property
     def _arriving(self) -> list[list[int]]:
-        """Sources stand etp peer by etp peer, and by their place in that peer's ep group."""
+        """Sources are ordered by etp peer, then by their index in that peer's ep group."""
         sources = [peer for etp in self.layout.ranks("etp", self.rank) for peer in self.layout.ranks("ep", etp)]
-        return [[self._more(rows) for rows in self._rows_of(peer)[self._mine]] for peer in sources]
+        return [[self._scaled(rows) for rows in self._rows_of(peer)[self._own_experts]] for peer in sources]
 
     @cached_property
     def _gathered(self) -> list[int]:
         block = self.layout.ranks("expert_block", self.rank)
-        by_peer = [self._rows_of(peer)[self._mine] for peer in block]
-        return [self._more(sum(rows)) for rows in zip(*by_peer, strict=True)]
+        by_peer = [self._rows_of(peer)[self._own_experts] for peer in block]
+        return [self._scaled(sum(rows)) for rows in zip(*by_peer, strict=True)]
 
     @property
-    def _mine(self) -> slice:
+    def _own_experts(self) -> slice:
         """The experts of this rank."""
         return self._experts_at("direct", self.rank)
 
@@ -108,59 +108,59 @@ class BalancedSplitSizes:
 
     def _peers(self, hop: ExchangeName, rank: int) -> tuple[int, ...]:
         """The ranks of a hop's group."""
-        everyone = self.layout.ranks("ep", rank)
-        across, inside = levels(everyone, rank, self.run.parallel.ep_inner)
-        return {"direct": everyone, "across": across, "inside": inside}[hop]
+        ep_ranks = self.layout.ranks("ep", rank)
+        across, inside = levels(ep_ranks, rank, self.run.parallel.ep_inner)
+        return {"direct": ep_ranks, "across": across, "inside": inside}[hop]
 
     def _holders(self, hop: ExchangeName, rank: int) -> tuple[int, ...]:
-        """Whose tokens a rank sends on this hop: inside a host, those that have crossed to it."""
+        """Ranks whose tokens a rank sends in this exchange: inside a host, those it received from other hosts."""
         return self._peers("across", rank) if hop == "inside" else (rank,)
 
-    def _told(self, hop: ExchangeName, source: int, end: int) -> list[int]:
-        """Of the source's tokens: how many have a choice at the hop's end, and how many chose each expert there."""
+    def _tokens_and_rows(self, hop: ExchangeName, source: int, end: int) -> list[int]:
+        """Of the source's tokens: how many are assigned to experts of ``end``, and how many to each of these."""
         assert self.run.model.moe is not None
-        experts, choices = self._experts_at(hop, end), self._choices_of(source)
-        number = choices % self.run.model.moe.num_experts
-        there = choices[(number >= experts.start) & (number < experts.stop)]
+        experts, assignments = self._experts_at(hop, end), self._assignments_of(source)
+        expert = assignments % self.run.model.moe.num_experts
+        there = assignments[(expert >= experts.start) & (expert < experts.stop)]
         return [len(np.unique(there // self.run.model.moe.top_k)), *self._rows_of(source)[experts]]
 
-    def _more(self, rows: int) -> int:
+    def _scaled(self, rows: int) -> int:
         return round(rows * self.imbalance)
 
     def _rows_of(self, rank: int) -> list[int]:
-        """A rank's rows for each expert, those that capacities leave."""
+        """Number of a rank's rows for each expert after dropping."""
         moe = self.run.model.moe
         assert moe is not None
-        return np.bincount(self._choices_of(rank) % moe.num_experts, minlength=moe.num_experts).tolist()
+        return np.bincount(self._assignments_of(rank) % moe.num_experts, minlength=moe.num_experts).tolist()
 
-    def _choices_of(self, rank: int) -> np.ndarray:
-        """The numbers of a rank's choices that are kept."""
+    def _assignments_of(self, rank: int) -> np.ndarray:
+        """Indices of a rank's assignments that are not dropped."""
         moe = self.run.model.moe
         assert moe is not None
         tokens = self._tokens_of(rank)
-        choices = (tokens[:, None] * moe.top_k + np.arange(moe.top_k)).ravel()
-        return choices if moe.capacity is None else choices[self._is_kept(choices, len(tokens))]
+        assignments = (tokens[:, None] * moe.top_k + np.arange(moe.top_k)).ravel()
+        return assignments if moe.capacity is None else assignments[self._is_kept(assignments, len(tokens))]
 
-    def _is_kept(self, choices: np.ndarray, num_tokens: int) -> np.ndarray:
-        """First come, first served: the only rule that needs no scores."""
+    def _is_kept(self, assignments: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Drops by position, the only policy that needs no scores."""
         moe = self.run.model.moe
         assert moe is not None and moe.capacity is not None
         local = moe.capacity.scope == "local"
-        over = num_tokens if local else sum(self.lengths)
+        tokens = num_tokens if local else sum(self.lengths)
         owners = moe.num_experts if moe.capacity.per == "expert" else moe.capacity.device_groups
         experts_each = moe.num_experts // owners
-        room = capacity_of(over, moe.capacity.factor, moe.top_k, owners)
-        experts = choices % moe.num_experts
+        limit = capacity_of(tokens, moe.capacity.factor, moe.top_k, owners)
+        experts = assignments % moe.num_experts
         if not local:
-            return choices // moe.num_experts * experts_each + experts % experts_each < room
+            return assignments // moe.num_experts * experts_each + experts % experts_each < limit
         owner = experts // experts_each
         order = np.argsort(owner, kind="stable")
         before = np.empty_like(order)
         before[order] = np.arange(len(order)) - np.searchsorted(owner[order], owner[order])
-        return before < room
+        return before < limit
 
     def _tokens_of(self, rank: int) -> np.ndarray:
-        """Which tokens of its microbatch a rank holds."""
+        """Indices of the tokens of its microbatch that a rank holds."""
         index = self.layout.context_place(rank) % self.context
         spans = places(self.lengths, index, self.context)
         held = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in spans)])

@@ -1,9 +1,9 @@
-"""What an operation on fake tensors returned the last time it was asked with the same shapes.
+"""A cache of the results of operations on fake tensors.
 
-A step repeats the same few hundred operations for every layer and microbatch, and torch works out their results anew
-each time, at a quarter of a millisecond each. What a result looks like follows from the operation, the shapes, strides
-and formats of its tensors, and its other arguments. So it is worked out once, and made again from memory: a new tensor,
-a view of an argument, or the argument itself. Whatever does not fit that description is not remembered.
+A step repeats the same few hundred operations for every layer and microbatch, and torch infers their results each time,
+at a quarter of a millisecond each. A result's metadata follows from the operation, the shapes, strides and dtypes of
+its tensors, and its other arguments. So it is inferred once and then built from the cache: a new tensor, a view of an
+argument, or the argument itself. Results of any other form are not cached.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 class Unhashable(Exception):
-    """Arguments that nothing can be remembered by."""
+    """Arguments that cannot be a cache key."""
 
 
 class _Same(NamedTuple):
-    """The argument of this number."""
+    """The argument with this index."""
 
     source: int
 
 
 class _Made(NamedTuple):
-    """A tensor of this description: over the storage of the argument of number ``source``, or over its own."""
+    """A tensor with this metadata, in the storage of argument ``source``, or in a new one."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -38,32 +38,32 @@ class _Made(NamedTuple):
     source: int | None
 
 
-class Memory:
+class FakeOpCache:
     """Results by operation and arguments."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
         self._results: dict[Any, tuple[type | None, list[_Same | _Made]] | None] = {}
 
-    def result(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], work_out: Callable[[], Any]) -> Any:
-        """From memory, or else by ``work_out``."""
+    def result(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], infer: Callable[[], Any]) -> Any:
+        """From the cache, or else by ``infer``."""
         if op.namespace != "aten":
-            return work_out()
+            return infer()
         try:
             key = (op, _key(args), _key(tuple(kwargs.items())) if kwargs else None)
         except Unhashable:
-            return work_out()
+            return infer()
         if key not in self._results:
-            result = work_out()
-            # An operation that reshapes its argument in place has an effect that no result describes.
+            result = infer()
+            # An operation that reshapes its argument in place has an effect beyond its result: not cached.
             unchanged = key[1] == _key(args)
             given = [*_tensors(args), *_tensors(kwargs.values())]
             self._results[key] = _described(result, given) if unchanged else None
             return result
         found = self._results[key]
-        return work_out() if found is None else self._again(*found, args, kwargs)
+        return infer() if found is None else self._rebuild(*found, args, kwargs)
 
-    def _again(
+    def _rebuild(
         self, kind: type | None, parts: list[_Same | _Made], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if any(part.source is not None for part in parts):
@@ -84,14 +84,14 @@ class Memory:
 
 def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # A tensor that torch knows the value of must stay in torch's hands.
+        # torch propagates constant values itself.
         if not isinstance(value, FakeTensor) or value.constant is not None:
             raise Unhashable
         return value.shape, value.stride(), value.dtype, value.storage_offset()
     if isinstance(value, (tuple, list)):
         return tuple([_key(part) for part in value])
     if isinstance(value, _PLAIN):
-        # 1, 1.0 and True are one key, and not one argument.
+        # 1, 1.0 and True are equal as keys but different as arguments.
         return type(value), value
     raise Unhashable
 
@@ -105,7 +105,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _described(result: Any, given: list[Tensor]) -> tuple[type | None, list[_Same | _Made]] | None:
-    """None if it cannot be made again from a description."""
+    """None if it cannot be rebuilt from metadata."""
     if isinstance(result, Tensor):
         kind, parts = None, [result]
     elif type(result) in (tuple, list) and result and all(isinstance(part, Tensor) for part in result):

@@ -1,8 +1,8 @@
-"""A rank of a world that does not exist: fake tensors, and a process group that hallucinates its peers.
+"""One rank of a fake world: fake tensors and torch's fake process group.
 
-A fake tensor has a shape, a format and a device, and no memory: every operation runs, nothing is computed. The fake
-process group accepts every collective and returns at once. So one process runs the code of rank R of N, whatever N is,
-and no other process exists. Whatever would be *read* from a tensor must be known beforehand; torch raises otherwise.
+A fake tensor has a shape, a dtype and a device, and no memory: every operation runs, nothing is computed. The fake
+process group accepts every collective and returns at once. So one process runs the code of rank R of N, whatever N is.
+Values that training would *read* from a tensor must be known beforehand; torch raises otherwise.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from torch.futures import Future
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moefold.attention.mask_blocks import row_index
-from moefold.dryrun.fake_op_cache import Memory
+from moefold.dryrun.fake_op_cache import FakeOpCache
 from moefold.errors import MoefoldError
 from moefold.parallel.ulysses import document_order
 
-# Asked more often than everything else together.
+# Called more often than all other operations together.
 _DEVICE = torch.ops.prim.device.default
 
 
-class FakeMemory(FakeTensorMode):
-    """Tensors without memory, with two answers that torch's own mode does not have, and a memory for the others."""
+class CachedFakeMode(FakeTensorMode):
+    """torch's fake mode with results for two more operations, and a cache for the others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._remembered = Memory(self)
+        self._cache = FakeOpCache(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and keeping the compiler out of every operation takes time."""
+        """Nothing is compiled here, and disabling dynamo for every operation takes time."""
         return False
 
     def __torch_dispatch__(
@@ -48,22 +48,22 @@ class FakeMemory(FakeTensorMode):
         if op is _DEVICE:
             return args[0].fake_device
         if op is torch.ops.c10d.send.default:
-            return has_left()
+            return completed_work()
         if op is torch.ops.aten._grouped_mm.default:
             return _grouped_matmul(*args, **kwargs)
-        ask = super().__torch_dispatch__
-        return self._remembered.result(op, args, kwargs, lambda: ask(op, types, args, kwargs))
+        infer = super().__torch_dispatch__
+        return self._cache.result(op, args, kwargs, lambda: infer(op, types, args, kwargs))
 
 
-def has_left() -> Any:
-    """Of the fake group's work nobody can say whether it is complete; a message to nowhere has left at once."""
+def completed_work() -> Any:
+    """A handle that is complete; that of the fake group's ``send`` does not support ``is_completed``."""
     done: Future[None] = Future()
     done.set_result(None)
     return _create_work_from_future(done).boxed()
 
 
 def _grouped_matmul(rows: Tensor, weight: Tensor, offs: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """torch's shape function takes bfloat16 only; the CPU's kernel takes more."""
+    """torch's meta function takes bfloat16 only; the CPU kernel takes more dtypes."""
     if weight.dim() == 3:
         return rows.new_empty(rows.shape[0], weight.shape[2])
     return rows.new_empty(offs.shape[0], rows.shape[0], weight.shape[1])
@@ -73,25 +73,25 @@ def _grouped_matmul(rows: Tensor, weight: Tensor, offs: Tensor, *rest: Any, **op
 def fake_world(world: int, rank: int) -> Iterator[None]:
     """Inside, this process is rank ``rank`` of ``world``, and the only one."""
     if dist.is_initialized():
-        raise MoefoldError("a dry run plays a rank of its own, but this process is a rank of a real job already")
+        raise MoefoldError("a dry run needs a process group of its own, but this process is a rank of a job already")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        _forget()
+        _clear_caches()
         yield
     finally:
-        _forget()
+        _clear_caches()
         dist.destroy_process_group()
 
 
-def _forget() -> None:
-    """Functions that keep tensors from call to call must not carry them from one world into another."""
+def _clear_caches() -> None:
+    """Cached functions must not return tensors of another world."""
     for cached in (row_index, document_order):
         cached.cache_clear()
 
 
 @torch.no_grad()
-def give_fake_memory(model: nn.Module, device: torch.device) -> None:
-    """What ``to_empty`` does for a model on the meta device; inside a fake mode."""
+def materialize_fake(model: nn.Module, device: torch.device) -> None:
+    """`Module.to_empty` for a model on the meta device, inside a fake mode."""
     for name, parameter in list(model.named_parameters()):
         owner, leaf = _owner(model, name)
         setattr(owner, leaf, nn.Parameter(_empty_as(parameter, device), parameter.requires_grad))

@@ -1,50 +1,135 @@
-"""Sees every storage come and go while a step runs, with real tensors or with fake ones.
+"""Tracks every storage that is allocated and freed while a step runs, real or fake, and finds the peak.
 
-Every operation passes by here. A storage counts once, however many views it has, from when it is first seen until it is
-freed. What a kernel or a transport allocates for itself is not seen, nor is what was there before and was not met.
-Sharded data parallelism empties storages and fills them again, so growing and shrinking is seen too. Operations on
-sharded tensors are let through until they arrive as operations on this rank's parts: a wrapper has the size of the
-whole and holds no memory.
+A dispatch mode sees the result of every operation. A storage counts once, however many views it has, from its first
+appearance until it is freed. Memory that a kernel or a transport allocates itself is not seen, nor are storages that
+existed before and were not added. FSDP resizes storages to 0 and back, so changes of size are tracked too. Operations
+on DTensors are passed on until they arrive as operations on local shards: a DTensor has the size of the whole tensor,
+and no memory.
+
+Storages are numbered in order of appearance, and an event says by how many bytes one of them grew or shrank. The
+category of a storage is often known only later (whether a tensor is saved for backward is known after its forward), so
+events are stored and summed at the end, when every storage has its category.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefold.dryrun.memory_timeline import Event, Mark
-
-# Told of each collective: its name among torch's operations, and its arguments.
-Overhear = Callable[[str, tuple[Any, ...]], None]
+# Called for each collective: its name among torch's operations, and its arguments.
+OnCollective = Callable[[str, tuple[Any, ...]], None]
 
 _CAST = torch.ops.aten._to_copy.default
 
 
-class Watch(TorchDispatchMode):
-    """``events`` and ``marks`` so far, and what is known about storages, by their number."""
+# In the order of reports.
+CATEGORIES = (
+    "parameters",
+    "gathered parameters",
+    "weight copies",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "communication",
+    "other",
+)
 
-    def __init__(self, overhear: Overhear = lambda name, args: None) -> None:
+
+class Event(NamedTuple):
+    """A storage grew by so many bytes; negative when it shrank or was freed."""
+
+    storage: int
+    change: int
+
+
+class Mark(NamedTuple):
+    """``what`` ended just before this event."""
+
+    event: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The first moment with the most bytes."""
+
+    total: int
+    # By category: at that moment, and each category's own peak.
+    by_category: dict[str, int]
+    category_peaks: dict[str, int]
+    when: str
+    # Bytes of the storages that were alive at that moment.
+    alive: dict[int, int]
+
+
+def peak_of(events: Sequence[Event], category: Mapping[int, str], marks: Sequence[Mark]) -> Peak:
+    """Sums events; a storage without a category counts as "other"."""
+    held: Counter[str] = Counter()
+    category_peaks: Counter[str] = Counter()
+    total, highest, at = 0, -1, 0
+    for number, (storage, change) in enumerate(events):
+        kind = category.get(storage, "other")
+        held[kind] += change
+        total += change
+        if change > 0 and held[kind] > category_peaks[kind]:
+            category_peaks[kind] = held[kind]
+        if total > highest:
+            highest, at = total, number
+    alive = alive_after(events[: at + 1])
+    by_category: Counter[str] = Counter()
+    for storage, size in alive.items():
+        by_category[category.get(storage, "other")] += size
+    return Peak(
+        max(highest, 0),
+        {kind: by_category[kind] for kind in CATEGORIES},
+        {kind: category_peaks[kind] for kind in CATEGORIES},
+        in_progress_at(at, marks),
+        alive,
+    )
+
+
+def alive_after(events: Sequence[Event]) -> dict[int, int]:
+    """Bytes of every storage that is alive after these events."""
+    sizes: Counter[int] = Counter()
+    for storage, change in events:
+        sizes[storage] += change
+    return {storage: size for storage, size in sizes.items() if size}
+
+
+def in_progress_at(event: int, marks: Sequence[Mark]) -> str:
+    """What was running then: what ended next."""
+    following = bisect_right([mark.event for mark in marks], event)
+    return marks[following].what if following < len(marks) else "after the step"
+
+
+class StorageTracker(TorchDispatchMode):
+    """``events`` and ``marks`` so far, and what is known about storages, by number."""
+
+    def __init__(self, on_collective: OnCollective | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.marks: list[Mark] = []
         self.category: dict[int, str] = {}
-        # Storages that were handed to a collective, and of casts the storage that was cast.
-        self.travelled: set[int] = set()
+        # Storages that were arguments of a collective; and for results of casts, the storage that was cast.
+        self.communicated: set[int] = set()
         self.cast_of: dict[int, int] = {}
         self.num_seen = 0
-        self._overhear = overhear
-        # By the storage's address: its number, its bytes, and what tells us that it is gone.
+        self._on_collective = on_collective
+        # By the storage's address: its number, its bytes, and a weak reference that reports when it is freed.
         self._known: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here, and keeping the compiler out of every operation takes time."""
+        """Nothing is compiled here, and disabling dynamo for every operation takes time."""
         return False
 
     def __torch_dispatch__(
@@ -54,37 +139,38 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         result = op(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
-            self._made(op, result, args)
+            self._add_result(op, result, args)
         elif isinstance(result, (tuple, list)):
             for part in result:
                 if isinstance(part, Tensor):
-                    self._made(op, part, args)
+                    self._add_result(op, part, args)
         if op.namespace == "c10d":
-            self._overhear(op._opname, args)
-            self.travelled.update(self._known[key][0] for key in _addresses(args) if key in self._known)
+            if self._on_collective is not None:
+                self._on_collective(op._opname, args)
+            self.communicated.update(self._known[key][0] for key in _addresses(args) if key in self._known)
         return result
 
-    def _made(self, op: Any, result: Tensor, args: tuple[Any, ...]) -> None:
-        """A result is new if no argument has its storage; an argument that was never met was there before us."""
+    def _add_result(self, op: Any, result: Tensor, args: tuple[Any, ...]) -> None:
+        """A result is new if no argument has its storage; an unknown storage of an argument existed before."""
         storage = result.untyped_storage()
         if storage._cdata in self._known or storage._cdata not in _addresses(args):
-            number = self._meet(storage)
+            number = self._add_storage(storage)
             if op is _CAST and (source := args[0].untyped_storage()._cdata) in self._known:
                 self.cast_of[number] = self._known[source][0]
 
-    def meet(self, tensor: Tensor, category: str | None = None) -> int:
-        """The number of this tensor's storage, which counts from now on if it did not before."""
-        number = self._meet((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage())
+    def add(self, tensor: Tensor, category: str | None = None) -> int:
+        """The number of this tensor's storage, which is tracked from now on."""
+        number = self._add_storage((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage())
         if category is not None:
             self.category[number] = category
         return number
 
-    def _meet(self, storage: torch.UntypedStorage) -> int:
+    def _add_storage(self, storage: torch.UntypedStorage) -> int:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             number = self.num_seen
             self.num_seen += 1
-            self._known[key] = (number, size, weakref.ref(storage, lambda _: self._part(key)))
+            self._known[key] = (number, size, weakref.ref(storage, lambda _: self._freed(key)))
             self.events.append(Event(number, size))
             return number
         number, before, gone = self._known[key]
@@ -94,7 +180,7 @@ class Watch(TorchDispatchMode):
         return number
 
     def mark(self, what: str) -> None:
-        """Say what has just ended."""
+        """``what`` has just ended."""
         self.marks.append(Mark(len(self.events), what))
 
     def alive_since(self, number: int) -> Iterator[tuple[int, int]]:
@@ -108,20 +194,20 @@ class Watch(TorchDispatchMode):
     def size_of(self, tensor: Tensor) -> int:
         return tensor.untyped_storage().nbytes()
 
-    def _part(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         number, size, _ = self._known.pop(key)
         self.events.append(Event(number, -size))
 
-    def __enter__(self) -> Watch:
-        # Resizing a storage is no operation on tensors, so it is met at the method itself.
+    def __enter__(self) -> StorageTracker:
+        # Resizing a storage is not dispatched, so the method itself is patched.
         self._resize = resize = torch.UntypedStorage.resize_
 
-        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_and_track(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            self._meet(storage)
+            self._add_storage(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resize_and_track  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
 

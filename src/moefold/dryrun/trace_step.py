@@ -1,8 +1,8 @@
-"""One step of one rank's share, watched: what it held when, what every forward left behind, what it sent.
+"""Traces one step of a rank's local model: memory over time, what every forward saves, and all collectives.
 
-The step is the one that training runs. It is watched with real tensors and with fake ones alike, which is how the fake
-ones are checked. A tensor that outlives the action that made it is kept for a later one, so it counts as an activation
-of the microbatch and stage it was made for; what went through a collective and was not kept was a buffer.
+The step is that of training. It can be traced with real tensors and with fake ones, which is how the fake ones are
+tested. A tensor that outlives the action that made it counts as an activation of that action's microbatch and stage; an
+argument of a collective that does not outlive it counts as a communication buffer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from moefold.dryrun.collective_trace import Book, Wires, gained
-from moefold.dryrun.memory_timeline import Peak, peak_of
-from moefold.dryrun.storage_tracker import Watch
+from moefold.dryrun.collective_trace import CollectiveTrace, TrafficTable, gained
+from moefold.dryrun.storage_tracker import Peak, StorageTracker, peak_of
 from moefold.nn.batch import Ahead, Batch, TokenSets
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import Key, PipelineState, hidden_tensors
@@ -40,86 +39,86 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a watched step showed."""
+class StepTrace:
+    """What the trace of a step found."""
 
     peak: Peak
-    # Bytes that a forward left for its backward, and those of them that were alive at the peak, by (stage, microbatch).
+    # Bytes that a forward saved for its backward, and those alive at the peak, by (stage, microbatch).
     saved: dict[Key, int]
     held_at_peak: dict[Key, int]
     # Collectives of each action in turn, and of the whole step.
-    of_action: list[tuple[Action, Book]]
-    book: Book
-    # What a microbatch's tokens and labels take, and what was worked out about them: from first to last, in "other".
+    by_action: list[tuple[Action, TrafficTable]]
+    traffic: TrafficTable
+    # Of a microbatch's tokens and labels and what is cached with them; during the whole step, in "other".
     bytes_of_batch: int
 
 
-def rehearse(
+def trace_step(
     local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], on_action: OnAction | None = None
-) -> Seen:
-    """Run one step and watch it. Optimizer states exist from the second step on, so let one go before."""
-    # What is freed by counting references is freed at the same moment every time; what a collector finds is not.
+) -> StepTrace:
+    """Run and trace one step. Optimizer states exist from the second step on, so run one before."""
+    # Reference counting frees at the same moment in every run; the garbage collector does not.
     gc.collect()
     gc.disable()
     try:
-        watcher = _Watcher(local_model, optimizer, batches, on_action)
-        with watcher.watch:
-            run_step(local_model, optimizer, batches, watcher.look, on_action=watcher.on_action)
-            watcher.watch.mark("after the update")
-        return watcher.seen()
+        tracer = _StepTracer(local_model, optimizer, batches, on_action)
+        with tracer.storages:
+            run_step(local_model, optimizer, batches, tracer.look, on_action=tracer.on_action)
+            tracer.storages.mark("after the update")
+        return tracer.result()
     finally:
         gc.enable()
 
 
-class _Watcher:
+class _StepTracer:
     def __init__(
         self, local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], also: OnAction | None
     ) -> None:
         self.also, self.batches = also, batches
-        self.local_model, self.wires = local_model, Wires(local_model.groups)
-        self.watch = Watch(self.wires.overhear)
+        self.local_model, self.collectives = local_model, CollectiveTrace(local_model.groups)
+        self.storages = StorageTracker(self.collectives.on_collective)
         self.owner: dict[int, Key] = {}
         self.saved: dict[Key, list[tuple[int, int]]] = {}
-        self.of_action: list[tuple[Action, Book]] = []
-        self._before: Book = {}
-        self._since = self._greet(optimizer, batches)
+        self.by_action: list[tuple[Action, TrafficTable]] = []
+        self._before: TrafficTable = {}
+        self._since = self._add_existing(optimizer, batches)
         for module in local_model.model.modules():
             if isinstance(module, FSDPModule):
-                module.register_forward_pre_hook(self._gathered)
-        optimizer.register_step_pre_hook(lambda *_: self.watch.mark("norm and clipping"))
-        optimizer.register_step_post_hook(lambda *_: self.watch.mark("optimizer"))
+                module.register_forward_pre_hook(self._add_unsharded)
+        optimizer.register_step_pre_hook(lambda *_: self.storages.mark("norm and clipping"))
+        optimizer.register_step_post_hook(lambda *_: self.storages.mark("optimizer"))
 
-    def on_action(self, flight: PipelineState, action: Action) -> None:
-        """An action has ended."""
-        if not self.of_action:
-            self._gathered(self.local_model.model)
+    def on_action(self, state: PipelineState, action: Action) -> None:
+        """Called after every action."""
+        if not self.by_action:
+            self._add_unsharded(self.local_model.model)
         if action.kind not in TRANSFERS:
             self._tag_gradients()
             for part in action.parts:
                 if part.kind is Kind.FORWARD:
-                    self._tag_batch(flight.batches[part.microbatch])
-                    self._claim_input(flight, part)
+                    self._tag_batch(state.batches[part.microbatch])
+                    self._claim_input(state, part)
             self._claim((action.stage, action.microbatch), action.parts[0].kind is Kind.FORWARD)
-        book = self.wires.book()
-        self.of_action.append((action, gained(book, self._before)))
-        self._before, self._since = book, self.watch.num_seen
-        self.watch.mark(" beside ".join(_said(part) for part in action.parts))
+        traffic = self.collectives.traffic()
+        self.by_action.append((action, gained(traffic, self._before)))
+        self._before, self._since = traffic, self.storages.num_seen
+        self.storages.mark(" overlapped with ".join(_described(part) for part in action.parts))
         if self.also is not None:
-            self.also(flight, action)
+            self.also(state, action)
 
     def look(self, gradients: dict[str, Tensor]) -> None:
         for gradient in gradients.values():
-            self.watch.meet(gradient, "gradients")
-        self.watch.mark("reduction of gradients")
+            self.storages.add(gradient, "gradients")
+        self.storages.mark("reduction of gradients")
 
-    def seen(self) -> Seen:
-        category = dict(self.watch.category)
-        for number, source in self.watch.cast_of.items():
+    def result(self) -> StepTrace:
+        category = dict(self.storages.category)
+        for number, source in self.storages.cast_of.items():
             if category.get(source) in ("parameters", "gathered parameters"):
                 category[number] = "weight copies"
-        for number in self.watch.travelled:
+        for number in self.storages.communicated:
             category.setdefault(number, "communication")
-        peak = peak_of(self.watch.events, category, self.watch.marks)
+        peak = peak_of(self.storages.events, category, self.storages.marks)
         saved = {
             key: sum(size for number, size in kept if category[number] == "activations")
             for key, kept in self.saved.items()
@@ -130,60 +129,60 @@ class _Watcher:
                 held[self.owner[number]] = held.get(self.owner[number], 0) + size
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of_batch(self.batches[-1])}
         size = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-        return Seen(peak, saved, held, self.of_action, self.wires.book(), size)
+        return StepTrace(peak, saved, held, self.by_action, self.collectives.traffic(), size)
 
-    def _greet(self, optimizer: Optimizer, batches: Sequence[Batch]) -> int:
-        """What is there before the step; the gradients of the one before are not: it starts by dropping them."""
+    def _add_existing(self, optimizer: Optimizer, batches: Sequence[Batch]) -> int:
+        """Storages that exist before the step. Gradients of the step before do not: a step starts by dropping them."""
         optimizer.zero_grad()
         for parameter in self.local_model.model.parameters():
-            self.watch.meet(parameter, "parameters")
+            self.storages.add(parameter, "parameters")
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    self.watch.meet(value, "optimizer state")
+                    self.storages.add(value, "optimizer state")
         for buffer in self.local_model.model.buffers():
-            self.watch.meet(buffer, "other")
+            self.storages.add(buffer, "other")
         for batch in batches:
             self._tag_batch(batch)
-        return self.watch.num_seen
+        return self.storages.num_seen
 
     def _tag_batch(self, batch: Batch) -> None:
         for tensor in tensors_of_batch(batch):
-            self.watch.meet(tensor, "other")
+            self.storages.add(tensor, "other")
 
-    def _gathered(self, module: Any, *_: Any) -> None:
+    def _add_unsharded(self, module: Any, *_: Any) -> None:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):
-                number = self.watch.meet(parameter)
-                self.watch.category.setdefault(number, "gathered parameters")
+                number = self.storages.add(parameter)
+                self.storages.category.setdefault(number, "gathered parameters")
 
     def _tag_gradients(self) -> None:
         for parameter in self.local_model.model.parameters():
             if parameter.grad is not None:
-                self.watch.meet(parameter.grad, "gradients")
+                self.storages.add(parameter.grad, "gradients")
 
-    def _claim_input(self, flight: PipelineState, forward: Action) -> None:
-        """What a stage was given stays until its backward."""
+    def _claim_input(self, state: PipelineState, forward: Action) -> None:
+        """A stage's input is kept until its backward."""
         key = (forward.stage, forward.microbatch)
-        given = flight.inputs.get(key)
-        for tensor in () if given is None else hidden_tensors(given):
-            number = self.watch.meet(tensor)
-            if number not in self.watch.category:
-                self.watch.category[number] = "activations"
+        inputs = state.inputs.get(key)
+        for tensor in () if inputs is None else hidden_tensors(inputs):
+            number = self.storages.add(tensor)
+            if number not in self.storages.category:
+                self.storages.category[number] = "activations"
                 self.owner[number] = key
-                self.saved.setdefault(key, []).append((number, self.watch.size_of(tensor)))
+                self.saved.setdefault(key, []).append((number, self.storages.size_of(tensor)))
 
     def _claim(self, key: Key, is_forward: bool) -> None:
-        for number, size in self.watch.alive_since(self._since):
-            if number not in self.watch.category:
-                self.watch.category[number] = "activations"
+        for number, size in self.storages.alive_since(self._since):
+            if number not in self.storages.category:
+                self.storages.category[number] = "activations"
                 self.owner[number] = key
                 if is_forward:
                     self.saved.setdefault(key, []).append((number, size))
 
 
 def tensors_of_batch(batch: Batch) -> list[Tensor]:
-    """Its own, and those that it has worked out and kept."""
+    """Its fields, and tensors that it has cached."""
     return list(_inside(vars(batch)))
 
 
@@ -197,5 +196,5 @@ def _inside(value: Any) -> Iterator[Tensor]:
         yield from _inside(vars(value))
 
 
-def _said(action: Action) -> str:
+def _described(action: Action) -> str:
     return _NAMES[action.kind].format(microbatch=action.microbatch, stage=action.stage)

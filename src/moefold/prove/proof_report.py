@@ -148,7 +148,7 @@ MEANINGS = (
     ("gradient/*.attention.sinks", "sinks: merged once per partial attention, or not summed over cp"),
     (
         "gradient/*.attention.*",
-        "attention: positions, windows or documents of shards, keys' gradients not returned, an all_gather's gradient",
+        "attention: positions, window or document boundaries, keys' gradients not returned, an all_gather's backward",
     ),
     (
         "gradient/embedding.weight",
