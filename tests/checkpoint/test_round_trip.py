@@ -119,4 +119,4 @@ def test_state_that_json_cannot_hold_is_refused_at_once(tmp_path: Path) -> None:
     saver = Saver(tmp_path, share_alone().groups["world"], 0)
     with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         saver.begin(1, [], {"loss": float("nan")})
-    assert saver.under_way is None
+    assert saver.in_progress is None

@@ -163,13 +163,13 @@ def test_a_failure_in_a_writer_is_raised_in_the_loop_on_every_rank(tmp_path: Pat
     """A full disk on one rank, at every point of it; then the next save works."""
     cases = [(files, "_write_all", no_space), (files, "fsync", no_space), (save, "write_shard", refuse)]
     cases += [(save, "write_table", refuse), (save, "read_back", refuse)]
-    cases += [(save, "write_manifest", refuse), (save, "commit", refuse), (save, "retire", refuse)]
+    cases += [(save, "write_manifest", refuse), (save, "commit", refuse), (save, "delete_outdated", refuse)]
 
     def work(groups: Groups) -> int:
         saver = Saver(tmp_path, groups["world"], 0, background=background)
         step = 0
         for owner, name, instead in cases:
-            for victim in (0, 1) if name not in ("write_manifest", "commit", "retire") else (0,):
+            for victim in (0, 1) if name not in ("write_manifest", "commit", "delete_outdated") else (0,):
                 original = getattr(owner, name)
                 if groups.rank == victim:
                     at(owner, name, 1, instead)
@@ -180,7 +180,7 @@ def test_a_failure_in_a_writer_is_raised_in_the_loop_on_every_rank(tmp_path: Pat
                     for _ in range(500):
                         saver.advance()
                         time.sleep(0.005)
-                assert saver.under_way is None
+                assert saver.in_progress is None
                 setattr(owner, name, original)
                 step += 3
                 saver.begin(step, chunks(groups["world"], step), {"step": step})
@@ -205,7 +205,7 @@ def test_the_next_save_waits_for_the_last_and_none_is_lost(tmp_path: Path) -> No
         saver = Saver(tmp_path, groups["world"], 0, keep=10)
         for step in (1, 2, 3):
             saver.begin(step, chunks(groups["world"], step), {"step": step})
-            assert saver.under_way == step
+            assert saver.in_progress == step
         return [saver.advance(), saver.advance(), saver.finish(), saver.advance()]
 
     answers = on_ranks(work, 2)

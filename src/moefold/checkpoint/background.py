@@ -1,7 +1,7 @@
-"""One piece of work beside the training loop, whose failure is not lost.
+"""A background job whose exception is kept for the training loop.
 
-It runs in a thread of low priority: hashing and writing leave Python alone while they work on large pieces, and the
-loop should not feel them. Nothing here talks to other ranks; collectives belong to the loop.
+It runs in a thread of low priority; hashing and writing release the GIL for large blocks, so the loop is hardly slowed.
+No collectives here: those belong to the loop.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 Result = TypeVar("Result")
-_POLITENESS = 10
+_NICENESS = 10
 
 
 class Job(Generic[Result]):
-    """Starts at once; ``ended`` tells, ``wait`` waits, then either ``error`` or ``result`` is there."""
+    """Starts at once. After ``wait``, or once ``ended``, either ``error`` or ``result`` is set."""
 
     def __init__(self, work: Callable[[], Result], *, background: bool) -> None:
         self._work = work
         self._result: list[Result] = []
         self.error: Exception | None = None
-        # A process that ends does not wait: what was not committed was never there.
-        self._thread = threading.Thread(target=self._run_politely, name="checkpoint", daemon=True)
+        # Daemon: an ending process does not wait, and an uncommitted checkpoint is ignored.
+        self._thread = threading.Thread(target=self._run_at_low_priority, name="checkpoint", daemon=True)
         if background:
             self._thread.start()
         else:
             self._run()
 
-    def _run_politely(self) -> None:
-        # A courtesy, not a need.
+    def _run_at_low_priority(self) -> None:
+        # The priority is not required.
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._run()
 
     def _run(self) -> None:

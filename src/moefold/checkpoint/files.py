@@ -1,8 +1,8 @@
-"""Bytes to disk and back, so that a crash or a stranger's file cannot surprise us.
+"""Durable writes and guarded reads of files.
 
-Writing: files are made for their owner only, hashed while they are written, and flushed to the disk before anyone
-relies on them. Reading: names are made here, never taken from a file; links are not followed; a file is as long as
-expected before a byte of it is read. Every failure is a CheckpointError that names the file.
+Writing: files are readable by their owner only, hashed while they are written, and fsynced before they are relied on.
+Reading: names are never taken from a file; links are not followed; a file's length is checked before it is read. Every
+failure is a CheckpointError that names the file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from moefold.config.strict import STRICT
 from moefold.errors import CheckpointError
 
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
-_PIECE = 1 << 23
+_BLOCK = 1 << 23
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be, to the bit."""
+    """Length and hash that a file must have."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -38,7 +38,7 @@ class FileRecord:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Turns the operating system's errors into ours."""
+    """Turns OSError into a CheckpointError that names the path."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
             for piece in pieces:
                 rest = memoryview(piece)
                 while rest:
-                    part = rest[:_PIECE]
+                    part = rest[:_BLOCK]
                     digest.update(part)
                     _write_all(descriptor, part)
                     count += len(part)
@@ -80,7 +80,7 @@ def fsync(descriptor: int) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Makes the names in a directory as durable as the files they stand for."""
+    """Makes names in a directory durable."""
     with naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -122,32 +122,32 @@ def check_size(path: Path, expected: int) -> None:
         raise CheckpointError(f"{path}: has {found.st_size:,} bytes, the manifest says {expected:,}")
 
 
-def read_bounded(path: Path, most: int) -> bytes:
+def read_bounded(path: Path, limit: int) -> bytes:
     """A small file, whole."""
     with opened(path) as descriptor, naming(path):
         size = os.fstat(descriptor).st_size
-        if size > most:
-            raise CheckpointError(f"{path}: has {size:,} bytes, at most {most:,} are believable")
+        if size > limit:
+            raise CheckpointError(f"{path}: has {size:,} bytes, more than the limit of {limit:,}")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(most)
+            return file.read(limit)
 
 
-def read_recorded(path: Path, record: FileRecord, most: int) -> bytes:
+def read_recorded(path: Path, record: FileRecord, limit: int) -> bytes:
     """A small file, whole, if it is what the record says."""
-    if record.bytes > most:
-        raise CheckpointError(f"{path}: the manifest says {record.bytes:,} bytes, at most {most:,} are believable")
+    if record.bytes > limit:
+        raise CheckpointError(f"{path}: the manifest says {record.bytes:,} bytes, more than the limit of {limit:,}")
     check_size(path, record.bytes)
-    content = read_bounded(path, most)
+    content = read_bounded(path, limit)
     _compare(path, FileRecord(len(content), hashlib.sha256(content).hexdigest()), record)
     return content
 
 
 def check_written(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Read a file back and hold it against what was written: cheaper than a hash, and as good.
+    """Read a file back and compare it with what was written, which is cheaper than a hash.
 
-    The system is asked to forget its cached copy first, so that the disk has to answer.
+    The page cache is dropped first, so that the disk is read.
     """
-    memory = bytearray(_PIECE)
+    memory = bytearray(_BLOCK)
     found = np.frombuffer(memory, np.uint8)
     with opened(path) as descriptor, naming(path):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -166,7 +166,7 @@ def check_written(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 def check_content(path: Path, record: FileRecord) -> None:
     """Read a file of any size and compare its hash."""
     check_size(path, record.bytes)
-    digest, count, piece = hashlib.sha256(), 0, bytearray(_PIECE)
+    digest, count, piece = hashlib.sha256(), 0, bytearray(_BLOCK)
     with opened(path) as descriptor, naming(path), open(descriptor, "rb", buffering=0, closefd=False) as file:
         while read := file.readinto(piece):
             digest.update(memoryview(piece)[:read])

@@ -1,8 +1,8 @@
-"""Find the newest checkpoint that can be trusted, and read this rank's part of it, whatever layout wrote it.
+"""Find the newest valid checkpoint and read this rank's shards of it, whatever layout wrote it.
 
-Nothing is changed before everything is known to be right, on every rank: first the quick checks, then the comparison
-with the live model by name, shape and dtype; then the ranks hash all files, each those whose number falls to it; then
-each reads its boxes into memory of its own; then they agree. Only then values move into the live tensors.
+No live tensor changes before all checks have passed on every rank: first the quick checks, then names, shapes and
+dtypes are compared with the live model; then the ranks hash all files, each file once; then each reads its boxes into
+new memory; then they agree. Only then are values copied into the live tensors.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch.optim import Optimizer
 
 from moefold.checkpoint.manifest import Manifest, data_name, read_table
 from moefold.checkpoint.shard_file import ShardReader
-from moefold.checkpoint.state_dict import fresh_seed, spread, wanted
+from moefold.checkpoint.state_dict import copy_into_live, fresh_seed, needed_chunks
 from moefold.checkpoint.step_dirs import committed_steps, final_path
-from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, meet, sizes_of, volume, whole
+from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, volume, whole
 from moefold.checkpoint.verify import check_files, quick_check
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import LocalModel
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def to_stderr(message: str) -> None:
+def _log_to_stderr(message: str) -> None:
     print(f"moefold: {message}", file=sys.stderr, flush=True)
 
 
 class Checkpoint:
-    """A committed checkpoint, to read boxes of global tensors from. Tables are opened as they are needed."""
+    """A committed checkpoint, to read boxes of global tensors from. Rank tables are opened on demand."""
 
     def __init__(self, path: Path, first: int = 0) -> None:
-        """``first`` is the rank whose files are looked into first: those of the same number, when a run resumes."""
+        """``first`` is the rank whose files are opened first: the same rank's, when a run resumes."""
         self.path = path
         self.manifest: Manifest = quick_check(path)
         world = self.manifest.world
@@ -65,7 +65,7 @@ class Checkpoint:
         return values
 
     def rank_record(self, name: str, rank: int) -> Tensor | None:
-        """Something that belongs to one rank, such as its random state."""
+        """A record of one rank, such as its random state."""
         while rank in self._unread:
             self._open(rank)
         for _, chunk in (found for found in self._chunks.get(name, ()) if found[0] == rank):
@@ -76,15 +76,15 @@ class Checkpoint:
         check_files(self.path, self.manifest, ranks)
 
     def _parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Where the elements of a box lie; opens tables until all are found."""
+        """Files and sub-boxes that hold the elements of a box; opens tables until all are found."""
         parts: list[tuple[int, Box]] = []
         looked, missing = 0, volume(box)
         while missing:
             known = self._chunks.get(name, [])
             for rank, chunk in known[looked:]:
-                part = meet(box, chunk.box)
+                part = intersection(box, chunk.box)
                 if part is not None:
-                    if any(meet(part, other) is not None for _, other in parts):
+                    if any(intersection(part, other) is not None for _, other in parts):
                         raise CheckpointError(f"{self.path}: two chunks of {name} overlap")
                     parts.append((rank, part))
                     missing -= volume(part)
@@ -103,13 +103,13 @@ class Checkpoint:
             self._chunks.setdefault(chunk.name, []).append((rank, chunk))
 
 
-def latest(root: Path, world: Group | None = None, say: Say = to_stderr) -> Path | None:
+def latest(root: Path, world: Group | None = None, log: Log | None = None) -> Path | None:
     """The newest step that passes the quick checks; None if nothing was ever committed.
 
-    With ``world``, rank 0 looks and all ranks get its answer. Committed steps of which none is sound are an error: to
-    start over would write into the ruins.
+    With ``world``, rank 0 searches and all ranks get its result. Committed steps of which none is valid are an error: a
+    new start would write over them.
     """
-    found = _newest_sound(root, committed_steps(root), say) if world is None or world.index == 0 else -1
+    found = _newest_sound(root, committed_steps(root), log) if world is None or world.index == 0 else -1
     if world is not None:
         found = from_rank_0(found, world)
     if found == _NOTHING_SOUND:
@@ -120,22 +120,22 @@ def latest(root: Path, world: Group | None = None, say: Say = to_stderr) -> Path
 _NOTHING, _NOTHING_SOUND = -1, -2
 
 
-def _newest_sound(root: Path, steps: Sequence[int], say: Say) -> int:
+def _newest_sound(root: Path, steps: Sequence[int], log: Log | None) -> int:
     for step in reversed(steps):
         try:
             quick_check(final_path(root, step))
         except CheckpointError as error:
-            say(f"passing over the checkpoint of step {step}: {error}")
+            (log or _log_to_stderr)(f"passing over the checkpoint of step {step}: {error}")
         else:
             return step
     return _NOTHING_SOUND if steps else _NOTHING
 
 
 def load_into(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Load this rank's part, on all ranks together or on none; returns the trainer's state.
+    """Load this rank's shards, on all ranks or on none; returns the trainer's state.
 
-    The random state comes back when as many ranks load as saved; otherwise each rank's is derived anew from the seed,
-    the step and its number.
+    The random state is restored when as many ranks load as saved; otherwise each rank's is derived from the seed, the
+    step and its rank.
     """
     world = local_model.groups["world"]
     checkpoint: Checkpoint | None = None
@@ -147,23 +147,23 @@ def load_into(path: Path, local_model: LocalModel, optimizer: Optimizer | None) 
         error = found
     _agree(path, error, world, _device(local_model))
     assert checkpoint is not None
-    spread(local_model, optimizer, values)
+    copy_into_live(local_model, optimizer, values)
     _restore_random_state(checkpoint, local_model)
     return checkpoint.manifest.state
 
 
 def load_latest(
-    root: Path, local_model: LocalModel, optimizer: Optimizer | None, say: Say = to_stderr
+    root: Path, local_model: LocalModel, optimizer: Optimizer | None, log: Log | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint that verifies to the last bit, going back as far as needed; None if there is none.
 
-    A checkpoint of another model ends the search at once: it is no reason to lose steps.
+    A checkpoint of another model ends the search at once, instead of going back to older steps.
     """
     world = local_model.groups["world"]
     steps = committed_steps(root) if world.index == 0 else []
     tried = False
     while True:
-        step = from_rank_0(_newest_sound(root, steps, say) if world.index == 0 else 0, world)
+        step = from_rank_0(_newest_sound(root, steps, log) if world.index == 0 else 0, world)
         if step == _NOTHING and not tried:
             return None
         if step < 0:
@@ -176,19 +176,19 @@ def load_latest(
             raise
         except CheckpointError as error:
             if world.index == 0:
-                say(f"passing over the checkpoint of step {step}: {error}")
+                (log or _log_to_stderr)(f"passing over the checkpoint of step {step}: {error}")
         tried = True
         steps = [older for older in steps if older < step]
 
 
 def _staged(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """Everything this rank will need, read and checked, with nothing changed yet."""
+    """All values this rank needs, read and checked; live tensors are unchanged."""
     world = local_model.groups["world"]
     checkpoint = Checkpoint(path, first=world.index)
     offered = {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
-    wants = wanted(local_model, optimizer, offered)
+    needed = needed_chunks(local_model, optimizer, offered)
     checkpoint.check_files(range(world.index, checkpoint.manifest.world, world.size))
-    return checkpoint, {want.name: checkpoint.read(want.name, want.box) for want in wants}
+    return checkpoint, {chunk.name: checkpoint.read(chunk.name, chunk.box) for chunk in needed}
 
 
 def _restore_random_state(checkpoint: Checkpoint, local_model: LocalModel) -> None:
@@ -206,13 +206,13 @@ _FINE, _DAMAGED, _OTHER_MODEL = 0, 1, 2
 
 
 def _agree(path: Path, error: CheckpointError | None, world: Group, device: torch.device) -> None:
-    """Raise on every rank if one has a reason to; each its own, or the first rank's number."""
-    mine = _FINE if error is None else _OTHER_MODEL if isinstance(error, MismatchError) else _DAMAGED
-    everyone = all_gather_no_grad(torch.tensor([mine], device=device), (1,) * world.size, world).tolist()
-    if not any(everyone):
+    """Raise on every rank if one has an error: its own, or one that names the rank."""
+    own = _FINE if error is None else _OTHER_MODEL if isinstance(error, MismatchError) else _DAMAGED
+    by_rank = all_gather_no_grad(torch.tensor([own], device=device), (1,) * world.size, world).tolist()
+    if not any(by_rank):
         return
-    kind = MismatchError if _OTHER_MODEL in everyone else CheckpointError
-    rank = next(rank for rank, found in enumerate(everyone) if found == max(everyone))
+    kind = MismatchError if _OTHER_MODEL in by_rank else CheckpointError
+    rank = next(rank for rank, found in enumerate(by_rank) if found == max(by_rank))
     reason = str(error) if error is not None else f"{path}: refused by rank {rank}, whose own message says why"
     raise kind(reason) from error
 

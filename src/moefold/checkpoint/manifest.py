@@ -1,8 +1,8 @@
-"""The JSON of a checkpoint: one table per rank, and one manifest, written last, that pins every other file's bits.
+"""The JSON of a checkpoint: one table per rank, and one manifest, written last, with the hashes of all other files.
 
-The chain of trust: the manifest holds its own hash and those of every rank's table and data file; a table says which
-boxes lie in its data file. Both are written in one canonical form and must be in it when read, so that any change of
-any byte shows. The manifest lists every global tensor once, whatever the number of ranks, and every rank's two files.
+The manifest holds its own hash and those of every rank's table and data file; a table lists the boxes in its data file.
+Both are written in one canonical form and must have it when read, so that a change of any byte is detected. The
+manifest lists every global tensor once, whatever the number of ranks, and every rank's two files.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from moefold.errors import CheckpointError
 FORMAT, TABLE_FORMAT, VERSION = "moefold-checkpoint", "moefold-rank-table", 1
 MANIFEST = "manifest.json"
 # Generous: 10,000 ranks and 100,000 tensors take some 20 MB.
-MOST_JSON_BYTES = 1 << 28
-_LARGEST_DIM = 1 << 48
-_MOST_DIMS = 16
-_LONGEST_NAME = 512
+MAX_JSON_BYTES = 1 << 28
+_MAX_DIM_SIZE = 1 << 48
+_MAX_DIMS = 16
+_MAX_NAME = 512
 
 Parsed = TypeVar("Parsed")
 
@@ -87,7 +87,7 @@ class Manifest:
 
     format: str
     version: int
-    # The run's id and which of its starts wrote this.
+    # The run's id, and the number of the start that wrote this.
     run: str
     incarnation: int
     step: int
@@ -98,7 +98,7 @@ class Manifest:
     code: str
     tensors: dict[str, TensorEntry]
     files: tuple[RankFiles, ...]
-    # What the trainer wants to find again.
+    # The trainer's state.
     state: dict[str, Any]
     sha256: str
 
@@ -112,7 +112,7 @@ def canonical(data: object) -> bytes:
 
 
 def as_plain(state: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A copy that JSON can hold exactly; complains about what it cannot."""
+    """A copy that JSON represents exactly; raises where it cannot."""
     try:
         return dict(json.loads(canonical(state)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -140,9 +140,9 @@ def write_manifest(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Everything in it has been checked except the files it speaks of."""
+    """Checked, except for the files that it lists."""
     path = directory / MANIFEST
-    content = read_bounded(path, MOST_JSON_BYTES)
+    content = read_bounded(path, MAX_JSON_BYTES)
     data = _canonical_object(path, content)
     claimed = data.pop("sha256", None)
     if claimed != hashlib.sha256(canonical(data)).hexdigest():
@@ -164,7 +164,7 @@ def read_manifest(directory: Path) -> Manifest:
 def read_table(directory: Path, manifest: Manifest, rank: int) -> list[ChunkSpec]:
     """A rank's chunks, each checked against the tensor it is a part of."""
     path = directory / table_name(rank)
-    content = read_recorded(path, manifest.files[rank].table, MOST_JSON_BYTES)
+    content = read_recorded(path, manifest.files[rank].table, MAX_JSON_BYTES)
     _canonical_object(path, content)
     table = _parsed(path, content, _table_adapter)
     if (table.format, table.version, table.step, table.rank) != (TABLE_FORMAT, VERSION, manifest.step, rank):
@@ -195,12 +195,12 @@ def _check_chunk(path: Path, entry: ChunkEntry, manifest: Manifest) -> None:
 
 
 def _check_tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    if len(name) > _LONGEST_NAME or not name.isprintable() or not name:
+    if len(name) > _MAX_NAME or not name.isprintable() or not name:
         raise CheckpointError(f"{path}: {name[:40]!r} cannot be a tensor's name")
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} has the unknown dtype {dtype[:40]!r}")
-    if len(shape) > _MOST_DIMS or not all(0 <= size < _LARGEST_DIM for size in shape):
-        raise CheckpointError(f"{path}: {name} has the impossible shape {list(shape)[:_MOST_DIMS]}")
+    if len(shape) > _MAX_DIMS or not all(0 <= size < _MAX_DIM_SIZE for size in shape):
+        raise CheckpointError(f"{path}: {name} has the impossible shape {list(shape)[:_MAX_DIMS]}")
 
 
 def _canonical_object(path: Path, content: bytes) -> dict[str, Any]:

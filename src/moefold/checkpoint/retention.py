@@ -1,8 +1,8 @@
-"""Which checkpoints stay, and how the others go.
+"""Which checkpoints are kept, and how the others are deleted.
 
-An old one goes only after a newer one was committed, and that only after every rank read back what it had written. The
-newest ``keep`` that verify stay, and those at multiples of ``keep_every`` stay for good. What does not verify is not
-counted, so a damaged one never costs a good one its place.
+An old one is deleted only after a newer one was committed, and that only after every rank read back what it wrote. The
+newest ``keep`` valid ones are kept, and those at multiples of ``keep_every`` for good. Invalid ones are not counted, so
+a damaged checkpoint never displaces a valid one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 from moefold.checkpoint import files
 from moefold.checkpoint.files import fsync_directory
 from moefold.checkpoint.run_lock import may_write
-from moefold.checkpoint.step_dirs import committed_steps, final_path, passing_path
+from moefold.checkpoint.step_dirs import committed_steps, final_path, temp_path
 from moefold.checkpoint.verify import quick_check
 from moefold.errors import CheckpointError
 
 
-def retire(root: Path, run_dir: Path, incarnation: int, keep: int, keep_every: int) -> list[int]:
-    """Delete what need not stay; returns the steps that went."""
-    gone = [step for step in outdated(root, keep) if not (keep_every and step % keep_every == 0)]
-    for step in gone:
+def delete_outdated(root: Path, run_dir: Path, incarnation: int, keep: int, keep_every: int) -> list[int]:
+    """Returns the steps that were deleted."""
+    deleted = [step for step in outdated(root, keep) if not (keep_every and step % keep_every == 0)]
+    for step in deleted:
         delete_checkpoint(root, step, run_dir, incarnation)
-    return gone
+    return deleted
 
 
 def outdated(root: Path, keep: int) -> list[int]:
@@ -36,12 +36,12 @@ def outdated(root: Path, keep: int) -> list[int]:
 
 
 def delete_checkpoint(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
-    """Take the name away first: a crash in the middle leaves nothing that looks like a checkpoint."""
-    doomed = passing_path(root, step, incarnation, "deleting")
+    """Renames first, so that a crash leaves nothing that looks like a checkpoint."""
+    temporary = temp_path(root, step, incarnation, "deleting")
     with may_write(run_dir, incarnation):
-        files.rename(final_path(root, step), doomed)
+        files.rename(final_path(root, step), temporary)
     fsync_directory(root)
-    files.remove_tree(doomed)
+    files.remove_tree(temporary)
 
 
 def _is_sound(directory: Path) -> bool:

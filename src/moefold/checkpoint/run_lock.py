@@ -1,10 +1,10 @@
-"""One run, one writer: a lock that names its holder, and a number that outlives it.
+"""One writer per run: a lock that names its holder, and an incarnation number.
 
-A second start on the same directory is refused while the first lives: it finds the lock taken, and says by whom. But a
-lock is not enough. A process can be frozen, be taken for dead, be replaced, and wake up in the middle of writing. So
-each start takes the next incarnation number; temporary names carry it, and a checkpoint gets its final name only while
-the number in the run's directory is still the writer's own. Taking a number and giving a final name exclude each other,
-so either the old writer was in time, or it never commits again.
+A second start on the same directory is refused while the first is alive, with the holder's name. A lock alone is not
+enough: a process can be suspended, be replaced, and resume in the middle of writing. So each start takes the next
+incarnation number. Temporary names contain it, and a checkpoint gets its final name only while the number in the run's
+directory is still the writer's own. Taking a number and giving a final name are mutually exclusive, so the old writer
+either committed before, or never commits again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from moefold.checkpoint.files import (
 from moefold.errors import CheckpointError, RunBusyError
 
 LOCK, GATE, NUMBER = "run.lock", "commit.lock", "incarnation.json"
-_PATIENCE_SECONDS = 10.0
-_MOST_BYTES = 4096
+_TIMEOUT_SECONDS = 10.0
+_MAX_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock; ``born`` tells processes apart that get the same pid one after the other."""
+    """The process that holds a lock; ``born`` distinguishes processes that had the same pid."""
 
     host: str
     pid: int
@@ -70,19 +70,19 @@ def take_incarnation(run_dir: Path) -> int:
 
 
 def hold_run(run_dir: Path) -> int:
-    """Take the run's lock, or refuse naming the holder; returns the descriptor whose closing gives the lock up.
+    """Take the run's lock, or raise with the holder's name; returns the descriptor, closing it releases the lock.
 
-    The process that holds it already may take it again: one process can run the same run twice, one after the other.
+    Reentrant for the same process, which may execute a run twice, one after the other.
     """
     path = run_dir / LOCK
     descriptor = _open_lock(path)
     if _try_lock(descriptor):
-        _sign(descriptor)
+        _write_holder(descriptor)
         return descriptor
     holder = _read_holder(descriptor)
     os.close(descriptor)
-    mine = _me()
-    if holder is not None and (holder.host, holder.pid, holder.born) == (mine.host, mine.pid, mine.born):
+    own = _this_process()
+    if holder is not None and (holder.host, holder.pid, holder.born) == (own.host, own.pid, own.born):
         return -1
     raise RunBusyError(
         f"{run_dir} is in use by {holder or 'a process that has not said its name'}; "
@@ -95,36 +95,36 @@ def commit_gate(run_dir: Path) -> Iterator[None]:
     """Only one process at a time takes a number or gives a final name."""
     descriptor = _open_lock(run_dir / GATE)
     try:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while not _try_lock(descriptor):
             if time.monotonic() > deadline:
                 holder = _read_holder(descriptor)
                 raise RunBusyError(f"{run_dir / GATE} has been held for too long by {holder or 'an unknown process'}")
             time.sleep(0.005)
-        _sign(descriptor)
+        _write_holder(descriptor)
         yield
     finally:
         os.close(descriptor)
 
 
-def check_incarnation(run_dir: Path, mine: int) -> None:
-    """Whether this start is still the run's last; to be asked inside the gate."""
+def check_incarnation(run_dir: Path, own: int) -> None:
+    """Raise unless this start is still the run's last; called inside the gate."""
     now = read_incarnation(run_dir)
-    if now is None or now.number != mine:
+    if now is None or now.number != own:
         raise CheckpointError(
-            f"{run_dir}: incarnation {mine} may not write any more: "
+            f"{run_dir}: incarnation {own} may not write any more: "
             + (f"the run has been started again as incarnation {now.number}" if now else f"{NUMBER} is gone")
         )
 
 
 @contextmanager
-def may_write(run_dir: Path, mine: int) -> Iterator[None]:
-    """Inside, no later start can come in between; number 0 is a lone writer outside of any run, and may always."""
-    if not mine:
+def may_write(run_dir: Path, own: int) -> Iterator[None]:
+    """Excludes later starts inside the with block; number 0 is a single writer outside of any run, and always may."""
+    if not own:
         yield
         return
     with commit_gate(run_dir):
-        check_incarnation(run_dir, mine)
+        check_incarnation(run_dir, own)
         yield
 
 
@@ -133,7 +133,7 @@ def read_incarnation(run_dir: Path) -> Incarnation | None:
     if not path.exists():
         return None
     try:
-        data = json.loads(read_bounded(path, _MOST_BYTES))
+        data = json.loads(read_bounded(path, _MAX_BYTES))
         run, number = data["run"], data["number"]
         if isinstance(run, str) and isinstance(number, int) and number > 0:
             return Incarnation(run, number)
@@ -165,18 +165,18 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _sign(descriptor: int) -> None:
-    os.pwrite(descriptor, json.dumps(asdict(_me())).encode().ljust(_MOST_BYTES // 4), 0)
+def _write_holder(descriptor: int) -> None:
+    os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode().ljust(_MAX_BYTES // 4), 0)
 
 
 def _read_holder(descriptor: int) -> Holder | None:
     try:
-        return Holder(**json.loads(os.pread(descriptor, _MOST_BYTES, 0)))
+        return Holder(**json.loads(os.pread(descriptor, _MAX_BYTES, 0)))
     except (ValueError, TypeError):
         return None
 
 
-def _me() -> Holder:
+def _this_process() -> Holder:
     return Holder(socket.gethostname(), os.getpid(), _born(), datetime.now(UTC).isoformat(timespec="seconds"))
 
 

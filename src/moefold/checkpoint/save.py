@@ -1,11 +1,11 @@
 """Write a checkpoint while training goes on.
 
-1. ``begin`` copies this rank's chunks. That is the only time the loop waits for.
+1. ``begin`` copies this rank's chunks. The loop waits for nothing else.
 2. In a thread, each rank writes its data file and its table, flushes them, and reads the data back from the disk.
-3. ``advance``, called by every rank once per step, adds up who has written. When all have, the ranks exchange sizes and
-   hashes: a few numbers each, so no rank ever reads another's files.
-4. In a thread, rank 0 writes the manifest, gives the directory its final name, and lets older checkpoints go.
-5. ``advance`` tells every rank that the step is committed.
+3. ``advance``, called by every rank once per step, counts the ranks that have written. When all have, they all-gather
+   sizes and hashes, so no rank reads another's files.
+4. In a thread, rank 0 writes the manifest, gives the directory its final name, and deletes outdated checkpoints.
+5. ``advance`` returns the committed step on every rank.
 
 A rank that fails in 2 or 4 fails the save on all ranks, in the loop, at the next ``advance``. All collectives happen in
 the loop; none in a thread.
@@ -36,10 +36,10 @@ from moefold.checkpoint.manifest import (
     write_manifest,
     write_table,
 )
-from moefold.checkpoint.retention import retire
+from moefold.checkpoint.retention import delete_outdated
 from moefold.checkpoint.run_lock import may_write, read_incarnation
 from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
-from moefold.checkpoint.step_dirs import final_path, passing_path, tidy
+from moefold.checkpoint.step_dirs import clean_up, final_path, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.verify import quick_check
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
@@ -51,13 +51,13 @@ JSON = Any
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank put on the disk."""
+    """The files of one rank, and the number of elements in them."""
 
     files: RankFiles
     elements: int
 
     def as_numbers(self) -> list[int]:
-        """Of fixed length, so that ranks can exchange it; a hash travels as four signed 64-bit numbers."""
+        """Of fixed length, so that ranks can exchange it; a hash is four signed 64-bit numbers."""
         numbers = [self.elements]
         for record in (self.files.data, self.files.table):
             digest = bytes.fromhex(record.sha256)
@@ -76,7 +76,7 @@ class Written:
 
 @dataclass
 class _Save:
-    """A save under way: first every rank writes its part, then rank 0 commits."""
+    """A save in progress: first every rank writes its shards, then rank 0 commits."""
 
     step: int
     specs: list[ChunkSpec]
@@ -103,10 +103,9 @@ class Saver:
         run_dir: Path | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """``about`` goes into every manifest (see `collect.run_record`). ``run_dir`` is where the incarnation was
-        taken, by default the root's parent; incarnation 0 is a lone writer that needs none. ``device`` is where
-        collectives
-        want their numbers."""
+        """``about`` goes into every manifest (see `state_dict.run_record`). ``run_dir`` is where the incarnation was
+        taken, by default the root's parent; incarnation 0 is a single writer that needs none. ``device`` is that of
+        the collectives."""
         self.root, self.world, self.incarnation = root, world, incarnation
         self.keep, self.keep_every, self.background = keep, keep_every, background
         self.about = dict(about or {})
@@ -117,13 +116,13 @@ class Saver:
         self._committed: list[int] = []
         if world.index == 0:
             make_directory(root)
-            tidy(root, incarnation, alone=world.alone)
+            clean_up(root, incarnation, alone=world.alone)
 
     def path_of(self, step: int) -> Path:
         return final_path(self.root, step)
 
     @property
-    def under_way(self) -> int | None:
+    def in_progress(self) -> int | None:
         """The step that is being saved now."""
         return self._save.step if self._save else None
 
@@ -134,7 +133,7 @@ class Saver:
         state: Mapping[str, JSON],
         elsewhere: Mapping[str, TensorSpec] = MappingProxyType({}),
     ) -> None:
-        """Copy everything and start writing; a save still under way is finished first.
+        """Copy everything and start writing; a save in progress is finished first.
 
         ``elsewhere``: the tensors of which rank 0 has no part, because they belong to other pipeline stages.
         """
@@ -142,33 +141,33 @@ class Saver:
         self._complete()
         specs = shard_order(chunk.spec for chunk in chunks)
         self._copy(chunks)
-        temporary = passing_path(self.root, step, self.incarnation, "tmp")
+        temporary = temp_path(self.root, step, self.incarnation, "tmp")
         job = Job(self._writing(temporary, step, specs), background=self.background)
         self._save = _Save(step, specs, dict(elsewhere), plain, job)
         if not self.background:
             self._complete()
 
     def advance(self) -> int | None:
-        """Look once how the save under way is getting on; returns a step when it has been committed."""
-        self._look()
+        """One step of the save in progress; returns a training step when it has been committed."""
+        self._poll()
         return self._committed.pop(0) if self._committed else None
 
     def finish(self) -> int | None:
-        """Wait until nothing is under way; returns the last step committed that ``advance`` has not told yet."""
+        """Wait for the save in progress; returns the last committed step that ``advance`` has not returned yet."""
         self._complete()
-        told = self._committed[-1] if self._committed else None
+        last = self._committed[-1] if self._committed else None
         self._committed.clear()
-        return told
+        return last
 
     def _complete(self) -> None:
         while self._save is not None:
             for job in (self._save.writing, self._save.committing):
                 if job is not None:
                     job.wait()
-            self._look()
+            self._poll()
 
     def _copy(self, chunks: Sequence[Chunk]) -> None:
-        """Into memory that is kept from save to save: fresh pages would cost more than the copy."""
+        """Into buffers that are reused by all saves: page faults would cost more than the copy."""
         for chunk in chunks:
             copy = self._copies.get(chunk.name)
             if copy is None or copy.shape != chunk.tensor.shape or copy.dtype != chunk.tensor.dtype:
@@ -180,7 +179,7 @@ class Saver:
         tensors = [self._copies[spec.name] for spec in specs]
         return lambda: write_rank(temporary, step, rank, specs, tensors)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """One step of the protocol, the same on every rank."""
         save = self._save
         if save is None:
@@ -192,42 +191,42 @@ class Saver:
         if sum(counts) < self.world.size:
             return
         if counts[1]:
-            self._give_up(save, job.error if job is not None else None)
+            self._fail(save, job.error if job is not None else None)
         if save.all_written:
             self._save = None
             self._committed.append(save.step)
             return
-        everyone = self._exchange(save.writing.result)
+        by_rank = self._exchange(save.writing.result)
         save.all_written = True
         if self.world.index == 0:
-            save.committing = Job(lambda: self._commit(save, everyone), background=self.background)
+            save.committing = Job(lambda: self._commit(save, by_rank), background=self.background)
 
-    def _exchange(self, mine: Written) -> list[Written]:
-        row = torch.tensor([mine.as_numbers()], dtype=torch.int64, device=self.device)
+    def _exchange(self, own: Written) -> list[Written]:
+        row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=self.device)
         rows = all_gather_no_grad(row, (1,) * self.world.size, self.world)
         return [Written.from_numbers(numbers) for numbers in rows.tolist()]
 
-    def _commit(self, save: _Save, everyone: Sequence[Written]) -> None:
+    def _commit(self, save: _Save, by_rank: Sequence[Written]) -> None:
         """Rank 0 only, in its thread."""
-        temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
+        temporary = temp_path(self.root, save.step, self.incarnation, "tmp")
         incarnation = read_incarnation(self.run_dir) if self.incarnation else None
         tensors = catalogue(save.specs, save.elsewhere)
-        check_complete(save.step, tensors, everyone)
+        check_complete(save.step, tensors, by_rank)
         fields = {"layout": {}, "config": "", **self.about, "code": __version__, "state": save.state}
         fields |= {"run": incarnation.run if incarnation else "", "incarnation": self.incarnation}
         fields |= {"step": save.step, "world": self.world.size, "tensors": tensors}
-        fields |= {"files": [asdict(written.files) for written in everyone]}
+        fields |= {"files": [asdict(written.files) for written in by_rank]}
         write_manifest(temporary / MANIFEST, fields)
         commit(self.root, save.step, self.run_dir, self.incarnation)
         quick_check(final_path(self.root, save.step))
-        retire(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
+        delete_outdated(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
 
-    def _give_up(self, save: _Save, error: Exception | None) -> None:
-        """Raise on every rank; the next save starts afresh."""
+    def _fail(self, save: _Save, error: Exception | None) -> None:
+        """Raise on every rank; the next save is independent."""
         self._save = None
         row = torch.tensor([[int(error is not None)]], device=self.device)
         failed = all_gather_no_grad(row, (1,) * self.world.size, self.world).flatten().nonzero().flatten().tolist()
-        temporary = passing_path(self.root, save.step, self.incarnation, "tmp")
+        temporary = temp_path(self.root, save.step, self.incarnation, "tmp")
         if self.world.index == 0 and temporary.exists():
             files.remove_tree(temporary)
         if error is not None:
@@ -237,7 +236,7 @@ class Saver:
 
 
 def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec], tensors: Sequence[Tensor]) -> Written:
-    """A rank's part: its data, its table, and a look at what really lies on the disk."""
+    """A rank's data and table; the data is read back from the disk."""
     make_directory(temporary)
     data = write_shard(temporary / data_name(rank), specs, tensors)
     table = write_table(temporary / table_name(rank), step, rank, specs)
@@ -246,7 +245,7 @@ def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec]
 
 
 def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -> dict[str, dict[str, JSON]]:
-    """Every global tensor, as the manifest lists it. Rank 0 speaks for the first box of each of its own stages'."""
+    """Every global tensor, as in the manifest. Rank 0 has a box of each tensor of its own stages."""
     known = {spec.name: TensorSpec(spec.dtype, spec.shape) for spec in specs if not is_rank_record(spec.name)}
     return {
         name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
@@ -254,10 +253,10 @@ def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -
     }
 
 
-def check_complete(step: int, tensors: Mapping[str, Mapping[str, JSON]], everyone: Sequence[Written]) -> None:
+def check_complete(step: int, tensors: Mapping[str, Mapping[str, JSON]], by_rank: Sequence[Written]) -> None:
     """All ranks together must have written every element once."""
     expected = sum(prod(entry["shape"]) for entry in tensors.values())
-    written = sum(written.elements for written in everyone)
+    written = sum(written.elements for written in by_rank)
     if written != expected:
         raise CheckpointError(f"step {step}: the ranks wrote {written:,} elements of {expected:,}")
 
@@ -265,13 +264,14 @@ def check_complete(step: int, tensors: Mapping[str, Mapping[str, JSON]], everyon
 def commit(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
     """Give the finished directory its final name, unless a later start has taken over."""
     final = final_path(root, step)
-    temporary = passing_path(root, step, incarnation, "tmp")
-    replaced = passing_path(root, step, incarnation, "replaced")
+    temporary = temp_path(root, step, incarnation, "tmp")
+    replaced = temp_path(root, step, incarnation, "replaced")
     fsync_directory(temporary)
     with may_write(run_dir, incarnation):
         again = final.exists()
         if again:
-            # The run went back and came here again. Until the new one has its name, `tidy` would bring this one back.
+            # The run resumed from an older step and reached this one again. Until the new one has its name, `clean_up`
+            # would restore this one.
             files.rename(final, replaced)
         files.rename(temporary, final)
     fsync_directory(root)

@@ -1,7 +1,7 @@
 """One rank's chunks in one safetensors file: a header that is a pure function of the chunks, then their bytes.
 
-Because the header can be made again from the rank's table, a reader never interprets a header it found: it makes the
-one that must be there and compares. Any safetensors tool can read the file; its keys are the global names.
+The header can be computed from the rank's table, so a reader never parses a header from a file: it computes the one
+that must be there and compares. Any safetensors tool can read the file; its keys are the global names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moefold.errors import CheckpointError
 
 
 def shard_order(chunks: Iterable[ChunkSpec]) -> list[ChunkSpec]:
-    """Wide dtypes first, so that every chunk lies at a multiple of its item size."""
+    """Large dtypes first, so that every chunk starts at a multiple of its item size."""
     return sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
 
 
@@ -41,21 +41,17 @@ def shard_header(chunks: Sequence[ChunkSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def shard_bytes(chunks: Sequence[ChunkSpec]) -> int:
-    return len(shard_header(chunks)) + sum(chunk.num_bytes for chunk in chunks)
-
-
 def write_shard(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> FileRecord:
     """``tensors`` in the chunks' order, which is shard order; they may be made one at a time, as they are written."""
-    return write_file(path, _pieces(path, chunks, tensors))
+    return write_file(path, _contents(path, chunks, tensors))
 
 
 def read_back(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> None:
-    """Make sure that what lies on the disk is what was written."""
-    check_written(path, _pieces(path, chunks, tensors))
+    """Raise unless the disk holds what was written."""
+    check_written(path, _contents(path, chunks, tensors))
 
 
-def _pieces(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+def _contents(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     yield shard_header(chunks)
     for chunk, tensor in zip(chunks, tensors, strict=True):
         if tensor.dtype != chunk.dtype or tuple(tensor.shape) != chunk.sizes:
@@ -68,7 +64,7 @@ def _pieces(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]) 
 
 
 class ShardReader:
-    """Reads boxes out of a shard; only the pages that hold them are touched."""
+    """Reads boxes out of a shard; only their pages are read."""
 
     def __init__(self, path: Path, chunks: Sequence[ChunkSpec]) -> None:
         """``chunks`` come from the rank's table, whose hash was checked; the file's length was too."""
@@ -83,7 +79,7 @@ class ShardReader:
             size = os.fstat(descriptor).st_size
             if size != offset:
                 raise CheckpointError(f"{path}: has {size:,} bytes, its table says {offset:,}")
-            # A private mapping: torch wants memory it could write to, the file must not notice.
+            # A private mapping: torch needs writable memory, and the file must not change.
             self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
         if self._map[: len(header)] != header:
             raise CheckpointError(f"{path}: its header does not say what its table says")

@@ -1,7 +1,7 @@
-"""Checkpoints written and read by a single process, tensor by tensor: what converting and upcycling need.
+"""Checkpoints written and read by a single process, tensor by tensor, for conversion and upcycling.
 
 Whatever can be read by the box (`TensorSource`) can be written as a checkpoint of one rank, at step 0, and training can
-start from it under any layout. It has weights and no optimizer state, for there was no optimizer yet.
+start from it under any layout. It has no optimizer state.
 """
 
 from __future__ import annotations
@@ -25,36 +25,32 @@ from moefold.checkpoint.manifest import (
     write_table,
 )
 from moefold.checkpoint.shard_file import shard_order, write_shard
-from moefold.checkpoint.step_dirs import final_path, passing_path
+from moefold.checkpoint.step_dirs import final_path, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, ChunkSpec, TensorSource, whole
 from moefold.checkpoint.verify import verify
 from moefold.config.loading import dump_run, parse_run
 from moefold.config.run import RunConfig
 from moefold.errors import CheckpointError, ConfigError
 
-# Told how many bytes have been done since the last time.
+# Called with the number of bytes written since the last call.
 Progress = Callable[[int], None]
 
 
-def quietly(_: int) -> None:
-    """For those who do not watch."""
-
-
 def write_whole(
-    root: Path, source: TensorSource, run: RunConfig, origin: Mapping[str, Any], tick: Progress = quietly
+    root: Path, source: TensorSource, run: RunConfig, origin: Mapping[str, Any], progress: Progress | None = None
 ) -> Path:
-    """All tensors of ``source`` as step 0 under ``root``; ``origin`` says where they come from."""
+    """All tensors of ``source`` as step 0 under ``root``; ``origin`` records where they come from."""
     final = final_path(root, 0)
     if final.exists():
         raise CheckpointError(f"{final}: exists already; choose another name, or remove it")
     make_directory(root)
-    temporary = passing_path(root, 0, 0, "tmp")
+    temporary = temp_path(root, 0, 0, "tmp")
     if temporary.exists():
         remove_tree(temporary)
     make_directory(temporary)
     chunks = shard_order(_whole_chunk(source, name) for name in source.names())
     try:
-        data = write_shard(temporary / data_name(0), chunks, _read_all(source, chunks, tick))
+        data = write_shard(temporary / data_name(0), chunks, _read_all(source, chunks, progress))
     except BaseException:
         remove_tree(temporary)
         raise
@@ -83,10 +79,11 @@ def _whole_chunk(source: TensorSource, name: str) -> ChunkSpec:
     return ChunkSpec(name, source.dtype(name), shape, whole(shape))
 
 
-def _read_all(source: TensorSource, chunks: Sequence[ChunkSpec], tick: Progress) -> Iterator[Tensor]:
+def _read_all(source: TensorSource, chunks: Sequence[ChunkSpec], progress: Progress | None) -> Iterator[Tensor]:
     for chunk in chunks:
         yield source.read(chunk.name)
-        tick(chunk.num_bytes)
+        if progress is not None:
+            progress(chunk.num_bytes)
 
 
 def _read_config(directory: Path, text: str) -> RunConfig:

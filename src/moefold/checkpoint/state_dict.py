@@ -1,9 +1,9 @@
 """From a live model and optimizer to the chunks a rank writes, and back.
 
 Names in a checkpoint are "KIND/NAME": "parameter/layers.0...", "buffer/...", and one kind per tensor that the optimizer
-keeps for a parameter ("exp_avg/...", "exp_avg_sq/...", "step/..."). What the optimizer keeps is either of the
-parameter's own shape, and cut like it, or a single number. Of a part that several ranks repeat, one writes it; all read
-it.
+keeps for a parameter ("exp_avg/...", "exp_avg_sq/...", "step/..."). Optimizer state is either of the
+parameter's shape, and sharded like it, or a scalar. A replicated shard is written by its primary replica and read by
+all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moefold.parallel.param_shards import local_part
 from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
-_MOST_LISTED = 200
+_MAX_LISTED = 200
 
 
 def run_record(local_model: LocalModel) -> dict[str, Any]:
@@ -40,13 +40,13 @@ def run_record(local_model: LocalModel) -> dict[str, Any]:
 
 
 def chunks_of(local_model: LocalModel, optimizer: Optimizer | None) -> list[Chunk]:
-    """What this rank writes: the parts it speaks for, and its own random state."""
-    chunks = [chunk for chunk in _spoken(local_model, optimizer) if chunk.tensor.numel()]
+    """What this rank writes: shards for which it is the primary replica, and its random state."""
+    chunks = [chunk for chunk in _primary_chunks(local_model, optimizer) if chunk.tensor.numel()]
     rng = torch.get_rng_state()
     return [*chunks, Chunk(f"rng/{local_model.groups.rank}", tuple(rng.shape), whole(rng.shape), rng)]
 
 
-def _spoken(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
+def _primary_chunks(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
     kinds = _state_kinds(optimizer)
     for name, parameter in local_model.model.named_parameters():
         held = local_model.param_shards[name]
@@ -66,7 +66,7 @@ def _spoken(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Ch
 
 
 def tensors_elsewhere(local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
-    """What a checkpoint of the whole model holds beyond this rank's stages."""
+    """Tensors of a checkpoint that belong to other pipeline stages."""
     kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[local_model.run.precision.params]
     found: dict[str, TensorSpec] = {}
     for spec in parameters(local_model.run.model):
@@ -93,7 +93,7 @@ def _state_kinds(optimizer: Optimizer | None) -> dict[str, bool]:
 
 
 def _state_or_zeros(optimizer: Optimizer | None, parameter: nn.Parameter, kind: str, single: bool) -> Tensor:
-    """A parameter that never had a gradient has no state yet; zeros are what its first step would start from."""
+    """A parameter that never had a gradient has no state; its first step would start from zeros."""
     assert optimizer is not None
     state = optimizer.state.get(parameter, {})
     if kind in state:
@@ -101,13 +101,15 @@ def _state_or_zeros(optimizer: Optimizer | None, parameter: nn.Parameter, kind: 
     return torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(parameter.detach())
 
 
-def wanted(local_model: LocalModel, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]) -> list[ChunkSpec]:
+def needed_chunks(
+    local_model: LocalModel, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]
+) -> list[ChunkSpec]:
     """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
-    wants = {chunk.name: chunk for chunk in _weights_wanted(local_model)}
+    wants = {chunk.name: chunk for chunk in _weights_needed(local_model)}
     kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
     states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
     if optimizer is not None:
-        wants |= {chunk.name: chunk for kind in states for chunk in _states_wanted(local_model, kind, offered)}
+        wants |= {chunk.name: chunk for kind in states for chunk in _states_needed(local_model, kind, offered)}
     ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
     differences = {name: "is missing" for name in wants if name not in offered}
     elsewhere = _names_of_model(local_model, kinds)
@@ -126,7 +128,7 @@ def wanted(local_model: LocalModel, optimizer: Optimizer | None, offered: Mappin
 
 
 def _names_of_model(local_model: LocalModel, kinds: Iterable[str]) -> set[str]:
-    """Everything that a checkpoint of the whole model may hold: other pipeline ranks' parts too."""
+    """Everything that a checkpoint of the whole model may hold: other pipeline ranks' tensors too."""
     trained = [spec.name for spec in parameters(local_model.run.model)]
     names = {f"{kind}/{name}" for kind in kinds if kind != "buffer" for name in trained}
     return names | {f"buffer/{spec.name}" for spec in buffers(local_model.run.model)}
@@ -137,11 +139,11 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
     said = {name for name in differences if name.startswith(_WEIGHTS)}
     moments = [name for name in differences if name not in said and f"parameter/{name.partition('/')[2]}" not in said]
     names = sorted(said) + sorted(moments)
-    more = [f"and {len(names) - _MOST_LISTED} more"] if len(names) > _MOST_LISTED else []
-    return [f"{name} {differences[name]}" for name in names[:_MOST_LISTED]] + more
+    more = [f"and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+    return [f"{name} {differences[name]}" for name in names[:_MAX_LISTED]] + more
 
 
-def _weights_wanted(local_model: LocalModel) -> Iterator[ChunkSpec]:
+def _weights_needed(local_model: LocalModel) -> Iterator[ChunkSpec]:
     for name, parameter in local_model.model.named_parameters():
         held = local_model.param_shards[name]
         yield ChunkSpec(f"parameter/{name}", parameter.dtype, held.shape, held.box)
@@ -150,7 +152,7 @@ def _weights_wanted(local_model: LocalModel) -> Iterator[ChunkSpec]:
         yield ChunkSpec(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, whole(spec.shape))
 
 
-def _states_wanted(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
+def _states_needed(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
     """A kind of state is there for all parameters or for none."""
     for name, parameter in local_model.model.named_parameters():
         held, spec = local_model.param_shards[name], offered.get(f"{kind}/{name}")
@@ -161,8 +163,8 @@ def _states_wanted(local_model: LocalModel, kind: str, offered: Mapping[str, Ten
 
 
 @torch.no_grad()
-def spread(local_model: LocalModel, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
-    """Write loaded values into the live tensors. Nothing can be refused any more: everything was checked before."""
+def copy_into_live(local_model: LocalModel, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
+    """Copy loaded values into the live tensors; everything was checked before."""
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
@@ -185,5 +187,5 @@ def _state_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def fresh_seed(seed: int, step: int, rank: int) -> int:
-    """For ranks that no saved random state belongs to."""
+    """For a rank without a saved random state."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "little")

@@ -27,11 +27,11 @@ class TensorComparison:
 
 def compare(here: TensorSource, there: TensorSource) -> Iterator[TensorComparison]:
     """One tensor at a time, in the order of their names."""
-    mine, theirs = set(here.names()), set(there.names())
-    for name in sorted(mine | theirs):
-        if name not in theirs:
+    names_here, names_there = set(here.names()), set(there.names())
+    for name in sorted(names_here | names_there):
+        if name not in names_there:
             yield TensorComparison(name, "only here")
-        elif name not in mine:
+        elif name not in names_here:
             yield TensorComparison(name, "only there")
         elif here.shape(name) != there.shape(name):
             yield TensorComparison(name, "another shape")

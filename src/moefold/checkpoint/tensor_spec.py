@@ -1,8 +1,9 @@
 """What a checkpoint is made of: boxes of global tensors.
 
-A tensor has a global name, shape and dtype that no layout changes. A rank writes the boxes it speaks for: one slice per
-dim of the global tensor. A rank of another layout asks for other boxes, and gets each from the written ones it meets.
-So a checkpoint knows nothing of ranks beyond "this file has these boxes", and any layout can read it.
+A tensor has a global name, shape and dtype that no layout changes. A rank writes the boxes of which it is the primary
+replica: one slice per dim of the global tensor. A rank of another layout reads other boxes, each from the written ones
+that it intersects. So a checkpoint does not depend on ranks beyond "this file has these boxes", and any layout can read
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# Records that belong to a rank, not to the model: another world has no use for them.
+# Records that belong to a rank, not to the model: another world size ignores them.
 RANK_RECORDS = ("rng/",)
 
 
@@ -70,7 +71,7 @@ class ChunkSpec:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rank's part of a global tensor: ``tensor`` holds exactly the elements of ``box``."""
+    """A rank's shard of a global tensor: ``tensor`` holds exactly the elements of ``box``."""
 
     name: str
     shape: tuple[int, ...]
@@ -110,12 +111,12 @@ def volume(box: Box) -> int:
     return prod(sizes_of(box))
 
 
-def meet(a: Box, b: Box) -> Box | None:
-    """The elements that two boxes share; None if there are none."""
+def intersection(a: Box, b: Box) -> Box | None:
+    """The common elements of two boxes; None if there are none."""
     both = tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True))
     return both if all(part.start < part.stop for part in both) else None
 
 
 def inside(part: Box, outer: Box) -> Box:
-    """A part of ``outer``, counted from outer's own corner."""
+    """``part`` in coordinates relative to the corner of ``outer``."""
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(part, outer, strict=True))

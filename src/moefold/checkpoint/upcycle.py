@@ -1,4 +1,4 @@
-"""A dense model becomes a mixture of experts that, at first, computes about the same, or exactly the same.
+"""Upcycling: a dense model becomes an MoE model whose initial output is about, or exactly, the same.
 
 Granular upcycling (E2G2T2: two copies of two shards, top two): the feed-forward is cut along its hidden dim into G
 shards, whose outputs add up to the whole. Each shard is copied E times, and the router is random but has the same rows
@@ -75,7 +75,7 @@ class Upcycling:
 
 
 def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
-    """The mixture that a dense model becomes; layers that stay dense do not exist."""
+    """The MoE model that a dense model becomes; no layer stays dense."""
     wrong = list(_problems(dense, how))
     if wrong:
         raise ConversionError(*wrong)
@@ -91,7 +91,7 @@ def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
 def _problems(dense: ModelConfig, how: Upcycling) -> list[Problem]:
     found = []
     if dense.moe is not None:
-        found.append(Problem("model.moe", "the model is a mixture already", "upcycling starts from a dense one"))
+        found.append(Problem("model.moe", "the model has experts already", "upcycling starts from a dense one"))
     if min(how.experts, how.top_k, how.shards) < 1 or how.top_k > how.experts:
         message = f"{how.experts} experts, {how.top_k} chosen, {how.shards} shards"
         return [*found, Problem("experts", message, "use 1 or more of each, and no more chosen than there are")]
@@ -101,12 +101,12 @@ def _problems(dense: ModelConfig, how: Upcycling) -> list[Problem]:
         fix = "choose all shards of a copy, or the output is not that of the dense model"
         found.append(Problem("top_k", f"{how.top_k} is not a multiple of {how.shards} shards", fix))
     if dense.dense_hidden_dim % how.shards:
-        found.append(Problem("shards", f"width {dense.dense_hidden_dim} does not divide by {how.shards}"))
+        found.append(Problem("shards", f"hidden dim {dense.dense_hidden_dim} does not divide by {how.shards}"))
     return found
 
 
 class Upcycled:
-    """The mixture's tensors, made from the dense model's as they are asked for."""
+    """The MoE model's tensors, computed from the dense model's when they are read."""
 
     def __init__(self, dense: TensorSource, model: ModelConfig, how: Upcycling, seed: int) -> None:
         self.dense, self.model, self.how, self.seed = dense, model, how, seed

@@ -1,7 +1,7 @@
-"""Is this directory a checkpoint? Quickly, by names, sizes and the manifest's own hash; or to the last bit.
+"""Validates a checkpoint directory: quickly by names, sizes and the manifest's own hash, or every byte.
 
-The quick answer costs the same whatever the number of bytes and is what `latest` asks. The full one reads everything
-once; when ranks load together, each reads the files whose number falls to it, so that all of them are read once.
+The quick check costs the same for any size and is what `latest` uses. The full one reads everything once; when ranks
+load together, each file is read by one of them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from moefold.checkpoint.files import check_content, check_size, naming
 from moefold.checkpoint.manifest import MANIFEST, Manifest, data_name, read_manifest, read_table, table_name
 from moefold.checkpoint.shard_file import ShardReader
-from moefold.checkpoint.step_dirs import is_passing, step_in
-from moefold.checkpoint.tensor_spec import ChunkSpec, meet
+from moefold.checkpoint.step_dirs import is_temporary, step_in
+from moefold.checkpoint.tensor_spec import ChunkSpec, intersection
 from moefold.errors import CheckpointError
 
 _RANK_FILE = re.compile(r"rank_.*")
@@ -26,8 +26,8 @@ def quick_check(directory: Path) -> Manifest:
     """The manifest of a directory in which everything is there, named right and as long as it should be."""
     if directory.is_symlink() or not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory")
-    if is_passing(directory.name):
-        raise CheckpointError(f"{directory}: was not committed, or is on its way out; its name says so")
+    if is_temporary(directory.name):
+        raise CheckpointError(f"{directory}: was not committed, or is being deleted, as its name says")
     manifest = read_manifest(directory)
     step = step_in(directory.name)
     if directory.name.startswith("step_") and step != manifest.step:
@@ -37,10 +37,10 @@ def quick_check(directory: Path) -> Manifest:
     for rank, files in enumerate(manifest.files):
         check_size(directory / table_name(rank), files.table.bytes)
         check_size(directory / data_name(rank), files.data.bytes)
-    ours = {name(rank) for rank in range(manifest.world) for name in (data_name, table_name)}
+    expected = {name(rank) for rank in range(manifest.world) for name in (data_name, table_name)}
     with naming(directory):
         for name in os.listdir(directory):
-            if _RANK_FILE.fullmatch(name) and name not in ours:
+            if _RANK_FILE.fullmatch(name) and name not in expected:
                 raise CheckpointError(f"{directory / name}: not in the manifest")
     return manifest
 
@@ -78,5 +78,5 @@ def _check_covered(directory: Path, name: str, elements: int, chunks: Sequence[C
         raise CheckpointError(f"{directory}: {name} has {elements:,} elements, its chunks have {covered:,}")
     for i, chunk in enumerate(chunks):
         for other in chunks[:i]:
-            if meet(chunk.box, other.box) is not None:
+            if intersection(chunk.box, other.box) is not None:
                 raise CheckpointError(f"{directory}: two chunks of {name} overlap")

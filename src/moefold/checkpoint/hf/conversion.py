@@ -22,7 +22,7 @@ from moefold.checkpoint.hf.hf_config import FILE, family_of, run_for, write_conf
 from moefold.checkpoint.hf.name_rules import Piece, copies, parse_dims, pieces, tensors_of
 from moefold.checkpoint.hf.safetensors_file import NAMES, Entry, as_bytes, header, nbytes
 from moefold.checkpoint.hf.tokenizer import carry_tokenizer
-from moefold.checkpoint.single_process import Progress, StoredWeights, quietly, write_whole
+from moefold.checkpoint.single_process import Progress, StoredWeights, write_whole
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.loading import dump_run
@@ -37,7 +37,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and everything about it that a person should know."""
+    """What was written, with notes for the user."""
 
     path: Path
     family: str
@@ -51,12 +51,12 @@ class Converted:
 
 
 def import_directory(
-    directory: HfDirectory, runs: Path, name: str, tick: Progress = quietly
+    directory: HfDirectory, runs: Path, name: str, progress: Progress | None = None
 ) -> tuple[Converted, RunConfig]:
     """A run under ``runs/name`` whose step 0 has the directory's weights, ready to be trained on."""
     family = directory.config.model_type
     origin = {"format": "huggingface", "family": family}
-    path, run = _new_run(directory, run_for(directory.config, name), runs, origin, tick)
+    path, run = _new_run(directory, run_for(directory.config, name), runs, origin, progress)
     carried = carry_tokenizer(directory.path, runs / name / TOKENIZER)
     notes = [f"not honoured: {key} (nothing from the directory is run)" for key in directory.config.not_honoured]
     notes += directory.notes
@@ -68,26 +68,31 @@ def import_directory(
 
 
 def import_upcycled(
-    source: HfDirectory | StoredWeights, runs: Path, name: str, how: Upcycling, seed: int, tick: Progress = quietly
+    source: HfDirectory | StoredWeights,
+    runs: Path,
+    name: str,
+    how: Upcycling,
+    seed: int,
+    progress: Progress | None = None,
 ) -> tuple[Converted, Upcycled]:
-    """A run whose step 0 is a mixture made of the dense ``source``."""
+    """A run whose step 0 is an MoE model upcycled from the dense ``source``."""
     dense = run_for(source.config, name) if isinstance(source, HfDirectory) else replace(source.run, name=name)
-    mixture = Upcycled(source, upcycled_model(dense.model, how), how, seed)
+    upcycled = Upcycled(source, upcycled_model(dense.model, how), how, seed)
     origin = {"format": "upcycled", **asdict(how), "seed": seed}
-    path, run = _new_run(mixture, replace(dense, model=mixture.model), runs, origin, tick)
+    path, run = _new_run(upcycled, replace(dense, model=upcycled.model), runs, origin, progress)
     beside = source.path if isinstance(source, HfDirectory) else source.path.parent.parent / TOKENIZER
     carried = carry_tokenizer(beside, runs / name / TOKENIZER)
     names = tuple(file.name for file in sorted(path.iterdir()))
-    return Converted(path, "moefold", len(mixture.names()), mixture.num_bytes, names + carried), mixture
+    return Converted(path, "moefold", len(upcycled.names()), upcycled.num_bytes, names + carried), upcycled
 
 
 def _new_run(
-    source: TensorSource, run: RunConfig, runs: Path, origin: Mapping[str, Any], tick: Progress
+    source: TensorSource, run: RunConfig, runs: Path, origin: Mapping[str, Any], progress: Progress | None
 ) -> tuple[Path, RunConfig]:
     """Step 0 of a run in its own directory, with the configuration to train it by."""
     params = {dtype: name for name, dtype in TORCH_FORMATS.items()}[source.dtype("parameter/embedding.weight")]
     run = replace(run, precision=replace(run.precision, params=params), train=replace(run.train, directory=str(runs)))
-    path = write_whole(runs / run.name / "checkpoints", source, run, origin, tick)
+    path = write_whole(runs / run.name / "checkpoints", source, run, origin, progress)
     write_file(runs / run.name / "config.yaml", [dump_run(run).encode()])
     return path, run
 
@@ -99,7 +104,7 @@ def _new_run(
 class Export:
     """How a model is to be written; `context` is the longest sequence it is meant for.
 
-    `mtp`: with the modules that look ahead, or without them, for families that have no names for them.
+    `mtp`: with MTP modules, or without them, for families that have no names for them.
     """
 
     model: ModelConfig
@@ -114,7 +119,7 @@ class Export:
         return self.model if self.mtp else replace(self.model, num_mtp=0)
 
 
-def export(source: TensorSource, plan: Export, out: Path, tick: Progress = quietly) -> Converted:
+def export(source: TensorSource, plan: Export, out: Path, progress: Progress | None = None) -> Converted:
     """Write ``source``'s weights to the new directory ``out``."""
     if out.exists():
         raise ConversionError(Problem(str(out), "exists already", "choose another directory, or remove it"))
@@ -126,7 +131,7 @@ def export(source: TensorSource, plan: Export, out: Path, tick: Progress = quiet
         remove_tree(temporary)
     make_directory(temporary)
     try:
-        files = _write_weights(source, plan, wanted, temporary, tick)
+        files = _write_weights(source, plan, wanted, temporary, progress)
         dtype = str(plan.dtype).removeprefix("torch.")
         _write_json(temporary / FILE, write_config(plan.written, family, plan.context, dtype))
         carried = carry_tokenizer(plan.tokenizer, temporary) if plan.tokenizer is not None else ()
@@ -140,7 +145,7 @@ def export(source: TensorSource, plan: Export, out: Path, tick: Progress = quiet
 
 
 def _check_source(source: TensorSource, model: ModelConfig) -> None:
-    """The checkpoint must hold exactly this model's tensors: compared as if each were one of theirs."""
+    """The checkpoint must hold exactly this model's tensors: with the check for HF tensors."""
     keys = weight_keys(model)
     wanted = [Piece(s.name, (), s.shape, keys[s.name], parse_dims("", len(s.shape))) for s in tensors_of(model)]
     found = {name: Entry(NAMES.get(source.dtype(name), "?"), source.shape(name), 0, 0) for name in source.names()}
@@ -148,14 +153,14 @@ def _check_source(source: TensorSource, model: ModelConfig) -> None:
 
 
 def _write_weights(
-    source: TensorSource, plan: Export, wanted: Sequence[Piece], folder: Path, tick: Progress
+    source: TensorSource, plan: Export, wanted: Sequence[Piece], folder: Path, progress: Progress | None
 ) -> tuple[str, ...]:
     shards = list(_shards(wanted, plan))
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = [SINGLE] if len(shards) == 1 else names
     keys = weight_keys(plan.model)
     for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, _shard_bytes(source, plan, shard, keys, tick))
+        write_file(folder / name, _shard_bytes(source, plan, shard, keys, progress))
     if len(shards) == 1:
         return (SINGLE,)
     size = sum(nbytes(_dtype(piece, plan), piece.their_shape) for piece in wanted)
@@ -165,7 +170,7 @@ def _write_weights(
 
 
 def _shards(wanted: Sequence[Piece], plan: Export) -> Iterator[list[Piece]]:
-    """In the order of our tensors; a shard is closed before it would grow beyond the bound."""
+    """In the order of moefold's tensors; no shard is larger than ``max_shard``, except of one tensor."""
     shard: list[Piece] = []
     size = 0
     for piece in wanted:
@@ -179,13 +184,14 @@ def _shards(wanted: Sequence[Piece], plan: Export) -> Iterator[list[Piece]]:
 
 
 def _shard_bytes(
-    source: TensorSource, plan: Export, shard: Sequence[Piece], keys: dict[str, str], tick: Progress
+    source: TensorSource, plan: Export, shard: Sequence[Piece], keys: dict[str, str], progress: Progress | None
 ) -> Iterator[bytes | memoryview]:
     yield header((piece.theirs, _dtype(piece, plan), piece.their_shape) for piece in shard)
     for piece in chain.from_iterable(whole.split() for whole in shard):
         theirs = piece.to_theirs(source.read(keys[piece.ours], piece.box)).to(_dtype(piece, plan))
         yield as_bytes(theirs)
-        tick(theirs.nbytes)
+        if progress is not None:
+            progress(theirs.nbytes)
 
 
 def _dtype(piece: Piece, plan: Export) -> torch.dtype:

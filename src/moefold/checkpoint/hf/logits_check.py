@@ -1,7 +1,7 @@
-"""A second opinion on a conversion: transformers' logits and ours, from the same weights, for the same tokens.
+"""Checks a conversion: transformers' logits and moefold's, from the same weights, for the same tokens.
 
-Needs transformers and the memory for both models. The other library is shown a config.json that we wrote and links to
-the safetensors files, nothing else of the directory, so that asking for its opinion does not mean trusting a stranger.
+Needs transformers and the memory for both models. transformers gets a config.json written here and links to the
+safetensors files, and nothing else of the directory, so that no code from it can run.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _SEQUENCES, _LENGTH = 2, 37
 def largest_difference(
     source: TensorSource, model: ModelConfig, directory: Path, rounded: torch.dtype = torch.float32
 ) -> tuple[float, float]:
-    """Between our logits from ``source`` and theirs from ``directory``; and the spread of the logits.
+    """Between moefold's logits from ``source`` and transformers' from ``directory``; and the standard deviation.
 
-    Both compute in float32. If a conversion rounded, to ``rounded``, both sides' weights are: a rounded router chooses
-    other experts, and that is not what is asked here.
+    Both compute in float32. If a conversion rounded to ``rounded``, both models' weights are rounded: a rounded router
+    selects other experts, which is not an error of the conversion.
     """
     tokens = _tokens(model)
     with torch.no_grad():
-        theirs = _their_logits(model, directory, tokens, rounded)
-        ours = _our_logits(source, model, tokens, rounded)
-    return float((ours - theirs).abs().max()), float(theirs.std())
+        hf = _hf_logits(model, directory, tokens, rounded)
+        moefold = _moefold_logits(source, model, tokens, rounded)
+    return float((moefold - hf).abs().max()), float(hf.std())
 
 
 def difference_between(a: tuple[TensorSource, ModelConfig], b: tuple[TensorSource, ModelConfig]) -> tuple[float, float]:
-    """The same for two models of ours, such as a dense one and what it was made into."""
+    """The same for two moefold models, such as a dense one and its upcycled one."""
     with torch.no_grad():
-        first, second = (_our_logits(source, model, _tokens(a[1])) for source, model in (a, b))
+        first, second = (_moefold_logits(source, model, _tokens(a[1])) for source, model in (a, b))
     return float((first - second).abs().max()), float(first.std())
 
 
@@ -52,10 +52,10 @@ def _tokens(model: ModelConfig) -> Tensor:
     return torch.randint(model.vocab_size, (_SEQUENCES, _LENGTH), generator=generator)
 
 
-def _our_logits(
+def _moefold_logits(
     source: TensorSource, model: ModelConfig, tokens: Tensor, rounded: torch.dtype = torch.float32
 ) -> Tensor:
-    model = replace(model, num_mtp=0)  # what looks further ahead has no part in these logits
+    model = replace(model, num_mtp=0)  # MTP modules do not change these logits
     decoder = build_decoder(model, torch.float32, local_interfaces("sequential")).float()
     state = {name: source.read(key).float() for name, key in weight_keys(model).items()}
     decoder.load_state_dict(state)
@@ -72,11 +72,11 @@ def _our_logits(
     return decoder.logits(batch)
 
 
-def _their_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: torch.dtype) -> Tensor:
+def _hf_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: torch.dtype) -> Tensor:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise BackendError("--check asks transformers for its opinion; install it: pip install 'moefold[hf]'") from None
+        raise BackendError("--check needs transformers; install it: pip install 'moefold[hf]'") from None
     with tempfile.TemporaryDirectory(prefix="moefold-check-") as name:
         shown = Path(name)
         alone = replace(model, num_mtp=0)
@@ -85,7 +85,7 @@ def _their_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: 
         for file in directory.iterdir():
             if file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json")):
                 (shown / file.name).symlink_to(file.resolve())
-        theirs = AutoModelForCausalLM.from_pretrained(
+        hf_model = AutoModelForCausalLM.from_pretrained(
             shown,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -93,8 +93,8 @@ def _their_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: 
             trust_remote_code=False,
             local_files_only=True,
         )
-        _round(theirs, rounded)
-        return theirs.eval()(tokens).logits.flatten(0, 1)
+        _round(hf_model, rounded)
+        return hf_model.eval()(tokens).logits.flatten(0, 1)
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:
