@@ -164,7 +164,7 @@ def test_a_woken_writer_of_an_old_incarnation_commits_nothing(tmp_path: Path, wh
 def test_a_writer_frozen_while_it_commits_keeps_the_next_start_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fence, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(fence, "_TIMEOUT_SECONDS", 0.2)
 
     def old() -> None:
         number = take_incarnation(tmp_path)
