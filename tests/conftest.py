@@ -15,4 +15,5 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moefold.comm.spawn.disable_malloc_trim", lambda: False)
+    for module in ("moefold.comm.spawn", "moefold.ops.malloc"):
+        monkeypatch.setattr(f"{module}.disable_malloc_trim", lambda: False)

@@ -35,7 +35,7 @@ MOE = MoEConfig(
 PADDED = replace(MOE, capacity=CapacityConfig(factor=1.25, pad=True))
 # Engine, sizes; then the most launches forward and backward, and waits of both together.
 HELD: dict[str, tuple[str, MoEConfig, int, int, int]] = {
-    "padded": ("grouped", PADDED, 109, 48, 0),
+    "padded": ("grouped", PADDED, 111, 48, 0),
     "dropless": ("grouped", MOE, 56, 46, 1),
     "dropless, fused": ("fused", MOE, 77, 76, 1),
 }

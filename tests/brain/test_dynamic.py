@@ -214,7 +214,7 @@ def test_no_documents_are_one_empty_wave() -> None:
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(DataError, match="document 1 of the step has 65 tokens, but a microbatch holds at most 64"):
         plan_step([3, 65], 8, 8)
-    with pytest.raises(ValueError, match="6 ranks do not halve evenly"):
+    with pytest.raises(ValueError, match="6 ranks are not a power of two"):
         plan_step([3], 6, 8)
 
 

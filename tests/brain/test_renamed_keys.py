@@ -9,7 +9,7 @@ import pytest
 
 from moefold.checks.sizes import leaves
 from moefold.cli.main import main
-from moefold.config.loading import load_run, override, run_from_mapping
+from moefold.config.loading import load_run_file, override, run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import CapacityConfig, MoEConfig
 from moefold.config.renamed_keys import RENAMED_KEYS, RENAMED_OPTIONS, RENAMED_VALUES
@@ -40,7 +40,7 @@ def test_an_old_key_names_the_new_one(old: str, new: str, tmp_path: Path) -> Non
     said = f"{old}: is called {new} now"
     path = tmp_path / "run.yaml"
     path.write_text(str(nested(old, 1)), "utf-8")
-    assert refused(lambda: load_run(path)) == [said]
+    assert refused(lambda: load_run_file(path)) == [said]
     assert refused(lambda: run_from_mapping(nested(old, 1))) == [said]
     for changes in ([f"--{old}", "1"], [f"--{old}=1"], {old: 1}):
         assert refused(lambda changes=changes: override(RunConfig(), changes)) == [said]

@@ -146,12 +146,12 @@ def test_the_newest_that_passes_quickly_is_found_and_ruins_are_not_built_on(
     (root / "step_00000098.3.tmp").mkdir()
     (root / "latest").write_text("step_00000099")
     said: list[str] = []
-    assert latest(root, say=said.append) == root / f"step_{NEWER:08d}"
+    assert latest(root, log=said.append) == root / f"step_{NEWER:08d}"
     assert len(said) == 1 and "step_00000099" in said[0]
     for step in (OLDER, NEWER):
         (root / f"step_{step:08d}" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="none that verifies"):
-        latest(root, say=said.append)
+        latest(root, log=said.append)
     with pytest.raises(CheckpointError, match="was not committed"):
         verify(root / "step_00000098.3.tmp")
 

@@ -122,7 +122,7 @@ def test_packed_padded_and_single_documents_make_the_same_step(tmp_path: Path) -
     assert expected.loss > 0 and all(gradient.abs().max() > 0 for gradient in gradients.values())
     for name, batches in ways.items():
         sums, found = carried_out(local_model, batches)
-        for field in ("loss", "ahead", "dropped"):
+        for field in ("loss", "mtp_loss", "dropped"):
             torch.testing.assert_close(getattr(sums, field), getattr(expected, field), rtol=1e-11, atol=1e-12, msg=name)
         torch.testing.assert_close(torch.stack(sums.balance), torch.stack(expected.balance), rtol=1e-11, atol=1e-13)
         assert torch.equal(sums.counts_ME, expected.counts_ME), name

@@ -157,8 +157,9 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
     a random direction. About a dozen tensors are rounded per layer in forward and twice as many in backward, so a
     gradient depends on r = 36 roundings per layer, whose random sum is sqrt(r) of one. A gradient then sums n tokens'
     terms; where they cancel the relative error grows, and cancellation to the square root of their number is allowed
-    for by the fourth root of n. The bound is six times that. A squared
-    gradient has twice the relative error. Counts are integers and must be equal.
+    for by the fourth root of n. The bound is six times that. A head's sink has one number, whose terms may cancel
+    altogether with no other entry to average over: the square root of n. A squared gradient has twice the relative
+    error. Counts are integers and must be equal.
     """
     kind = quantity.partition("/")[0]
     if kind in ("counts", "plain", "kept", "dropped"):
@@ -166,7 +167,8 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
     tokens = case.run.data.global_batch * case.run.data.seq_len
     roundings = 36 * case.run.model.num_layers + 12
     one = 2**-9 / sqrt(3)
-    return 6 * one * sqrt(roundings) * tokens**0.25 * (2 if kind == "exp_avg_sq" else 1)
+    cancellation = tokens ** (0.5 if quantity.endswith("sinks") else 0.25)
+    return 6 * one * sqrt(roundings) * cancellation * (2 if kind == "exp_avg_sq" else 1)
 
 
 def observations_of(case: Case, counts_ME: Tensor, dropped: int) -> frozenset[str]:

@@ -43,8 +43,8 @@ def keys_of_the_neighbour_before() -> None:
         def late(*given: Any) -> Iterator[Any]:
             before: tuple[Tensor, Tensor] | None = None
             for heads, step, k_now, v_now in passing(*given):
-                stale = before if step.places > 1 else None
-                before = (k_now, v_now) if step.places > 0 else None
+                stale = before if step.distance > 1 else None
+                before = (k_now, v_now) if step.distance > 0 else None
                 if stale is not None:
                     k_now, v_now = (_overlay(*pair) for pair in zip((k_now, v_now), stale, strict=True))
                 yield heads, step, k_now, v_now
