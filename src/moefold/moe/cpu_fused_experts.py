@@ -29,7 +29,7 @@ from moefold.moe.padded_permutation import (
 )
 from moefold.moe.permute import count_assignments
 from moefold.nn.matmul_policy import WeightGradQueue
-from moefold.ops.glu import GLU as Gate
+from moefold.ops.glu import GLU
 from moefold.ops.segments import segment_sum
 
 # Entries before the activation that the experts of one tile may have: two megabytes in bfloat16.
@@ -68,7 +68,7 @@ class ExpertTile(NamedTuple):
 
 
 def fused_forward(
-    x_RL: Tensor, prob_RK: Tensor, weights: FusedWeights, rows: PaddedRowMap, gate: Gate
+    x_RL: Tensor, prob_RK: Tensor, weights: FusedWeights, rows: PaddedRowMap, gate: GLU
 ) -> tuple[Tensor, Tensor]:
     """Each received row's expert outputs times probs, summed; and the first GEMM's output, for the backward."""
     dim, hidden = x_RL.shape[1], weights.down_eLF.shape[2]
@@ -91,7 +91,7 @@ def fused_backward(
     gate_up_PG: Tensor,
     weights: FusedWeights,
     rows: PaddedRowMap,
-    gate: Gate,
+    gate: GLU,
     now: tuple[bool, bool],
 ) -> Backward:
     """``now``: whether the gradients of the first and of the second weight are computed here, or deferred."""
@@ -242,7 +242,7 @@ def _down_bias_gradients(
 
 
 class CpuFusedExperts:
-    def __init__(self, gate: Gate, weight_grads: WeightGradQueue | None = None) -> None:
+    def __init__(self, gate: GLU, weight_grads: WeightGradQueue | None = None) -> None:
         self.gate, self.weight_grads = gate, weight_grads
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
@@ -280,7 +280,7 @@ class _Fused(torch.autograd.Function):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         rows: PaddedRowMap,
-        gate: Gate,
+        gate: GLU,
         weight_grads: WeightGradQueue | None,
     ) -> Tensor:
         weights = _fused_weights(gate_up, down, gate_up_bias, down_bias)

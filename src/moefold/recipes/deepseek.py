@@ -14,8 +14,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 
-# "All learnable parameters are randomly initialized with a standard deviation of 0.006" (the papers of V2 and of V3,
-# section on hyper-parameters). The published config.json says 0.02, which training did not use.
+# "All learnable parameters are randomly initialized with a standard deviation of 0.006": DeepSeek's sentence, as others
+# quote it; the papers of V2 and V3 were not looked up.
 INIT_STD = 0.006
 
 

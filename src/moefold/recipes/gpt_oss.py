@@ -109,6 +109,6 @@ def _gpt_oss(
             expert_mlp_bias=True,
         ),
         norm_eps=1e-5,
-        # initializer_range of the published config.json; the model card does not say what training used.
+        # The default initializer_range of transformers' config class.
         init_std=0.02,
     )

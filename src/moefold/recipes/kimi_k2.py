@@ -9,7 +9,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.recipes.deepseek import v3_shape
 
-# initializer_range of the published config.json; the paper does not say what training used.
+# Not looked up: the default of the other families.
 INIT_STD = 0.02
 
 

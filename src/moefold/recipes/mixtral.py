@@ -88,6 +88,6 @@ def _mixtral(*, vocab: int, dim: int, layers: int, attention: GQAConfig, expert_
             balance=BalanceConfig(microbatch=0.02),
         ),
         norm_eps=1e-5,
-        # initializer_range of the published config.json; the paper does not say what training used.
+        # The default initializer_range of transformers' config class.
         init_std=0.02,
     )

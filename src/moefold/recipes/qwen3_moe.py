@@ -112,6 +112,6 @@ def _qwen3(
         # Every layer is an MoE layer; the published configuration has a dense hidden dim all the same.
         dense_hidden_dim=dense_hidden_dim,
         norm_eps=1e-6,
-        # initializer_range of the published config.json; the report does not say what training used.
+        # The default initializer_range of transformers' config class.
         init_std=0.02,
     )
