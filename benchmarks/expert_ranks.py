@@ -38,7 +38,7 @@ from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Routing
 from moefold.moe.moe_kernels import kernels_for
 from moefold.parallel.expert_parallel import dispatcher_for
-from moefold.parallel.parallelize import groups_of, seams_of
+from moefold.parallel.parallelize import groups_of, parallel_interfaces_of
 
 _TIMEOUT = timedelta(seconds=300)
 
@@ -140,7 +140,7 @@ class ExpertParallelLayer:
         self.weights = draw_weights(at.shape, self.dtype)
         run = run_of(at, dispatcher)
         groups = groups_of(run, at.world, at.rank, _TIMEOUT)
-        seams = seams_of(run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run, "cpu"))
+        seams = parallel_interfaces_of(run, groups, None, SYNC_SPLIT_SIZES, kernels_for(run, "cpu"))
         self.layer = filled_layer(at.shape, self.weights, seams)
         self._keep_own_experts()
         self.batch = batch_of(at.tokens)

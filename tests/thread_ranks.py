@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import Reach
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class CutTokens:
     """The TokenSharding of ranks that each hold a share of one batch; what needs a gradient is left out."""
 
     def __init__(self, num_tokens: int, world: int, rank: int, meeting: Meeting) -> None:
-        self.sizes, self.rank, self.meeting = share_sizes(num_tokens, world), rank, meeting
+        self.sizes, self.rank, self.meeting = shard_sizes(num_tokens, world), rank, meeting
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x_t))

@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_the_logits(model: ModelConfig) -> None:
     decoder, batch = _decoder(model), batch_of(2, 9, 50)
     output = decoder(batch, None)
     logits = decoder.logits(batch)
-    expected = F.cross_entropy(logits, batch.labels_T, ignore_index=-100, reduction="sum")
+    expected = F.cross_entropy(logits, batch.labels_S, ignore_index=-100, reduction="sum")
     torch.testing.assert_close(output.loss_sum, expected, rtol=1e-12, atol=1e-12)
     assert len(output.reports) == sum(model.is_moe_layer(layer) for layer in range(model.num_layers))
     assert len(decoder.routers()) == len(output.reports)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moefold.batching.zigzag import places
+from moefold.batching.zigzag import held_spans
 from moefold.config.loading import override
 from moefold.dryrun.balanced_splits import BalancedSplitSizes
 from moefold.dryrun.fake_world import CachedFakeMode
@@ -14,7 +14,7 @@ from moefold.dryrun.storage_tracker import Event, Mark, StorageTracker, peak_of
 from moefold.moe.topk import choose_balanced
 from moefold.recipes.catalog import recipe
 from moefold.topology.folded_layout import fold
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 
 def test_the_peak_is_found_and_named() -> None:
@@ -58,9 +58,9 @@ def test_rows_are_those_of_the_balanced_router(cut: dict[str, int]) -> None:
     layout, context = fold(run.parallel, world), cut.get("cp", 1)
 
     def rows_of(rank: int) -> Tensor:
-        spans = places(lengths, layout.index("cp", rank), context)
+        spans = held_spans(lengths, layout.index("cp", rank), context)
         held = torch.cat([torch.arange(start, stop) for start, stop in spans])
-        mine = held.split(share_sizes(len(held), layout.size("tp")))[layout.index("tp", rank)]
+        mine = held.split(shard_sizes(len(held), layout.size("tp")))[layout.index("tp", rank)]
         return choose_balanced(mine, 8, 3).flatten().bincount(minlength=8)
 
     nothing = torch.zeros(0)

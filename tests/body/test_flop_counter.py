@@ -57,7 +57,7 @@ def test_executed_count_equals_the_counter(name: str, experts: str, num_mtp: int
     decoder = build_decoder(model, torch.float32, local_interfaces(experts))  # type: ignore[arg-type]
     fill(decoder)
     batch = batch_of(SEQUENCES, SEQ_LEN, model.vocab_size)
-    ahead = [mtp_targets(batch.tokens_T, batch.labels_T, batch.lengths, by) for by in range(1, num_mtp + 1)]
+    ahead = [mtp_targets(batch.tokens_S, batch.labels_S, batch.lengths, by) for by in range(1, num_mtp + 1)]
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         output = decoder(replace(batch, ahead=tuple(ahead)), None)
         (output.loss_sum + sum(output.ahead_loss_sums)).backward()

@@ -70,7 +70,7 @@ def padded(pad: int = 0, num_ahead: int = 0) -> Batch:
         step_labels=total,
         step_tokens=total,
         step_sequences=len(LENGTHS),
-        real_N=real,
+        real_T=real,
         num_ahead=num_ahead,
     )
 
@@ -126,7 +126,7 @@ def test_modules_that_look_ahead_see_no_pads() -> None:
 
 def test_pads_that_are_not_marked_are_noticed() -> None:
     built = decoder(MODEL)
-    unmarked = replace(padded(), real_T=None)
+    unmarked = replace(padded(), real_S=None)
     found, expected = outcome(built, unmarked), outcome(built, packed())
     torch.testing.assert_close(found["loss"], expected["loss"])
     assert not torch.equal(found["0 counts"], expected["0 counts"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.batching.step_plan import max_group_tokens, max_shard_length
-from moefold.batching.zigzag import Span, chunks, chunks_of, num_held, places
+from moefold.batching.zigzag import Span, chunks, chunks_of, held_spans, num_held
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=8)
 SIZES = st.sampled_from([1, 2, 3, 4, 8])
@@ -19,12 +19,12 @@ def positions(spans: tuple[Span, ...]) -> list[int]:
 
 def causal_work(length: int, index: int, size: int) -> int:
     """How many positions the tokens of one rank look at in a document."""
-    return sum(position + 1 for position in positions(places((length,), index, size)))
+    return sum(position + 1 for position in positions(held_spans((length,), index, size)))
 
 
 @given(LENGTHS, SIZES)
 def test_every_token_is_held_once(lengths: list[int], size: int) -> None:
-    held = [positions(places(lengths, index, size)) for index in range(size)]
+    held = [positions(held_spans(lengths, index, size)) for index in range(size)]
     assert sorted(position for rank in held for position in rank) == list(range(sum(lengths)))
     assert all(rank == sorted(rank) for rank in held)
     assert [len(rank) for rank in held] == [num_held(lengths, index, size) for index in range(size)]
@@ -44,7 +44,7 @@ def test_chunks_are_consecutive_and_nearly_equal(length: int, size: int) -> None
 def test_spans_are_never_empty_and_stay_inside_documents(lengths: list[int], size: int) -> None:
     edges = {sum(lengths[:i]) for i in range(len(lengths))}
     for index in range(size):
-        for start, stop in places(lengths, index, size):
+        for start, stop in held_spans(lengths, index, size):
             assert start < stop
             assert size == 1 or not any(start < edge < stop for edge in edges)
 
@@ -75,7 +75,7 @@ def test_a_document_fits_when_its_even_share_fits(length: int, bound: int, size:
 
 
 def test_by_hand() -> None:
-    assert places((11,), 0, 2) == ((0, 3), (9, 11))
-    assert places((11,), 1, 2) == ((3, 6), (6, 9))
-    assert places((4, 2), 0, 2) == ((0, 1), (3, 4), (4, 5))
-    assert places((4, 2), 0, 1) == ((0, 6),)
+    assert held_spans((11,), 0, 2) == ((0, 3), (9, 11))
+    assert held_spans((11,), 1, 2) == ((3, 6), (6, 9))
+    assert held_spans((4, 2), 0, 2) == ((0, 1), (3, 4), (4, 5))
+    assert held_spans((4, 2), 0, 1) == ((0, 6),)

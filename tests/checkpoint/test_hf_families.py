@@ -48,7 +48,7 @@ def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -
     run = RECIPES[name]()
     theirs = saved_by_transformers(run, tmp_path / "theirs", max_shard_size="300KB")
     batch = batch_of(2, 37, run.model.vocab_size)
-    tokens = batch.tokens_T.view(2, 37)
+    tokens = batch.tokens_S.view(2, 37)
 
     done, imported = import_directory(HfDirectory(tmp_path / "theirs"), tmp_path / "runs", "imported")
     assert same_numbers(imported.model) == same_numbers(run.model)

@@ -157,7 +157,7 @@ def test_transformers_drafts_the_same_token_further_ahead(tmp_path: Path) -> Non
     main_model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}.*"]
     theirs = layers.MtpModel.from_pretrained(main_model).eval()
     batch = batch_of(1, SEQ_LEN, MODEL.vocab_size)
-    tokens = batch.tokens_T.view(1, SEQ_LEN)
+    tokens = batch.tokens_S.view(1, SEQ_LEN)
     with torch.no_grad():
         hidden = main_model(tokens, output_hidden_states=True).hidden_states[-1][:, :-1]
         expected = theirs.forward_layer(0, hidden, torch.arange(1, SEQ_LEN)[None], None, input_ids=tokens[:, 1:])
@@ -167,11 +167,11 @@ def test_transformers_drafts_the_same_token_further_ahead(tmp_path: Path) -> Non
     torch.testing.assert_close(found_TV, expected_TV, rtol=0, atol=1e-4 * float(expected_TV.std()))
 
 
-def _logits_ahead(decoder: Decoder, tokens_T: Tensor) -> Tensor:
+def _logits_ahead(decoder: Decoder, tokens_S: Tensor) -> Tensor:
     """What module 0 predicts: fed with what the head reads, as everyone who runs these modules feeds them."""
-    ahead_T = torch.cat((tokens_T[1:], tokens_T[:1]))
-    batch = replace(batch_of(1, SEQ_LEN, MODEL.vocab_size), tokens_T=tokens_T)
-    x_TD = decoder.embedding(tokens_T)  # type: ignore[misc]
+    ahead_T = torch.cat((tokens_S[1:], tokens_S[:1]))
+    batch = replace(batch_of(1, SEQ_LEN, MODEL.vocab_size), tokens_S=tokens_S)
+    x_TD = decoder.embedding(tokens_S)  # type: ignore[misc]
     for layer in decoder.layers.values():
         x_TD = layer(x_TD, batch).x_tD
     x_TD = decoder.final_norm(x_TD)  # type: ignore[misc]

@@ -104,7 +104,7 @@ def written_out(decoder: Decoder, batches: list[Batch], divisor: str) -> tuple[T
         first = 0
         for length in batch.lengths:
             part = slice(first, first + length)
-            sequences.append((batch.tokens_T[part], batch.labels_T[part]))
+            sequences.append((batch.tokens_S[part], batch.labels_S[part]))
             first += length
     found = [sums_of(decoder, tokens, labels) for tokens, labels in sequences]
     tokens = sum(len(tokens) for tokens, _ in sequences)

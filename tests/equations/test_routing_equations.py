@@ -237,7 +237,7 @@ def test_the_sequence_loss_is_the_mean_over_sequences(mean: Any) -> None:
     config = MoEConfig(num_experts=8, top_k=2, router=RouterConfig(score="sigmoid", normalize=True), balance=balance)
     real = torch.tensor([True] * 3 + [True] * 7 + [False] * 4 + [True] * 2)
     router, x = router_of(config), inputs_of(16)
-    _, report = router(x, batch_of((3, 11, 2), 29, step_sequences=5, real_N=real), None)
+    _, report = router(x, batch_of((3, 11, 2), 29, step_sequences=5, real_T=real), None)
     s = affinities(x, router, "sigmoid")
     theirs = x.new_zeros(())
     for sequence in (s[0:3], s[3:10], s[14:16]):

@@ -14,7 +14,7 @@ from moefold.comm.collectives import (
     reduce_scatter_rows,
 )
 from moefold.comm.process_groups import Groups
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 TOKENS, WIDTH = 7, 3
 
@@ -31,7 +31,7 @@ def test_gathered_rows_feed_different_work(world: int) -> None:
 
     def work(groups: Groups) -> None:
         tp = groups["tp"]
-        sizes = share_sizes(TOKENS, world)
+        sizes = shard_sizes(TOKENS, world)
         (whole,) = everyones((TOKENS, WIDTH), 0, 1)
         factors = everyones((TOKENS, WIDTH), 1, world)
         mine = whole.split(sizes)[tp.index].clone().requires_grad_()
@@ -47,7 +47,7 @@ def test_gathered_rows_feed_different_work(world: int) -> None:
 def test_gathered_rows_feed_the_same_work(world: int) -> None:
     def work(groups: Groups) -> None:
         tp = groups["tp"]
-        sizes = share_sizes(TOKENS, world)
+        sizes = shard_sizes(TOKENS, world)
         whole, factor = everyones((TOKENS, WIDTH), 0, 2)
         mine = whole.split(sizes)[tp.index].clone().requires_grad_()
         (all_gather_replicated(mine, sizes, tp) * factor).sum().backward()
@@ -61,7 +61,7 @@ def test_gathered_rows_feed_the_same_work(world: int) -> None:
 def test_reduced_rows_are_sums_and_their_gradients_gather(world: int, dtype: torch.dtype) -> None:
     def work(groups: Groups) -> None:
         tp = groups["tp"]
-        sizes = share_sizes(TOKENS, world)
+        sizes = shard_sizes(TOKENS, world)
         partials = [part.to(dtype) for part in everyones((TOKENS, WIDTH), 0, world)]
         (factor,) = everyones((TOKENS, WIDTH), 5, 1)
         factor = factor.to(dtype)

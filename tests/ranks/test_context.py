@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.attention.partial_attention import PLAIN
 from moefold.attention.sdpa import attend_reference
-from moefold.batching.zigzag import places
+from moefold.batching.zigzag import held_spans
 from moefold.comm.process_groups import Group, Groups
 from moefold.parallel import ring_attention as context_ring
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
@@ -70,7 +70,7 @@ CASES = {
 
 
 def held(x: Tensor, lengths: tuple[int, ...], index: int, size: int) -> Tensor:
-    return torch.cat([x[:0], *(x[start:stop] for start, stop in places(lengths, index, size))])
+    return torch.cat([x[:0], *(x[start:stop] for start, stop in held_spans(lengths, index, size))])
 
 
 def check(core: Any, case: Case, group: Group, tolerance: float = 1e-12) -> None:

@@ -92,7 +92,7 @@ def carried_out(local_model: LocalModel, batches: list[Batch]) -> tuple[StepSums
 
 
 def labels_ahead(batches: list[Batch]) -> int:
-    return sum(int((batch.ahead[0].labels_T != IGNORED).sum()) for batch in batches)
+    return sum(int((batch.ahead[0].labels_S != IGNORED).sum()) for batch in batches)
 
 
 def one_at_a_time(run: RunConfig) -> list[Batch]:
@@ -139,9 +139,9 @@ def test_a_step_knows_its_real_tokens_without_reading(tmp_path: Path) -> None:
         for batch in data.batches:
             assert batch.step_labels == batch.step_tokens == real
             assert batch.step_sequences == BATCH
-        counted = sum(int((batch.labels_T != IGNORED).sum()) for batch in data.batches)
+        counted = sum(int((batch.labels_S != IGNORED).sum()) for batch in data.batches)
         assert {batch.step_labels_ahead for batch in data.batches} == {(labels_ahead(data.batches),)}
-        held = sum(batch.num_tokens if batch.real_T is None else int(batch.real_T.sum()) for batch in data.batches)
+        held = sum(batch.num_tokens if batch.real_S is None else int(batch.real_S.sum()) for batch in data.batches)
         assert counted == held == real
 
 
@@ -187,9 +187,9 @@ def test_a_step_sees_the_same_documents_on_any_layout(
 
 
 def rows(batch: Batch) -> list[tuple[int, ...]]:
-    real = torch.ones_like(batch.tokens_T) if batch.real_T is None else batch.real_T
-    columns = [batch.tokens_T, batch.labels_T, batch.positions_T, real]
-    columns += [x for ahead in batch.ahead for x in (ahead.tokens_T, ahead.labels_T)]
+    real = torch.ones_like(batch.tokens_S) if batch.real_S is None else batch.real_S
+    columns = [batch.tokens_S, batch.labels_S, batch.positions_S, real]
+    columns += [x for ahead in batch.ahead for x in (ahead.tokens_S, ahead.labels_S)]
     return [tuple(row) for row in torch.stack(columns, 1).tolist()]
 
 
@@ -228,13 +228,13 @@ def test_documents_of_a_window_are_kept_apart(tmp_path: Path) -> None:
     assert first.lengths == tuple(n for sample in read for n in piece_lengths(sample.document_starts, S))
     ends = np.cumsum(first.lengths) - 1
     inside = [int(end) for end in ends if (end + 1) % S]
-    assert inside and all(first.labels_T[end] == IGNORED for end in inside)
-    counted = sum(int((batch.labels_T != IGNORED).sum()) for batch in step_of(run).batches)
+    assert inside and all(first.labels_S[end] == IGNORED for end in inside)
+    counted = sum(int((batch.labels_S != IGNORED).sum()) for batch in step_of(run).batches)
     assert first.step_labels == counted < tokens == first.step_tokens
     assert first.step_labels_ahead == (labels_ahead(step_of(run).batches),) < (counted,)
     assert first.step_sequences == sum(len(batch.lengths) for batch in step_of(run).batches) > BATCH
     # Otherwise it is the window that was always read.
     joined = step_of(run_of(tmp_path, "concat")).batches[0]
-    assert torch.equal(joined.tokens_T, first.tokens_T) and joined.lengths == (S, S)
-    kept = first.labels_T != IGNORED
-    assert torch.equal(joined.labels_T[kept], first.labels_T[kept])
+    assert torch.equal(joined.tokens_S, first.tokens_S) and joined.lengths == (S, S)
+    kept = first.labels_S != IGNORED
+    assert torch.equal(joined.labels_S[kept], first.labels_S[kept])

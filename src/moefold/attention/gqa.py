@@ -54,7 +54,7 @@ class GroupedQueryAttention(nn.Module):
         q_SHC = self._heads(self.q(x_SD), self.q_norm)
         k_SJC = self._heads(self.k(x_SD), self.k_norm)
         v_SJC = self._heads(self.v(x_SD), None)
-        tables = self.rotary(batch.positions_T, like=x_SD)
+        tables = self.rotary(batch.positions_S, like=x_SD)
         q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
         scale = self.head_dim**-0.5
         seen_SHC = self.core(q_SHC, k_SJC, v_SJC, batch, scale=scale, window=self.window, sinks_H=self.sinks)

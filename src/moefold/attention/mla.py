@@ -52,7 +52,7 @@ class LatentAttention(nn.Module):
         self.core = core
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        tables = self.rotary(batch.positions_T, like=x_tD)
+        tables = self.rotary(batch.positions_S, like=x_tD)
         q_SHC = self._queries(x_tD, batch, tables)
         k_SHC, v_SHU = self._keys_and_values(x_tD, batch, tables)
         seen_SHU = self.core(q_SHC, k_SHC, v_SHU, batch, scale=self.scale, window=None, sinks_H=None)

@@ -19,10 +19,10 @@ class Rotary(nn.Module):
         self.dim = dim
         self.kernels = kernels
 
-    def forward(self, positions_T: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_S: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin for these positions: float32, or float64 where the activations are."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
-        return rotary_tables(self.rope, self.dim, positions_T, wide)
+        return rotary_tables(self.rope, self.dim, positions_S, wide)
 
     def rotate(self, q_SHC: Tensor, k_SJC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         q_SHC, rotated_SJC = self.kernels.rotate_qk(q_SHC, k_SJC, *tables, self.rope.interleaved)

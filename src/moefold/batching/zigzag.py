@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 Span = tuple[int, int]
 
 
 def chunks(length: int, size: int) -> tuple[Span, ...]:
     """The 2 * size pieces of one document, as (start, stop)."""
-    ends = tuple(accumulate(share_sizes(length, 2 * size)))
+    ends = tuple(accumulate(shard_sizes(length, 2 * size)))
     return tuple(zip((0, *ends[:-1]), ends))
 
 
@@ -29,7 +29,7 @@ def chunks_of(index: int, size: int) -> tuple[int, int]:
     return index, 2 * size - 1 - index
 
 
-def places(lengths: Sequence[int], index: int, size: int) -> tuple[Span, ...]:
+def held_spans(lengths: Sequence[int], index: int, size: int) -> tuple[Span, ...]:
     """The spans of the microbatch that rank ``index`` holds, ascending; empty ones are left out."""
     if size == 1:
         return ((0, sum(lengths)),)
@@ -44,4 +44,4 @@ def places(lengths: Sequence[int], index: int, size: int) -> tuple[Span, ...]:
 
 def num_held(lengths: Sequence[int], index: int, size: int) -> int:
     """How many tokens that is."""
-    return sum(stop - start for start, stop in places(lengths, index, size))
+    return sum(stop - start for start, stop in held_spans(lengths, index, size))

@@ -16,12 +16,12 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from moefold.batching.zigzag import places
+from moefold.batching.zigzag import held_spans
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.base import ExchangeName
 from moefold.topology.folded_layout import FoldedLayout, levels
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 
 class BalancedSplitSizes:
@@ -162,7 +162,7 @@ class BalancedSplitSizes:
     def _tokens_of(self, rank: int) -> np.ndarray:
         """Indices of the tokens of its microbatch that a rank holds."""
         index = self.layout.context_place(rank) % self.context
-        spans = places(self.lengths, index, self.context)
+        spans = held_spans(self.lengths, index, self.context)
         held = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in spans)])
-        ends = np.cumsum(share_sizes(len(held), self.layout.size("tp")))
+        ends = np.cumsum(shard_sizes(len(held), self.layout.size("tp")))
         return np.split(held, ends[:-1])[self.layout.index("tp", rank)]

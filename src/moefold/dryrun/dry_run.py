@@ -174,11 +174,11 @@ def fake_batch(batch: Batch, mode: CachedFakeMode) -> Batch:
 
     return replace(
         batch,
-        tokens_T=fake(batch.tokens_T),
-        labels_T=fake(batch.labels_T),
-        positions_T=fake(batch.positions_T),
-        real_T=None if batch.real_T is None else fake(batch.real_T),
-        ahead=tuple(Ahead(fake(further.tokens_T), fake(further.labels_T)) for further in batch.ahead),
+        tokens_S=fake(batch.tokens_S),
+        labels_S=fake(batch.labels_S),
+        positions_S=fake(batch.positions_S),
+        real_S=None if batch.real_S is None else fake(batch.real_S),
+        ahead=tuple(Ahead(fake(further.tokens_S), fake(further.labels_S)) for further in batch.ahead),
     )
 
 

@@ -88,7 +88,7 @@ def build_decoder(
         else None,
         mtp_norms={depth: _norm(model, interfaces) for depth in parts.mtp_norms},
         loss=LanguageLoss(interfaces.tokens, interfaces.vocab, kernels=interfaces.kernels),
-        mixtures=moe_block_names(model),
+        moe_blocks=moe_block_names(model),
     )
 
 

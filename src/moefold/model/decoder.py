@@ -59,9 +59,9 @@ class Decoder(nn.Module):
         head: Linear | None,
         mtp_norms: dict[int, RMSNorm],
         loss: LanguageLoss,
-        mixtures: tuple[str, ...],
+        moe_blocks: tuple[str, ...],
     ) -> None:
-        """``whole`` is the stage that is run if none is named; ``mixtures`` the names of the whole model's."""
+        """``whole`` is the stage that is run if none is named; ``moe_blocks`` the names of the whole model's."""
         super().__init__()
         self.whole = whole
         self.embedding = embedding
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         self.head = head
         self.mtp_norms = nn.ModuleDict({str(number): norm for number, norm in mtp_norms.items()})
         self.loss = loss
-        self.mixtures = mixtures
+        self.moe_blocks = moe_blocks
 
     def forward(
         self,
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
     def routers(self) -> dict[int, Router]:
         """Of every MoE layer here, by its number among those of the whole model."""
         found = {}
-        for number, name in enumerate(self.mixtures):
+        for number, name in enumerate(self.moe_blocks):
             block = self._block(name)
             if block is not None and isinstance(block.feed_forward, MoELayer):
                 found[number] = block.feed_forward.router
@@ -149,14 +149,14 @@ class Decoder(nn.Module):
             yield Phase("loss", Stream.COMPUTE, partial(self._losses, batch))
 
     def _row(self, name: str, earlier_ME: Tensor | None) -> tuple[int | None, Tensor | None]:
-        if name not in self.mixtures:
+        if name not in self.moe_blocks:
             return None, None
-        row = self.mixtures.index(name)
+        row = self.moe_blocks.index(name)
         return row, None if earlier_ME is None else earlier_ME[row]
 
     def _embed(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.embedding is not None
-        return carry._replace(hidden=HiddenState(self.embedding(batch.tokens_T)))
+        return carry._replace(hidden=HiddenState(self.embedding(batch.tokens_S)))
 
     def _before_ahead(self, depth: int, carry: DecoderOutput) -> Tensor:
         """The hidden state as the head reads it, after its norm: speculative decoding feeds MTP modules so."""
@@ -169,15 +169,15 @@ class Decoder(nn.Module):
 
     def _tokens_ahead(self, depth: int, batch: Batch) -> Tensor:
         assert self.embedding is not None
-        token_tD: Tensor = self.embedding(batch.ahead[depth].tokens_T)
+        token_tD: Tensor = self.embedding(batch.ahead[depth].tokens_S)
         return token_tD
 
     def _losses(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.final_norm is not None and carry.hidden is not None
         x_tD, ahead_tD = carry.hidden
-        loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_T, batch)
+        loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_S, batch)
         ahead_sums = tuple(
-            self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_T, batch)
+            self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_S, batch)
             for depth, y_tD in enumerate(ahead_tD)
         )
         return DecoderOutput(None, carry.reports, loss_sum, ahead_sums)

@@ -78,7 +78,7 @@ def balance_losses(
     p_tE = _without_pads(probabilities(logits_tE, config.router.score), real_t)
 
     def counts(sets: TokenSets) -> tuple[Tensor, Tensor]:
-        set_t = tokens.local_shard(sets.set_of_token_N, batch)
+        set_t = tokens.local_shard(sets.set_of_token_T, batch)
         count_QE = count_by_set(plain, set_t, len(sets.sizes), num_experts)
         return tokens.sum_counts(count_QE, "microbatch", batch), set_t
 

@@ -16,7 +16,7 @@ from moefold.ops.segments import count_keys
 
 def real_tokens(batch: Batch, tokens: TokenSharding) -> Tensor | None:
     """False for padding tokens of this rank; None where there is no padding."""
-    return None if batch.real_T is None else tokens.tp_shard(batch.real_T)
+    return None if batch.real_S is None else tokens.tp_shard(batch.real_S)
 
 
 def keep_real(expert_tK: Tensor, kept_tK: Tensor | None, real_t: Tensor | None) -> Tensor | None:
@@ -30,5 +30,5 @@ def keep_real(expert_tK: Tensor, kept_tK: Tensor | None, real_t: Tensor | None) 
 def only_real(sets: TokenSets, real: Tensor) -> TokenSets:
     """The same sets without padding tokens, which become one more set, the last. Reads the sizes back."""
     num_sets = len(sets.sizes)
-    set_of_token = torch.where(real, sets.set_of_token_N, num_sets)
+    set_of_token = torch.where(real, sets.set_of_token_T, num_sets)
     return TokenSets(set_of_token, tuple(count_keys(set_of_token, num_sets + 1).tolist()))

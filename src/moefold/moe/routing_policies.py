@@ -185,7 +185,7 @@ class CapacityDrop:
         real_t = real_tokens(batch, tokens)
         if self.capacity.scope == "local":
             # Other ranks' shards are sets without a token here.
-            shard_t = tokens.local_shard(batch.shards.set_of_token_N, batch)
+            shard_t = tokens.local_shard(batch.shards.set_of_token_T, batch)
             return self._keep(expert_tK, priority_tK, TokenSets(shard_t, batch.shards.sizes), real_t)
         priority_TK = None if priority_tK is None else tokens.all_gather(priority_tK, batch)
         real_T = None if real_t is None else tokens.all_gather(real_t, batch)
@@ -201,7 +201,7 @@ class CapacityDrop:
         if real is not None:
             sets = only_real(sets, real)
         capacities = tuple(capacity_of(size, self.capacity.factor, self.config.top_k, owners) for size in sets.sizes)
-        return keep_within_capacity(owner, priority, sets.set_of_token_N, capacities, owners)
+        return keep_within_capacity(owner, priority, sets.set_of_token_T, capacities, owners)
 
 
 PolicyMaker = Callable[[MoEConfig], RoutingPolicy]

@@ -26,9 +26,9 @@ class Embedding(nn.Module):
         self.tokens = tokens
         self.vocab = vocab
 
-    def forward(self, tokens_T: Tensor) -> Tensor:
+    def forward(self, tokens_S: Tensor) -> Tensor:
         num_rows = self.weight.shape[0]
-        row_S = tokens_T - self.vocab.first_row(num_rows)
+        row_S = tokens_S - self.vocab.first_row(num_rows)
         here_S = (row_S >= 0) & (row_S < num_rows)
         found_SD = F.embedding(row_S.clamp(0, num_rows - 1), self.weight).to(self.compute)
         return self.tokens.reduce(torch.where(here_S[:, None], found_SD, 0.0))
@@ -46,9 +46,9 @@ class LanguageLoss(nn.Module):
         self.vocab = vocab
         self.chunk = chunk
 
-    def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_T: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_S: Tensor, batch: Batch) -> Tensor:
         x_SD = self.tokens.gather(x_tD, batch)
-        target_S = labels_T - self.vocab.first_row(weight_vD.shape[0])
+        target_S = labels_S - self.vocab.first_row(weight_vD.shape[0])
         lse_S, target_logit_S = self.kernels.vocab_stats(x_SD, weight_vD, target_S, self.chunk)
         loss_S = self.vocab.merge_logsumexp(lse_S) - self.vocab.merge_sum(target_logit_S)
-        return torch.where(labels_T != IGNORED, loss_S, 0.0).sum()
+        return torch.where(labels_S != IGNORED, loss_S, 0.0).sum()

@@ -107,7 +107,7 @@ def build_on_meta(
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
-    interfaces = seams_of(run, groups, weight_grads, host, kernels)
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
@@ -121,7 +121,7 @@ def build_on_meta(
     )
 
 
-def seams_of(
+def parallel_interfaces_of(
     run: RunConfig,
     groups: Groups,
     weight_grads: WeightGradQueue | None,

@@ -22,7 +22,7 @@ from moefold.attention.partial_attention import Parts, merge_, merge_sinks_, par
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
 from moefold.parallel.ring_plan import RingStep
-from moefold.topology.shares import share_sizes, share_starts
+from moefold.topology.shard_sizes import shard_sizes, shard_starts
 
 # A head group's keys and values have at least this many bytes: small messages are dominated by latency.
 MIN_MESSAGE_BYTES = 1 << 16
@@ -220,9 +220,9 @@ def _kv_around_ring(
 
 
 def _head_groups(q: Tensor, k: Tensor, ring: Ring) -> list[_HeadGroup]:
-    sizes = share_sizes(k.shape[1], ring.num_head_groups)
+    sizes = shard_sizes(k.shape[1], ring.num_head_groups)
     per_kv = q.shape[1] // k.shape[1] if k.shape[1] else 0
-    starts = share_starts(k.shape[1], ring.num_head_groups)
+    starts = shard_starts(k.shape[1], ring.num_head_groups)
     return [
         _HeadGroup(slice(start * per_kv, (start + size) * per_kv), slice(start, start + size))
         for start, size in zip(starts, sizes)

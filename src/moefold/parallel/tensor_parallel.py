@@ -22,7 +22,7 @@ from moefold.comm.collectives import (
 from moefold.comm.process_groups import Group, Groups
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import Reach
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 
 class TokenShards:
@@ -44,10 +44,10 @@ class TokenShards:
         if batch.context_size == 1:
             return held_S
         by_rank_T = all_gather_no_grad(held_S, batch.held_sizes, self.contexts[batch.context_size])
-        return torch.empty_like(by_rank_T).index_copy_(0, batch.order_N, by_rank_T)
+        return torch.empty_like(by_rank_T).index_copy_(0, batch.order_T, by_rank_T)
 
     def local_shard(self, x_T: Tensor, batch: Batch) -> Tensor:
-        return self.tp_shard(x_T if batch.place_T is None else x_T[batch.place_T])
+        return self.tp_shard(x_T if batch.place_S is None else x_T[batch.place_S])
 
     def tp_shard(self, x_S: Tensor) -> Tensor:
         return x_S.split(self._sizes(x_S.shape[0]))[self.tp.index]
@@ -62,7 +62,7 @@ class TokenShards:
         return counts if batch.context_size == 1 else all_reduce_no_grad(counts, self.contexts[batch.context_size])
 
     def _sizes(self, num_tokens: int) -> tuple[int, ...]:
-        return share_sizes(num_tokens, self.tp.size)
+        return shard_sizes(num_tokens, self.tp.size)
 
 
 class VocabShards:

@@ -16,10 +16,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moefold.batching.zigzag import Span, num_held, places
+from moefold.batching.zigzag import Span, held_spans, num_held
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Group
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 Lengths = tuple[int, ...]
 
@@ -98,7 +98,7 @@ class HeadAllToAll:
 
 
 def query_head_spans(num_heads: int, num_ranks: int) -> tuple[Span, ...]:
-    stops = tuple(accumulate(share_sizes(num_heads, num_ranks)))
+    stops = tuple(accumulate(shard_sizes(num_heads, num_ranks)))
     return tuple(zip((0, *stops[:-1]), stops))
 
 
@@ -117,7 +117,7 @@ def tokens_per_rank(lengths: Lengths, first: int, count: int, size: int) -> tupl
 @lru_cache(maxsize=128)
 def document_order(lengths: Lengths, first: int, count: int, size: int) -> Tensor:
     """The permutation that takes rows ordered by rank to document order."""
-    held = [torch.arange(*span) for index in range(first, first + count) for span in places(lengths, index, size)]
+    held = [torch.arange(*span) for index in range(first, first + count) for span in held_spans(lengths, index, size)]
     return torch.cat([torch.arange(0), *held]).argsort()
 
 

@@ -22,7 +22,7 @@ from moefold.nn.batch import Batch
 from moefold.parallel.parallelize import LocalModel
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 # (stage, microbatch)
 Key = tuple[int, int]
@@ -69,7 +69,7 @@ def init_state(
     group = local_model.groups["pp"]
     channels = None
     if not group.alone:
-        dtype, device = TORCH_FORMATS[local_model.run.precision.compute], batches[0].tokens_T.device
+        dtype, device = TORCH_FORMATS[local_model.run.precision.compute], batches[0].tokens_S.device
         channels = P2PChannels(group, dtype, device, deque(_expected(local_model, order, batches, actions)))
     return PipelineState(local_model, order, batches, channels, zero_sums(local_model))
 
@@ -87,7 +87,7 @@ def _expected(
         else:
             continue
         hiddens = 1 + sum(len(stage.mtp) for stage in local_model.stages[:boundary])
-        rows = share_sizes(batches[action.microbatch].num_tokens, local_model.groups["tp"].size)[
+        rows = shard_sizes(batches[action.microbatch].num_tokens, local_model.groups["tp"].size)[
             local_model.groups["tp"].index
         ]
         messages.append(Expected(peer, ((rows, local_model.run.model.dim),) * hiddens))
@@ -98,7 +98,7 @@ def zero_sums(local_model: LocalModel) -> StepSums:
     wide = torch.promote_types(TORCH_FORMATS[local_model.run.precision.compute], torch.float32)
     zero = torch.zeros((), dtype=wide, device=local_model.device)
     experts = 0 if local_model.run.model.moe is None else local_model.run.model.moe.num_experts
-    counts_ME = torch.zeros(len(local_model.model.mixtures), experts, dtype=torch.int64, device=local_model.device)
+    counts_ME = torch.zeros(len(local_model.model.moe_blocks), experts, dtype=torch.int64, device=local_model.device)
     return StepSums(zero, zero, BalanceLosses(*[zero] * 5), counts_ME, counts_ME, counts_ME)
 
 

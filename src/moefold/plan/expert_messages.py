@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
 
-from moefold.batching.zigzag import places
+from moefold.batching.zigzag import held_spans
 from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.plan.collective_tally import Tally, tokens_of
 from moefold.plan.dispatch_choice import planned_as
 from moefold.topology.folded_layout import FoldedLayout, levels
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 # Bytes of a prob, of an expert number in a message, and of a count.
 _PROB, _NUMBER, _COUNT = 4, 2, 8
@@ -76,8 +76,8 @@ def received_rows(run: RunConfig, layout: FoldedLayout, rank: int) -> int:
 def _tokens_of_rank(run: RunConfig, layout: FoldedLayout, context: int, shard: int) -> list[int]:
     """The numbers of a rank's tokens in their microbatch."""
     lengths, cp, tp = (run.data.seq_len,) * run.data.micro_batch, layout.size("cp"), layout.size("tp")
-    shared = [token for start, stop in places(lengths, context, cp) for token in range(start, stop)]
-    starts = (0, *accumulate(share_sizes(len(shared), tp)))
+    shared = [token for start, stop in held_spans(lengths, context, cp) for token in range(start, stop)]
+    starts = (0, *accumulate(shard_sizes(len(shared), tp)))
     return shared[starts[shard] : starts[shard + 1]]
 
 

@@ -28,7 +28,7 @@ class ProofSample(NamedTuple):
     tokens_N: Tensor
     labels_N: Tensor
     lengths: tuple[int, ...]
-    real_N: Tensor
+    real_T: Tensor
 
 
 def proof_init(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
@@ -74,10 +74,10 @@ def _distinct_starts(case: Case, made: list[ProofSample]) -> None:
 def _padded(case: Case, tokens_N: Tensor, labels_N: Tensor, lengths: tuple[int, ...]) -> ProofSample:
     """With padding up to the sequence length, where the run pads."""
     missing = case.run.data.seq_len - sum(lengths) if case.run.data.packing == "padded" else 0
-    real_N = torch.arange(len(tokens_N) + missing) < len(tokens_N)
+    real_T = torch.arange(len(tokens_N) + missing) < len(tokens_N)
     fill = torch.full((missing,), IGNORED)
     tokens_N, labels_N = torch.cat((tokens_N, fill * 0 + 1)), torch.cat((labels_N, fill))
-    return ProofSample(tokens_N, labels_N, (len(tokens_N),) if missing else lengths, real_N)
+    return ProofSample(tokens_N, labels_N, (len(tokens_N),) if missing else lengths, real_T)
 
 
 def wave_batch(case: Case, wave: int, labels: StepLabels) -> Batch:
@@ -112,8 +112,8 @@ def labels_of_batch(case: Case) -> StepLabels:
 
 
 def _count(batch: Batch) -> StepLabels:
-    labels = (batch.labels_T, *(ahead.labels_T for ahead in batch.ahead))
-    return tuple(int((labels_T != IGNORED).sum()) for labels_T in labels)
+    labels = (batch.labels_S, *(ahead.labels_S for ahead in batch.ahead))
+    return tuple(int((labels_S != IGNORED).sum()) for labels_S in labels)
 
 
 def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], labels: StepLabels) -> Batch:
@@ -121,7 +121,7 @@ def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], lab
     samples_of = [[made[number] for number in numbers] for numbers in microbatches]
     flat = [sample for microbatch in samples_of for sample in microbatch]
     empty = torch.zeros(0, dtype=torch.int64)
-    real_N = torch.cat([empty.bool(), *(sample.real_N for sample in flat)])
+    real_T = torch.cat([empty.bool(), *(sample.real_T for sample in flat)])
     return whole_batch(
         torch.cat([empty, *(sample.tokens_N for sample in flat)]),
         torch.cat([empty, *(sample.labels_N for sample in flat)]),
@@ -134,5 +134,5 @@ def _batch(case: Case, wave: int, microbatches: tuple[tuple[int, ...], ...], lab
         step_tokens=sum(map(sum, case.documents)),
         step_sequences=sum(map(len, case.documents)),
         num_ahead=case.run.model.num_mtp,
-        real_N=real_N if case.run.data.packing == "padded" else None,
+        real_T=real_T if case.run.data.packing == "padded" else None,
     )

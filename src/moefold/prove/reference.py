@@ -67,9 +67,9 @@ def reference_model(case: Case, routing_policy: PolicyOrName | None = None) -> D
 
 def _forward_and_backward(case: Case, model: Decoder) -> Quantities:
     """All waves. Gradients accumulate in the model, other quantities here."""
-    mixtures = len(moe_block_names(case.run.model))
+    moe_blocks = len(moe_block_names(case.run.model))
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
-    none_ME = torch.zeros(mixtures, experts, dtype=torch.int64)
+    none_ME = torch.zeros(moe_blocks, experts, dtype=torch.int64)
     found = {"counts": none_ME, "kept": none_ME, "plain": none_ME, "dropped": torch.tensor(0)}
     found |= {
         name: torch.tensor(0.0)

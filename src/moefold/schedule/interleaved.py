@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from moefold.schedule.actions import Action, Kind, Order, make_order
 from moefold.schedule.rank_actions import pair_overlaps
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 
 def interleaved(ranks: int, virtual: int, microbatches: int) -> Order:
@@ -42,7 +42,7 @@ def _warm_ups(ranks: int, virtual: int, microbatches: int, extra: int) -> list[i
 
 def _rounds(ranks: int, microbatches: int) -> tuple[int, ...]:
     """The sizes of the rounds; the first is the largest."""
-    return share_sizes(microbatches, max(1, microbatches // ranks))
+    return shard_sizes(microbatches, max(1, microbatches // ranks))
 
 
 def _order(name: str, ranks: int, virtual: int, microbatches: int, warm_ups: Sequence[int]) -> Order:

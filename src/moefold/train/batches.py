@@ -42,10 +42,10 @@ class StepData(NamedTuple):
 class Slot(NamedTuple):
     """One sample in a microbatch: inputs, labels, document lengths, and False for padding tokens."""
 
-    tokens_T: np.ndarray
-    labels_T: np.ndarray
+    tokens: np.ndarray
+    labels: np.ndarray
     lengths: tuple[int, ...]
-    real_T: np.ndarray | None = None
+    real: np.ndarray | None = None
 
 
 def step_batches(
@@ -73,8 +73,8 @@ def concat(sample: Sample, seq_len: int) -> Slot:
 
 def concat_masked(sample: Sample, seq_len: int) -> Slot:
     """A document's last token here has no label: the next token belongs to another document or to a later window."""
-    labels_T = np.where(crossing(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
-    return Slot(sample.tokens[:-1], labels_T, tuple(lengths(sample.document_starts, seq_len)))
+    labels = np.where(crossing(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
+    return Slot(sample.tokens[:-1], labels, tuple(lengths(sample.document_starts, seq_len)))
 
 
 def padded(sample: Sample, seq_len: int) -> Slot:
@@ -106,10 +106,10 @@ class Divisors(NamedTuple):
 
 def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Divisors, device: torch.device) -> Batch:
     """The whole microbatch, which is empty where a wave has fewer documents than ranks."""
-    nothing, real = np.zeros(0, np.int64), [slot.real_T for slot in slots if slot.real_T is not None]
+    nothing, real = np.zeros(0, np.int64), [slot.real for slot in slots if slot.real is not None]
     return whole_batch(
-        torch.from_numpy(np.concatenate([nothing, *(slot.tokens_T for slot in slots)])).to(device),
-        torch.from_numpy(np.concatenate([nothing, *(slot.labels_T for slot in slots)])).to(device),
+        torch.from_numpy(np.concatenate([nothing, *(slot.tokens for slot in slots)])).to(device),
+        torch.from_numpy(np.concatenate([nothing, *(slot.labels for slot in slots)])).to(device),
         tuple(length for slot in slots for length in slot.lengths),
         context_size=context,
         tensor_size=run.parallel.tp,
@@ -118,7 +118,7 @@ def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Diviso
         step_tokens=divisors.tokens,
         step_sequences=divisors.sequences,
         num_ahead=run.model.num_mtp,
-        real_N=torch.from_numpy(np.concatenate(real)).to(device) if real else None,
+        real_T=torch.from_numpy(np.concatenate(real)).to(device) if real else None,
     )
 
 
@@ -142,5 +142,5 @@ def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: 
 
 def _labels_ahead(slot: Slot, by: int) -> int:
     """Labels at least ``by`` tokens after the beginning of their document."""
-    documents = np.split(slot.labels_T, np.cumsum(slot.lengths)[:-1])
+    documents = np.split(slot.labels, np.cumsum(slot.lengths)[:-1])
     return sum(int((document[by:] != IGNORED).sum()) for document in documents)

@@ -14,7 +14,7 @@ from moefold.comm.collectives import Sizes, all_gather_no_grad, all_gather_rows,
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
-from moefold.moe.dispatch.fixed_counts import padded_rows, shapes_are_fixed, shard_sizes
+from moefold.moe.dispatch.fixed_counts import padded_rows, shapes_are_fixed, tokens_by_shard
 from moefold.moe.dispatch.local import LocalDispatcher
 
 
@@ -66,7 +66,7 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllGatherDis
     tokens_of_rank = None
     if shapes_are_fixed(run):
         tokens_of_rank = tuple(
-            shard_sizes(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
+            tokens_by_shard(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
         )
     capacity = padded_rows(run, groups)
     return AllGatherDispatcher(run.model.moe.num_experts, block, groups["etp"].size, tokens_of_rank, capacity, host)

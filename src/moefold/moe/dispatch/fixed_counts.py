@@ -6,7 +6,7 @@ from moefold.batching.zigzag import num_held
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 
 def padded_rows(run: RunConfig, groups: Groups) -> int | None:
@@ -19,7 +19,7 @@ def padded_rows(run: RunConfig, groups: Groups) -> int | None:
         return None
     whole = most_microbatch_tokens(run, groups)
     local = moe.capacity.scope == "local" and shapes_are_fixed(run)
-    largest = max(map(max, shard_sizes(run))) if local else whole
+    largest = max(map(max, tokens_by_shard(run))) if local else whole
     return capacity_of(largest, moe.capacity.factor, moe.top_k, moe.num_experts)
 
 
@@ -28,10 +28,10 @@ def shapes_are_fixed(run: RunConfig) -> bool:
     return run.data.packing in ("concat", "padded")
 
 
-def shard_sizes(run: RunConfig) -> tuple[tuple[int, ...], ...]:
+def tokens_by_shard(run: RunConfig) -> tuple[tuple[int, ...], ...]:
     """How many tokens of a microbatch of fixed shape each (context rank, tp rank) holds."""
     lengths, cp = (run.data.seq_len,) * run.data.micro_batch, run.parallel.cp
-    return tuple(share_sizes(num_held(lengths, index, cp), run.parallel.tp) for index in range(cp))
+    return tuple(shard_sizes(num_held(lengths, index, cp), run.parallel.tp) for index in range(cp))
 
 
 def most_microbatch_tokens(run: RunConfig, groups: Groups) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from moefold.config.moe import MoEConfig
 from moefold.moe.kernels.router_reference import BalanceStats
 from moefold.ops.kernels.aot_specs import Build, Traffic, refuse_wide
-from moefold.ops.kernels.benchmark_shapes import MODELS, mixture
+from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
 
 # Columns that one program of 4 warps holds at a time, and how often it goes on to the next tokens.
 BLOCK = 1024
@@ -189,4 +189,4 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
     )  # fmt: skip
 
 
-BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, mixture(model)))
+BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, moe_of(model)))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moefold.moe.kernels.row_map_reference import RowMap
 from moefold.ops.kernels.aot_specs import Build, Traffic, refuse_wide
-from moefold.ops.kernels.benchmark_shapes import MODELS, mixture
+from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
 
 # Entries of a row that one program of 4 warps moves: 8 per thread, 16 bytes in bfloat16.
 BLOCK_D = 1024
@@ -275,4 +275,4 @@ def _builds(model: str, D: int, K: int) -> tuple[Build, ...]:
     )  # fmt: skip
 
 
-BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, model.dim, mixture(model).top_k))
+BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, model.dim, moe_of(model).top_k))

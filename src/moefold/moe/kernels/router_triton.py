@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.ops.kernels.aot_specs import Build, Traffic, refuse_wide
-from moefold.ops.kernels.benchmark_shapes import MODELS, mixture
+from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
 
 # Columns that one program of 4 warps holds.
 BLOCK = 1024
@@ -250,4 +250,4 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
     )  # fmt: skip
 
 
-BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, mixture(model)))
+BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, moe_of(model)))

@@ -18,7 +18,7 @@ from moefold.config.moe import MoEConfig
 from moefold.moe.kernels.row_map_reference import RowMap, most_rows
 from moefold.moe.permute import Assignments
 from moefold.ops.kernels.aot_specs import Build, Traffic
-from moefold.ops.kernels.benchmark_shapes import MODELS, mixture
+from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
 
 # Counters times choices that a program of 4 warps holds at a time, and how many choices it goes through.
 TILE = 2048
@@ -132,4 +132,4 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
     )  # fmt: skip
 
 
-BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, mixture(model)))
+BUILDS = tuple(build for name, model in MODELS.items() for build in _builds(name, moe_of(model)))

@@ -12,6 +12,6 @@ _RECIPES = {"DeepSeek-V3": "deepseek_v3", "Qwen3-235B": "qwen3_235b_a22b", "Mixt
 MODELS: dict[str, ModelConfig] = {name: recipe(known).model for name, known in _RECIPES.items()}
 
 
-def mixture(model: ModelConfig) -> MoEConfig:
+def moe_of(model: ModelConfig) -> MoEConfig:
     assert model.moe is not None, "kernels are compiled for MoE models"
     return model.moe

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.shares import share_sizes
+from moefold.topology.shard_sizes import shard_sizes
 
 # Microbatches held of each of the rank's stages, in the model's order.
 Moment = tuple[int, ...]
@@ -62,7 +62,7 @@ def _changes(actions: Iterable[Action], stages: tuple[int, ...]) -> Iterator[tup
 
 def _alternating(ahead: int, ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:
     """The same for 1F1B and interleaved: `ahead` forwards more than all laps but the last, then one by one by turns."""
-    rounds = share_sizes(microbatches, max(1, microbatches // ranks))
+    rounds = shard_sizes(microbatches, max(1, microbatches // ranks))
     warm_up = rounds[0] * (virtual - 1) + ahead
     forwards = [lap for size in rounds for lap in range(virtual) for _ in range(size)]
     backwards = [lap for size in rounds for lap in reversed(range(virtual)) for _ in range(size)]

@@ -95,7 +95,7 @@ def positions_count_what_a_rank_holds() -> None:
     def make(context_shard: Callable[..., Batch]) -> Callable[..., Batch]:
         def counted(batch: Batch, index: int) -> Batch:
             shard = context_shard(batch, index)
-            return replace(shard, positions_T=torch.arange(shard.num_tokens))
+            return replace(shard, positions_S=torch.arange(shard.num_tokens))
 
         return counted
 

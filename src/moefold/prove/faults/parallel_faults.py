@@ -172,7 +172,7 @@ def split_experts_not_summed() -> None:
 def split_bias_added_by_all() -> None:
     wrap(
         moefold.parallel.parallelize,
-        "seams_of",
+        "parallel_interfaces_of",
         lambda interfaces: lambda *given: replace(interfaces(*given), bias_scale=1.0),
     )
 
