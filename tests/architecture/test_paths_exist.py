@@ -21,7 +21,6 @@ NOT_YET = {
     "CONTRIBUTING.md: docs/shapes.md",
     "docs/architecture.md: shapes.md",
     "docs/glossary.md: shapes.md",
-    "src/moefold/data/samples.py: draws.py",
     "src/moefold/moe/cpu_fused_experts.py: expert_rows.py",
     "src/moefold/ops/kernels/rope_latent_triton.py: rope_torch.py",
     "src/moefold/ops/kernels/rope_triton.py: rope_torch.py",

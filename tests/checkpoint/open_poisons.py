@@ -17,7 +17,7 @@ from moefold.checkpoint.hf.conversion import import_directory
 from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.single_process import StoredWeights
 from moefold.config.loading import load_run_file
-from moefold.data.tokens import open_token_file
+from moefold.data.token_files import open_token_file
 from moefold.errors import MoefoldError
 
 NEVER = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "subprocess.", "socket.", "pickle.find_class")

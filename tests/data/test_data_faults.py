@@ -78,12 +78,12 @@ def to_folder(name: str, other: str) -> Callable[[Path], object]:
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "bin missing": (lambda f: (f / "b.bin").unlink(), "b.bin is missing"),
     "idx missing": (lambda f: (f / "b.idx").unlink(), "b.idx is missing"),
-    "bin cut by a token": (lambda f: cut(f / "b.bin", 2), "b.idx: offsets"),
-    "bin cut by a byte": (lambda f: cut(f / "b.bin", 1), "b.idx: offsets"),
-    "bin cut by much": (lambda f: cut(f / "b.bin", 500), "b.idx: offsets"),
-    "bin empty": (lambda f: os.truncate(f / "b.bin", 0), "b.idx: offsets"),
-    "bin longer": (lambda f: grow(f / "b.bin", 2), "b.idx: offsets"),
-    "bin of another file": (to_folder("b.bin", "a.bin"), "b.idx: offsets"),
+    "bin cut by a token": (lambda f: cut(f / "b.bin", 2), "b.idx: sequence_pointers"),
+    "bin cut by a byte": (lambda f: cut(f / "b.bin", 1), "b.idx: sequence_pointers"),
+    "bin cut by much": (lambda f: cut(f / "b.bin", 500), "b.idx: sequence_pointers"),
+    "bin empty": (lambda f: os.truncate(f / "b.bin", 0), "b.idx: sequence_pointers"),
+    "bin longer": (lambda f: grow(f / "b.bin", 2), "b.idx: sequence_pointers"),
+    "bin of another file": (to_folder("b.bin", "a.bin"), "b.idx: sequence_pointers"),
     "bin is a pipe": (lambda f: pipe(f / "b.bin"), "b.bin: is not a regular file"),
     "bin is a folder": (lambda f: directory(f / "b.bin"), "b.bin"),
     "bin links nowhere": (lambda f: ((f / "b.bin").unlink(), (f / "b.bin").symlink_to("nowhere")), "b.bin"),
@@ -93,25 +93,28 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "idx cut by an entry": (lambda f: cut(f / "b.idx", 8), "b.idx: counts"),
     "idx longer": (lambda f: grow(f / "b.idx", 8), "b.idx: counts"),
     "idx with modes": (lambda f: grow(f / "b.idx", 40), "multimodal"),
-    "idx of another file": (to_folder("b.idx", "a.idx"), "b.idx: offsets"),
+    "idx of another file": (to_folder("b.idx", "a.idx"), "b.idx: sequence_pointers"),
     "idx is a pipe": (lambda f: pipe(f / "b.idx"), "b.idx: is not a regular file"),
     "idx magic": (lambda f: edit(f / "b.idx", 0, b"X"), "b.idx: magic"),
     "idx version": (lambda f: edit(f / "b.idx", 9, b"\x02"), "b.idx: version"),
     "idx float tokens": (lambda f: edit(f / "b.idx", 17, b"\x07"), "b.idx: token type.*float32"),
     "idx unknown type": (lambda f: edit(f / "b.idx", 17, b"\x63"), "b.idx: token type"),
-    "idx wider type": (lambda f: edit(f / "b.idx", 17, b"\x04"), "b.idx: offsets"),
+    "idx wider type": (lambda f: edit(f / "b.idx", 17, b"\x04"), "b.idx: sequence_pointers"),
     "idx huge count": (lambda f: edit(f / "b.idx", 18, b"\xff" * 8), "b.idx: counts"),
-    "idx negative size": (lambda f: edit(f / "b.idx", 34 + 12, struct.pack("<i", -5)), "b.idx: sizes"),
-    "idx wrong size": (lambda f: edit(f / "b.idx", 34 + 12, struct.pack("<i", 9999)), "b.idx: offsets"),
-    "idx wrong offset": (lambda f: edit(f / "b.idx", 34 + 4 * 40 + 80, struct.pack("<q", 3)), "b.idx: offsets"),
-    "idx wrong mark": (lambda f: edit(f / "b.idx", -80, struct.pack("<q", 2**40)), "b.idx: document marks"),
+    "idx negative size": (lambda f: edit(f / "b.idx", 34 + 12, struct.pack("<i", -5)), "b.idx: sequence_lengths"),
+    "idx wrong size": (lambda f: edit(f / "b.idx", 34 + 12, struct.pack("<i", 9999)), "b.idx: sequence_pointers"),
+    "idx wrong offset": (
+        lambda f: edit(f / "b.idx", 34 + 4 * 40 + 80, struct.pack("<q", 3)),
+        "b.idx: sequence_pointers",
+    ),
+    "idx wrong mark": (lambda f: edit(f / "b.idx", -80, struct.pack("<q", 2**40)), "b.idx: document_indices"),
     "token too large": (lambda f: edit(f / "b.bin", 60, struct.pack("<H", 256)), r"b: document \d+, offset \d+.*256"),
     "token of a flipped bit": (lambda f: edit(f / "c.bin", -1, b"\x80"), "c: document 39, offset"),
     "npy of wide tokens": (
         lambda f: np.full(2000, 3, "<u4").tofile(f / "d.npy"),
         "d.npy: every second uint16 .* is zero.*dtype",
     ),
-    "npy of an odd size": (lambda f: cut(f / "d.npy", 1), "d.npy: .* no whole number"),
+    "npy of an odd size": (lambda f: cut(f / "d.npy", 1), "d.npy: .* not a whole number"),
     "npy token too large": (lambda f: edit(f / "d.npy", 20, b"\xff\xff"), "d.npy: document 0, offset 10.*65,535"),
     "npy of objects": (lambda f: header(f / "d.npy", npy(descr="'|O'")), "d.npy: header: type .O"),
     "npy of floats": (lambda f: header(f / "d.npy", npy(descr="'<f2'")), "d.npy: header: type <f2"),
@@ -149,7 +152,7 @@ def test_a_file_that_shrinks_while_in_use_is_an_error_and_not_a_signal(folder: P
 def test_a_file_replaced_while_in_use_is_noticed_when_opened_again(folder: Path) -> None:
     from moefold.data.sources import Source
 
-    source = Source(SourceConfig(path=str(folder)), VOCAB, "train", most_open=1)
+    source = Source(SourceConfig(path=str(folder)), VOCAB, "train", max_open=1)
     source.window(0, 10)
     megatron(folder / "d2", documents(40, 5))
     for ending in (".bin", ".idx"):

@@ -13,9 +13,8 @@ from tests.data.token_files import documents, megatron, raw
 
 from moefold.config.data import SourceConfig
 from moefold.data import packing
-from moefold.data.builtin import builtin_corpus
-from moefold.data.sources import Source
-from moefold.data.tokens import ArrayFile
+from moefold.data.sources import Source, builtin_corpus
+from moefold.data.token_files import ArrayFile
 from moefold.errors import DataError
 
 
@@ -61,7 +60,7 @@ def test_a_folder_is_one_stream_with_few_files_open(tmp_path: Path) -> None:
     order = sorted(range(12), key=lambda n: (n % 3, n))
     stream = np.concatenate([document for n in order for document in docs[n]])
     starts = np.cumsum([0, *(len(document) for n in order for document in docs[n])])[:-1]
-    source = Source(SourceConfig(path=str(tmp_path)), 256, "train", most_open=2)
+    source = Source(SourceConfig(path=str(tmp_path)), 256, "train", max_open=2)
     before = len(os.listdir("/proc/self/fd"))
     assert source.num_tokens == len(stream) and len(source.files) == 12
     for start in range(0, len(stream) - 100, 11):
@@ -95,26 +94,24 @@ def test_the_builtin_corpus_is_python_text_and_always_the_same() -> None:
     for file in (train, validation):
         compile(file.document(3).tobytes()[:-1], "document", "exec")
         assert file.document(3)[-1] == 0 and (file.window(0, file.num_tokens) == 0).sum() == file.num_documents
-    names = "from moefold.data.builtin import builtin_corpus as b; print(b(False).digest, b(True).digest)"
+    names = "from moefold.data.sources import builtin_corpus as b; print(b(False).digest, b(True).digest)"
     env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", names], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [train.digest, validation.digest]
 
 
 def test_a_python_without_sources_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="came without it"):
+    with pytest.raises(DataError, match="has no source of its standard library"):
         builtin_corpus(False, tmp_path)
 
 
 def test_windows_are_cut_into_pieces() -> None:
-    assert packing.window_starts(np.array([10, 14, 18]), 10) == (0, 4, 8)
-    starts = packing.window_starts(np.array([14, 18]), 10)
-    assert starts == (0, 4, 8) and packing.window_starts(np.array([], np.int64), 10) == (0,)
+    assert packing.starts_in_window(np.array([10, 14, 18]), 10) == (0, 4, 8)
+    starts = packing.starts_in_window(np.array([14, 18]), 10)
+    assert starts == (0, 4, 8) and packing.starts_in_window(np.array([], np.int64), 10) == (0,)
     # Eight tokens go in; the ninth, which begins a document, is only predicted.
-    assert packing.lengths(starts, 8) == [4, 4]
-    assert packing.positions(starts, 8).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert packing.piece_of_token((0, 3), 5).tolist() == [0, 0, 0, 1, 1]
-    assert packing.crossing(starts, 8).tolist() == [False, False, False, True, False, False, False, True]
+    assert packing.document_lengths(starts, 8) == [4, 4]
+    assert packing.crosses_document(starts, 8).tolist() == [False, False, False, True, False, False, False, True]
 
 
 def test_data_needs_no_torch() -> None:

@@ -13,13 +13,22 @@ import numpy as np
 import pytest
 from tests.data.token_files import documents, megatron
 
-from moefold.data.byte_ranges import LocalBytes
+from moefold.data.byte_ranges import LocalFile
 from moefold.data.megatron_index import HEADER, MAGIC, MegatronIndex, open_index, parse_index
-from moefold.data.tokens import MegatronFile
-from moefold.data.write import write_index
+from moefold.data.token_files import MegatronFile
+from moefold.data.token_writers import write_index
 from moefold.errors import DataError
 
-FIELDS = ("header", "magic", "version", "token type", "counts", "sizes", "offsets", "document marks")
+FIELDS = (
+    "header",
+    "magic",
+    "version",
+    "token type",
+    "counts",
+    "sequence_lengths",
+    "sequence_pointers",
+    "document_indices",
+)
 INTERESTING = (0, 1, 2, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 
 
@@ -47,7 +56,7 @@ def test_round_trip(tmp_path: Path, dtype: str) -> None:
         assert np.array_equal(file.document_starts_in(start, length), inside)
     for token in range(0, len(stream), 13):
         assert file.document_at(token) == np.searchsorted(starts, token, side="right") - 1
-    file.index.check_everything()
+    file.index.check_all_entries()
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -155,11 +164,11 @@ def test_what_opening_did_not_look_at_is_caught_when_used() -> None:
         broken = bytearray(damaged)
         broken[table : table + 8] = struct.pack("<q", value)
         index = parse(bytes(broken), size)
-        with pytest.raises(DataError, match=r"offsets|document marks"):
+        with pytest.raises(DataError, match=r"sequence_pointers|document_indices"):
             index.document_span(at)
-        with pytest.raises(DataError, match=r"offsets|document marks"):
-            index.check_everything()
-    parse(data, size).check_everything()
+        with pytest.raises(DataError, match=r"sequence_pointers|document_indices"):
+            index.check_all_entries()
+    parse(data, size).check_all_entries()
 
 
 def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
@@ -171,7 +180,7 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
         np.arange(0, 2000 * count, 2000, dtype="<i8").tofile(file)
         np.arange(count + 1, dtype="<i8").tofile(file)
     began = time.monotonic()
-    index = open_index(LocalBytes(str(path)), 2000 * count)
+    index = open_index(LocalFile(str(path)), 2000 * count)
     assert index.document_span(9_999_999) == (9_999_999_000, 10_000_000_000)
     assert index.document_at(5_000_000_500) == 5_000_000
     assert time.monotonic() - began < 1

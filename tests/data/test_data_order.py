@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from moefold.data.mixture import Mixture, places
-from moefold.data.shuffle import Permutation, mix, mix_array
+from moefold.data.sample_order import Mixture, Permutation, block_counts, mix, mix_array
 from moefold.errors import DataError
 
 
@@ -75,17 +74,17 @@ def test_one_and_many_numbers_are_mixed_alike() -> None:
 )
 def test_shares_are_exact_in_every_block(weights: list[float]) -> None:
     mixture = Mixture(weights, 7)
-    assert sum(mixture.places) == mixture.block
-    for count, weight in zip(mixture.places, weights):
+    assert sum(mixture.block_counts) == mixture.block
+    for count, weight in zip(mixture.block_counts, weights):
         share = weight / max(weights) / sum(w / max(weights) for w in weights)
         assert abs(count - share * mixture.block) < 1 and (count == 0) == (weight == 0)
     for block in (0, 3, 10**9):
         drawn = [mixture.draw(block * mixture.block + i) for i in range(mixture.block)]
-        assert [Counter(s for s, _ in drawn)[s] for s in range(len(weights))] == list(mixture.places)
-        for source, count in enumerate(mixture.places):
+        assert [Counter(s for s, _ in drawn)[s] for s in range(len(weights))] == list(mixture.block_counts)
+        for source, count in enumerate(mixture.block_counts):
             # Draws of a source are numbered without gaps, in the order of the samples.
             numbers = [k for s, k in drawn if s == source]
-            if len([c for c in mixture.places if c]) > 1:
+            if len([c for c in mixture.block_counts if c]) > 1:
                 assert numbers == list(range(block * count, block * count + count))
 
 
@@ -102,4 +101,4 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("weights", [[], [NAN], [1, NAN], [INF, 1], [-1, 2], [0, 0], [0.0], [1e-9, 1], [1, -INF]])
 def test_weights_that_make_no_mixture_are_refused(weights: list[float]) -> None:
     with pytest.raises(DataError, match=r"weight|sources"):
-        places(weights)
+        block_counts(weights)

@@ -64,7 +64,9 @@ def test_a_mixture_keeps_shares_and_leaves_nothing_out(tmp_path: Path) -> None:
     ids = [samples.sample(i).id for i in range(block)]
     assert len(set(ids)) == block
     assert (
-        [sum(i.startswith(f"{s}:") for i in ids) for s in range(3)] == list(samples.mixture.places) == [512, 307, 205]
+        [sum(i.startswith(f"{s}:") for i in ids) for s in range(3)]
+        == list(samples.mixture.block_counts)
+        == [512, 307, 205]
     )
     for source, windows in enumerate(samples.windows):
         seen = [tuple(map(int, i.split(":"))) for i in ids if i.startswith(f"{source}:")]

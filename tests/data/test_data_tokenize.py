@@ -17,8 +17,8 @@ import pytest
 
 from moefold.cli.main import main
 from moefold.data import tokenization as tokenize
-from moefold.data.tokens import ArrayFile, MegatronFile
-from moefold.data.write import MegatronWriter
+from moefold.data.token_files import ArrayFile, MegatronFile
+from moefold.data.token_writers import MegatronWriter
 from moefold.errors import DataError
 
 SRC = Path(__file__).parents[2] / "src"
@@ -90,17 +90,17 @@ def test_a_tokenizer_file(tmp_path: Path, kind: str, capsys: pytest.CaptureFixtu
         ids = file.document(number).tolist()
         assert ids[-1] == end and model.decode(ids[:-1]) == text
     with pytest.raises(DataError, match="no token '<nothing>'"):
-        tokenize.Recipe(str(tmp_path), "<nothing>").open()
+        tokenize.TokenizeOptions(str(tmp_path), "<nothing>").open()
 
 
 BAD_LINES = {
-    "not json": (b'{"text": \n', "is no JSON"),
+    "not json": (b'{"text": \n', "is not JSON"),
     "no key": (b'{"id": 1}\n', "has no key 'text'"),
     "a list": (b"[1]\n", "has no key"),
     "a number": (b'{"text": 5}\n', "is a int, not text"),
     "half a character": (b'{"text": "\\ud800"}\n', "lone surrogate"),
-    "deep": (b"[" * 100_000 + b"\n", "is no JSON"),
-    "not utf-8": (b'{"text": "\xff"}\n', "is no JSON"),
+    "deep": (b"[" * 100_000 + b"\n", "is not JSON"),
+    "not utf-8": (b'{"text": "\xff"}\n', "is not JSON"),
 }
 
 
@@ -117,12 +117,12 @@ def test_bad_lines_are_named_by_file_and_byte(tmp_path: Path, name: str, capsys:
 def test_a_worker_s_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenize, "_TASK_BYTES", 100)
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\n' * 50 + '{"txt": 1}\n')
-    tasks = list(tokenize.cut([str(tmp_path / "in.jsonl")]))
+    tasks = list(tokenize.split_tasks([str(tmp_path / "in.jsonl")]))
     with (
         pytest.raises(DataError, match="line at byte 850: has no key"),
         MegatronWriter(str(tmp_path / "out"), "uint8") as writer,
     ):
-        list(tokenize.tokenize(tasks, tokenize.Recipe(), writer, workers=2))
+        list(tokenize.tokenize(tasks, tokenize.TokenizeOptions(), writer, workers=2))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
@@ -135,9 +135,9 @@ def test_wrong_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for words, expected in (
         ([str(tmp_path / "missing")], "no such file or folder"),
         ([str(tmp_path / "x.gz")], "unpack it"),
-        ([str(tmp_path / "latin.txt")], "byte 3 is no UTF-8"),
+        ([str(tmp_path / "latin.txt")], "byte 3 is not UTF-8"),
         ([str(tmp_path / "nothing.txt")], "no text in 1 files"),
-        ([str(tmp_path / "x.txt"), "--tokenizer", str(tmp_path / "x.txt")], "is no tokenizer"),
+        ([str(tmp_path / "x.txt"), "--tokenizer", str(tmp_path / "x.txt")], "is not a tokenizer"),
         ([str(tmp_path / "x.txt"), "--workers", "0"], "--workers 0"),
         ([str(tmp_path / "x.txt"), "--eod-token", "<s>"], "ends with byte 0"),
     ):
@@ -193,6 +193,6 @@ def test_the_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
         writer.add(np.array([256]))
     with pytest.raises(DataError, match="sizes sum to 3"), MegatronWriter(str(tmp_path / "x"), "uint8") as writer:
         writer.add_many(np.array([1, 2]), [3])
-    with pytest.raises(DataError, match="knows no tokens of type uint32"):
+    with pytest.raises(DataError, match="no code for tokens of type uint32"):
         MegatronWriter(str(tmp_path / "x"), "uint32")
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moefold.data.write import ArrayWriter, MegatronWriter
+from moefold.data.token_writers import ArrayWriter, MegatronWriter
 
 
 def documents(count: int, seed: int = 0, vocab: int = 256, longest: int = 40) -> list[np.ndarray]:

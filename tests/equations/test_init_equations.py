@@ -23,7 +23,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.data.shuffle import mix
+from moefold.data.sample_order import mix
 from moefold.nn.init import Box
 from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.parallel.param_shards import local_part

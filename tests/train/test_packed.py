@@ -24,8 +24,8 @@ from moefold.config.moe import BalanceConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.data.document_samples import AnySamples, open_samples
-from moefold.data.packing import lengths as piece_lengths
+from moefold.data.packing import document_lengths
+from moefold.data.samples import AnySamples, open_samples
 from moefold.nn.batch import IGNORED, Batch
 from moefold.parallel.parallelize import LocalModel, build_local_model
 from moefold.parallel.param_shards import local_part
@@ -168,7 +168,7 @@ LAYOUTS = [
 def test_a_step_sees_the_same_documents_on_any_layout(
     tmp_path: Path, kind: str, world: int, parallel: ParallelConfig
 ) -> None:
-    """Every token, label and look ahead of the step is on exactly one rank of each stage (and of each tp group)."""
+    """Every token, label and MTP label of the step is on exactly one rank of each stage (and of each tp group)."""
     if parallel.dynamic_cp and kind != "bin_packed":
         pytest.skip("only packed documents are sorted by length")
     run = run_of(tmp_path, kind, parallel)
@@ -225,7 +225,7 @@ def test_documents_of_a_window_are_kept_apart(tmp_path: Path) -> None:
     (first, *_), tokens = step_of(run).batches, step_of(run).tokens
     read = [samples.sample(i) for i in range(2)]
     assert tokens == BATCH * S
-    assert first.lengths == tuple(n for sample in read for n in piece_lengths(sample.document_starts, S))
+    assert first.lengths == tuple(n for sample in read for n in document_lengths(sample.document_starts, S))
     ends = np.cumsum(first.lengths) - 1
     inside = [int(end) for end in ends if (end + 1) % S]
     assert inside and all(first.labels_S[end] == IGNORED for end in inside)

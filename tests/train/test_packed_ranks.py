@@ -15,7 +15,7 @@ from moefold.blueprint.parameters import parameters
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.data.document_samples import open_samples
+from moefold.data.samples import open_samples
 from moefold.optim.adamw import adamw
 from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.step import evaluate, run_step

@@ -51,21 +51,21 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from moefold.data.tokenization import Recipe, cut, input_files, tokenize
-    from moefold.data.write import open_writer
+    from moefold.data.token_writers import open_writer
+    from moefold.data.tokenization import TokenizeOptions, input_files, split_tasks, tokenize
 
     workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     if workers < 1:
         raise DataError(f"--workers {workers}: use 1 or more")
-    recipe = Recipe(args.tokenizer, args.eod_token, args.append_eod, args.jsonl_key)
-    vocab_size = recipe.open().vocab_size
+    options = TokenizeOptions(args.tokenizer, args.eod_token, args.append_eod, args.jsonl_key)
+    vocab_size = options.open().vocab_size
     began = time.monotonic()
     files, others = input_files(args.inputs)
-    tasks = list(cut(files))
+    tasks = list(split_tasks(files))
     empty = read = 0
     with open_writer(args.out, args.format, _smallest_dtype(args.format, vocab_size), args.overwrite) as writer:
-        for done in with_progress(tokenize(tasks, recipe, writer, workers), len(tasks), "tokenizing"):
-            empty, read = empty + done.empty, read + done.read
+        for done in with_progress(tokenize(tasks, options, writer, workers), len(tasks), "tokenizing"):
+            empty, read = empty + done.num_empty, read + done.num_bytes
         if not writer.num_tokens:
             raise DataError(f"{', '.join(args.inputs)[:200]}: no text in {len(files):,} files")
     facts = {
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _smallest_dtype(kind: str, vocab_size: int) -> str:
-    from moefold.data.tokens import raw_dtype
+    from moefold.data.token_files import raw_dtype
 
     if kind == "npy":
         return raw_dtype(vocab_size)

@@ -1,1 +1,1 @@
-"""Where a step's tokens come from: files, mixtures, and an order that is a function of the seed and one integer."""
+"""The tokens of a step: files, mixtures, and an order that is a function of the seed and the sample's number."""

@@ -1,8 +1,8 @@
-"""Bytes at an offset, from a local file or any URL that fsspec understands.
+"""Byte ranges of a local file or of any URL that fsspec supports.
 
 Tokens are read with `pread` and not through a mapping. The page cache serves both at the same speed, but a mapped file
-that shrinks, or a file system that fails, kills the process with SIGBUS, while a read that fails is an error that can
-name the file. Only an index, which is searched, is mapped.
+that shrinks, or a file system that fails, kills the process with SIGBUS, while a failed read is an error that can name
+the file. Only an index, which is searched, is mapped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 
 from moefold.errors import DataError
 
-# So much is hashed at each of a few places of a file; enough to notice that it was replaced.
-_PIECE = 4096
+# Bytes hashed at each of a few offsets of a file; enough to detect that it was replaced.
+_SAMPLE_BYTES = 4096
 
 
-class Bytes(Protocol):
+class ByteFile(Protocol):
     """A file of known size."""
 
     name: str
@@ -31,17 +31,17 @@ class Bytes(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes, or a DataError."""
 
-    def whole(self) -> np.ndarray:
+    def read_all(self) -> np.ndarray:
         """All bytes as uint8: mapped if the file is local, else fetched."""
 
 
-class LocalBytes:
+class LocalFile:
     """A regular file, open for reading as long as this object lives."""
 
     def __init__(self, path: str) -> None:
         self.name, self._fd = path, -1
         try:
-            # Not blocking: opening a pipe would otherwise wait for a writer that never comes.
+            # Non-blocking: opening a pipe would otherwise wait for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             status = os.fstat(self._fd)
         except (OSError, ValueError) as error:
@@ -64,7 +64,7 @@ class LocalBytes:
             offset, length = offset + len(part), length - len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def whole(self) -> np.ndarray:
+    def read_all(self) -> np.ndarray:
         if not self.size:
             return np.empty(0, np.uint8)
         try:
@@ -77,30 +77,30 @@ class LocalBytes:
             os.close(self._fd)
 
 
-class RemoteBytes:
+class RemoteFile:
     """A file behind a URL; every read is one range request."""
 
     def __init__(self, url: str) -> None:
         self.name = url
         self._files, self._path = _file_system(url)
-        self.size = _size(self._ask(self._files.size, self._path), url)
+        self.size = _size(self._call(self._files.size, self._path), url)
 
     def read(self, offset: int, length: int) -> bytes:
         _check_range(self, offset, length)
         if not length:
             return b""
-        found = bytes(self._ask(self._files.cat_file, self._path, offset, offset + length))
+        found = bytes(self._call(self._files.cat_file, self._path, offset, offset + length))
         if len(found) != length:
-            raise DataError(f"{self.name}: {len(found):,} bytes came where {length:,} at {offset:,} were asked for")
+            raise DataError(f"{self.name}: received {len(found):,} of {length:,} bytes at {offset:,}")
         return found
 
-    def whole(self) -> np.ndarray:
+    def read_all(self) -> np.ndarray:
         return np.frombuffer(self.read(0, self.size), np.uint8)
 
-    def _ask(self, question: Any, *args: Any) -> Any:
-        # Each file system has exceptions of its own.
+    def _call(self, function: Any, *args: Any) -> Any:
+        # Each file system has its own exceptions.
         try:
-            return question(*args)
+            return function(*args)
         except Exception as error:
             raise DataError(f"{self.name}: cannot be read: {_reason(error)}") from error
 
@@ -109,8 +109,8 @@ def is_url(path: str) -> bool:
     return "://" in path or "::" in path
 
 
-def open_bytes(path: str) -> Bytes:
-    return RemoteBytes(path) if is_url(path) else LocalBytes(path)
+def open_byte_file(path: str) -> ByteFile:
+    return RemoteFile(path) if is_url(path) else LocalFile(path)
 
 
 def exists(path: str) -> bool:
@@ -134,16 +134,16 @@ def list_folder(path: str) -> list[str] | None:
     return sorted(Path(top, name).relative_to(path).as_posix() for top, _, names in walk for name in names)
 
 
-def sampled_digest(source: Bytes, pieces: int = 4) -> str:
-    """sha256 over the size and a few pieces at even distances, the first and the last included."""
+def sampled_digest(source: ByteFile, samples: int = 4) -> str:
+    """sha256 of the size and of a few evenly spaced samples, from the first byte to the last."""
     digest = hashlib.sha256(str(source.size).encode())
-    length = min(_PIECE, source.size)
-    for number in range(pieces):
-        digest.update(source.read((source.size - length) * number // max(1, pieces - 1), length))
+    length = min(_SAMPLE_BYTES, source.size)
+    for number in range(samples):
+        digest.update(source.read((source.size - length) * number // max(1, samples - 1), length))
     return digest.hexdigest()
 
 
-def _check_range(source: Bytes, offset: int, length: int) -> None:
+def _check_range(source: ByteFile, offset: int, length: int) -> None:
     if offset < 0 or length < 0 or offset + length > source.size:
         raise DataError(f"{source.name}: has {source.size:,} bytes, not {length:,} at {offset:,}")
 
@@ -160,16 +160,16 @@ def _file_system(url: str) -> tuple[Any, str]:
     return files, str(path)
 
 
-def _listing(path: str, question: Any, inside: str) -> Any:
+def _listing(path: str, function: Any, inside: str) -> Any:
     try:
-        return question(inside)
+        return function(inside)
     except Exception as error:
         raise DataError(f"{path}: cannot be listed: {_reason(error)}") from error
 
 
 def _size(found: Any, url: str) -> int:
     if not isinstance(found, int):
-        raise DataError(f"{url}: the server does not say how large it is")
+        raise DataError(f"{url}: the server does not report its size")
     return found
 
 

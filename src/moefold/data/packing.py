@@ -1,18 +1,16 @@
-"""Documents inside a sample: a window of the token stream holds pieces of several, one after the other.
+"""Documents within samples.
 
-S sequence length. A sample has S + 1 tokens: the first S go in, the last S are predicted. `starts` are the places of
-the window where a document begins, in rising order; the first is always 0, since the window's first token begins a
-piece even if its document began earlier. A start at S belongs to a token that is only predicted.
+A window of the token stream (seq_len + 1 tokens: seq_len inputs, and the label of the last) holds parts of several
+documents. `starts` are the indices in the window where a document begins, ascending. The first is always 0, as the
+window's first token begins a part even if its document began earlier. A start at seq_len belongs to a token that is
+only a label.
 
-Every document of a source as numbered pieces, and the piece with a given number.
-
-S sequence length. A document of n tokens teaches n - 1 predictions. They are cut into pieces of S, the last one
-shorter: piece k reads tokens kS to (k+1)S and predicts each one's successor, so it takes one token more than it reads,
-and the next piece begins with that token. Documents of fewer than two tokens teach nothing and have no piece.
-
-Pieces are numbered document by document. A table of all of them would be as large as the index of the files; so only
-every 128th document's first number is kept, and the documents between two entries are looked up when one is wanted.
-The table is made by one pass over the index on opening, which also finds whatever is out of order in it.
+`Pieces` numbers the documents of a source for samples that are documents. A document of n tokens has n - 1 labels. They
+are divided into pieces of seq_len labels, the last one shorter; a piece has one token more than labels, and the next
+piece begins with that token. Documents of fewer than two tokens have no piece. Pieces are numbered document by
+document. A table of all of them would be as large as the index, so only the first piece of every 128th document is
+stored, and the documents between two entries are looked up. Making the table reads the whole index once, which detects
+invalid entries.
 """
 
 from __future__ import annotations
@@ -25,46 +23,32 @@ import numpy as np
 from moefold.data.sources import Source
 from moefold.errors import DataError
 
+_BLOCK = 128
+# Documents read at a time while the table is made; a multiple of _BLOCK.
+_RUN = _BLOCK << 13
 
-def window_starts(document_starts: np.ndarray, start: int) -> tuple[int, ...]:
-    """Starts in the stream -> starts in the window that begins at `start`."""
+
+def starts_in_window(document_starts: np.ndarray, start: int) -> tuple[int, ...]:
+    """Document starts in the stream -> in the window that begins at `start`."""
     inside = (document_starts - start).tolist()
     return tuple(inside) if inside and inside[0] == 0 else (0, *inside)
 
 
-def lengths(starts: Sequence[int], seq_len: int) -> list[int]:
-    """Of the S tokens that go in: how many each piece has."""
+def document_lengths(starts: Sequence[int], seq_len: int) -> list[int]:
+    """Number of input tokens of each document of a window."""
     inside = [start for start in starts if start < seq_len]
     return [after - start for start, after in zip(inside, [*inside[1:], seq_len])]
 
 
-def positions(starts: Sequence[int], seq_len: int) -> np.ndarray:
-    """int64[S]: each token's distance from the start of its piece."""
-    sizes = lengths(starts, seq_len)
-    first = np.cumsum([0, *sizes[:-1]])
-    return np.arange(seq_len) - np.repeat(first, sizes)
-
-
-def piece_of_token(starts: Sequence[int], seq_len: int) -> np.ndarray:
-    """int64[S]: the number of the piece that each token belongs to."""
-    sizes = lengths(starts, seq_len)
-    return np.repeat(np.arange(len(sizes)), sizes)
-
-
-def crossing(starts: Sequence[int], seq_len: int) -> np.ndarray:
-    """bool[S]: whether the label of this token is the first of another document, which nothing here foretells."""
+def crosses_document(starts: Sequence[int], seq_len: int) -> np.ndarray:
+    """bool[seq_len]: True where the label is the first token of another document."""
     found = np.zeros(seq_len, bool)
     found[[start - 1 for start in starts if 0 < start <= seq_len]] = True
     return found
 
 
-_BLOCK = 128
-# Documents looked at in one go while the table is made: a whole number of blocks.
-_RUN = _BLOCK << 13
-
-
 class Piece(NamedTuple):
-    """The first token in the source's stream, and how many tokens go in; one more is predicted."""
+    """The first token in the source's stream, and the number of input tokens; one more token is the last label."""
 
     start: int
     length: int
@@ -83,7 +67,7 @@ class Pieces:
             for first in range(0, num_documents, _RUN):
                 bounds = source.document_bounds(file, first, min(first + _RUN, num_documents))
                 starts = np.arange(0, len(bounds) - 1, _BLOCK)
-                counts.append(np.add.reduceat(pieces_of(bounds, seq_len), starts))
+                counts.append(np.add.reduceat(num_pieces(bounds, seq_len), starts))
                 files.append(np.full(len(starts), file))
                 documents.append(first + starts)
         none = np.zeros(0, np.int64)
@@ -100,7 +84,7 @@ class Pieces:
         file, first = int(self._file[block]), int(self._document[block])
         after = min(first + _BLOCK, self._num_documents[file])
         bounds = self._source.document_bounds(file, first, after)
-        counts = pieces_of(bounds, self._seq_len)
+        counts = num_pieces(bounds, self._seq_len)
         ends = np.cumsum(counts)
         inside = number - int(self._first[block])
         at = int(np.searchsorted(ends, inside, side="right"))
@@ -113,7 +97,7 @@ class Pieces:
         return Piece(start, min(self._seq_len, end - start - 1))
 
 
-def pieces_of(bounds: np.ndarray, seq_len: int) -> np.ndarray:
-    """How many pieces each document between two bounds has."""
-    predictions = np.maximum(np.diff(bounds) - 1, 0)
-    return -(-predictions // seq_len)
+def num_pieces(bounds: np.ndarray, seq_len: int) -> np.ndarray:
+    """The number of pieces of each document, whose tokens lie between consecutive bounds."""
+    labels = np.maximum(np.diff(bounds) - 1, 0)
+    return -(-labels // seq_len)

@@ -1,12 +1,14 @@
 """Samples by number: sample `i` of a run is a pure function of the seed and i.
 
-No loader keeps a place, a buffer or a random state. `draws.py` says which item of which source a sample is; here an
-item is a window of the token stream, in `document_samples.py` it is a piece of one document. All of it costs the same
-for sample 0 and for sample 10^12, and nothing depends on how many ranks ask: the whole state of the data is one
-integer, the number of samples taken.
+No loader has a position, a buffer or a random state: the whole state of the data is one integer, the number of samples
+taken. `sample_order.py` says which item of which source a sample is. Sample 10^12 costs as much as sample 0, and
+nothing depends on the number of ranks.
 
-A source of N tokens has (N - 1) // S windows of S + 1 tokens, each overlapping the next by the one token that is
-predicted from one and read by the other.
+`Samples`: an item is a window of the token stream. A source of N tokens has (N - 1) // seq_len windows of seq_len + 1
+tokens; the last token of a window is the first of the next.
+
+`DocumentSamples`: an item is a document, or a piece of a document longer than seq_len (`packing.py`). The index alone
+gives a sample's length, so every rank can plan the whole step before a token is read, without communication.
 """
 
 from __future__ import annotations
@@ -15,25 +17,25 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from moefold.config.data import DataConfig, SourceConfig
-from moefold.data.mixture import Draws, Mixture
-from moefold.data.packing import window_starts
+from moefold.data.packing import Piece, Pieces, starts_in_window
+from moefold.data.sample_order import ItemOrder, Mixture
 from moefold.data.sources import Source
 from moefold.errors import ConfigError, DataError, Problem
 
 Split = Literal["train", "validation"]
-# Raise this when the same fingerprint would come to mean another order.
+# Increment when the order changes for unchanged inputs of the fingerprint.
 _ORDER_VERSION = 1
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Tokens, of which all but the last go in and all but the first are predicted; where documents begin among them
-    (first of all 0); and a name: source:epoch:item."""
+    """`tokens[:-1]` are the inputs and `tokens[1:]` the labels. `document_starts` are the indices where documents
+    begin, 0 always among them; `id` is source:epoch:item."""
 
     tokens: np.ndarray
     document_starts: tuple[int, ...]
@@ -41,16 +43,16 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """How many tokens go in."""
+        """Number of input tokens."""
         return len(self.tokens) - 1
 
 
-class Stock:
-    """What a split of a run draws from: its sources, their shares, and what makes this choice different from others."""
+class SplitSources:
+    """The sources of a split, their mixture, and the fingerprint of both."""
 
     def __init__(self, data: DataConfig, vocab_size: int, seed: int, split: Split) -> None:
         self._configs = _source_configs(data, split)
-        self.vocab_size, self._seq_len, self._documents = vocab_size, data.seq_len, data.packing
+        self.vocab_size, self._seq_len, self._packing = vocab_size, data.seq_len, data.packing
         self.seed, self.split = seed, split
         self.mixture = Mixture([config.weight for config in self._configs], seed, split, "mixture")
         self.sources = tuple(Source(config, vocab_size, split) for config in self._configs)
@@ -60,7 +62,7 @@ class Stock:
         return sum(source.num_tokens for source in self.sources)
 
     def read(self, source: int, start: int, length: int) -> np.ndarray:
-        """Tokens of a source's stream, all inside the vocabulary."""
+        """Tokens of a source; raises if one is outside the vocabulary."""
         tokens = self.sources[source].window(start, length).astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             at = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
@@ -71,13 +73,13 @@ class Stock:
         return tokens
 
     def fingerprint(self) -> str:
-        """Whatever the order depends on. Where the files lie does not matter: they may move to another disk."""
+        """Hash of all that the order depends on. Folders are not included, so files may be moved."""
         facts: dict[str, object] = {
             "version": _ORDER_VERSION,
             "seed": self.seed,
             "split": self.split,
             "seq_len": self._seq_len,
-            "places": self.mixture.places,
+            "places": self.mixture.block_counts,
             "sources": [
                 {
                     "end_of_document": config.end_of_document,
@@ -86,9 +88,9 @@ class Stock:
                 for config, source in zip(self._configs, self.sources)
             ],
         }
-        # Left out where there was no choice once, so that older checkpoints find the same.
-        if self._documents != "concat":
-            facts["documents"] = self._documents
+        # Only for other packings than the oldest one, so that fingerprints in older checkpoints stay valid.
+        if self._packing != "concat":
+            facts["documents"] = self._packing
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -96,27 +98,27 @@ class Samples:
     """Windows of the token stream."""
 
     def __init__(self, data: DataConfig, vocab_size: int, seed: int, split: Split = "train") -> None:
-        self._stock = Stock(data, vocab_size, seed, split)
+        self._split_sources = SplitSources(data, vocab_size, seed, split)
         self.seq_len = data.seq_len
-        self.mixture, self.sources = self._stock.mixture, self._stock.sources
+        self.mixture, self.sources = self._split_sources.mixture, self._split_sources.sources
         self.windows = tuple(self._count_windows(source) for source in self.sources)
-        self.fingerprint = self._stock.fingerprint()
-        self._draws = Draws(self.mixture, self.windows, seed, split)
+        self.fingerprint = self._split_sources.fingerprint()
+        self._items = ItemOrder(self.mixture, self.windows, seed, split)
 
     def sample(self, index: int) -> Sample:
-        source, epoch, window = self._draws[index]
+        source, epoch, window = self._items[index]
         start = window * self.seq_len
-        tokens = self._stock.read(source, start, self.seq_len + 1)
+        tokens = self._split_sources.read(source, start, self.seq_len + 1)
         starts = self.sources[source].document_starts_in(start, self.seq_len + 1)
-        return Sample(tokens, window_starts(starts, start), f"{source}:{epoch}:{window}")
+        return Sample(tokens, starts_in_window(starts, start), f"{source}:{epoch}:{window}")
 
     def length(self, index: int) -> int:
-        """How many tokens of a sample go in; nothing is read to know it."""
+        """Number of input tokens of a sample; reads no tokens."""
         return self.seq_len
 
     @property
     def num_tokens(self) -> int:
-        return self._stock.num_tokens
+        return self._split_sources.num_tokens
 
     def _count_windows(self, source: Source) -> int:
         if source.num_tokens <= self.seq_len:
@@ -126,11 +128,63 @@ class Samples:
         return (source.num_tokens - 1) // self.seq_len
 
 
+class DocumentSamples:
+    """Documents, and pieces of documents longer than seq_len."""
+
+    def __init__(self, data: DataConfig, vocab_size: int, seed: int, split: Split = "train") -> None:
+        self._split_sources = SplitSources(data, vocab_size, seed, split)
+        self.seq_len = data.seq_len
+        self.mixture, self.sources = self._split_sources.mixture, self._split_sources.sources
+        self.pieces = tuple(self._pieces(source) for source in self.sources)
+        self.fingerprint = self._split_sources.fingerprint()
+        self._items = ItemOrder(self.mixture, tuple(map(len, self.pieces)), seed, split)
+
+    def sample(self, index: int) -> Sample:
+        found = self._find(index)
+        tokens = self._split_sources.read(found.source, found.piece.start, found.piece.length + 1)
+        return Sample(tokens, (0,), found.id)
+
+    def length(self, index: int) -> int:
+        """Number of input tokens of a sample, from the index; reads no tokens."""
+        return self._find(index).piece.length
+
+    @property
+    def num_tokens(self) -> int:
+        return self._split_sources.num_tokens
+
+    def _find(self, index: int) -> _Found:
+        source, epoch, number = self._items[index]
+        return _Found(source, self.pieces[source][number], f"{source}:{epoch}:{number}")
+
+    def _pieces(self, source: Source) -> Pieces:
+        pieces = Pieces(source, self.seq_len)
+        if not len(pieces):
+            raise DataError(f"{source.path}: {source.num_tokens:,} tokens, but no document of two or more tokens")
+        return pieces
+
+
+class _Found(NamedTuple):
+    source: int
+    piece: Piece
+    id: str
+
+
+AnySamples = Samples | DocumentSamples
+
+
+def open_samples(data: DataConfig, vocab_size: int, seed: int, split: Split = "train") -> AnySamples:
+    """The samples for `data.packing`."""
+    kind = DocumentSamples if data.packing in ("padded", "bin_packed") else Samples
+    return kind(data, vocab_size, seed, split)
+
+
 def _source_configs(data: DataConfig, split: Split) -> tuple[SourceConfig, ...]:
     if split == "train":
         if not data.sources:
-            raise ConfigError(Problem("data.train", "names no tokens to train on", "name a path, or `builtin`"))
+            raise ConfigError(Problem("data.train", "names no tokens to train on", "set it to a path, or `builtin`"))
         return data.sources
     if data.validation is None:
-        raise ConfigError(Problem("data.validation", "names no tokens to validate on", "name a path, or `builtin`"))
+        raise ConfigError(
+            Problem("data.validation", "names no tokens to validate on", "set it to a path, or `builtin`")
+        )
     return (SourceConfig(path=data.validation),)

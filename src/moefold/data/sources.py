@@ -1,32 +1,42 @@
-"""A source of a mixture: one file, or the files of a folder in the order of their names, read as one token stream.
+"""A source of tokens: one file, the files of a folder in the order of their names, or the builtin corpus.
 
-Every file is opened and checked once at the start; after that only the most recently used stay open, so a source may
-have more files than a process may have open. A file that comes back is compared with what it was.
+The files of a source are read as one token stream. Every file is opened and checked once at the start; after that only
+the most recently used stay open, so a source may have more files than a process may have descriptors. A file that is
+opened again must have the same length and digest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sysconfig
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
 
 from moefold.config.data import BUILTIN, SourceConfig
-from moefold.data.builtin import builtin_corpus
 from moefold.data.byte_ranges import exists, list_folder
-from moefold.data.tokens import TokenFile, open_token_file
+from moefold.data.token_files import MemoryFile, TokenFile, open_token_file
 from moefold.errors import DataError
 
-_MOST_OPEN = 128
+_MAX_OPEN = 128
+_END = b"\x00"
+_MAX_FILE_BYTES = 1 << 18
+_EXCLUDED = frozenset(
+    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+    | {"pydoc_data", "lib-dynload", "sitecustomize.py", "usercustomize.py", "__phello__"}
+)
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """What must not change while a run uses a file, and between its parts."""
+class FileIdentity:
+    """What must not change while a run uses a file, nor between its restarts."""
 
     name: str
     num_tokens: int
@@ -34,15 +44,15 @@ class FileFacts:
 
 
 class Source:
-    """Windows of all tokens of a source, across the borders of its files."""
+    """The token stream of all files of a source."""
 
-    def __init__(self, config: SourceConfig, vocab_size: int, split: str, most_open: int = _MOST_OPEN) -> None:
+    def __init__(self, config: SourceConfig, vocab_size: int, split: str, max_open: int = _MAX_OPEN) -> None:
         self.path = config.path
         self._open: OrderedDict[int, TokenFile] = OrderedDict()
-        self._most_open, self._lock = most_open, Lock()
+        self._max_open, self._lock = max_open, Lock()
         self._openers = _openers(config, vocab_size, split)
-        self.files = tuple(self._first_look(number) for number in range(len(self._openers)))
-        self._bounds = [0, *accumulate(facts.num_tokens for facts in self.files)]
+        self.files = tuple(self._open_first_time(number) for number in range(len(self._openers)))
+        self._bounds = [0, *accumulate(identity.num_tokens for identity in self.files)]
         self._scanned: dict[int, np.ndarray] = {}
 
     @property
@@ -63,7 +73,7 @@ class Source:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def num_documents(self, number: int) -> int:
-        """Of one file. A file without an index is read through once, and what was found is kept."""
+        """Of one file. A file without an index is read once, and the bounds of its documents are cached."""
         if number in self._scanned:
             return len(self._scanned[number]) - 1
         file = self._file(number)
@@ -78,7 +88,7 @@ class Source:
         return bounds + self._bounds[number]
 
     def describe(self, position: int) -> str:
-        """File, document and offset of a token, for a message."""
+        """File, document and offset of a token, for error messages."""
         ((number, at, _),) = self._parts(position, 1)
         file = self._file(number)
         document = file.document_at(at)
@@ -86,7 +96,7 @@ class Source:
         return f"{file.name}: document {document:,}, offset {at - first:,} (token {at:,} of the file)"
 
     def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
-        """(file, first token in it, number of tokens) of every file that a window touches."""
+        """(file, first token in it, number of tokens) of every file that a window overlaps."""
         end = start + length
         if start < 0 or length < 0 or end > self.num_tokens:
             raise DataError(f"{self.path}: has {self.num_tokens:,} tokens, not {length:,} from {start:,}")
@@ -98,32 +108,32 @@ class Source:
             start, number = stop, number + 1
         return found
 
-    def _first_look(self, number: int) -> FileFacts:
+    def _open_first_time(self, number: int) -> FileIdentity:
         file = self._openers[number]()
-        self._keep(number, file)
-        return _facts(file)
+        self._cache(number, file)
+        return _identity(file)
 
     def _file(self, number: int) -> TokenFile:
         with self._lock:
             file = self._open.get(number)
             if file is None:
                 file = self._openers[number]()
-                if _facts(file) != self.files[number]:
+                if _identity(file) != self.files[number]:
                     raise DataError(
-                        f"{file.name}: was changed while in use: {_facts(file)}, before {self.files[number]}"
+                        f"{file.name}: was changed while in use: is {_identity(file)}, was {self.files[number]}"
                     )
-            self._keep(number, file)
+            self._cache(number, file)
             return file
 
-    def _keep(self, number: int, file: TokenFile) -> None:
+    def _cache(self, number: int, file: TokenFile) -> None:
         self._open[number] = file
         self._open.move_to_end(number)
-        while len(self._open) > self._most_open:
+        while len(self._open) > self._max_open:
             self._open.popitem(last=False)
 
 
-def _facts(file: TokenFile) -> FileFacts:
-    return FileFacts(file.name, file.num_tokens, file.digest)
+def _identity(file: TokenFile) -> FileIdentity:
+    return FileIdentity(file.name, file.num_tokens, file.digest)
 
 
 def _openers(config: SourceConfig, vocab_size: int, split: str) -> list[Callable[[], TokenFile]]:
@@ -146,11 +156,49 @@ def _paths(path: str) -> list[str]:
     if names is None:
         raise DataError(f"{path}: there is no {path}.bin with {path}.idx, no .npy file and no folder of this name")
     pairs = {ending: {name[:-4] for name in names if name.endswith(ending)} for ending in (".bin", ".idx")}
-    lonely = sorted(pairs[".bin"] ^ pairs[".idx"])
-    if lonely:
-        missing = ".idx" if lonely[0] in pairs[".bin"] else ".bin"
-        raise DataError(f"{path}: {lonely[0]}{missing} is missing; its pair was not written to the end, or not copied")
+    unpaired = sorted(pairs[".bin"] ^ pairs[".idx"])
+    if unpaired:
+        missing = ".idx" if unpaired[0] in pairs[".bin"] else ".bin"
+        raise DataError(f"{path}: {unpaired[0]}{missing} is missing; the pair was not completely written or copied")
     found = sorted(pairs[".bin"] | {name for name in names if name.endswith(".npy")})
     if not found:
         raise DataError(f"{path}: a folder without .bin/.idx pairs or .npy files ({len(names):,} other files)")
     return [f"{path.rstrip('/')}/{name}" for name in found]
+
+
+def builtin_corpus(validation: bool, root: Path | None = None) -> MemoryFile:
+    """A corpus that every machine has: the source of Python's standard library, one token per byte.
+
+    Each module is a document, followed by a zero byte, which no source file contains, so a vocabulary of 256 suffices.
+    About one file in sixteen, selected by a hash of its name, is in the validation split. The corpus is the same for
+    every installation of a Python version: files are sorted by name, and tests, packages, generated and platform files
+    are excluded.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    texts = []
+    for name in _corpus_files(root):
+        if _is_validation(name) == validation:
+            try:
+                text = (root / name).read_bytes()
+            except OSError as error:
+                raise DataError(f"{root / name}: the builtin corpus cannot be read: {error.strerror}") from error
+            if 0 < len(text) <= _MAX_FILE_BYTES and _END not in text:
+                texts.append(text + _END)
+    if not texts:
+        raise DataError(f"{root}: this Python has no source of its standard library; use token files")
+    starts = np.cumsum([0, *map(len, texts[:-1])])
+    return MemoryFile("builtin", np.frombuffer(b"".join(texts), np.uint8), starts)
+
+
+def _corpus_files(root: Path) -> list[str]:
+    found = []
+    for top, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _EXCLUDED and not name.startswith("config-")]
+        kept = (name for name in files if name.endswith(".py") and name not in _EXCLUDED)
+        # Generated when Python was built, different on each platform.
+        found += [Path(top, name).relative_to(root).as_posix() for name in kept if not name.startswith("_sysconfig")]
+    return sorted(found)
+
+
+def _is_validation(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] < 16

@@ -1,8 +1,9 @@
-"""Text and JSONL files into one token file, by several processes, with the same result for any number of them.
+"""Tokenizers, and their use on text and JSONL files by several processes, with the same result for any number of them.
 
-The input is cut into tasks of about four megabytes, always at the same places: a long JSONL file by byte ranges (a line
-belongs to the range in which it begins), small files several at a time. Workers read their ranges themselves and return
-tokens; the main process writes them in the order of the input. Only plain strings, numbers and bytes travel between.
+The input is split into tasks of about four megabytes, at positions that depend on the input alone: a long JSONL file by
+byte ranges (a line belongs to the range in which it begins), small files several at a time. Workers read their ranges
+themselves and return tokens; the main process writes them in the order of the input. Processes exchange only strings,
+numbers and bytes.
 """
 
 from __future__ import annotations
@@ -18,30 +19,102 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from threading import Thread
+from typing import Protocol
 
 import numpy as np
 
 from moefold.data.byte_ranges import list_folder
-from moefold.data.tokenizers import Tokenizer, open_tokenizer
-from moefold.data.write import TokenWriter
+from moefold.data.token_writers import TokenWriter
 from moefold.errors import DataError
 
+BYTES = "bytes"
+_USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 _TASK_BYTES = 4 << 20
 _TASK_FILES = 256
 _JSONL = (".jsonl", ".ndjson")
-# Of a folder, files with these endings and not hidden; a file that is named may have any.
+# Suffixes of the files that are taken from a folder, if not hidden; a file given by its path may have any.
 _TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".js", ".ts", *_JSONL)
-_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet", ".arrow")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet", ".arrow")
 
-# (path, first byte, byte after the last) of a JSONL file's lines, or of a whole text file.
-Piece = tuple[str, int, int]
-Task = tuple[Piece, ...]
+# (path, first byte, end byte) of lines of a JSONL file, or of a whole text file.
+FileRange = tuple[str, int, int]
+Task = tuple[FileRange, ...]
+
+
+class Tokenizer(Protocol):
+    """`end` is the end-of-document token, if there is one."""
+
+    vocab_size: int
+    end: int | None
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]: ...
+
+
+class ByteTokenizer:
+    """One token per byte; byte 0, which no text contains, ends a document."""
+
+    vocab_size = 256
+    end: int | None = 0
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(text, np.uint8) for text in texts]
+
+
+class FileTokenizer:
+    """A `tokenizer.json`, read by the tokenizers library, which is imported only then; special tokens are not added."""
+
+    def __init__(self, path: str, end: str | None = None, needs_end: bool = False) -> None:
+        try:
+            from tokenizers import Tokenizer as Loaded
+        except ImportError as error:
+            raise DataError(
+                f"{path}: a tokenizer.json needs the tokenizers library; pip install 'moefold[hf]', or use "
+                f"--tokenizer {BYTES}"
+            ) from error
+        file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        try:
+            self._loaded = Loaded.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises plain exceptions
+            raise DataError(f"{file}: is not a tokenizer: {error}") from error
+        # Saved padding or truncation settings would change documents.
+        self._loaded.no_padding()
+        self._loaded.no_truncation()
+        self.vocab_size = self._size()
+        self.end = self._end(str(file), end, needs_end)
+
+    def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        found = self._loaded.encode_batch([text.decode("utf-8") for text in texts], add_special_tokens=False)
+        return [np.asarray(one.ids, np.int64) for one in found]
+
+    def _size(self) -> int:
+        # Ids may have gaps, so the number of tokens can be too small.
+        return max(self._loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def _end(self, path: str, given: str | None, needs_end: bool) -> int | None:
+        names = (given,) if given is not None else _USUAL_END_TOKENS
+        known = (self._loaded.token_to_id(name) for name in names)
+        found = next((number for number in known if number is not None), None)
+        if found is None and (needs_end or given is not None):
+            raise DataError(
+                f"{path}: has no token {' or '.join(map(repr, names))}; give the token that ends a document"
+            )
+        return None if found is None else int(found)
+
+
+def open_tokenizer(name: str, end: str | None = None, needs_end: bool = False) -> Tokenizer:
+    """`bytes`, a `tokenizer.json`, or a folder that holds one."""
+    if name == BYTES:
+        if end is not None:
+            raise DataError(f"the byte tokenizer has no token {end!r}; a document ends with byte 0")
+        return ByteTokenizer()
+    return FileTokenizer(name, end, needs_end)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How text becomes tokens; everything a worker needs to know."""
+class TokenizeOptions:
+    """How text becomes tokens; all options that a worker needs."""
 
     tokenizer: str = "bytes"
     end_token: str | None = None
@@ -53,20 +126,20 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Done:
-    """One task's tokens as raw bytes of a type, sizes of documents, how many were empty, how much text was read."""
+class TaskResult:
+    """Tokens of one task as raw bytes, lengths of its documents, number of empty documents, bytes of input."""
 
     tokens: bytes
     dtype: str
     sizes: list[int]
-    empty: int
-    read: int
+    num_empty: int
+    num_bytes: int
 
 
 def input_files(inputs: Sequence[str]) -> tuple[list[str], int]:
-    """Every file that is named, every text file of a folder that is named, and how many others lie there."""
+    """The given files and the text files of given folders, and the number of skipped files in these folders."""
     found: list[str] = []
-    left_out = 0
+    num_skipped = 0
     for path in inputs:
         names = list_folder(path)
         if names is None:
@@ -74,70 +147,74 @@ def input_files(inputs: Sequence[str]) -> tuple[list[str], int]:
             continue
         texts = [name for name in names if name.endswith(_TEXTS) and not f"/{name}".count("/.")]
         if not texts:
-            raise DataError(f"{path}: none of its {len(names):,} files ends in {', '.join(_TEXTS)}; name the files")
-        left_out += len(names) - len(texts)
+            raise DataError(
+                f"{path}: none of its {len(names):,} files ends in {', '.join(_TEXTS)}; give the files themselves"
+            )
+        num_skipped += len(names) - len(texts)
         found += [f"{path.rstrip('/')}/{name}" for name in texts]
     for path in found:
-        if path.endswith(_PACKED):
-            raise DataError(f"{path}: is packed; unpack it to text or JSONL first")
+        if path.endswith(_COMPRESSED):
+            raise DataError(f"{path}: is compressed; unpack it to text or JSONL first")
         if not os.path.isfile(path):
             raise DataError(f"{path}: there is no such file or folder")
-    return found, left_out
+    return found, num_skipped
 
 
-def cut(files: Iterable[str]) -> Iterator[Task]:
-    """The input in tasks, in order, at places that depend on the input alone."""
-    waiting: list[Piece] = []
+def split_tasks(files: Iterable[str]) -> Iterator[Task]:
+    """Tasks in the order of the input; where it is split depends on the input alone."""
+    waiting: list[FileRange] = []
     for path in files:
         size = os.path.getsize(path)
         step = _TASK_BYTES if path.endswith(_JSONL) else max(1, size)
         for first in range(0, size, step):
-            piece = (path, first, min(first + step, size))
-            held = sum(end - start for _, start, end in waiting)
-            if waiting and (held + piece[2] - first > _TASK_BYTES or len(waiting) == _TASK_FILES):
+            file_range = (path, first, min(first + step, size))
+            num_bytes = sum(end - start for _, start, end in waiting)
+            if waiting and (num_bytes + file_range[2] - first > _TASK_BYTES or len(waiting) == _TASK_FILES):
                 yield tuple(waiting)
                 waiting = []
-            waiting.append(piece)
+            waiting.append(file_range)
     if waiting:
         yield tuple(waiting)
 
 
-def tokenize(tasks: Sequence[Task], recipe: Recipe, writer: TokenWriter, workers: int) -> Iterator[Done]:
-    """Write everything; yields each task when its documents have been written."""
+def tokenize(
+    tasks: Sequence[Task], options: TokenizeOptions, writer: TokenWriter, workers: int
+) -> Iterator[TaskResult]:
+    """Write all documents; yields each task's result after its documents have been written."""
     if workers > 1 and len(tasks) > 1:
-        results = _in_processes(tasks, recipe, workers)
+        results = _run_in_pool(tasks, options, workers)
     else:
-        tokenizer = recipe.open()
-        results = (run_task(task, recipe, tokenizer) for task in tasks)
-    for done in results:
-        writer.add_many(np.frombuffer(done.tokens, done.dtype), done.sizes)
-        yield done
+        tokenizer = options.open()
+        results = (run_task(task, options, tokenizer) for task in tasks)
+    for result in results:
+        writer.add_many(np.frombuffer(result.tokens, result.dtype), result.sizes)
+        yield result
 
 
-def run_task(task: Task, recipe: Recipe, tokenizer: Tokenizer) -> Done:
-    texts = [text for piece in task for text in _texts(piece, recipe.jsonl_key)]
+def run_task(task: Task, options: TokenizeOptions, tokenizer: Tokenizer) -> TaskResult:
+    texts = [text for file_range in task for text in _texts(file_range, options.jsonl_key)]
     kept = [text for text in texts if text]
     try:
         documents = tokenizer.encode(kept)
     except Exception as error:  # the library raises plain exceptions
         raise DataError(f"{task[0][0]} to {task[-1][0]}: cannot be tokenized: {error}") from error
-    # As narrow as may be: this is what travels.
+    # The smallest dtype, as these bytes are sent to the main process.
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    end = [np.asarray([tokenizer.end])] if recipe.append_end else []
+    end = [np.asarray([tokenizer.end])] if options.append_end else []
     parts = [part.astype(dtype, copy=False) for document in documents if len(document) for part in (document, *end)]
     sizes = [len(document) + len(end) for document in documents if len(document)]
     joined = b"".join(part.tobytes() for part in parts)
-    return Done(joined, dtype.str, sizes, len(texts) - len(sizes), sum(after - first for _, first, after in task))
+    return TaskResult(joined, dtype.str, sizes, len(texts) - len(sizes), sum(after - first for _, first, after in task))
 
 
-def _texts(piece: Piece, key: str) -> Iterator[bytes]:
-    path, first, after = piece
+def _texts(file_range: FileRange, key: str) -> Iterator[bytes]:
+    path, first, after = file_range
     try:
         with open(path, "rb") as file:
             if not path.endswith(_JSONL):
                 yield _utf8(file.read(), path)
                 return
-            # A line that began in the range before is that range's.
+            # A line that begins in the previous range belongs to that range.
             if first:
                 file.seek(first - 1)
                 file.readline()
@@ -152,7 +229,7 @@ def _utf8(text: bytes, path: str) -> bytes:
     try:
         text.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not text: byte {error.start:,} is no UTF-8") from error
+        raise DataError(f"{path}: is not text: byte {error.start:,} is not UTF-8") from error
     return text
 
 
@@ -160,7 +237,7 @@ def _text_of_line(line: bytes, key: str, where: str) -> bytes:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: is no JSON: {error}") from error
+        raise DataError(f"{where}: is not JSON: {error}") from error
     if not isinstance(found, dict) or key not in found:
         known = ", ".join(map(repr, islice(found, 8))) if isinstance(found, dict) else f"a {type(found).__name__}"
         raise DataError(f"{where}: has no key {key!r}; it is {known}")
@@ -169,18 +246,18 @@ def _text_of_line(line: bytes, key: str, where: str) -> bytes:
     try:
         return str(found[key]).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {key!r} holds half a character (a lone surrogate) at {error.start:,}") from error
+        raise DataError(f"{where}: {key!r} has a lone surrogate at {error.start:,}") from error
 
 
 def _start_worker() -> None:
-    # The main process answers Ctrl-C; and one thread per worker is what the number of workers means.
+    # Ctrl-C is handled by the main process. One thread per worker, as --workers says.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    Thread(target=_leave_with_parent, daemon=True).start()
+    Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _leave_with_parent() -> None:
-    """A pool's workers wait for tasks for ever if the main process is killed."""
+def _exit_with_parent() -> None:
+    """Without this, a pool's workers wait for tasks forever if the main process is killed."""
     parent = parent_process()
     if parent is not None:
         parent.join()
@@ -188,26 +265,26 @@ def _leave_with_parent() -> None:
 
 
 # A worker opens its tokenizer once.
-_tokenizer = lru_cache(maxsize=1)(Recipe.open)
+_tokenizer = lru_cache(maxsize=1)(TokenizeOptions.open)
 
 
-def _work(task: Task, recipe: Recipe) -> Done:
-    return run_task(task, recipe, _tokenizer(recipe))
+def _run_in_worker(task: Task, options: TokenizeOptions) -> TaskResult:
+    return run_task(task, options, _tokenizer(options))
 
 
-def _in_processes(tasks: Iterable[Task], recipe: Recipe, workers: int) -> Iterator[Done]:
-    """Results in order, with a bounded number of tasks under way, so that memory stays bounded too."""
-    # What only opening can tell is better said here than by a worker that does not start.
-    recipe.open()
+def _run_in_pool(tasks: Iterable[Task], options: TokenizeOptions, workers: int) -> Iterator[TaskResult]:
+    """Results in order; the number of pending tasks is bounded, and so is memory."""
+    # Raises errors of the options here instead of in the workers.
+    options.open()
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker)
-    under_way: deque[Future[Done]] = deque()
+    pending: deque[Future[TaskResult]] = deque()
     try:
         for task in tasks:
-            under_way.append(pool.submit(_work, task, recipe))
-            if len(under_way) >= 3 * workers:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
+            pending.append(pool.submit(_run_in_worker, task, options))
+            if len(pending) >= 3 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError("a worker died, perhaps for lack of memory; use fewer with --workers") from error
     finally:

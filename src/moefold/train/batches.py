@@ -19,7 +19,7 @@ import torch
 from moefold.batching.run_plan import plan_for
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
-from moefold.data.packing import crossing, lengths
+from moefold.data.packing import crosses_document, document_lengths
 from moefold.data.samples import Sample
 from moefold.nn.batch import IGNORED, Batch, context_shard, whole_batch
 from moefold.pipeline.step import count_over_step
@@ -73,8 +73,8 @@ def concat(sample: Sample, seq_len: int) -> Slot:
 
 def concat_masked(sample: Sample, seq_len: int) -> Slot:
     """A document's last token here has no label: the next token belongs to another document or to a later window."""
-    labels = np.where(crossing(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
-    return Slot(sample.tokens[:-1], labels, tuple(lengths(sample.document_starts, seq_len)))
+    labels = np.where(crosses_document(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
+    return Slot(sample.tokens[:-1], labels, tuple(document_lengths(sample.document_starts, seq_len)))
 
 
 def padded(sample: Sample, seq_len: int) -> Slot:

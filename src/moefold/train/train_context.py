@@ -17,7 +17,7 @@ from moefold.checkpoint.state_dict import fresh_seed, run_record
 from moefold.comm.process_groups import Groups
 from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
-from moefold.data.document_samples import AnySamples, open_samples
+from moefold.data.samples import AnySamples, open_samples
 from moefold.errors import TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.adamw import adamw

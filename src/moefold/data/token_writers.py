@@ -1,8 +1,8 @@
-"""Write token files as a stream: any number of documents, in the memory of one.
+"""Writers of token files: any number of documents, with the memory for one.
 
-Nothing appears under its final name before it is complete and on disk. Tokens go to a temporary file, sizes to another;
-at the end the index is made from the sizes, a run at a time. Of a Megatron pair the `.bin` takes its name first and the
-`.idx` last, so a pair with an index is whole. Whoever is interrupted leaves at most files that end in `.tmp`.
+A file gets its final name when it is complete and on disk. Tokens are written to a temporary file, document lengths to
+another; at the end the index is made from the lengths, a run at a time. Of a Megatron pair, the `.bin` gets its name
+before the `.idx`, so a pair with an index is complete. An interrupted writer leaves only files that end in `.tmp`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
-from moefold.data.megatron_index import HEADER, LONGEST_SEQUENCE, MAGIC, type_code
+from moefold.data.megatron_index import HEADER, MAGIC, MAX_SEQUENCE_LENGTH, type_code
 from moefold.errors import DataError
 
 _RUN = 1 << 20
 
 
 class TokenWriter:
-    """A context: leaving it without an error publishes the file, with one removes what was written."""
+    """A context manager: leaving it without an error gives the file its final name, with an error removes it."""
 
     def __init__(self, target: str, dtype: str | np.dtype, overwrite: bool = False) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.num_documents = self.num_tokens = 0
-        self.targets = self._names(target)
+        self.targets = self._target_paths(target)
         for path in self.targets:
             if path.exists() and not overwrite:
-                raise DataError(f"{path}: exists already; choose another name, or say that it may be overwritten")
+                raise DataError(f"{path}: exists already; choose another name, or allow it to be overwritten")
         try:
             self.targets[0].parent.mkdir(parents=True, exist_ok=True)
             self._tokens = open(_temporary(self.targets[0]), "wb")  # noqa: SIM115 - closed on leaving the context
         except OSError as error:
             raise DataError(f"{self.targets[0]}: cannot be written: {error.strerror}") from error
 
-    def _names(self, target: str) -> list[Path]:
+    def _target_paths(self, target: str) -> list[Path]:
         raise NotImplementedError
 
     def add(self, tokens: np.ndarray) -> None:
@@ -45,12 +45,14 @@ class TokenWriter:
         self.add_many(tokens, [len(tokens)])
 
     def add_many(self, tokens: np.ndarray, sizes: Sequence[int] | np.ndarray) -> None:
-        """Several, one after the other in `tokens`."""
+        """Several documents, concatenated in `tokens`."""
         lengths = np.asarray(sizes, np.int64)
         if lengths.sum() != len(tokens) or (len(lengths) and lengths.min() < 0):
             raise DataError(f"{self.targets[0]}: sizes sum to {lengths.sum():,}, there are {len(tokens):,} tokens")
-        if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
-            raise DataError(f"{self.targets[0]}: a document of {lengths.max():,} tokens; at most {LONGEST_SEQUENCE:,}")
+        if len(lengths) and lengths.max() > MAX_SEQUENCE_LENGTH:
+            raise DataError(
+                f"{self.targets[0]}: a document of {lengths.max():,} tokens; at most {MAX_SEQUENCE_LENGTH:,}"
+            )
         limits = np.iinfo(self.dtype)
         if len(tokens) and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
             raise DataError(
@@ -58,14 +60,14 @@ class TokenWriter:
             )
         try:
             self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
-            self._note(lengths)
+            self._record_sizes(lengths)
         except OSError as error:
             raise DataError(f"{self.targets[0]}: cannot be written: {error.strerror}") from error
         self.num_documents += len(lengths)
         self.num_tokens += len(tokens)
 
-    def _note(self, lengths: np.ndarray) -> None:
-        """Remember the sizes of documents, if the format has a place for them."""
+    def _record_sizes(self, lengths: np.ndarray) -> None:
+        """Store the lengths of documents, if the format has an index."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,13 +79,13 @@ class TokenWriter:
         except OSError as failed:
             raise DataError(f"{self.targets[0]}: cannot be finished: {failed.strerror}") from failed
         finally:
-            self._clean()
+            self._remove_temporary()
 
     def _finish(self) -> None:
-        _settle(self._tokens)
+        _flush_to_disk(self._tokens)
         _publish(self.targets)
 
-    def _clean(self) -> None:
+    def _remove_temporary(self) -> None:
         self._tokens.close()
         for path in self.targets:
             _temporary(path).unlink(missing_ok=True)
@@ -92,7 +94,7 @@ class TokenWriter:
 class ArrayWriter(TokenWriter):
     """A raw array, as OLMo reads it."""
 
-    def _names(self, target: str) -> list[Path]:
+    def _target_paths(self, target: str) -> list[Path]:
         return [Path(target.removesuffix(".npy") + ".npy")]
 
 
@@ -105,28 +107,28 @@ class MegatronWriter(TokenWriter):
         self._sizes_path = _temporary(self.targets[0].with_name(self.targets[0].name + ".sizes"))
         self._sizes = open(self._sizes_path, "w+b")  # noqa: SIM115 - closed on leaving the context
 
-    def _names(self, target: str) -> list[Path]:
+    def _target_paths(self, target: str) -> list[Path]:
         prefix = target.removesuffix(".bin").removesuffix(".idx")
         return [Path(prefix + ".bin"), Path(prefix + ".idx")]
 
-    def _note(self, lengths: np.ndarray) -> None:
+    def _record_sizes(self, lengths: np.ndarray) -> None:
         self._sizes.write(lengths.astype("<i4").tobytes())
 
     def _finish(self) -> None:
         self._sizes.flush()
         with open(_temporary(self.targets[1]), "wb") as index:
             write_index(index, self._sizes, self.num_documents, self._code, self.dtype.itemsize)
-            _settle(index)
+            _flush_to_disk(index)
         super()._finish()
 
-    def _clean(self) -> None:
+    def _remove_temporary(self) -> None:
         self._sizes.close()
         self._sizes_path.unlink(missing_ok=True)
-        super()._clean()
+        super()._remove_temporary()
 
 
 def write_index(index: BinaryIO, sizes: BinaryIO, count: int, code: int, item: int) -> None:
-    """An index of `count` documents from a file of their sizes (int32), in three passes of small memory."""
+    """An index of `count` documents from a file of their lengths (int32), in three passes with little memory."""
     index.write(HEADER.pack(MAGIC, 1, code, count, count + 1))
     for run in _size_runs(sizes, count):
         index.write(run.tobytes())
@@ -154,13 +156,13 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
-def _settle(file: BinaryIO) -> None:
+def _flush_to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
 def _publish(targets: Sequence[Path]) -> None:
-    """Give every file its name. An old last one goes first: beside new tokens it would describe others."""
+    """Give every file its name. An old index is removed first, as it would not match the new tokens."""
     targets[-1].unlink(missing_ok=True)
     for path in targets:
         os.replace(_temporary(path), path)

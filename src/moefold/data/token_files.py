@@ -1,9 +1,9 @@
-"""One file of tokens, whatever its format: documents, and windows of the stream that they form one after the other.
+"""Readers of token files: documents by number, and windows of the stream that the documents form.
 
-Three kinds: a Megatron pair `.bin` + `.idx`; an OLMo `.npy`, which is an array of tokens with or without numpy's header
-(OLMo's own have none: then the type is the smallest of uint16 and uint32 that holds the vocabulary, unless it is
-given); and tokens in memory. Only a Megatron pair says where documents begin. In an `.npy`, a document begins after
-each end-of-document token if that is known; otherwise the file counts as one document.
+Three formats: a Megatron pair `.bin` + `.idx`; an OLMo `.npy`, which is an array of tokens with or without numpy's
+header (OLMo's own have none: the dtype is then the smaller of uint16 and uint32 that holds the vocabulary, unless it is
+given); and tokens in memory. Only a Megatron pair stores where documents begin. In an `.npy`, a document begins after
+each end-of-document token if that is given; otherwise the file is one document.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from moefold.data.byte_ranges import Bytes, is_url, open_bytes, sampled_digest
+from moefold.data.byte_ranges import ByteFile, is_url, open_byte_file, sampled_digest
 from moefold.data.megatron_index import open_index
 from moefold.errors import DataError
 
@@ -23,19 +23,19 @@ _NPY_MAGIC = b"\x93NUMPY"
 _NPY_DESCRIPTION = re.compile(
     rb"\{'descr': '([<>|][a-zA-Z]\d{0,4})', 'fortran_order': (?:True|False), 'shape': \(([-\d, ]{0,99})\),? *\} *\n"
 )
-_ONE_ROW = re.compile(r"\d{1,18},")
-# Of its description, numpy reads no more either.
-_LONGEST_NPY_HEADER = 10_000 + 12
+_ONE_DIM = re.compile(r"\d{1,18},")
+# numpy's own limit for the description.
+_MAX_NPY_HEADER = 10_000 + 12
 _SCAN = 1 << 22
-# If so many tokens in a row are each followed by a zero, they were written twice as wide as they are read.
-_SUSPICIOUS = 256
+# If each of this many leading tokens is followed by a zero, the file has items of twice the size.
+_DTYPE_CHECK_TOKENS = 256
 
 
 class TokenFile(Protocol):
-    """What every reader answers. Positions are tokens of the file's stream."""
+    """A reader; positions are in tokens of the file's stream."""
 
     name: str
-    # Whether the file says where its documents are; if not, it must be read through once to know.
+    # Whether the file stores where its documents are; if not, it must be read once to find them.
     has_index: bool
 
     @property
@@ -46,7 +46,7 @@ class TokenFile(Protocol):
 
     @property
     def digest(self) -> str:
-        """Changes when the file is replaced: a hash of its size, its index and a few pieces."""
+        """Hash of the size, the index and a few samples; changes when the file is replaced."""
 
     def window(self, start: int, length: int) -> np.ndarray: ...
 
@@ -69,11 +69,11 @@ class MegatronFile:
 
     def __init__(self, prefix: str) -> None:
         self.name = prefix
-        index, self._tokens = open_bytes(prefix + ".idx"), open_bytes(prefix + ".bin")
+        index, self._tokens = open_byte_file(prefix + ".idx"), open_byte_file(prefix + ".bin")
         self.index = open_index(index, self._tokens.size)
-        pieces = 2 if is_url(prefix) else 4
+        samples = 2 if is_url(prefix) else 4
         self.digest = sha256(
-            (sampled_digest(index, pieces) + sampled_digest(self._tokens, pieces)).encode()
+            (sampled_digest(index, samples) + sampled_digest(self._tokens, samples)).encode()
         ).hexdigest()
 
     @property
@@ -104,8 +104,8 @@ class MegatronFile:
         return self.index.document_starts_in(start, length)
 
 
-class _MarkedStream:
-    """Documents of a stream that has no index: found by looking for the token that ends them."""
+class _UnindexedFile:
+    """Documents of a stream without an index: found by the token that ends them."""
 
     has_index = False
     name: str
@@ -143,26 +143,26 @@ class _MarkedStream:
         if self.end_of_document is None:
             return first
         before = max(0, start - 1)
-        # A document that ends with the window begins outside of it.
+        # After the window's last token, a document would begin outside of it.
         tokens = self.window(before, max(0, start + length - 1 - before))
         return np.concatenate([first, before + 1 + np.flatnonzero(tokens == self.end_of_document)])
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """All of them, by one pass over the file; only questions about whole documents need this."""
+        """All document starts, from one pass over the file; not needed to read windows."""
         runs = range(0, self.num_tokens, _SCAN) if self.end_of_document is not None else range(0)
         found = [self.document_starts_in(at, min(_SCAN, self.num_tokens - at)) for at in runs]
         return np.concatenate(found) if found else np.zeros(min(1, self.num_tokens), np.int64)
 
 
-class ArrayFile(_MarkedStream):
+class ArrayFile(_UnindexedFile):
     """An `.npy` file, with numpy's header or raw."""
 
     def __init__(
         self, path: str, vocab_size: int, dtype: str | None = None, end_of_document: int | None = None
     ) -> None:
         self.name, self.end_of_document = path, end_of_document
-        self._tokens = open_bytes(path)
+        self._tokens = open_byte_file(path)
         found = _npy_header(self._tokens)
         if found is not None:
             self._dtype, self._offset, self.num_tokens = found
@@ -177,54 +177,56 @@ class ArrayFile(_MarkedStream):
     def _count_raw(self, given: bool) -> int:
         size, item = self._tokens.size, self._dtype.itemsize
         if size % item:
-            raise DataError(f"{self.name}: {size:,} bytes are no whole number of {self._dtype.name} tokens")
-        head = self.window(0, min(size // item, _SUSPICIOUS)) if not given else np.empty(0)
-        if len(head) == _SUSPICIOUS and item == 2 and not head[1::2].any() and head[::2].any():
+            raise DataError(f"{self.name}: {size:,} bytes are not a whole number of {self._dtype.name} tokens")
+        head = self.window(0, min(size // item, _DTYPE_CHECK_TOKENS)) if not given else np.empty(0)
+        if len(head) == _DTYPE_CHECK_TOKENS and item == 2 and not head[1::2].any() and head[::2].any():
             raise DataError(
-                f"{self.name}: every second {self._dtype.name} of the first {_SUSPICIOUS} is zero, as if the tokens "
-                "were uint32; give the source's dtype"
+                f"{self.name}: every second {self._dtype.name} of the first {_DTYPE_CHECK_TOKENS} is zero, as if "
+                "the tokens were uint32; set the source's dtype"
             )
         return size // item
 
 
-class MemoryFile(_MarkedStream):
-    """Tokens that are already in memory, with the places where documents begin."""
+class MemoryFile(_UnindexedFile):
+    """Tokens in memory, with the positions where documents begin."""
 
     end_of_document = None
 
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray) -> None:
         self.name, self.num_tokens = name, len(tokens)
-        self._all, self._given = tokens, starts
+        self._tokens, self._document_starts = tokens, starts
 
     @cached_property
     def digest(self) -> str:
-        return sha256(self._all.tobytes()).hexdigest()
+        return sha256(self._tokens.tobytes()).hexdigest()
 
     def window(self, start: int, length: int) -> np.ndarray:
         _check_window(self.name, self.num_tokens, start, length)
-        return self._all[start : start + length]
+        return self._tokens[start : start + length]
 
     def document_starts_in(self, start: int, length: int) -> np.ndarray:
-        first, after = np.searchsorted(self._given, (start, start + length))
-        return self._given[first:after]
+        first, after = np.searchsorted(self._document_starts, (start, start + length))
+        return self._document_starts[first:after]
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        return self._given
+        return self._document_starts
 
 
 def raw_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def open_token_file(path: str, vocab_size: int, dtype: str | None = None, end: int | None = None) -> TokenFile:
-    """The reader for a path that ends in `.npy`, or names a Megatron pair with or without its ending."""
+def open_token_file(
+    path: str, vocab_size: int, dtype: str | None = None, end_of_document: int | None = None
+) -> TokenFile:
+    """The reader for a path that ends in `.npy`, or is that of a Megatron pair with or without its suffix."""
     if path.endswith(".npy"):
-        return ArrayFile(path, vocab_size, dtype, end)
+        return ArrayFile(path, vocab_size, dtype, end_of_document)
     return MegatronFile(path.removesuffix(".bin").removesuffix(".idx"))
 
 
-def _read(source: Bytes, dtype: np.dtype, offset: int, start: int, length: int) -> np.ndarray:
+def _read(source: ByteFile, dtype: np.dtype, offset: int, start: int, length: int) -> np.ndarray:
     _check_window(source.name, (source.size - offset) // dtype.itemsize, start, length)
     return np.frombuffer(source.read(offset + start * dtype.itemsize, length * dtype.itemsize), dtype)
 
@@ -234,17 +236,17 @@ def _check_window(name: str, num_tokens: int, start: int, length: int) -> None:
         raise DataError(f"{name}: has {num_tokens:,} tokens, not {length:,} from {start:,}")
 
 
-def _npy_header(source: Bytes) -> tuple[np.dtype, int, int] | None:
+def _npy_header(source: ByteFile) -> tuple[np.dtype, int, int] | None:
     """Type, offset and number of the tokens; None if there is no header.
 
-    numpy's own reader evaluates the description as a Python literal, and on hostile ones fails in many ways. It always
-    writes the same few words, so these words are all that is read.
+    numpy's own reader evaluates the description as a Python literal, which fails in many ways on malicious input. numpy
+    always writes it in the same form, so only this form is accepted.
     """
-    head = source.read(0, min(source.size, _LONGEST_NPY_HEADER))
+    head = source.read(0, min(source.size, _MAX_NPY_HEADER))
     if not head.startswith(_NPY_MAGIC):
         return None
-    wide = head[6:7] != b"\x01"
-    first = 12 if wide else 10
+    long_header = head[6:7] != b"\x01"
+    first = 12 if long_header else 10
     length = int.from_bytes(head[8:first], "little")
     if head[6:8] not in (b"\x01\x00", b"\x02\x00", b"\x03\x00") or first + length > len(head):
         raise DataError(f"{source.name}: header: version {head[6:8].hex('.')} with a description of {length:,} bytes")
@@ -254,9 +256,9 @@ def _npy_header(source: Bytes) -> tuple[np.dtype, int, int] | None:
         raise DataError(f"{source.name}: header: {text[:80]!r} does not describe an array of tokens")
     kind, shape = found[1].decode(), found[2].decode()
     if kind[1] not in "iu" or kind[2:] not in ("1", "2", "4", "8"):
-        raise DataError(f"{source.name}: header: type {kind} holds no tokens; use an integer type")
-    if not _ONE_ROW.fullmatch(shape):
-        raise DataError(f"{source.name}: header: shape ({shape}); tokens are one row")
+        raise DataError(f"{source.name}: header: type {kind} is not an integer type")
+    if not _ONE_DIM.fullmatch(shape):
+        raise DataError(f"{source.name}: header: shape ({shape}); tokens have one dim")
     dtype, count = np.dtype(kind), int(shape.rstrip(","))
     expected = first + length + count * dtype.itemsize
     if source.size != expected:
