@@ -109,18 +109,18 @@ def latest(root: Path, world: Group | None = None, log: Log | None = None) -> Pa
     With ``world``, rank 0 searches and all ranks get its result. Committed steps of which none is valid are an error: a
     new start would write over them.
     """
-    found = _newest_sound(root, committed_steps(root), log) if world is None or world.index == 0 else -1
+    found = _newest_valid(root, committed_steps(root), log) if world is None or world.index == 0 else -1
     if world is not None:
         found = from_rank_0(found, world)
-    if found == _NOTHING_SOUND:
+    if found == _NONE_VALID:
         raise CheckpointError(f"{root}: there are checkpoints, but none that verifies; move them away to start over")
-    return None if found == _NOTHING else final_path(root, found)
+    return None if found == _NO_STEP else final_path(root, found)
 
 
-_NOTHING, _NOTHING_SOUND = -1, -2
+_NO_STEP, _NONE_VALID = -1, -2
 
 
-def _newest_sound(root: Path, steps: Sequence[int], log: Log | None) -> int:
+def _newest_valid(root: Path, steps: Sequence[int], log: Log | None) -> int:
     for step in reversed(steps):
         try:
             quick_check(final_path(root, step))
@@ -128,7 +128,7 @@ def _newest_sound(root: Path, steps: Sequence[int], log: Log | None) -> int:
             (log or _log_to_stderr)(f"passing over the checkpoint of step {step}: {error}")
         else:
             return step
-    return _NOTHING_SOUND if steps else _NOTHING
+    return _NONE_VALID if steps else _NO_STEP
 
 
 def load_into(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def load_latest(
     steps = committed_steps(root) if world.index == 0 else []
     tried = False
     while True:
-        step = from_rank_0(_newest_sound(root, steps, log) if world.index == 0 else 0, world)
-        if step == _NOTHING and not tried:
+        step = from_rank_0(_newest_valid(root, steps, log) if world.index == 0 else 0, world)
+        if step == _NO_STEP and not tried:
             return None
         if step < 0:
             raise CheckpointError(
@@ -202,12 +202,12 @@ def _restore_random_state(checkpoint: Checkpoint, local_model: LocalModel) -> No
         torch.set_rng_state(saved)
 
 
-_FINE, _DAMAGED, _OTHER_MODEL = 0, 1, 2
+_OK, _DAMAGED, _OTHER_MODEL = 0, 1, 2
 
 
 def _agree(path: Path, error: CheckpointError | None, world: Group, device: torch.device) -> None:
     """Raise on every rank if one has an error: its own, or one that names the rank."""
-    own = _FINE if error is None else _OTHER_MODEL if isinstance(error, MismatchError) else _DAMAGED
+    own = _OK if error is None else _OTHER_MODEL if isinstance(error, MismatchError) else _DAMAGED
     by_rank = all_gather_no_grad(torch.tensor([own], device=device), (1,) * world.size, world).tolist()
     if not any(by_rank):
         return

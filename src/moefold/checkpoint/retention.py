@@ -31,7 +31,7 @@ def outdated(root: Path, keep: int) -> list[int]:
     for index in range(len(steps) - 1, -1, -1):
         if kept >= max(keep, 1):
             return steps[: index + 1]
-        kept += _is_sound(final_path(root, steps[index]))
+        kept += _is_valid(final_path(root, steps[index]))
     return []
 
 
@@ -44,7 +44,7 @@ def delete_checkpoint(root: Path, step: int, run_dir: Path, incarnation: int) ->
     files.remove_tree(temporary)
 
 
-def _is_sound(directory: Path) -> bool:
+def _is_valid(directory: Path) -> bool:
     try:
         quick_check(directory)
     except CheckpointError:

@@ -13,19 +13,21 @@ the loop; none in a thread.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from moefold import __version__
 from moefold.checkpoint import files
-from moefold.checkpoint.background import Job
 from moefold.checkpoint.files import FileRecord, fsync_directory, make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
@@ -47,6 +49,53 @@ from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError
 
 JSON = Any
+Result = TypeVar("Result")
+_NICENESS = 10
+
+
+class Job(Generic[Result]):
+    """A function in a thread of low priority, started at once; its exception is kept for the training loop.
+
+    Hashing and writing release the GIL for large blocks, so the loop is hardly slowed. After ``wait``, or once
+    ``ended``, either ``error`` or ``result`` is set.
+    """
+
+    def __init__(self, work: Callable[[], Result], *, background: bool) -> None:
+        self._work = work
+        self._result: list[Result] = []
+        self.error: Exception | None = None
+        # Daemon: an ending process does not wait, and an uncommitted checkpoint is ignored.
+        self._thread = threading.Thread(target=self._run_at_low_priority, name="checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._run()
+
+    def _run_at_low_priority(self) -> None:
+        # The priority is not required.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._run()
+
+    def _run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except Exception as error:
+            self.error = error
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def result(self) -> Result:
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
 
 
 @dataclass(frozen=True)
@@ -57,7 +106,7 @@ class Written:
     elements: int
 
     def as_numbers(self) -> list[int]:
-        """Of fixed length, so that ranks can exchange it; a hash is four signed 64-bit numbers."""
+        """Of fixed length, so that ranks can all_gather it; a hash is four signed 64-bit numbers."""
         numbers = [self.elements]
         for record in (self.files.data, self.files.table):
             digest = bytes.fromhex(record.sha256)
@@ -196,12 +245,12 @@ class Saver:
             self._save = None
             self._committed.append(save.step)
             return
-        by_rank = self._exchange(save.writing.result)
+        by_rank = self._gather_written(save.writing.result)
         save.all_written = True
         if self.world.index == 0:
             save.committing = Job(lambda: self._commit(save, by_rank), background=self.background)
 
-    def _exchange(self, own: Written) -> list[Written]:
+    def _gather_written(self, own: Written) -> list[Written]:
         row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=self.device)
         rows = all_gather_no_grad(row, (1,) * self.world.size, self.world)
         return [Written.from_numbers(numbers) for numbers in rows.tolist()]

@@ -3,12 +3,12 @@
 A tensor has a global name, shape and dtype that no layout changes. A rank writes the boxes of which it is the primary
 replica: one slice per dim of the global tensor. A rank of another layout reads other boxes, each from the written ones
 that it intersects. So a checkpoint does not depend on ranks beyond "this file has these boxes", and any layout can read
-it.
+it. `compare` reads two sources, whose layouts may differ, tensor by tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -120,3 +120,41 @@ def intersection(a: Box, b: Box) -> Box | None:
 def inside(part: Box, outer: Box) -> Box:
     """``part`` in coordinates relative to the corner of ``outer``."""
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(part, outer, strict=True))
+
+
+@dataclass(frozen=True)
+class TensorComparison:
+    """``verdict`` is "equal bits", "different", "another shape", "another dtype", "only here" or "only there"."""
+
+    name: str
+    verdict: str
+    # The largest difference of two numbers; None where there is nothing to subtract, or something not finite.
+    largest: float | None = None
+
+    @property
+    def same(self) -> bool:
+        return self.verdict == "equal bits"
+
+
+def compare(here: TensorSource, there: TensorSource) -> Iterator[TensorComparison]:
+    """One tensor at a time, in the order of their names."""
+    names_here, names_there = set(here.names()), set(there.names())
+    for name in sorted(names_here | names_there):
+        if name not in names_there:
+            yield TensorComparison(name, "only here")
+        elif name not in names_here:
+            yield TensorComparison(name, "only there")
+        elif here.shape(name) != there.shape(name):
+            yield TensorComparison(name, "another shape")
+        elif here.dtype(name) != there.dtype(name):
+            yield TensorComparison(name, "another dtype")
+        else:
+            yield _compared(name, here.read(name), there.read(name))
+
+
+def _compared(name: str, a: Tensor, b: Tensor) -> TensorComparison:
+    # As bytes: two NaNs of equal bits are the same, zero and minus zero are not.
+    if torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+        return TensorComparison(name, "equal bits", 0.0)
+    largest = float((a.double() - b.double()).abs().max())
+    return TensorComparison(name, "different", largest if largest == largest and largest != float("inf") else None)

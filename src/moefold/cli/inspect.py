@@ -16,7 +16,7 @@ from moefold.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from moefold.checkpoint.manifest import Manifest
-    from moefold.checkpoint.tensor_diff import TensorComparison
+    from moefold.checkpoint.tensor_spec import TensorComparison
 
 EXAMPLES = """examples:
   moefold inspect runs/debug_small
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         data["problem"] = _problem(path, checkpoint.manifest.world)
     found: list[TensorComparison] = []
     if args.compare:
-        from moefold.checkpoint.tensor_diff import compare
+        from moefold.checkpoint.tensor_spec import compare
 
         other = Checkpoint(_find(args.compare))
         total = len(set(checkpoint.names()) | set(other.names()))
