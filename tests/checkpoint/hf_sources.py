@@ -10,8 +10,8 @@ from tests.hf_weights import randomize
 from torch import Tensor, nn
 
 from moefold.blueprint.parameters import buffers, parameters
-from moefold.checkpoint.hf.directory import weight_keys
-from moefold.checkpoint.hf.safetensors_file import TensorFile
+from moefold.checkpoint.hf.hf_directory import weight_keys
+from moefold.checkpoint.hf.untrusted_files import SafetensorsFile
 from moefold.checkpoint.tensor_spec import Box, TensorSource, sizes_of, whole
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
@@ -47,7 +47,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     """Everything in a directory's safetensors files."""
     found: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
-        opened = TensorFile(file)
+        opened = SafetensorsFile(file)
         found |= {name: opened.read(name) for name in opened.entries}
         opened.close()
     return found

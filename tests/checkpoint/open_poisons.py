@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moefold.checkpoint.hf.conversion import import_directory
-from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
+from moefold.checkpoint.hf.hf_conversion import import_directory
+from moefold.checkpoint.hf.hf_directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.single_process import StoredWeights
 from moefold.config.loading import load_run_file
 from moefold.data.token_files import open_token_file

@@ -22,10 +22,10 @@ from tests.checkpoint.hf_sources import (
 from tests.hf_models import FAMILY_PROXIES
 from tests.support import on_ranks
 
-from moefold.checkpoint.hf.conversion import Export, export, import_directory
-from moefold.checkpoint.hf.directory import HfDirectory
-from moefold.checkpoint.hf.hf_config import family_of, read_config, same_numbers, write_config
-from moefold.checkpoint.hf.stream import hf_weights
+from moefold.checkpoint.hf.gather_weights import hf_weights
+from moefold.checkpoint.hf.hf_config import canonical_model, family_of, read_config, write_config
+from moefold.checkpoint.hf.hf_conversion import Export, export, import_directory
+from moefold.checkpoint.hf.hf_directory import HfDirectory
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.single_process import StoredWeights
@@ -51,7 +51,7 @@ def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -
     tokens = batch.tokens_S.view(2, 37)
 
     done, imported = import_directory(HfDirectory(tmp_path / "theirs"), tmp_path / "runs", "imported")
-    assert same_numbers(imported.model) == same_numbers(run.model)
+    assert canonical_model(imported.model) == canonical_model(run.model)
     assert load_run_file(tmp_path / "runs" / "imported" / "config.yaml") == imported
     stored = StoredWeights(done.path)
     with torch.no_grad():
@@ -148,7 +148,7 @@ NOBODYS = "debug_10m"
 def test_every_recipe_has_a_family_that_can_say_it(name: str) -> None:
     model = RECIPES[name]().model
     family = family_of(model)
-    assert same_numbers(read_config(write_config(model, family, 64, "float32")).model) == same_numbers(model)
+    assert canonical_model(read_config(write_config(model, family, 64, "float32")).model) == canonical_model(model)
 
 
 def test_a_recipe_of_no_family_is_refused_by_what_cannot_be_said() -> None:
@@ -190,8 +190,8 @@ def test_a_dense_model_is_upcycled_by_command(tmp_path: Path, capsys: pytest.Cap
     words = ["convert", "upcycle", str(tmp_path / "dense"), str(tmp_path / "runs"), "--name", "up"]
     assert main([*words, "--experts", "8", "--top-k", "4", "--shards", "2", "--check"]) == 0
     assert "logits equal" in capsys.readouterr().out
-    assert main(["convert", "to-hf", str(tmp_path / "runs" / "up"), str(tmp_path / "mixture"), "--check"]) == 0
-    assert read_config(json.loads((tmp_path / "mixture" / "config.json").read_text())).model_type == "qwen3_moe"
+    assert main(["convert", "to-hf", str(tmp_path / "runs" / "up"), str(tmp_path / "moe"), "--check"]) == 0
+    assert read_config(json.loads((tmp_path / "moe" / "config.json").read_text())).model_type == "qwen3_moe"
     assert main([*words, "--experts", "8", "--top-k", "3", "--shards", "2"]) == 2
     assert "top_k" in capsys.readouterr().err
     words[-1] = "scaled"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tests.checkpoint.test_hf_refusals import CONFIG, good_tensors, write_directory
 
-from moefold.checkpoint.hf.config_maps import HARMLESS
-from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
+from moefold.checkpoint.hf.config_maps import IGNORED_KEYS
 from moefold.checkpoint.hf.hf_config import read_config
-from moefold.checkpoint.hf.safetensors_file import MAX_HEADER, WIDTHS, TensorFile, parse_header
+from moefold.checkpoint.hf.hf_directory import INDEX, SINGLE, HfDirectory
+from moefold.checkpoint.hf.untrusted_files import ITEM_SIZES, MAX_HEADER, SafetensorsFile, parse_header
 from moefold.errors import ConversionError
 
 HEADERS, CONFIGS, FILES, DIRECTORIES = 16_000, 2_400, 1_200, 400
@@ -115,14 +115,14 @@ def test_headers_are_believed_only_if_they_fit_their_file() -> None:
             spans = sorted((entry.start, entry.stop) for entry in found.values())
             assert sum(stop - start for start, stop in spans) == size
             assert all(a[1] == b[0] for a, b in pairwise(spans)) and spans[0][0] == 0
-            assert all(entry.format in WIDTHS for entry in found.values())
+            assert all(entry.dtype in ITEM_SIZES for entry in found.values())
     # Renamed tensors and reordered equal widths are still good files; nearly everything else is not.
     assert accepted < 0.25 * HEADERS
 
 
 def test_configs_are_read_whole_or_not_at_all() -> None:
     rng = random.Random(2)
-    telling = {key: value for key, value in CONFIG.items() if key not in HARMLESS or key == "model_type"}
+    telling = {key: value for key, value in CONFIG.items() if key not in IGNORED_KEYS or key == "model_type"}
     accepted = 0
     for _ in range(CONFIGS):
         config = mutated_tree(telling, rng)
@@ -151,8 +151,8 @@ def test_files_with_wrong_lengths_are_refused(tmp_path: Path) -> None:
         else:
             data = good[:8] + mutated_bytes(good[8 : 8 + head], rng)[:head].ljust(head) + good[8 + head :]
         path.write_bytes(data)
-        opened: list[TensorFile] = []
-        accepted = outcome(lambda opened=opened: opened.append(TensorFile(path)))
+        opened: list[SafetensorsFile] = []
+        accepted = outcome(lambda opened=opened: opened.append(SafetensorsFile(path)))
         # A flipped bit in a tensor's name makes another good file; whether the name is right is asked later.
         assert not accepted or kind == 3
         for file in opened:
@@ -195,7 +195,7 @@ def test_a_header_of_a_hundred_megabytes_is_not_read(tmp_path: Path) -> None:
         file.write((100 << 20).to_bytes(8, "little"))
         file.truncate(200 << 20)  # sparse
     with pytest.raises(ConversionError, match="a header of 104857600 bytes; at most 67108864 are possible"):
-        TensorFile(path)
+        SafetensorsFile(path)
 
 
 def test_the_count_is_what_was_promised() -> None:

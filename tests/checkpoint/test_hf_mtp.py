@@ -1,7 +1,4 @@
-"""DeepSeek-V3's module that looks ahead travels to its published names and back, and means the same there.
-
-D width, V vocabulary.
-"""
+"""DeepSeek-V3's MTP module is exported under its published names and imported again, and computes the same there."""
 
 from __future__ import annotations
 
@@ -21,12 +18,12 @@ from torch import Tensor
 
 from moefold.blueprint.parameters import is_mtp
 from moefold.checkpoint.hf.config_maps import family_rules
-from moefold.checkpoint.hf.conversion import Export, export, import_directory
-from moefold.checkpoint.hf.directory import HfDirectory, weight_keys
-from moefold.checkpoint.hf.hf_config import family_of, read_config, same_numbers, write_config
+from moefold.checkpoint.hf.gather_weights import hf_weights
+from moefold.checkpoint.hf.hf_config import canonical_model, family_of, read_config, write_config
+from moefold.checkpoint.hf.hf_conversion import Export, export, import_directory
+from moefold.checkpoint.hf.hf_directory import HfDirectory, weight_keys
 from moefold.checkpoint.hf.logits_check import largest_difference
-from moefold.checkpoint.hf.name_rules import pieces
-from moefold.checkpoint.hf.stream import hf_weights
+from moefold.checkpoint.hf.name_rules import hf_tensors
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.single_process import StoredWeights
 from moefold.cli.main import main
@@ -41,7 +38,7 @@ from moefold.recipes.catalog import RECIPES
 RUN = RECIPES["deepseek_v3_proxy"]()
 MODEL = replace(RUN.model, num_mtp=1)
 LAYERS = MODEL.num_layers
-AHEAD = f"model.layers.{LAYERS}."
+MTP_PREFIX = f"model.layers.{LAYERS}."
 SEQ_LEN = 19
 
 
@@ -54,10 +51,10 @@ def exported(tmp_path: Path) -> Path:
 def test_names_are_the_published_ones(exported: Path) -> None:
     """As the index of the published weights lists layer 61, at our size."""
     found = tensors_in(exported)
-    ahead = {name.removeprefix(AHEAD) for name in found if name.startswith(AHEAD)}
+    mtp_names = {name.removeprefix(MTP_PREFIX) for name in found if name.startswith(MTP_PREFIX)}
     latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
     feed_forwards = ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(16))]
-    assert ahead == {
+    assert mtp_names == {
         "embed_tokens.weight",
         "enorm.weight",
         "hnorm.weight",
@@ -71,9 +68,9 @@ def test_names_are_the_published_ones(exported: Path) -> None:
         *(f"self_attn.{name}.weight" for name in latent),
         *(f"{block}.{name}_proj.weight" for block in feed_forwards for name in ("gate", "up", "down")),
     }
-    assert found[AHEAD + "eh_proj.weight"].shape == (64, 128)
-    assert torch.equal(found[AHEAD + "embed_tokens.weight"], found["model.embed_tokens.weight"])
-    assert torch.equal(found[AHEAD + "shared_head.head.weight"], found["lm_head.weight"])
+    assert found[MTP_PREFIX + "eh_proj.weight"].shape == (64, 128)
+    assert torch.equal(found[MTP_PREFIX + "embed_tokens.weight"], found["model.embed_tokens.weight"])
+    assert torch.equal(found[MTP_PREFIX + "shared_head.head.weight"], found["lm_head.weight"])
     config = json.loads((exported / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1 and config["num_hidden_layers"] == LAYERS
 
@@ -87,7 +84,7 @@ def test_there_and_back_is_bitwise(model: Any, tmp_path: Path) -> None:
     source = Imagined(model)
     export(source, Export(model, 64, torch.float32, max_shard=100_000), tmp_path / "hf")
     done, run = import_directory(HfDirectory(tmp_path / "hf"), tmp_path / "runs", "x")
-    assert same_numbers(run.model) == same_numbers(model) and done.notes == ()
+    assert canonical_model(run.model) == canonical_model(model) and done.notes == ()
     stored = StoredWeights(done.path)
     assert sorted(stored.names()) == sorted(source.names())
     assert all(torch.equal(stored.read(name), source.read(name)) for name in source.names())
@@ -149,7 +146,7 @@ def test_transformers_drafts_the_same_token_further_ahead(tmp_path: Path) -> Non
     pytest.importorskip("transformers")
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
-        pytest.skip("this transformers has no modules that look ahead")
+        pytest.skip("this transformers has no MTP modules")
     source = Given(_spread(Imagined(MODEL)))
     export(source, Export(MODEL, 64, torch.float32), tmp_path / "hf")
     main_model: Any = loaded_by_transformers(tmp_path / "hf")
@@ -189,7 +186,9 @@ def test_what_transformers_saves_is_imported_without_the_module(tmp_path: Path) 
     path.write_text(json.dumps(config | {key: 1}))
     done, run = import_directory(HfDirectory(tmp_path / "theirs"), tmp_path / "runs", "x")
     assert run.model.num_mtp == 0 and not any("mtp" in name for name in StoredWeights(done.path).names())
-    assert any("num_nextn_predict_layers = 1, but no tensor of such a layer is there" in note for note in done.notes)
+    assert any(
+        "num_nextn_predict_layers = 1, but the files have no tensor of such a layer" in note for note in done.notes
+    )
 
 
 # ---- refusals ----
@@ -205,21 +204,21 @@ def _written(exported: Path) -> tuple[Tensors, dict[str, Any]]:
 )
 def test_a_copy_that_is_none_is_refused_by_name(exported: Path, tmp_path: Path, copy: str, original: str) -> None:
     tensors, config = _written(exported)
-    tensors[AHEAD + copy] = tensors[AHEAD + copy].clone()
-    tensors[AHEAD + copy][200, 3] += 1
-    with pytest.raises(ConversionError, match=re.escape(f"{AHEAD}{copy}: is not {original}")):
+    tensors[MTP_PREFIX + copy] = tensors[MTP_PREFIX + copy].clone()
+    tensors[MTP_PREFIX + copy][200, 3] += 1
+    with pytest.raises(ConversionError, match=re.escape(f"{MTP_PREFIX}{copy}: is not equal to {original}")):
         HfDirectory(write_directory(tmp_path / "x", tensors, config))
-    del tensors[AHEAD + copy]
+    del tensors[MTP_PREFIX + copy]
     HfDirectory(write_directory(tmp_path / "x", tensors, config)).close()
 
 
 def test_a_module_in_part_is_refused_by_what_is_missing(exported: Path, tmp_path: Path) -> None:
     tensors, config = _written(exported)
-    del tensors[AHEAD + "eh_proj.weight"], tensors[AHEAD + "mlp.experts.3.up_proj.weight"]
-    tensors[AHEAD + "ffn.weight"] = torch.ones(3)
+    del tensors[MTP_PREFIX + "eh_proj.weight"], tensors[MTP_PREFIX + "mlp.experts.3.up_proj.weight"]
+    tensors[MTP_PREFIX + "ffn.weight"] = torch.ones(3)
     with pytest.raises(ConversionError) as caught:
         HfDirectory(write_directory(tmp_path / "x", tensors, config))
-    told = {problem.path.removeprefix(AHEAD): problem.message for problem in caught.value.problems}
+    told = {problem.path.removeprefix(MTP_PREFIX): problem.message for problem in caught.value.problems}
     assert told.keys() == {"eh_proj.weight", "mlp.experts.3.up_proj.weight", "ffn.weight"}
     assert "mtp.0.join.weight" in told["eh_proj.weight"]
 
@@ -228,7 +227,7 @@ def test_a_module_that_config_does_not_speak_of_is_left_out(exported: Path, tmp_
     tensors, config = _written(exported)
     opened = HfDirectory(write_directory(tmp_path / "x", tensors, config | {"num_nextn_predict_layers": 0}))
     assert opened.config.model.num_mtp == 0
-    assert set(opened.left_out) == {name for name in tensors if name.startswith(AHEAD)}
+    assert set(opened.skipped) == {name for name in tensors if name.startswith(MTP_PREFIX)}
 
 
 @pytest.mark.parametrize("number", [-1, 10**9, True, 1.5, "1"])
@@ -240,17 +239,19 @@ def test_a_number_of_modules_that_cannot_be_is_refused(number: object) -> None:
 
 def test_rules_cover_the_full_size_model() -> None:
     model = replace(RECIPES["deepseek_v3"]().model, num_mtp=1)
-    found = [piece for piece in pieces(family_rules("deepseek_v3"), model) if is_mtp(piece.ours)]
-    assert {piece.theirs.split(".")[2] for piece in found} == {"61"}
+    found = [
+        hf_tensor for hf_tensor in hf_tensors(family_rules("deepseek_v3"), model) if is_mtp(hf_tensor.moefold_name)
+    ]
+    assert {hf_tensor.hf_name.split(".")[2] for hf_tensor in found} == {"61"}
     assert len(found) == 4 + 2 + 7 + 2 + 3 + 3 * 256
 
 
 def test_families_without_names_for_it_say_so_and_can_leave_it_out(tmp_path: Path) -> None:
     model = replace(RECIPES["qwen3_30b_a3b_proxy"]().model, num_mtp=1)
-    with pytest.raises(ConversionError, match=r"model.num_mtp: qwen3_moe cannot say 1.*--no-mtp"):
+    with pytest.raises(ConversionError, match=r"model.num_mtp: qwen3_moe cannot express 1.*--no-mtp"):
         family_of(model)
     done = export(Imagined(model), Export(model, 64, torch.float32, mtp=False), tmp_path / "hf")
-    assert done.notes == ("left out 1 modules that look ahead",)
+    assert done.notes == ("left out 1 MTP modules",)
     assert read_config(json.loads((tmp_path / "hf" / "config.json").read_text())).model.num_mtp == 0
 
 
@@ -259,9 +260,9 @@ def test_the_command_leaves_modules_out(exported: Path, tmp_path: Path, capsys: 
     run = str(tmp_path / "runs" / "x")
     assert main(["convert", "to-hf", run, str(tmp_path / "with")]) == 0
     assert main(["convert", "to-hf", run, str(tmp_path / "without"), "--no-mtp"]) == 0
-    assert "left out 1 modules" in capsys.readouterr().out
+    assert "left out 1 MTP modules" in capsys.readouterr().out
     whole, less = tensors_in(tmp_path / "with"), tensors_in(tmp_path / "without")
-    assert {name for name in whole if name not in less} == {name for name in whole if name.startswith(AHEAD)}
+    assert {name for name in whole if name not in less} == {name for name in whole if name.startswith(MTP_PREFIX)}
 
 
 # ---- a running model ----

@@ -19,11 +19,11 @@ from tests.checkpoint.hf_sources import Imagined
 from torch import Tensor
 
 from moefold.checkpoint.hf.config_maps import family_rules
-from moefold.checkpoint.hf.conversion import Export, export, import_directory
-from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.hf.hf_config import family_of, read_config, write_config
-from moefold.checkpoint.hf.name_rules import NameRule, parse_dims, pieces
-from moefold.checkpoint.hf.safetensors_file import as_bytes, header
+from moefold.checkpoint.hf.hf_conversion import Export, export, import_directory
+from moefold.checkpoint.hf.hf_directory import INDEX, SINGLE, HfDirectory
+from moefold.checkpoint.hf.name_rules import NameRule, hf_tensors, parse_dims
+from moefold.checkpoint.hf.untrusted_files import as_bytes, header
 from moefold.checkpoint.single_process import StoredWeights
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
@@ -44,7 +44,9 @@ def write_directory(path: Path, tensors: Tensors, config: dict[str, Any] | None 
 
 
 def good_tensors() -> Tensors:
-    return {piece.theirs: torch.ones(piece.their_shape) for piece in pieces(family_rules("mixtral"), MODEL)}
+    return {
+        hf_tensor.hf_name: torch.ones(hf_tensor.hf_shape) for hf_tensor in hf_tensors(family_rules("mixtral"), MODEL)
+    }
 
 
 GATE = "model.layers.1.block_sparse_moe.gate.weight"
@@ -81,20 +83,20 @@ def test_a_layer_that_predicts_further_is_left_out_and_said_to_be(tmp_path: Path
     model = RECIPES["deepseek_v3_proxy"]().model
     export(Imagined(model), Export(model, 64, torch.float32), tmp_path / "hf")
     directory = HfDirectory(tmp_path / "hf")
-    tensors = {piece.theirs: torch.ones(piece.their_shape) for piece in directory.pieces}
+    tensors = {hf_tensor.hf_name: torch.ones(hf_tensor.hf_shape) for hf_tensor in directory.hf_tensors}
     tensors[f"model.layers.{model.num_layers}.eh_proj.weight"] = torch.ones(3)
     config = write_config(model, "deepseek_v3", 64, "float32") | {"auto_map": {"AutoModel": "evil.Model"}}
     done, _ = import_directory(HfDirectory(write_directory(tmp_path / "mtp", tensors, config)), tmp_path / "runs", "x")
-    assert "auto_map" in done.notes[0] and "left out 1 tensors" in done.notes[1]
+    assert "auto_map" in done.notes[0] and "skipped 1 tensors" in done.notes[1]
 
 
 def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path: Path) -> None:
     config = write_config(MODEL, "mixtral", 64, "float32") | {"tie_word_embeddings": True}
     tensors = good_tensors()
     opened = HfDirectory(write_directory(tmp_path / "hf", tensors, config))
-    assert opened.left_out == ("lm_head.weight",) and "parameter/head.weight" not in opened.names()
+    assert opened.skipped == ("lm_head.weight",) and "parameter/head.weight" not in opened.names()
     tensors["lm_head.weight"][200, 3] = 2.0
-    with pytest.raises(ConversionError, match=r"lm_head.weight: is not model.embed_tokens.weight"):
+    with pytest.raises(ConversionError, match=r"lm_head.weight: is not equal to model.embed_tokens.weight"):
         HfDirectory(write_directory(tmp_path / "hf", tensors, config))
 
 
@@ -197,7 +199,7 @@ def test_published_spellings_are_read() -> None:
 
 def test_a_model_that_no_family_can_say_is_refused_by_key() -> None:
     odd = replace(MODEL, moe=replace(MODEL.moe or MoEConfig(), latent_dim=16))
-    with pytest.raises(ConversionError, match=r"model.moe.latent_dim: mixtral cannot say 16"):
+    with pytest.raises(ConversionError, match=r"model.moe.latent_dim: mixtral cannot express 16"):
         family_of(odd)
 
 
@@ -232,10 +234,10 @@ def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
 
 def test_dims_go_there_and_back() -> None:
     dims = parse_dims("e 2 f d = e d (f 2)", 4)
-    ours = torch.arange(3 * 2 * 5 * 7).view(3, 2, 5, 7)
-    theirs = dims.to_theirs(ours)
-    assert theirs.shape == (3, 7, 10) and torch.equal(theirs[1, 4, 3], ours[1, 1, 1, 4])
-    assert torch.equal(dims.to_ours(theirs, (3, 2, 5, 7)), ours)
+    tensor = torch.arange(3 * 2 * 5 * 7).view(3, 2, 5, 7)
+    stored = dims.to_hf(tensor)
+    assert stored.shape == (3, 7, 10) and torch.equal(stored[1, 4, 3], tensor[1, 1, 1, 4])
+    assert torch.equal(dims.from_hf(stored, (3, 2, 5, 7)), tensor)
 
 
 @pytest.mark.parametrize(
@@ -244,14 +246,14 @@ def test_dims_go_there_and_back() -> None:
         lambda rules: rules[1:],
         lambda rules: (*rules, NameRule("layers.{i}.feed_forward.experts.down", "all.{i}")),
         lambda rules: (*rules[:1], NameRule("final_norm.weight", "model.embed_tokens.weight"), *rules[2:]),
-        lambda rules: tuple(rule for rule in rules if not rule.ours.endswith("[{e}, 1]")),
+        lambda rules: tuple(rule for rule in rules if not rule.moefold_name.endswith("[{e}, 1]")),
     ],
     ids=["one too few", "one covers twice", "a name twice", "a slice missing"],
 )
 def test_rules_that_are_no_bijection_are_refused(change: Any) -> None:
-    pieces(family_rules("mixtral"), MODEL)
+    hf_tensors(family_rules("mixtral"), MODEL)
     with pytest.raises(ConversionError):
-        pieces(change(family_rules("mixtral")), MODEL)
+        hf_tensors(change(family_rules("mixtral")), MODEL)
 
 
 # ---- memory ----

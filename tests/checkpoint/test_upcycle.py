@@ -1,4 +1,4 @@
-"""An upcycled mixture answers like the dense model it was made of, before its first step."""
+"""An upcycled MoE model computes what its dense model computes, before its first step."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def both_logits(how: Upcycling) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     model = upcycled_model(DENSE, how)
     source = Upcycled(InMemory(dict(dense.state_dict())), model, how, seed=3)
     state = {name.removeprefix("parameter/"): source.read(name) for name in source.names()}
-    mixture = build_decoder(model, torch.float64, local_interfaces("sequential")).double()
-    mixture.load_state_dict(state)
+    moe_model = build_decoder(model, torch.float64, local_interfaces("sequential")).double()
+    moe_model.load_state_dict(state)
     batch = batch_of(2, 19, DENSE.vocab_size)
     with torch.no_grad():
-        return dense.logits(batch), mixture.logits(batch), state
+        return dense.logits(batch), moe_model.logits(batch), state
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_shards_that_are_not_chosen_together_would_show() -> None:
     expected, _, state = both_logits(how)
     for layer in range(DENSE.num_layers):
         state[f"layers.{layer}.feed_forward.router.weight"] = torch.randn(4, DENSE.dim, dtype=torch.float64)
-    mixture = build_decoder(upcycled_model(DENSE, how), torch.float64, local_interfaces()).double()
-    mixture.load_state_dict(state)
+    moe_model = build_decoder(upcycled_model(DENSE, how), torch.float64, local_interfaces()).double()
+    moe_model.load_state_dict(state)
     with torch.no_grad():
-        found = mixture.logits(batch_of(2, 19, DENSE.vocab_size))
+        found = moe_model.logits(batch_of(2, 19, DENSE.vocab_size))
     assert (found - expected).abs().max() > 1e-3
 
 
@@ -100,6 +100,6 @@ def test_what_would_not_equal_is_refused(how: Upcycling, path: str) -> None:
     assert caught.value.path == path
 
 
-def test_a_mixture_is_not_upcycled_again() -> None:
+def test_an_moe_model_is_not_upcycled_again() -> None:
     with pytest.raises(ConversionError, match="already"):
         upcycled_model(replace(DENSE, moe=ModelConfig().moe), Upcycling(experts=4, top_k=2))

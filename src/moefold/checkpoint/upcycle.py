@@ -2,21 +2,21 @@
 
 Granular upcycling (E2G2T2: two copies of two shards, top two): the feed-forward is cut along its hidden dim into G
 shards, whose outputs add up to the whole. Each shard is copied E times, and the router is random but has the same rows
-for every shard. So the shards of one copy score alike and are chosen together: T experts are T/G whole copies. Plain
-upcycling is G = 1. Two schemes say how probs and weights make up for the rest:
+for every shard. So the shards of one copy have equal scores and are selected together: T experts are T/G whole copies.
+Plain upcycling is G = 1. Two schemes differ in probs and in the scale of the weights:
 
 exact
-    A token's probs are normalised to a sum of one. A shard has 1/G of its copy's prob, so down is scaled by G. The
-    first output is the dense model's, whatever the router says.
+    A token's probs are normalized to a sum of one. A shard has 1/G of its copy's prob, so down is scaled by G. The
+    initial output is the dense model's, for any router.
 scaled
-    He et al. 2024, "Upcycling Large Language Models into Mixture of Experts", and section 7.6 of the Megatron Core MoE
-    report: softmax over all E * G experts, then top-k, probs as they are. An untrained router gives each about
-    1 / (E * G), so the T chosen add up to T/G * 1 / (E * G) of the dense output, and the weights make up for
+    He et al. 2024 (arXiv 2410.07524), and section 7.6 of the Megatron Core MoE report: softmax over all E * G experts,
+    then top-k, probs not normalized. An untrained router gives each expert a prob of about 1 / (E * G), so the top T
+    add up to T/G * 1 / (E * G) of the dense output, and the weights are scaled to compensate:
 
         s = E * G^2 / T
 
     Each of a SwiGLU's three matrices is scaled by the cube root of s, as up and down are linear and silu nearly so. The
-    first output is close to the dense model's, not equal: probs are not exactly uniform, silu(a z) is not a silu(z).
+    initial output is close to the dense model's, not equal: probs are not exactly uniform, silu(a z) is not a silu(z).
 
     expert number = shard * copies + copy          router row = that of its copy
 """
@@ -39,7 +39,7 @@ from moefold.errors import ConversionError, Problem
 from moefold.nn.init import normal_part
 
 Scheme = Literal["exact", "scaled"]
-# Softmax over all experts before the top-k in both; the schemes differ in whether the chosen probs are normalised.
+# Softmax over all experts before the top-k in both; the schemes differ in whether the selected probs are normalized.
 ROUTERS: dict[Scheme, RouterConfig] = {
     "exact": RouterConfig(score="softmax", score_when="before_topk", normalize=True),
     "scaled": RouterConfig(score="softmax", score_when="before_topk", normalize=False),
@@ -69,7 +69,7 @@ class Upcycling:
 
     @property
     def _cube_root(self) -> float:
-        """Of E * G^2 / T, which makes up for the probs of T experts under a uniform softmax."""
+        """Of E * G^2 / T, which compensates for the probs of T experts under a uniform softmax."""
         scale: float = (self.copies * self.shards**2 / self.top_k) ** (1 / 3)
         return scale
 
@@ -91,14 +91,14 @@ def upcycled_model(dense: ModelConfig, how: Upcycling) -> ModelConfig:
 def _problems(dense: ModelConfig, how: Upcycling) -> list[Problem]:
     found = []
     if dense.moe is not None:
-        found.append(Problem("model.moe", "the model has experts already", "upcycling starts from a dense one"))
+        found.append(Problem("model.moe", "the model is already an MoE model", "upcycling needs a dense one"))
     if min(how.experts, how.top_k, how.shards) < 1 or how.top_k > how.experts:
-        message = f"{how.experts} experts, {how.top_k} chosen, {how.shards} shards"
-        return [*found, Problem("experts", message, "use 1 or more of each, and no more chosen than there are")]
+        message = f"{how.experts} experts, top_k {how.top_k}, {how.shards} shards"
+        return [*found, Problem("experts", message, "use 1 or more of each, and top_k <= experts")]
     if how.experts % how.shards:
         found.append(Problem("experts", f"{how.experts} is not a multiple of {how.shards} shards"))
     if how.top_k % how.shards:
-        fix = "choose all shards of a copy, or the output is not that of the dense model"
+        fix = "all shards of a copy must be selected together, or the output is not the dense model's"
         found.append(Problem("top_k", f"{how.top_k} is not a multiple of {how.shards} shards", fix))
     if dense.dense_hidden_dim % how.shards:
         found.append(Problem("shards", f"hidden dim {dense.dense_hidden_dim} does not divide by {how.shards}"))
@@ -127,12 +127,12 @@ class Upcycled:
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         layer, _, leaf = name.rpartition(".feed_forward.")
-        made = {
+        computed = {
             "router.weight": self._router,
             "experts.gate_up": self._gate_up,
             "experts.down": self._down,
         }
-        values = made[leaf](layer) if leaf in made else self.dense.read(name)
+        values = computed[leaf](layer) if leaf in computed else self.dense.read(name)
         return values if box is None else values[box]
 
     def _router(self, layer: str) -> Tensor:

@@ -16,7 +16,7 @@ from moefold.errors import ConfigError, Problem
 from moefold.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from moefold.checkpoint.hf.conversion import Converted
+    from moefold.checkpoint.hf.hf_conversion import Converted
     from moefold.checkpoint.tensor_spec import TensorSource
 
 EXAMPLES = """examples:
@@ -119,7 +119,7 @@ def _add_shared(parser: argparse.ArgumentParser, dtype_help: str, check_help: st
 def to_hf(args: argparse.Namespace) -> int:
     import torch
 
-    from moefold.checkpoint.hf.conversion import TOKENIZER, Export, export
+    from moefold.checkpoint.hf.hf_conversion import TOKENIZER, Export, export
     from moefold.checkpoint.hf.logits_check import largest_difference
     from moefold.checkpoint.single_process import StoredWeights
 
@@ -139,8 +139,8 @@ def to_hf(args: argparse.Namespace) -> int:
 def from_hf(args: argparse.Namespace) -> int:
     import torch
 
-    from moefold.checkpoint.hf.conversion import import_directory
-    from moefold.checkpoint.hf.directory import HfDirectory
+    from moefold.checkpoint.hf.hf_conversion import import_directory
+    from moefold.checkpoint.hf.hf_directory import HfDirectory
     from moefold.checkpoint.hf.logits_check import largest_difference
 
     _check_name(args.name)
@@ -154,8 +154,8 @@ def from_hf(args: argparse.Namespace) -> int:
 def upcycle(args: argparse.Namespace) -> int:
     import torch
 
-    from moefold.checkpoint.hf.conversion import import_upcycled
-    from moefold.checkpoint.hf.directory import HfDirectory
+    from moefold.checkpoint.hf.hf_conversion import import_upcycled
+    from moefold.checkpoint.hf.hf_directory import HfDirectory
     from moefold.checkpoint.hf.logits_check import difference_between
     from moefold.checkpoint.single_process import StoredWeights
     from moefold.checkpoint.upcycle import Upcycling

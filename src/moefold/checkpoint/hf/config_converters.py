@@ -1,6 +1,6 @@
-"""The parts of a config.json that a table of keys cannot say: rotation, heads, windows, groups, which layers are dense.
+"""Keys of config.json that do not map one to one: RoPE, heads, windows, expert groups, dense layers.
 
-Each is a pair of functions, from their keys to our places and from our model to their keys.
+Each converter is a pair of functions: from config.json to fields of ModelConfig, and from a ModelConfig to keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from moefold.config.moe import MoEConfig
 Values = dict[str, Any]
 
 
-class Unreadable(ValueError):
-    """What a section of a config.json says cannot be; the first argument is the key."""
+class UnsupportedValueError(ValueError):
+    """A key of config.json has a value that is not supported."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True)
-class Section:
-    """Keys that only mean something together: theirs -> dotted places of ours, and a model -> theirs."""
+class ConfigConverter:
+    """`from_hf`: config.json -> dotted fields of ModelConfig; `to_hf`: a model -> keys of config.json."""
 
     keys: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Values]
-    write: Callable[[ModelConfig], Values]
+    from_hf: Callable[[Mapping[str, Any]], Values]
+    to_hf: Callable[[ModelConfig], Values]
 
 
 _YARN = {
@@ -50,13 +50,13 @@ def _read_rope(config: Mapping[str, Any]) -> Values:
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     found = config.get(key) or {}
     if not isinstance(found, dict):
-        raise Unreadable(key, "must be a section of keys or null")
+        raise UnsupportedValueError(key, "must be an object or null")
     kind = found.get("rope_type", found.get("type", "default"))
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
-        raise Unreadable("rope_theta", "is missing")
+        raise UnsupportedValueError("rope_theta", "is missing")
     if kind not in ("default", "yarn"):
-        raise Unreadable(key, f"rope type {str(kind)[:40]!r} is not one of default, yarn")
+        raise UnsupportedValueError(key, f"rope type {str(kind)[:40]!r} is not one of default, yarn")
     values: Values = {"rope.theta": theta, "rope.yarn": None if kind == "default" else {}}
     for name, value in found.items():
         if name in _ROPE_FIXED and value in _ROPE_FIXED[name]:
@@ -65,39 +65,43 @@ def _read_rope(config: Mapping[str, Any]) -> Values:
             if value is not None:
                 values["rope.yarn"][_YARN[name]] = value
         elif name not in ("rope_type", "type", "rope_theta"):
-            raise Unreadable(f"{key}.{name[:60]}", f"{str(value)[:40]} is not understood for rope type {kind}")
+            raise UnsupportedValueError(
+                f"{key}.{name[:60]}", f"{str(value)[:40]} is not supported for rope type {kind}"
+            )
     missing = [name for name in _YARN_REQUIRED if kind == "yarn" and _YARN[name] not in values["rope.yarn"]]
     if missing:
-        raise Unreadable(f"{key}.{missing[0]}", "is missing")
+        raise UnsupportedValueError(f"{key}.{missing[0]}", "is missing")
     return values
 
 
 def _write_rope(model: ModelConfig) -> Values:
-    """In the older spelling, which every version reads."""
+    """With the older key names, which every version of transformers reads."""
     yarn = model.rope.yarn
     if yarn is None:
         return {"rope_theta": model.rope.theta, "rope_scaling": None}
-    scaling = {theirs: getattr(yarn, ours) for theirs, ours in _YARN.items()}
-    # Zero means "not given" here, but would be a number there.
+    scaling = {hf_key: getattr(yarn, field) for hf_key, field in _YARN.items()}
+    # moefold's zero means "not given"; transformers would use it as a number.
     given = {key: value for key, value in scaling.items() if value or key not in ("mscale", "mscale_all_dim")}
     return {"rope_theta": model.rope.theta, "rope_scaling": {"rope_type": "yarn", **given}}
 
 
-ROPE = Section(("rope_theta", "rope_scaling", "rope_parameters"), _read_rope, _write_rope)
+ROPE = ConfigConverter(("rope_theta", "rope_scaling", "rope_parameters"), _read_rope, _write_rope)
 
 
 def _read_head_dim(config: Mapping[str, Any]) -> Values:
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     dim = config.get("head_dim")
     if dim is None:
-        if not (isinstance(heads, int) and isinstance(width, int) and heads > 0):
-            raise Unreadable("head_dim", "is missing, and hidden_size / num_attention_heads cannot be formed")
-        dim = width // heads
+        if not (isinstance(heads, int) and isinstance(hidden_size, int) and heads > 0):
+            raise UnsupportedValueError(
+                "head_dim", "is missing, and cannot be computed as hidden_size / num_attention_heads"
+            )
+        dim = hidden_size // heads
     groups = config.get("num_key_value_heads")
     return {"attention.head_dim": dim, "attention.num_kv_heads": heads if groups is None else groups}
 
 
-HEADS = Section(
+HEADS = ConfigConverter(
     ("head_dim", "num_key_value_heads"),
     _read_head_dim,
     lambda model: {"head_dim": _gqa(model).head_dim, "num_key_value_heads": _gqa(model).num_kv_heads},
@@ -105,34 +109,36 @@ HEADS = Section(
 
 
 def _read_v3_groups(config: Mapping[str, Any]) -> Values:
-    """No values, as each number has a key: transformers adds two scores of a group whatever the numbers say."""
+    """A check only: transformers scores a group by its best two experts, moefold by its best top_k / topk_group."""
     top_k, groups, chosen = (config.get(key) for key in ("num_experts_per_tok", "n_group", "topk_group"))
     if not (isinstance(top_k, int) and isinstance(groups, int) and isinstance(chosen, int)):
         return {}
     if chosen < groups and top_k != 2 * chosen:
-        raise Unreadable(
+        raise UnsupportedValueError(
             "topk_group",
-            f"transformers scores a group by its best two experts, but num_experts_per_tok / topk_group, which "
-            f"is their number here, is {top_k} / {chosen}; use {top_k / 2:g} of {groups} groups, or n_group 1",
+            f"transformers scores a group by its best two experts, but num_experts_per_tok / topk_group, the "
+            f"number that moefold uses, is {top_k} / {chosen}; use {top_k / 2:g} of {groups} groups, or n_group 1",
         )
     return {}
 
 
-V3_GROUPS = Section((), _read_v3_groups, lambda model: {})
+V3_GROUPS = ConfigConverter((), _read_v3_groups, lambda model: {})
 
 
 def _read_latent(config: Mapping[str, Any]) -> Values:
     heads, nope, rope = (config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     if config.get("num_key_value_heads", heads) not in (heads, None):
-        raise Unreadable("num_key_value_heads", f"latent attention has as many as num_attention_heads ({heads})")
+        raise UnsupportedValueError(
+            "num_key_value_heads", f"latent attention has as many as num_attention_heads ({heads})"
+        )
     if config.get("head_dim", rope) not in (rope, None):
-        raise Unreadable("head_dim", f"must be qk_rope_head_dim ({rope})")
+        raise UnsupportedValueError("head_dim", f"must be qk_rope_head_dim ({rope})")
     if isinstance(nope, int) and isinstance(rope, int) and config.get("qk_head_dim", nope + rope) != nope + rope:
-        raise Unreadable("qk_head_dim", f"must be qk_nope_head_dim + qk_rope_head_dim ({nope + rope})")
+        raise UnsupportedValueError("qk_head_dim", f"must be qk_nope_head_dim + qk_rope_head_dim ({nope + rope})")
     return {}
 
 
-LATENT = Section(
+LATENT = ConfigConverter(
     ("num_key_value_heads", "head_dim", "qk_head_dim"),
     _read_latent,
     lambda model: {"num_key_value_heads": model.attention.num_heads},
@@ -142,17 +148,17 @@ LATENT = Section(
 def _read_shared(config: Mapping[str, Any]) -> Values:
     shared, dim = config.get("n_shared_experts") or 0, config.get("moe_intermediate_size")
     if not (isinstance(shared, int) and isinstance(dim, int)):
-        raise Unreadable("n_shared_experts", "must be a whole number, as must moe_intermediate_size")
+        raise UnsupportedValueError("n_shared_experts", "must be a whole number, as must moe_intermediate_size")
     return {"moe.shared_hidden_dim": shared * dim}
 
 
 def _write_shared(model: ModelConfig) -> Values:
-    """A hidden dim that is not a multiple reads back as another model, which is refused."""
+    """If the hidden dim is not a multiple, reading it back gives another model, which is refused."""
     moe = _moe(model)
     return {"n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim or None}
 
 
-SHARED_EXPERTS = Section(("n_shared_experts",), _read_shared, _write_shared)
+SHARED_EXPERTS = ConfigConverter(("n_shared_experts",), _read_shared, _write_shared)
 
 
 def _read_v2_groups(config: Mapping[str, Any]) -> Values:
@@ -160,7 +166,7 @@ def _read_v2_groups(config: Mapping[str, Any]) -> Values:
     if method == "greedy":
         return {"moe.router.num_groups": 1, "moe.router.top_groups": 1}
     if method != "group_limited_greedy":
-        raise Unreadable("topk_method", f"{str(method)[:40]!r} is not one of greedy, group_limited_greedy")
+        raise UnsupportedValueError("topk_method", f"{str(method)[:40]!r} is not one of greedy, group_limited_greedy")
     return {"moe.router.num_groups": config.get("n_group"), "moe.router.top_groups": config.get("topk_group")}
 
 
@@ -170,17 +176,17 @@ def _write_v2_groups(model: ModelConfig) -> Values:
     return {"topk_method": method, "n_group": router.num_groups, "topk_group": router.top_groups}
 
 
-V2_GROUPS = Section(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups)
+V2_GROUPS = ConfigConverter(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups)
 
 
 def _read_dense_first(config: Mapping[str, Any]) -> Values:
     layers = config.get("mlp_only_layers") or []
     if layers != list(range(len(layers))):
-        raise Unreadable("mlp_only_layers", f"{str(layers)[:60]} are not the first layers")
+        raise UnsupportedValueError("mlp_only_layers", f"{str(layers)[:60]} are not the first layers")
     return {"num_dense_layers": len(layers)}
 
 
-DENSE_FIRST = Section(
+DENSE_FIRST = ConfigConverter(
     ("mlp_only_layers",), _read_dense_first, lambda model: {"mlp_only_layers": list(range(model.num_dense_layers))}
 )
 
@@ -188,11 +194,11 @@ DENSE_FIRST = Section(
 def _read_full_layers(config: Mapping[str, Any]) -> Values:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise Unreadable("layer_types", f"{str(kinds)[:60]} is not full_attention throughout")
+        raise UnsupportedValueError("layer_types", f"{str(kinds)[:60]} is not full_attention throughout")
     return {}
 
 
-FULL_LAYERS = Section(("layer_types",), _read_full_layers, lambda model: {})
+FULL_LAYERS = ConfigConverter(("layer_types",), _read_full_layers, lambda model: {})
 
 
 def _read_windows(config: Mapping[str, Any]) -> Values:
@@ -200,11 +206,11 @@ def _read_windows(config: Mapping[str, Any]) -> Values:
     if kinds is None:
         return {"attention.window_every": 2}
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise Unreadable("layer_types", f"must have num_hidden_layers ({layers}) entries")
+        raise UnsupportedValueError("layer_types", f"must have num_hidden_layers ({layers}) entries")
     places = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
     every = places[1] if len(places) > 1 else len(kinds)
     if kinds != _windows(len(kinds), every):
-        raise Unreadable("layer_types", "the sliding layers are not every n-th, starting with the first")
+        raise UnsupportedValueError("layer_types", "the sliding layers are not every n-th, starting with the first")
     return {"attention.window_every": every}
 
 
@@ -212,7 +218,7 @@ def _windows(layers: int, every: int) -> list[str]:
     return ["full_attention" if layer % every else "sliding_attention" for layer in range(layers)]
 
 
-WINDOWS = Section(
+WINDOWS = ConfigConverter(
     ("layer_types",),
     _read_windows,
     lambda model: {"layer_types": _windows(model.num_layers, _gqa(model).window_every)},

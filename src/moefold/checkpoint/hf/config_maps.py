@@ -1,11 +1,9 @@
-"""How each family writes a model on disk: one table per family of config.json's keys and of tensor names.
+"""One table per model family: the keys of its config.json and the names of its tensors, each read in both directions.
 
-Both are read in both directions.
-
-A `Key` says that one key of theirs and one place of ours mean the same. What a family has by nature (its router, its
-norms) is in `base`. What a key may say but our model does not do is in `fixed`: any other value is refused. A `Section`
-is for the few things that are spelled too differently for a table. Everything else in a file must be on the list of
-keys that change no number, or it is refused by name.
+A `Key` maps a key of config.json to a field of ModelConfig. `base` has the values that all models of a family share
+(its router, its norms). `fixed_values` has the keys of which moefold supports one value only; any other value is
+refused. A `ConfigConverter` is for keys that do not map one to one. Every other key of a file must be in
+`IGNORED_KEYS`, or it is refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from moefold.checkpoint.hf.config_converters import (
     V2_GROUPS,
     V3_GROUPS,
     WINDOWS,
-    Section,
+    ConfigConverter,
 )
 from moefold.checkpoint.hf.name_maps import (
     DECODER_NAMES,
@@ -49,50 +47,49 @@ REQUIRED = object()
 
 
 def family_rules(model_type: str) -> tuple[NameRule, ...]:
-    return _family(model_type).names
+    return _family(model_type).name_rules
 
 
 def family_copies(model_type: str) -> tuple[CopyRule, ...]:
-    """Tensors of theirs that repeat others."""
-    return _family(model_type).copies
+    """HF tensors that repeat others."""
+    return _family(model_type).copy_rules
 
 
-def _family(model_type: str) -> Dialect:
-    if model_type not in READABLE:
-        raise UnknownNameError("Hugging Face family", model_type, READABLE)
-    return READABLE[model_type]
+def _family(model_type: str) -> HfFamily:
+    if model_type not in READABLE_FAMILIES:
+        raise UnknownNameError("Hugging Face family", model_type, READABLE_FAMILIES)
+    return READABLE_FAMILIES[model_type]
 
 
 @dataclass(frozen=True)
 class Key:
-    """`default` is what transformers takes when the key is absent; other `names` are older or newer spellings."""
+    """`path` is a field of ModelConfig; `default` is transformers' default; `aliases` are other names of the key."""
 
-    theirs: str
-    ours: str
+    hf_key: str
+    path: str
     default: Any = REQUIRED
-    names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Dialect:
+class HfFamily:
     model_type: str
     architecture: str
     base: ModelConfig
     keys: tuple[Key, ...]
-    # Which tensor of theirs is which of ours.
-    names: tuple[NameRule, ...]
-    sections: tuple[Section, ...]
+    name_rules: tuple[NameRule, ...]
+    converters: tuple[ConfigConverter, ...]
     # The first value is written; the others are accepted.
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Tensors beside the model itself, as the start of a name with {layers} for the number of layers.
-    beside: tuple[str, ...] = ()
-    # Tensors of theirs that repeat others.
-    copies: tuple[CopyRule, ...] = ()
+    fixed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    # Prefixes of tensors that are not part of the model; {layers} is the number of layers.
+    extra_prefixes: tuple[str, ...] = ()
+    # HF tensors that repeat others.
+    copy_rules: tuple[CopyRule, ...] = ()
 
 
-# Change no number that the model computes: bookkeeping, special tokens, training-time regularisation, other loaders.
+# These do not change what the model computes: bookkeeping, special tokens, training-time regularization, other loaders.
 # fmt: off
-HARMLESS = frozenset((
+IGNORED_KEYS = frozenset((
     "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits",
     "output_attentions", "output_hidden_states", "return_dict", "router_aux_loss_coef", "router_jitter_noise",
@@ -100,9 +97,9 @@ HARMLESS = frozenset((
     "initial_context_length", "num_nextn_predict_layers", "num_mtp_layers", "_name_or_path",
 ))
 # fmt: on
-# Would make a loader run code or pick another implementation; here they are never more than a line in a report.
-NEVER_HONOURED = ("auto_map", "trust_remote_code", "custom_pipelines", "code_revision", "_commit_hash")
-NEVER_HONOURED_STARTS = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implement")
+# Would make a loader run code or select another implementation; here they are ignored and reported.
+CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines", "code_revision", "_commit_hash")
+CODE_KEY_PREFIXES = ("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implement")
 
 
 _DECODER = (
@@ -114,15 +111,15 @@ _DECODER = (
     Key("tie_word_embeddings", "tied_embeddings", False),
     Key("initializer_range", "init_std", 0.02),
 )
-_TOP_K = Key("num_experts_per_tok", "moe.top_k", names=("experts_per_token",))
-_EXPERTS = Key("num_experts", "moe.num_experts", names=("num_local_experts",))
-_LOCAL_EXPERTS = Key("num_local_experts", "moe.num_experts", names=("num_experts",))
+_TOP_K = Key("num_experts_per_tok", "moe.top_k", aliases=("experts_per_token",))
+_EXPERTS = Key("num_experts", "moe.num_experts", aliases=("num_local_experts",))
+_LOCAL_EXPERTS = Key("num_local_experts", "moe.num_experts", aliases=("num_experts",))
 _SILU = {"hidden_act": ("silu",)}
 _NO_BIAS = {"attention_bias": (False,)}
 _PLAIN = GQAConfig()
 
 
-def _mixture(**router: Any) -> MoEConfig:
+def _moe(**router: Any) -> MoEConfig:
     return MoEConfig(router=RouterConfig(**router))
 
 
@@ -138,15 +135,15 @@ def _latent_keys() -> tuple[Key, ...]:
         Key("intermediate_size", "dense_hidden_dim"),
         Key("first_k_dense_replace", "num_dense_layers", 0),
         Key("moe_intermediate_size", "moe.expert_hidden_dim"),
-        Key("n_routed_experts", "moe.num_experts", names=("num_local_experts",)),
+        Key("n_routed_experts", "moe.num_experts", aliases=("num_local_experts",)),
         Key("routed_scaling_factor", "moe.router.scale", 1.0),
     )
 
 
-_MIXTRAL = Dialect(
+_MIXTRAL = HfFamily(
     "mixtral",
     "MixtralForCausalLM",
-    ModelConfig(attention=_PLAIN, moe=_mixture(score_when="after_topk")),
+    ModelConfig(attention=_PLAIN, moe=_moe(score_when="after_topk")),
     (
         *_DECODER,
         _TOP_K,
@@ -159,10 +156,10 @@ _MIXTRAL = Dialect(
     _SILU,
 )
 
-_QWEN3_MOE = Dialect(
+_QWEN3_MOE = HfFamily(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
-    ModelConfig(attention=replace(_PLAIN, qk_norm="head"), moe=_mixture()),
+    ModelConfig(attention=replace(_PLAIN, qk_norm="head"), moe=_moe()),
     (
         *_DECODER,
         _TOP_K,
@@ -176,10 +173,10 @@ _QWEN3_MOE = Dialect(
     {**_SILU, **_NO_BIAS, "decoder_sparse_step": (1,), "use_sliding_window": (False,), "sliding_window": (None,)},
 )
 
-_OLMOE = Dialect(
+_OLMOE = HfFamily(
     "olmoe",
     "OlmoeForCausalLM",
-    ModelConfig(attention=replace(_PLAIN, qk_norm="full"), moe=_mixture()),
+    ModelConfig(attention=replace(_PLAIN, qk_norm="full"), moe=_moe()),
     (
         *_DECODER,
         _TOP_K,
@@ -192,14 +189,12 @@ _OLMOE = Dialect(
     {**_SILU, **_NO_BIAS, "clip_qkv": (None,)},
 )
 
-_GPT_OSS = Dialect(
+_GPT_OSS = HfFamily(
     "gpt_oss",
     "GptOssForCausalLM",
     ModelConfig(
         attention=replace(_PLAIN, qkv_bias=True, out_bias=True, sinks=True),
-        moe=replace(
-            _mixture(score_when="after_topk", logit_bias=True), activation="clamped_swiglu", expert_mlp_bias=True
-        ),
+        moe=replace(_moe(score_when="after_topk", logit_bias=True), activation="clamped_swiglu", expert_mlp_bias=True),
     ),
     (
         *_DECODER,
@@ -213,10 +208,10 @@ _GPT_OSS = Dialect(
     {**_SILU, "attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
 )
 
-_DEEPSEEK_V2 = Dialect(
+_DEEPSEEK_V2 = HfFamily(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    ModelConfig(attention=MLAConfig(), rope=RopeConfig(interleaved=True), moe=_mixture()),
+    ModelConfig(attention=MLAConfig(), rope=RopeConfig(interleaved=True), moe=_moe()),
     _latent_keys(),
     (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES),
     (ROPE, LATENT, SHARED_EXPERTS, V2_GROUPS),
@@ -230,13 +225,13 @@ _DEEPSEEK_V2 = Dialect(
     },
 )
 
-_DEEPSEEK_V3 = Dialect(
+_DEEPSEEK_V3 = HfFamily(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     ModelConfig(
         attention=MLAConfig(),
         rope=RopeConfig(interleaved=True),
-        moe=_mixture(score="sigmoid", group_score="topk_sum", expert_bias=True),
+        moe=_moe(score="sigmoid", group_score="topk_sum", expert_bias=True),
     ),
     (
         *_latent_keys(),
@@ -244,7 +239,7 @@ _DEEPSEEK_V3 = Dialect(
         Key("n_group", "moe.router.num_groups", 1),
         Key("topk_group", "moe.router.top_groups", 1),
         Key("rope_interleave", "rope.interleaved", True),
-        Key("num_nextn_predict_layers", "num_mtp", 0, names=("num_mtp_layers",)),
+        Key("num_nextn_predict_layers", "num_mtp", 0, aliases=("num_mtp_layers",)),
     ),
     (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES, *MTP_NAMES),
     (ROPE, LATENT, SHARED_EXPERTS, V3_GROUPS),
@@ -255,12 +250,12 @@ _DEEPSEEK_V3 = Dialect(
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
-    # The MTP module, where config.json does not mention it.
-    beside=("model.layers.{layers}.",),
-    copies=MTP_COPIES,
+    # The MTP module, if config.json does not mention it.
+    extra_prefixes=("model.layers.{layers}.",),
+    copy_rules=MTP_COPIES,
 )
 
-_LLAMA = Dialect(
+_LLAMA = HfFamily(
     "llama",
     "LlamaForCausalLM",
     ModelConfig(attention=_PLAIN, moe=None),
@@ -270,7 +265,7 @@ _LLAMA = Dialect(
     {**_SILU, **_NO_BIAS, "mlp_bias": (False,)},
 )
 
-_QWEN3 = Dialect(
+_QWEN3 = HfFamily(
     "qwen3",
     "Qwen3ForCausalLM",
     ModelConfig(attention=replace(_PLAIN, qk_norm="head"), moe=None),
@@ -280,9 +275,9 @@ _QWEN3 = Dialect(
     {**_SILU, **_NO_BIAS, "use_sliding_window": (False,), "sliding_window": (None,)},
 )
 
-# A family is added to this list. Reading knows one name more than writing: Kimi-K2 is stored as DeepSeek-V3.
-DIALECTS = {
-    dialect.model_type: dialect
-    for dialect in (_MIXTRAL, _QWEN3_MOE, _OLMOE, _DEEPSEEK_V3, _GPT_OSS, _DEEPSEEK_V2, _LLAMA, _QWEN3)
+# Add a family to this tuple. Kimi-K2 is stored like DeepSeek-V3, and is read but not written under its name.
+FAMILIES = {
+    family.model_type: family
+    for family in (_MIXTRAL, _QWEN3_MOE, _OLMOE, _DEEPSEEK_V3, _GPT_OSS, _DEEPSEEK_V2, _LLAMA, _QWEN3)
 }
-READABLE = {**DIALECTS, "kimi_k2": replace(_DEEPSEEK_V3, model_type="kimi_k2")}
+READABLE_FAMILIES = {**FAMILIES, "kimi_k2": replace(_DEEPSEEK_V3, model_type="kimi_k2")}

@@ -1,11 +1,11 @@
-"""config.json -> ModelConfig and back, by the tables in `dialects`, never by the library that wrote it.
+"""config.json -> ModelConfig and back, by the tables in `config_maps.py`, without transformers.
 
-Reading: every key must be known to the family, as a size, as a fixed value or as harmless; what is left over is refused
-by name, because a key that is not understood may change what the model computes. Keys that name code are never
-honoured. Then the sizes pass the same checks as a run's.
+Reading: every key must be known to the family, as a size, as a fixed value or as ignored. Any other key is refused by
+name, because it may change what the model computes. Keys that name code are never followed. Then the sizes pass the
+same checks as a run's.
 
-Writing: a model can be written in a family if reading it back gives the same model. So there is no second list of what
-each family can express: what would come back different is what stands in the way.
+Writing: a model can be written in a family if reading it back gives the same model, so there is no second list of what
+each family can express.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
-from moefold.checkpoint.hf.config_converters import Unreadable
+from moefold.checkpoint.hf.config_converters import UnsupportedValueError
 from moefold.checkpoint.hf.config_maps import (
-    DIALECTS,
-    HARMLESS,
-    NEVER_HONOURED,
-    NEVER_HONOURED_STARTS,
-    READABLE,
+    CODE_KEY_PREFIXES,
+    CODE_KEYS,
+    FAMILIES,
+    IGNORED_KEYS,
+    READABLE_FAMILIES,
     REQUIRED,
-    Dialect,
+    HfFamily,
     Key,
 )
 from moefold.checks.model import RULES
@@ -35,121 +35,125 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, ConversionError, Problem, did_you_mean
 
 FILE = "config.json"
-_QUANTISED = "weights are quantised", "load them in transformers, `dequantize`, save as bfloat16, and convert that"
+_QUANTIZED = "weights are quantized", "load them in transformers, `dequantize`, save as bfloat16, and convert that"
 
 
 @dataclass(frozen=True)
-class TheirConfig:
-    """What a config.json says, in our words."""
+class HfConfig:
+    """A config.json that was read."""
 
     model_type: str
     model: ModelConfig
     context: int
-    # Keys that were seen and not followed, because they would run code or choose an implementation.
+    # Keys that were not followed, because they would run code or select an implementation.
     not_honoured: tuple[str, ...]
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """How names start that belong to no part of the model; tensors of that name are left out, and said to be."""
+    def extra_prefixes(self) -> tuple[str, ...]:
+        """Prefixes of tensors that are not part of the model; such tensors are skipped and reported."""
         if self.model.num_mtp:
             return ()
-        return tuple(start.format(layers=self.model.num_layers) for start in READABLE[self.model_type].beside)
+        return tuple(
+            start.format(layers=self.model.num_layers) for start in READABLE_FAMILIES[self.model_type].extra_prefixes
+        )
 
 
-def read_config(config: Mapping[str, Any]) -> TheirConfig:
-    dialect = _dialect(config)
-    problems = list(_unknown(config, dialect)) + list(_unfit(config, dialect))
-    values, more = _values(config, dialect)
+def read_config(config: Mapping[str, Any]) -> HfConfig:
+    family = _read_family(config)
+    problems = list(_unknown_keys(config, family)) + list(_wrong_fixed_values(config, family))
+    values, more = _values(config, family)
     problems += more
     if problems:
         raise ConversionError(*problems)
-    model = _model(dialect, values)
+    model = _model(family, values)
     context = config.get("max_position_embeddings")
-    not_honoured = tuple(key for key in config if _names_code(key))
+    not_honoured = tuple(key for key in config if _is_code_key(key))
     known = context if type(context) is int and 0 < context < 2**31 else 4096
-    return TheirConfig(dialect.model_type, model, known, not_honoured)
+    return HfConfig(family.model_type, model, known, not_honoured)
 
 
-def _dialect(config: Mapping[str, Any]) -> Dialect:
+def _read_family(config: Mapping[str, Any]) -> HfFamily:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in READABLE:
-        hint = did_you_mean(model_type, READABLE) if isinstance(model_type, str) and model_type else ""
-        message = f"{str(model_type)[:60]!r} is not a family that can be read"
-        raise ConversionError(Problem(f"{FILE}: model_type", message, f"{hint}known: {', '.join(READABLE)}"))
-    return READABLE[model_type]
+    if not isinstance(model_type, str) or model_type not in READABLE_FAMILIES:
+        hint = did_you_mean(model_type, READABLE_FAMILIES) if isinstance(model_type, str) and model_type else ""
+        message = f"{str(model_type)[:60]!r} is not a supported family"
+        raise ConversionError(Problem(f"{FILE}: model_type", message, f"{hint}known: {', '.join(READABLE_FAMILIES)}"))
+    return READABLE_FAMILIES[model_type]
 
 
-def _unknown(config: Mapping[str, Any], dialect: Dialect) -> list[Problem]:
-    known = {key.theirs for key in dialect.keys} | {name for key in dialect.keys for name in key.names}
-    known |= {key for section in dialect.sections for key in section.keys} | set(dialect.fixed) | HARMLESS
+def _unknown_keys(config: Mapping[str, Any], family: HfFamily) -> list[Problem]:
+    known = {key.hf_key for key in family.keys} | {name for key in family.keys for name in key.aliases}
+    known |= (
+        {key for converter in family.converters for key in converter.keys} | set(family.fixed_values) | IGNORED_KEYS
+    )
     found = []
     for key in config:
         if key == "quantization_config":
-            found += [] if config[key] is None else [Problem(f"{FILE}: {key}", *_QUANTISED)]
-        elif key not in known and not _names_code(key):
-            message = f"not known for {dialect.model_type}; it may change what the model computes"
+            found += [] if config[key] is None else [Problem(f"{FILE}: {key}", *_QUANTIZED)]
+        elif key not in known and not _is_code_key(key):
+            message = f"not known for {family.model_type}; it may change what the model computes"
             found.append(Problem(f"{FILE}: {key[:60]}", message, did_you_mean(key, known).rstrip()))
     return found[:50]
 
 
-def _names_code(key: str) -> bool:
-    return key in NEVER_HONOURED or key.startswith(NEVER_HONOURED_STARTS)
+def _is_code_key(key: str) -> bool:
+    return key in CODE_KEYS or key.startswith(CODE_KEY_PREFIXES)
 
 
-def _unfit(config: Mapping[str, Any], dialect: Dialect) -> list[Problem]:
+def _wrong_fixed_values(config: Mapping[str, Any], family: HfFamily) -> list[Problem]:
     return [
-        Problem(f"{FILE}: {key}", f"{str(config[key])[:60]!r} is not what is computed here", f"only {allowed[0]!r} is")
-        for key, allowed in dialect.fixed.items()
+        Problem(f"{FILE}: {key}", f"{str(config[key])[:60]!r} is not supported", f"only {allowed[0]!r} is")
+        for key, allowed in family.fixed_values.items()
         if key in config and not any(_same(config[key], value) for value in allowed)
     ]
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, and not merely equal to Python, for which true is 1."""
+    """Equal, where True is not 1."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _values(config: Mapping[str, Any], dialect: Dialect) -> tuple[dict[str, Any], list[Problem]]:
-    """Dotted places of ours -> values, and what could not be read."""
+def _values(config: Mapping[str, Any], family: HfFamily) -> tuple[dict[str, Any], list[Problem]]:
+    """Dotted fields of ModelConfig -> values, and problems."""
     values: dict[str, Any] = {}
     problems: list[Problem] = []
-    for key in dialect.keys:
-        given = {name: config[name] for name in (key.theirs, *key.names) if name in config}
+    for key in family.keys:
+        given = {name: config[name] for name in (key.hf_key, *key.aliases) if name in config}
         if not given and key.default is REQUIRED:
-            problems.append(Problem(f"{FILE}: {key.theirs}", "is missing"))
+            problems.append(Problem(f"{FILE}: {key.hf_key}", "is missing"))
         elif any(not _same(value, next(iter(given.values()))) for value in given.values()):
-            problems.append(Problem(f"{FILE}: {key.theirs}", f"{' and '.join(given)} differ"))
+            problems.append(Problem(f"{FILE}: {key.hf_key}", f"{' and '.join(given)} differ"))
         else:
-            values[key.ours] = next(iter(given.values())) if given else key.default
-    for section in dialect.sections:
+            values[key.path] = next(iter(given.values())) if given else key.default
+    for converter in family.converters:
         try:
-            values |= section.read(config)
-        except Unreadable as error:
+            values |= converter.from_hf(config)
+        except UnsupportedValueError as error:
             problems.append(Problem(f"{FILE}: {error.key}", str(error)))
         except TypeError:
-            problems.append(Problem(f"{FILE}: {', '.join(section.keys)}", "not of the type they should be"))
+            problems.append(Problem(f"{FILE}: {', '.join(converter.keys)}", "have values of a wrong type"))
     return values, problems
 
 
-def _model(dialect: Dialect, values: dict[str, Any]) -> ModelConfig:
-    tree = asdict(dialect.base)
+def _model(family: HfFamily, values: dict[str, Any]) -> ModelConfig:
+    tree = asdict(family.base)
     for path, value in values.items():
-        *sections, leaf = path.split(".")
-        inner = reduce(lambda node, name: node[name], sections, tree)
+        *parents, leaf = path.split(".")
+        inner = reduce(lambda node, name: node[name], parents, tree)
         inner[leaf] = value
     try:
         run = run_from_mapping({"model": tree})
     except ConfigError as error:
-        raise ConversionError(*(_in_their_words(problem, dialect) for problem in error.problems)) from None
+        raise ConversionError(*(_with_hf_key(problem, family) for problem in error.problems)) from None
     found = sizes_are_bounded(run, None) or sizes_are_positive(run)
     found = found or [problem for rule in RULES if (problem := rule(run)) is not None]
     if found:
-        raise ConversionError(*(_in_their_words(problem, dialect) for problem in found))
+        raise ConversionError(*(_with_hf_key(problem, family) for problem in found))
     return run.model
 
 
-def _in_their_words(problem: Problem, dialect: Dialect) -> Problem:
-    names = {f"model.{key.ours}": key.theirs for key in dialect.keys}
+def _with_hf_key(problem: Problem, family: HfFamily) -> Problem:
+    names = {f"model.{key.path}": key.hf_key for key in family.keys}
     return replace(problem, path=f"{FILE}: {names.get(problem.path, problem.path)}")
 
 
@@ -157,37 +161,37 @@ def _in_their_words(problem: Problem, dialect: Dialect) -> Problem:
 
 
 def family_of(model: ModelConfig) -> str:
-    """The family in whose words this model can be written."""
-    alike = [name for name, dialect in DIALECTS.items() if _alike(model, dialect.base)]
-    differences = {name: differing(model, DIALECTS[name]) for name in alike}
+    """The family in which this model can be written."""
+    candidates = [name for name, family in FAMILIES.items() if _same_kind(model, family.base)]
+    differences = {name: differences_of(model, FAMILIES[name]) for name in candidates}
     best = min(differences, key=lambda name: len(differences[name]))
     if differences[best]:
-        fixes = {"model.num_mtp": "leave the modules out with --no-mtp"}
-        fix = f"the nearest of {', '.join(alike)} is {best}"
+        fixes = {"model.num_mtp": "leave MTP modules out with --no-mtp"}
+        fix = f"the nearest of {', '.join(candidates)} is {best}"
         raise ConversionError(*(Problem(path, why, fixes.get(path, fix)) for path, why in differences[best].items()))
     return best
 
 
-def _alike(model: ModelConfig, base: ModelConfig) -> bool:
-    """Both dense or both mixtures; a dense model with latent attention has no family, and mixtures say so best."""
+def _same_kind(model: ModelConfig, base: ModelConfig) -> bool:
+    """Both dense or both MoE. No family has dense MLA models; MoE families then give the best error."""
     latent = model.attention.kind == "mla"
     return model.attention.kind == base.attention.kind and (latent or (model.moe is None) == (base.moe is None))
 
 
-def differing(model: ModelConfig, dialect: Dialect) -> dict[str, str]:
-    """Places of the model that would come back from the dialect as something else, with why."""
+def differences_of(model: ModelConfig, family: HfFamily) -> dict[str, str]:
+    """Fields of the model that would be read back from the family with another value, and why."""
     try:
-        written = _write(model, dialect)
+        written = _write(model, family)
     except AttributeError as error:
-        return {"model": f"{dialect.model_type} cannot say this: {error}"}
-    values, problems = _values(written, dialect)
+        return {"model": f"{family.model_type} cannot express this: {error}"}
+    values, problems = _values(written, family)
     if problems:
         return {problem.path: problem.message for problem in problems}
-    ours, theirs = dict(leaves(same_numbers(model))), dict(leaves(same_numbers(_model(dialect, values))))
+    before, after = (dict(leaves(canonical_model(m))) for m in (model, _model(family, values)))
     return {
-        f"model.{path}": f"{dialect.model_type} cannot say {ours.get(path)!r}; it would become {theirs.get(path)!r}"
-        for path in sorted({*ours, *theirs})
-        if ours.get(path) != theirs.get(path)
+        f"model.{path}": f"{family.model_type} cannot express {before.get(path)!r}; it would become {after.get(path)!r}"
+        for path in sorted({*before, *after})
+        if before.get(path) != after.get(path)
     }
 
 
@@ -196,9 +200,9 @@ def write_config(model: ModelConfig, model_type: str, context: int, dtype: str) 
     yarn = model.rope.yarn
     longest = context if yarn is None else int(yarn.factor * yarn.original_context)
     return {
-        "architectures": [DIALECTS[model_type].architecture],
+        "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
-        **_write(model, DIALECTS[model_type]),
+        **_write(model, FAMILIES[model_type]),
         "max_position_embeddings": longest,
         "torch_dtype": dtype,
         "use_cache": True,
@@ -208,23 +212,23 @@ def write_config(model: ModelConfig, model_type: str, context: int, dtype: str) 
     }
 
 
-def _write(model: ModelConfig, dialect: Dialect) -> dict[str, Any]:
-    written = {key.theirs: _value(model, key) for key in dialect.keys}
-    for section in dialect.sections:
-        written |= section.write(model)
-    return written | {key: allowed[0] for key, allowed in dialect.fixed.items()}
+def _write(model: ModelConfig, family: HfFamily) -> dict[str, Any]:
+    written = {key.hf_key: _value(model, key) for key in family.keys}
+    for converter in family.converters:
+        written |= converter.to_hf(model)
+    return written | {key: allowed[0] for key, allowed in family.fixed_values.items()}
 
 
 def _value(model: ModelConfig, key: Key) -> Any:
-    return reduce(getattr, key.ours.split("."), model)
+    return reduce(getattr, key.path.split("."), model)
 
 
-def same_numbers(model: ModelConfig) -> ModelConfig:
-    """One spelling for all models that compute the same: what matters only in training is at its default."""
+def canonical_model(model: ModelConfig) -> ModelConfig:
+    """Equal for all models that compute the same logits: fields that matter only in training are at their defaults."""
     attention = model.attention
     if attention.kind == "gqa" and attention.window is None:
         attention = replace(attention, window_every=1)
-    moe = None if model.moe is None else _plain_mixture(model.moe)
+    moe = None if model.moe is None else _canonical_moe(model.moe)
     dense_layers = model.num_dense_layers if moe is not None else 0
     uses_dense = moe is None or dense_layers > 0
     dense_hidden_dim = model.dense_hidden_dim if uses_dense else ModelConfig().dense_hidden_dim
@@ -240,7 +244,7 @@ def same_numbers(model: ModelConfig) -> ModelConfig:
     )
 
 
-def _plain_mixture(moe: MoEConfig) -> MoEConfig:
+def _canonical_moe(moe: MoEConfig) -> MoEConfig:
     plain, router = RouterConfig(), moe.router
     router = replace(
         router, bias_update_rate=plain.bias_update_rate, fp32=plain.fp32, sinkhorn_iterations=plain.sinkhorn_iterations
@@ -249,13 +253,13 @@ def _plain_mixture(moe: MoEConfig) -> MoEConfig:
         router = replace(router, top_groups=1, group_score=plain.group_score)
     ordinary = router.score == "softmax" and router.num_groups == 1 and not router.expert_bias
     if ordinary and (router.normalize or router.score_when == "after_topk"):
-        # The softmax of the chosen logits is the softmax of all of them, divided by the sum of the chosen.
+        # The softmax of the top-k logits is the softmax of all logits, normalized over the top k.
         router = replace(router, normalize=True, score_when="before_topk")
     weight_at = MoEConfig().weight_at
     return replace(moe, router=router, balance=BalanceConfig(), capacity=None, weight_at=weight_at)
 
 
-def run_for(found: TheirConfig, name: str) -> RunConfig:
-    """A run around an imported model; everything but the model is a default to be changed."""
+def run_for(found: HfConfig, name: str) -> RunConfig:
+    """A run with an imported model; everything else is a default."""
     run = RunConfig(name=name, model=found.model)
     return replace(run, data=replace(run.data, seq_len=min(found.context, 4096)))

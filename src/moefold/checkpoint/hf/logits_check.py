@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moefold.checkpoint.hf.directory import weight_keys
 from moefold.checkpoint.hf.hf_config import FILE, family_of, write_config
+from moefold.checkpoint.hf.hf_directory import weight_keys
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.config.model import ModelConfig
 from moefold.errors import BackendError

@@ -1,11 +1,11 @@
-"""The tensor names that families of models use on disk, in `save_pretrained`'s spelling.
+"""The tensor names of model families in files of `save_pretrained`.
 
 Blocks of rules that families share; `config_maps.py` combines them in each family's table. Dims in the rules: E
 experts, F expert hidden dim, D model dim.
 
-DeepSeek-V3's MTP modules are stored as layers after the last one, `model.layers.61`: a layer's names for the block,
-four more for what is around it, and the embedding and the head once more. `eh_proj` multiplies
-[enorm(token); hnorm(hidden state)]; our `join` has the same order, so it is the same matrix.
+DeepSeek-V3's MTP modules are stored as layers after the last one, `model.layers.61`: the names of a layer for the
+block, four more tensors around it, and copies of the embedding and the head. `eh_proj` multiplies
+[enorm(token); hnorm(hidden state)]; moefold's `join` has the same order, so it is the same matrix.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import replace
 from moefold.checkpoint.hf.name_rules import CopyRule, NameRule
 
 
-def _layer(ours: str, theirs: str, dims: str = "") -> NameRule:
-    return NameRule(f"layers.{{i}}.{ours}", f"model.layers.{{i}}.{theirs}", dims)
+def _layer(moefold_name: str, hf_name: str, dims: str = "") -> NameRule:
+    return NameRule(f"layers.{{i}}.{moefold_name}", f"model.layers.{{i}}.{hf_name}", dims)
 
 
-def _gated(ours: str, theirs: str) -> tuple[NameRule, ...]:
+def _gated(moefold_name: str, hf_name: str) -> tuple[NameRule, ...]:
     return (
-        _layer(f"feed_forward.{ours}gate_up[0]", f"mlp.{theirs}gate_proj.weight"),
-        _layer(f"feed_forward.{ours}gate_up[1]", f"mlp.{theirs}up_proj.weight"),
-        _layer(f"feed_forward.{ours}down", f"mlp.{theirs}down_proj.weight"),
+        _layer(f"feed_forward.{moefold_name}gate_up[0]", f"mlp.{hf_name}gate_proj.weight"),
+        _layer(f"feed_forward.{moefold_name}gate_up[1]", f"mlp.{hf_name}up_proj.weight"),
+        _layer(f"feed_forward.{moefold_name}down", f"mlp.{hf_name}down_proj.weight"),
     )
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[NameRule, ...]:
-    """A router, and three matrices for each expert by itself."""
+    """A router, and three matrices per expert."""
     return (
         _layer("feed_forward.router.weight", f"{block}.gate.weight"),
         _layer("feed_forward.experts.gate_up[{e}, 0]", f"{block}.experts.{{e}}.{gate}.weight"),
@@ -46,8 +46,8 @@ DECODER_NAMES = (
 )
 
 HEAD_NAMES = tuple(
-    _layer(f"attention.{ours}.{leaf}", f"self_attn.{theirs}.{leaf}")
-    for ours, theirs in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("out", "o_proj"))
+    _layer(f"attention.{moefold_name}.{leaf}", f"self_attn.{hf_name}.{leaf}")
+    for moefold_name, hf_name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("out", "o_proj"))
     for leaf in ("weight", "bias")
 )
 NORMED_HEAD_NAMES = (
@@ -56,8 +56,8 @@ NORMED_HEAD_NAMES = (
     _layer("attention.k_norm.weight", "self_attn.k_norm.weight"),
 )
 LATENT_NAMES = tuple(
-    _layer(f"attention.{ours}.weight", f"self_attn.{theirs}.weight")
-    for ours, theirs in (
+    _layer(f"attention.{moefold_name}.weight", f"self_attn.{hf_name}.weight")
+    for moefold_name, hf_name in (
         ("q", "q_proj"),
         ("q_down", "q_a_proj"),
         ("q_norm", "q_a_layernorm"),
@@ -94,10 +94,12 @@ GPT_OSS_MOE_NAMES = (
 MTP_NAMES = (
     *(
         replace(
-            rule, ours=rule.ours.replace("layers.{i}", "mtp.{k}.block"), theirs=rule.theirs.replace("{i}", "{after}")
+            rule,
+            moefold_name=rule.moefold_name.replace("layers.{i}", "mtp.{k}.block"),
+            hf_name=rule.hf_name.replace("{i}", "{after}"),
         )
         for rule in (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES)
-        if rule.ours.startswith("layers.{i}.")
+        if rule.moefold_name.startswith("layers.{i}.")
     ),
     NameRule("mtp.{k}.token_norm.weight", "model.layers.{after}.enorm.weight"),
     NameRule("mtp.{k}.hidden_norm.weight", "model.layers.{after}.hnorm.weight"),

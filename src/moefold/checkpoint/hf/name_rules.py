@@ -1,17 +1,17 @@
-"""Which of our tensors is which of theirs, as data that is read in both directions.
+"""Which moefold tensor is which Hugging Face tensor, as data that is read in both directions.
 
-A rule names a tensor of ours, a tensor of theirs, and how their dims relate:
+A rule has a moefold name, an HF name, and how their dims relate:
 
     NameRule("head.weight", "lm_head.weight")                                       the same tensor
-    NameRule("ffn.gate_up[1]", "ffn.up_proj.weight")                                theirs is one slice of ours
+    NameRule("ffn.gate_up[1]", "ffn.up_proj.weight")                                HF's is one slice of moefold's
     NameRule("experts.down[{e}]", "experts.{e}.down_proj.weight")                   one slice for each e
     NameRule("experts.gate_up", "experts.gate_up_proj", "e 2 f d = e d (f 2)")      other order, dims merged
-    NameRule("mtp.{k}.join.weight", "layers.{after}.eh_proj.weight")                {after} counts on after the layers
+    NameRule("mtp.{k}.join.weight", "layers.{after}.eh_proj.weight")                {after} = num_layers + k
 
-Every step only moves elements, so the way back is not written anywhere: it is the same line read from right to left.
-A family of models is a list of rules. Spelled out for a model's sizes, they must cover each of our tensors exactly once
-and use no name of theirs twice; `pieces` proves that before anything is read or written. Where their files hold a
-tensor several times, a `CopyRule` says which of ours the others repeat.
+Rules only permute and reshape, so each is its own inverse and is written once. A family of models is a list of rules.
+Expanded for a model's sizes, they must cover each moefold tensor exactly once and use no HF name twice; `hf_tensors`
+checks this before anything is read or written. Where a family stores a tensor several times, a `CopyRule` says which
+moefold tensor the others repeat.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class NameRule:
-    """`ours` may end in the indices of a slice; braces in names stand for numbers, the same ones on both sides."""
+    """`moefold_name` may end in the indices of a slice; {x} is a number, the same in both names."""
 
-    ours: str
-    theirs: str
+    moefold_name: str
+    hf_name: str
     dims: str = ""
 
     @property
     def name(self) -> str:
-        return self.ours.partition("[")[0]
+        return self.moefold_name.partition("[")[0]
 
     @property
     def slots(self) -> tuple[str, ...]:
-        inner = self.ours.partition("[")[2].rstrip("]")
+        inner = self.moefold_name.partition("[")[2].rstrip("]")
         return tuple(word.strip() for word in inner.split(",")) if inner else ()
 
     def matches(self, name: str) -> dict[str, str] | None:
@@ -61,54 +61,54 @@ class NameRule:
 
 @dataclass(frozen=True)
 class CopyRule:
-    """A tensor of theirs that repeats one of ours, once for each module that looks ahead."""
+    """An HF tensor that repeats a moefold tensor, once per MTP module."""
 
-    ours: str
-    theirs: str
+    moefold_name: str
+    hf_name: str
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One tensor of theirs and the slice of ours that it is."""
+class HfTensor:
+    """An HF tensor (or, with `hf_index`, a slice of one) and the slice of a moefold tensor that it is."""
 
-    ours: str
-    at: tuple[int, ...]
-    our_shape: Shape
-    theirs: str
+    moefold_name: str
+    index: tuple[int, ...]
+    shape: Shape
+    hf_name: str
     dims: Dims
-    # Leading indices into theirs: a piece cut out of a larger one.
-    their_at: tuple[int, ...] = ()
+    # Leading indices into the HF tensor.
+    hf_index: tuple[int, ...] = ()
 
     @property
-    def their_shape(self) -> Shape:
-        return self.dims.their_shape(self.our_shape)
+    def hf_shape(self) -> Shape:
+        return self.dims.hf_shape(self.shape)
 
     @property
     def box(self) -> Box:
-        """Where the slice lies in our whole tensor."""
-        return (*(slice(i, i + 1) for i in self.at), *(slice(0, size) for size in self.our_shape))
+        """The slice as a box of the moefold tensor."""
+        return (*(slice(i, i + 1) for i in self.index), *(slice(0, size) for size in self.shape))
 
-    def to_theirs(self, ours: Tensor) -> Tensor:
-        """``ours`` has the size of ``box``."""
-        return self.dims.to_theirs(ours.reshape(self.our_shape))
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        """``tensor`` has the size of ``box``."""
+        return self.dims.to_hf(tensor.reshape(self.shape))
 
-    def to_ours(self, theirs: Tensor) -> Tensor:
-        return self.dims.to_ours(theirs, self.our_shape)
+    def from_hf(self, stored: Tensor) -> Tensor:
+        return self.dims.from_hf(stored, self.shape)
 
-    def split(self) -> Iterator[Piece]:
-        """The same, expert by expert where both sides stack them first: what must be in memory at a time is smaller."""
-        if len(self.our_shape) < 3 or self.dims.groups[0] != (0,):
+    def split(self) -> Iterator[HfTensor]:
+        """One per expert where both tensors stack experts in dim 0, which needs less memory at a time."""
+        if len(self.shape) < 3 or self.dims.groups[0] != (0,):
             yield self
             return
         inner = Dims(tuple(tuple(dim - 1 for dim in group) for group in self.dims.groups[1:]))
-        for row in range(self.our_shape[0]):
-            at, their_at = (*self.at, row), (*self.their_at, row)
-            yield Piece(self.ours, at, self.our_shape[1:], self.theirs, inner, their_at)
+        for row in range(self.shape[0]):
+            index, hf_index = (*self.index, row), (*self.hf_index, row)
+            yield HfTensor(self.moefold_name, index, self.shape[1:], self.hf_name, inner, hf_index)
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Their dims as groups of ours: `groups[k]` are the dims of ours that were merged into their dim k, in order."""
+    """`groups[k]` are the moefold dims that are merged into HF dim k, in order."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -116,19 +116,19 @@ class Dims:
     def order(self) -> tuple[int, ...]:
         return tuple(dim for group in self.groups for dim in group)
 
-    def their_shape(self, our_shape: Shape) -> Shape:
-        return tuple(prod(our_shape[dim] for dim in group) for group in self.groups)
+    def hf_shape(self, shape: Shape) -> Shape:
+        return tuple(prod(shape[dim] for dim in group) for group in self.groups)
 
-    def to_theirs(self, ours: Tensor) -> Tensor:
-        return ours.permute(self.order).reshape(self.their_shape(tuple(ours.shape)))
+    def to_hf(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(self.order).reshape(self.hf_shape(tuple(tensor.shape)))
 
-    def to_ours(self, theirs: Tensor, our_shape: Shape) -> Tensor:
-        apart = theirs.reshape([our_shape[dim] for dim in self.order])
-        return apart.permute([self.order.index(dim) for dim in range(len(our_shape))])
+    def from_hf(self, stored: Tensor, shape: Shape) -> Tensor:
+        split = stored.reshape([shape[dim] for dim in self.order])
+        return split.permute([self.order.index(dim) for dim in range(len(shape))])
 
 
 def parse_dims(text: str, rank: int) -> Dims:
-    """`"e 2 f d = e d (f 2)"`; no text means the same dims in the same order."""
+    """`"e 2 f d = e d (f 2)"`, moefold's dims on the left; "" means the same dims in the same order."""
     if not text:
         return Dims(tuple((dim,) for dim in range(rank)))
     left, right = (side.strip() for side in text.split("="))
@@ -141,44 +141,42 @@ def parse_dims(text: str, rank: int) -> Dims:
 
 
 def tensors_of(model: ModelConfig) -> tuple[ParameterSpec, ...]:
-    """All that a model's weights are: what is trained, and the buffers that are saved with it."""
+    """Parameters and saved buffers of a model."""
     return (*parameters(model), *buffers(model))
 
 
-def pieces(rules: Sequence[NameRule], model: ModelConfig) -> tuple[Piece, ...]:
-    """The rules spelled out for every tensor of the model; one of ours after the other."""
-    found: list[Piece] = []
+def hf_tensors(rules: Sequence[NameRule], model: ModelConfig) -> tuple[HfTensor, ...]:
+    """The rules expanded for every tensor of the model, in the order of moefold's tensors."""
+    found: list[HfTensor] = []
     problems: list[Problem] = []
     for spec in tensors_of(model):
-        mine = [piece for rule in rules for piece in _spelled_out(rule, spec, model.num_layers)]
-        found += mine
-        if not _covers(mine, spec):
-            problems.append(
-                Problem(spec.name, f"shape {spec.shape} is not covered once by {len(mine)} of their tensors")
-            )
+        expanded = [hf_tensor for rule in rules for hf_tensor in _expand(rule, spec, model.num_layers)]
+        found += expanded
+        if not _covers(expanded, spec):
+            problems.append(Problem(spec.name, f"shape {spec.shape} is not covered once by {len(expanded)} HF tensors"))
     problems += [
-        Problem(name, "two of our tensors would have this name") for name in _repeated(p.theirs for p in found)
+        Problem(name, "two moefold tensors would have this name") for name in _repeated(p.hf_name for p in found)
     ]
     if problems:
         raise ConversionError(*problems)
     return tuple(found)
 
 
-def copies(rules: Sequence[CopyRule], model: ModelConfig) -> tuple[Piece, ...]:
-    """What their files hold beside the pieces, and where it is in ours."""
+def hf_copies(rules: Sequence[CopyRule], model: ModelConfig) -> tuple[HfTensor, ...]:
+    """HF tensors that repeat others, and the moefold tensors that they repeat."""
     specs = {spec.name: spec for spec in parameters(model)}
     if model.tied_embeddings:
         specs["head.weight"] = specs["embedding.weight"]
     found = []
     for module in range(model.num_mtp):
         for rule in rules:
-            spec = specs[rule.ours]
-            theirs = rule.theirs.format(after=model.num_layers + module)
-            found.append(Piece(spec.name, (), spec.shape, theirs, parse_dims("", len(spec.shape))))
+            spec = specs[rule.moefold_name]
+            hf_name = rule.hf_name.format(after=model.num_layers + module)
+            found.append(HfTensor(spec.name, (), spec.shape, hf_name, parse_dims("", len(spec.shape))))
     return tuple(found)
 
 
-def _spelled_out(rule: NameRule, spec: ParameterSpec, layers: int) -> Iterator[Piece]:
+def _expand(rule: NameRule, spec: ParameterSpec, layers: int) -> Iterator[HfTensor]:
     numbers = rule.matches(spec.name)
     if numbers is None:
         return
@@ -186,12 +184,12 @@ def _spelled_out(rule: NameRule, spec: ParameterSpec, layers: int) -> Iterator[P
         numbers["after"] = str(layers + int(numbers["k"]))
     inner = spec.shape[len(rule.slots) :]
     dims = parse_dims(rule.dims, len(inner))
-    for at, more in _indices(rule.slots, spec.shape):
-        yield Piece(spec.name, at, inner, rule.theirs.format(**numbers, **more), dims)
+    for index, more in _indices(rule.slots, spec.shape):
+        yield HfTensor(spec.name, index, inner, rule.hf_name.format(**numbers, **more), dims)
 
 
 def _indices(slots: Sequence[str], shape: Shape) -> Iterator[tuple[tuple[int, ...], dict[str, str]]]:
-    """Every slice that the slots speak of, and what their words stand for in it."""
+    """The index of every slice that the slots select, and the values of their placeholders."""
     if not slots:
         yield (), {}
         return
@@ -201,11 +199,12 @@ def _indices(slots: Sequence[str], shape: Shape) -> Iterator[tuple[tuple[int, ..
             yield (index, *rest), {word: str(index), **names}
 
 
-def _covers(mine: Sequence[Piece], spec: ParameterSpec) -> bool:
-    places = {piece.at for piece in mine}
-    inside = all(i < size for at in places for i, size in zip(at, spec.shape))
-    nested = any(at[:n] in places for at in places for n in range(len(at)))
-    return inside and not nested and len(places) == len(mine) and sum(prod(p.our_shape) for p in mine) == spec.size
+def _covers(expanded: Sequence[HfTensor], spec: ParameterSpec) -> bool:
+    indices = {hf_tensor.index for hf_tensor in expanded}
+    inside = all(i < size for index in indices for i, size in zip(index, spec.shape))
+    nested = any(index[:n] in indices for index in indices for n in range(len(index)))
+    distinct = len(indices) == len(expanded)
+    return inside and not nested and distinct and sum(prod(each.shape) for each in expanded) == spec.size
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

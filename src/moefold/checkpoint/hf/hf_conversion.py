@@ -1,12 +1,13 @@
 """Checkpoint -> Hugging Face directory and back, one tensor at a time.
 
-Peak memory is one tensor and the piece of another that it is made from, never the model. Everything that can be wrong
-is found before the first byte is written, and what is written gets its final name only when it is complete.
+Peak memory is one tensor and the HF tensor that it is made from, never the model. All checks come before the first byte
+is written, and the output gets its final name when it is complete. The tokenizer's files are copied along.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -17,11 +18,17 @@ import torch
 
 from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
 from moefold.checkpoint.hf.config_maps import family_copies, family_rules
-from moefold.checkpoint.hf.directory import INDEX, SINGLE, HfDirectory, check_tensors, weight_keys
 from moefold.checkpoint.hf.hf_config import FILE, family_of, run_for, write_config
-from moefold.checkpoint.hf.name_rules import Piece, copies, parse_dims, pieces, tensors_of
-from moefold.checkpoint.hf.safetensors_file import NAMES, Entry, as_bytes, header, nbytes
-from moefold.checkpoint.hf.tokenizer import carry_tokenizer
+from moefold.checkpoint.hf.hf_directory import INDEX, SINGLE, HfDirectory, check_tensors, weight_keys
+from moefold.checkpoint.hf.name_rules import HfTensor, hf_copies, hf_tensors, parse_dims, tensors_of
+from moefold.checkpoint.hf.untrusted_files import (
+    DTYPE_KEYS,
+    HeaderEntry,
+    as_bytes,
+    header,
+    nbytes,
+    open_regular,
+)
 from moefold.checkpoint.single_process import Progress, StoredWeights, write_whole
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
@@ -33,6 +40,20 @@ from moefold.precision.dtypes import TORCH_FORMATS
 
 DEFAULT_SHARD = 5 * 10**9
 TOKENIZER = "tokenizer"
+# Only these files are copied with the weights, never opened or run; Python files and pickles are not.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_MAX_TOKENIZER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -57,14 +78,16 @@ def import_directory(
     family = directory.config.model_type
     origin = {"format": "huggingface", "family": family}
     path, run = _new_run(directory, run_for(directory.config, name), runs, origin, progress)
-    carried = carry_tokenizer(directory.path, runs / name / TOKENIZER)
+    copied = copy_tokenizer(directory.path, runs / name / TOKENIZER)
     notes = [f"not honoured: {key} (nothing from the directory is run)" for key in directory.config.not_honoured]
     notes += directory.notes
-    if directory.left_out:
-        notes.append(f"left out {len(directory.left_out)} tensors beside the model: {directory.left_out[0]}, ...")
+    if directory.skipped:
+        notes.append(
+            f"skipped {len(directory.skipped)} tensors that are not part of the model: {directory.skipped[0]}, ..."
+        )
     names = tuple(file.name for file in sorted(path.iterdir()))
     size = directory.num_bytes
-    return Converted(path, family, len(directory.pieces), size, names + carried, tuple(notes)), run
+    return Converted(path, family, len(directory.hf_tensors), size, names + copied, tuple(notes)), run
 
 
 def import_upcycled(
@@ -80,10 +103,10 @@ def import_upcycled(
     upcycled = Upcycled(source, upcycled_model(dense.model, how), how, seed)
     origin = {"format": "upcycled", **asdict(how), "seed": seed}
     path, run = _new_run(upcycled, replace(dense, model=upcycled.model), runs, origin, progress)
-    beside = source.path if isinstance(source, HfDirectory) else source.path.parent.parent / TOKENIZER
-    carried = carry_tokenizer(beside, runs / name / TOKENIZER)
+    folder = source.path if isinstance(source, HfDirectory) else source.path.parent.parent / TOKENIZER
+    copied = copy_tokenizer(folder, runs / name / TOKENIZER)
     names = tuple(file.name for file in sorted(path.iterdir()))
-    return Converted(path, "moefold", len(upcycled.names()), upcycled.num_bytes, names + carried), upcycled
+    return Converted(path, "moefold", len(upcycled.names()), upcycled.num_bytes, names + copied), upcycled
 
 
 def _new_run(
@@ -102,7 +125,7 @@ def _new_run(
 
 @dataclass(frozen=True)
 class Export:
-    """How a model is to be written; `context` is the longest sequence it is meant for.
+    """How to write a model; `context` is the longest sequence that it is meant for.
 
     `mtp`: with MTP modules, or without them, for families that have no names for them.
     """
@@ -124,38 +147,40 @@ def export(source: TensorSource, plan: Export, out: Path, progress: Progress | N
     if out.exists():
         raise ConversionError(Problem(str(out), "exists already", "choose another directory, or remove it"))
     family = family_of(plan.written)
-    wanted = (*pieces(family_rules(family), plan.written), *copies(family_copies(family), plan.written))
+    tensors = (*hf_tensors(family_rules(family), plan.written), *hf_copies(family_copies(family), plan.written))
     _check_source(source, plan.model)
     temporary = out.with_name(out.name + ".partial")
     if temporary.exists():
         remove_tree(temporary)
     make_directory(temporary)
     try:
-        files = _write_weights(source, plan, wanted, temporary, progress)
+        files = _write_weights(source, plan, tensors, temporary, progress)
         dtype = str(plan.dtype).removeprefix("torch.")
         _write_json(temporary / FILE, write_config(plan.written, family, plan.context, dtype))
-        carried = carry_tokenizer(plan.tokenizer, temporary) if plan.tokenizer is not None else ()
+        copied = copy_tokenizer(plan.tokenizer, temporary) if plan.tokenizer is not None else ()
         fsync_directory(temporary)
     except BaseException:
         remove_tree(temporary)
         raise
     rename(temporary, out)
-    size = sum(nbytes(_dtype(piece, plan), piece.their_shape) for piece in wanted)
-    return Converted(out, family, len(wanted), size, (FILE, *files, *carried), _notes(plan))
+    size = sum(nbytes(_dtype(hf_tensor, plan), hf_tensor.hf_shape) for hf_tensor in tensors)
+    return Converted(out, family, len(tensors), size, (FILE, *files, *copied), _notes(plan))
 
 
 def _check_source(source: TensorSource, model: ModelConfig) -> None:
-    """The checkpoint must hold exactly this model's tensors: with the check for HF tensors."""
+    """The checkpoint must have exactly this model's tensors; uses the check for HF tensors."""
     keys = weight_keys(model)
-    wanted = [Piece(s.name, (), s.shape, keys[s.name], parse_dims("", len(s.shape))) for s in tensors_of(model)]
-    found = {name: Entry(NAMES.get(source.dtype(name), "?"), source.shape(name), 0, 0) for name in source.names()}
-    check_tensors(wanted, found)
+    tensors = [HfTensor(s.name, (), s.shape, keys[s.name], parse_dims("", len(s.shape))) for s in tensors_of(model)]
+    found = {
+        name: HeaderEntry(DTYPE_KEYS.get(source.dtype(name), "?"), source.shape(name), 0, 0) for name in source.names()
+    }
+    check_tensors(tensors, found)
 
 
 def _write_weights(
-    source: TensorSource, plan: Export, wanted: Sequence[Piece], folder: Path, progress: Progress | None
+    source: TensorSource, plan: Export, tensors: Sequence[HfTensor], folder: Path, progress: Progress | None
 ) -> tuple[str, ...]:
-    shards = list(_shards(wanted, plan))
+    shards = list(_shards(tensors, plan))
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     names = [SINGLE] if len(shards) == 1 else names
     keys = weight_keys(plan.model)
@@ -163,51 +188,62 @@ def _write_weights(
         write_file(folder / name, _shard_bytes(source, plan, shard, keys, progress))
     if len(shards) == 1:
         return (SINGLE,)
-    size = sum(nbytes(_dtype(piece, plan), piece.their_shape) for piece in wanted)
-    weight_map = {piece.theirs: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+    size = sum(nbytes(_dtype(hf_tensor, plan), hf_tensor.hf_shape) for hf_tensor in tensors)
+    weight_map = {hf_tensor.hf_name: name for name, shard in zip(names, shards, strict=True) for hf_tensor in shard}
     _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return (*names, INDEX)
 
 
-def _shards(wanted: Sequence[Piece], plan: Export) -> Iterator[list[Piece]]:
+def _shards(tensors: Sequence[HfTensor], plan: Export) -> Iterator[list[HfTensor]]:
     """In the order of moefold's tensors; no shard is larger than ``max_shard``, except of one tensor."""
-    shard: list[Piece] = []
+    shard: list[HfTensor] = []
     size = 0
-    for piece in wanted:
-        more = nbytes(_dtype(piece, plan), piece.their_shape)
+    for hf_tensor in tensors:
+        more = nbytes(_dtype(hf_tensor, plan), hf_tensor.hf_shape)
         if shard and size + more > plan.max_shard:
             yield shard
             shard, size = [], 0
-        shard.append(piece)
+        shard.append(hf_tensor)
         size += more
     yield shard
 
 
 def _shard_bytes(
-    source: TensorSource, plan: Export, shard: Sequence[Piece], keys: dict[str, str], progress: Progress | None
+    source: TensorSource, plan: Export, shard: Sequence[HfTensor], keys: dict[str, str], progress: Progress | None
 ) -> Iterator[bytes | memoryview]:
-    yield header((piece.theirs, _dtype(piece, plan), piece.their_shape) for piece in shard)
-    for piece in chain.from_iterable(whole.split() for whole in shard):
-        theirs = piece.to_theirs(source.read(keys[piece.ours], piece.box)).to(_dtype(piece, plan))
-        yield as_bytes(theirs)
+    yield header((hf_tensor.hf_name, _dtype(hf_tensor, plan), hf_tensor.hf_shape) for hf_tensor in shard)
+    for hf_tensor in chain.from_iterable(whole.split() for whole in shard):
+        values = hf_tensor.to_hf(source.read(keys[hf_tensor.moefold_name], hf_tensor.box)).to(_dtype(hf_tensor, plan))
+        yield as_bytes(values)
         if progress is not None:
-            progress(theirs.nbytes)
+            progress(values.nbytes)
 
 
-def _dtype(piece: Piece, plan: Export) -> torch.dtype:
-    """The loss-free bias moves by a thousandth a step, so it stays in float32 where the weights are narrower."""
-    is_bias = piece.ours.endswith(".expert_bias")
+def _dtype(hf_tensor: HfTensor, plan: Export) -> torch.dtype:
+    """The loss-free bias changes by about 0.001 per step, so it has at least float32."""
+    is_bias = hf_tensor.moefold_name.endswith(".expert_bias")
     return torch.promote_types(plan.dtype, torch.float32) if is_bias else plan.dtype
 
 
 def _notes(plan: Export) -> tuple[str, ...]:
     notes = []
     if plan.model.moe is not None and plan.model.moe.capacity is not None:
-        notes.append("trained with a capacity; transformers computes every chosen token")
+        notes.append("trained with a capacity; transformers drops no tokens")
     if plan.written != plan.model:
-        notes.append(f"left out {plan.model.num_mtp} modules that look ahead")
+        notes.append(f"left out {plan.model.num_mtp} MTP modules")
     return tuple(notes)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     write_file(path, [(json.dumps(data, indent=2) + "\n").encode()])
+
+
+def copy_tokenizer(source: Path, target: Path) -> tuple[str, ...]:
+    """Copy the tokenizer's files that exist; returns their names."""
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file() and not (source / name).is_symlink()]
+    for name in found:
+        with os.fdopen(open_regular(source / name), "rb") as file:
+            content = file.read(_MAX_TOKENIZER_BYTES)
+        make_directory(target)
+        write_file(target / name, [content])
+    return tuple(found)
