@@ -80,7 +80,7 @@ def test_the_twin_adds_up_what_the_model_weighs(kind: str) -> None:
 def test_moves_the_bytes_it_says() -> None:
     """Of the three times that a program's lines are moved, one is the kernel's own."""
     experts, top_k = 256, 3
-    tokens = 2 * balance_triton.BLOCK // experts * balance_triton.ROUNDS
+    tokens = 2 * balance_triton.BLOCK // experts * balance_triton.TILES
     logits_tE = torch.randn(tokens, experts, requires_grad=True)
     expert_tK = torch.rand(tokens, experts).argsort(1)[:, :top_k]
     with counting_bytes() as moved:

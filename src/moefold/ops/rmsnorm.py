@@ -9,6 +9,7 @@ the sum over rows of r p, and
     dx = r w dy - x r^3 (p . w) / D.
 
 Two numbers per row need the full row, the sum of squares and p . w: for sharded rows, ranks all-reduce only these.
+Rows have any leading dims, tokens or tokens and heads; names without a suffix have these dims and one more.
 """
 
 from __future__ import annotations
@@ -25,52 +26,52 @@ from moefold.ops.fp32_linear import upcast
 SumHeads = Callable[[Tensor], Tensor]
 
 
-def rms_norm(x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_Y: Tensor, eps: float) -> Tensor:
     """Divide every row by its root mean square, then multiply by the weight."""
-    return rms_norm_spread(x_XD, weight_D, eps, x_XD.shape[-1], _identity)
+    return rms_norm_spread(x, weight_Y, eps, x.shape[-1], _identity)
 
 
-def rms_norm_spread(x_XY: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
+def rms_norm_spread(x: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
     """The same when this rank holds a shard of each row; ``sum_heads`` all-reduces over the shards."""
-    out_XY: Tensor = _RMSNorm.apply(x_XY, weight_Y, eps, full_dim, sum_heads)
-    return out_XY
+    out: Tensor = _RMSNorm.apply(x, weight_Y, eps, full_dim, sum_heads)
+    return out
 
 
 def rms_norm_reference(
-    x_XY: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads = lambda x: x
+    x: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads = lambda x: x
 ) -> Tensor:
     """The reference of both: as papers write it, with gradients by autograd."""
-    wide_XY = upcast(x_XY)
-    mean_X1 = sum_heads(wide_XY.square().sum(-1, keepdim=True)) / full_dim
-    return weight_Y.to(x_XY.dtype) * (wide_XY * torch.rsqrt(mean_X1 + eps)).to(x_XY.dtype)
+    wide = upcast(x)
+    mean = sum_heads(wide.square().sum(-1, keepdim=True)) / full_dim
+    return weight_Y.to(x.dtype) * (wide * torch.rsqrt(mean + eps)).to(x.dtype)
 
 
-def _identity(x_X1: Tensor) -> Tensor:
-    return x_X1
+def _identity(x: Tensor) -> Tensor:
+    return x
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_XY: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
-        wide_XY = upcast(x_XY)
-        rstd_X1 = (sum_heads(_squares(x_XY, wide_XY)) / full_dim).add_(eps).rsqrt_()
-        ctx.save_for_backward(x_XY, weight_Y, rstd_X1)
+    def forward(ctx: Any, x: Tensor, weight_Y: Tensor, eps: float, full_dim: int, sum_heads: SumHeads) -> Tensor:
+        wide = upcast(x)
+        rstd = (sum_heads(_squares(x, wide)) / full_dim).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_Y, rstd)
         ctx.full_dim, ctx.sum_heads = full_dim, sum_heads
-        return _times(wide_XY, rstd_X1, wide_XY is not x_XY).to(x_XY.dtype).mul_(weight_Y.to(x_XY.dtype))
+        return _times(wide, rstd, wide is not x).to(x.dtype).mul_(weight_Y.to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad_XY: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x_XY, weight_Y, rstd_X1 = ctx.saved_tensors
-        wide_XY, wide_grad_XY, wide_weight_Y = upcast(x_XY), upcast(grad_XY), upcast(weight_Y.to(x_XY.dtype))
-        p_XY = wide_grad_XY * wide_XY
-        dx_XY = dweight_Y = None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, weight_Y, rstd = ctx.saved_tensors
+        wide, wide_grad, wide_weight_Y = upcast(x), upcast(grad), upcast(weight_Y.to(x.dtype))
+        p = wide_grad * wide
+        dx = dweight_Y = None
         if ctx.needs_input_grad[1]:
-            dweight_Y = torch.mv(p_XY.flatten(0, -2).t(), rstd_X1.flatten()).to(weight_Y.dtype)
+            dweight_Y = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(weight_Y.dtype)
         if ctx.needs_input_grad[0]:
-            scale_X1 = ctx.sum_heads((p_XY @ wide_weight_Y).unsqueeze(-1)) * rstd_X1.pow(3).div_(-ctx.full_dim)
-            dx_XY = _times(wide_grad_XY, wide_weight_Y, wide_grad_XY is not grad_XY)
-            dx_XY = dx_XY.mul_(rstd_X1).addcmul_(wide_XY, scale_X1).to(x_XY.dtype)
-        return dx_XY, dweight_Y, None, None, None
+            scale = ctx.sum_heads((p @ wide_weight_Y).unsqueeze(-1)) * rstd.pow(3).div_(-ctx.full_dim)
+            dx = _times(wide_grad, wide_weight_Y, wide_grad is not grad)
+            dx = dx.mul_(rstd).addcmul_(wide, scale).to(x.dtype)
+        return dx, dweight_Y, None, None, None
 
 
 def _squares(x: Tensor, wide: Tensor) -> Tensor:

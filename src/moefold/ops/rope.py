@@ -72,51 +72,51 @@ def _temperature(factor: float, strength: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * strength * math.log(factor) + 1.0
 
 
-def rotate(x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
+def rotate(x_SXY: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
     """Rotate the pairs (i, i + r), or (2i, 2i + 1) when ``interleaved``; computed in the tables' dtype.
 
-    ``x_SHC`` is not saved: backward rotates the gradient by the negative angles.
+    X is any number of heads, Y = 2r. ``x_SXY`` is not saved: backward rotates the gradient by the negative angles.
     """
-    out_SHC: Tensor = _Rotate.apply(x_SHC, cos_Sr, sin_Sr, interleaved)
-    return out_SHC
+    out_SXY: Tensor = _Rotate.apply(x_SXY, cos_Sr, sin_Sr, interleaved)
+    return out_SXY
 
 
-def rotate_reference(x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
+def rotate_reference(x_SXY: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
     """The reference of ``rotate``: as papers write it, with gradients by autograd."""
     cos_S1r, sin_S1r = cos_Sr[:, None], sin_Sr[:, None]
-    a, b = _pairs(x_SHC, interleaved)
+    a, b = _pairs(x_SXY, interleaved)
     rotated = (a * cos_S1r - b * sin_S1r, b * cos_S1r + a * sin_S1r)
     out = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
-    return out.to(x_SHC.dtype)
+    return out.to(x_SXY.dtype)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, x_SXY: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos_Sr, sin_Sr)
         ctx.interleaved = interleaved
-        return _apply_rotation(x_SHC, cos_Sr, sin_Sr, interleaved, 1.0)
+        return _apply_rotation(x_SXY, cos_Sr, sin_Sr, interleaved, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, grad_SHC: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_SXY: Tensor) -> tuple[Tensor, None, None, None]:
         cos_Sr, sin_Sr = ctx.saved_tensors
-        return _apply_rotation(grad_SHC, cos_Sr, sin_Sr, ctx.interleaved, -1.0), None, None, None
+        return _apply_rotation(grad_SXY, cos_Sr, sin_Sr, ctx.interleaved, -1.0), None, None, None
 
 
-def _apply_rotation(x_SHC: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool, sign: float) -> Tensor:
+def _apply_rotation(x_SXY: Tensor, cos_Sr: Tensor, sin_Sr: Tensor, interleaved: bool, sign: float) -> Tensor:
     cos_S1r, sin_S1r = cos_Sr[:, None], sin_Sr[:, None]
-    out_SHC = torch.empty(x_SHC.shape, dtype=x_SHC.dtype, device=x_SHC.device)
-    (a, b), (out_a, out_b) = _pairs(x_SHC.to(cos_Sr.dtype), interleaved), _pairs(out_SHC, interleaved)
+    out_SXY = torch.empty(x_SXY.shape, dtype=x_SXY.dtype, device=x_SXY.device)
+    (a, b), (out_a, out_b) = _pairs(x_SXY.to(cos_Sr.dtype), interleaved), _pairs(out_SXY, interleaved)
     out_a.copy_((a * cos_S1r).addcmul_(b, sin_S1r, value=-sign))
     out_b.copy_((b * cos_S1r).addcmul_(a, sin_S1r, value=sign))
-    return out_SHC
+    return out_SXY
 
 
-def _pairs(x_SHC: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _pairs(x_SXY: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """The first and the second entries of the pairs."""
     if interleaved:
-        return x_SHC[..., 0::2], x_SHC[..., 1::2]
-    first, second = x_SHC.chunk(2, dim=-1)
+        return x_SXY[..., 0::2], x_SXY[..., 1::2]
+    first, second = x_SXY.chunk(2, dim=-1)
     return first, second
 
 
@@ -125,10 +125,10 @@ def rotate_qk(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate the last 2r entries of every head by the token's angle. ``in_place`` is a permission, not used here."""
 
-    def rotate_last(x_SHC: Tensor) -> Tensor:
-        if x_SHC.shape[-1] == 2 * cos_Sr.shape[-1]:
-            return rotate(x_SHC, cos_Sr, sin_Sr, interleaved)
-        nope, rope = x_SHC.split((x_SHC.shape[-1] - 2 * cos_Sr.shape[-1], 2 * cos_Sr.shape[-1]), dim=-1)
+    def rotate_last(x_SXC: Tensor) -> Tensor:
+        if x_SXC.shape[-1] == 2 * cos_Sr.shape[-1]:
+            return rotate(x_SXC, cos_Sr, sin_Sr, interleaved)
+        nope, rope = x_SXC.split((x_SXC.shape[-1] - 2 * cos_Sr.shape[-1], 2 * cos_Sr.shape[-1]), dim=-1)
         return torch.cat((nope, rotate(rope, cos_Sr, sin_Sr, interleaved)), dim=-1)
 
     return rotate_last(q_SHC), None if k_SJC is None else rotate_last(k_SJC)

@@ -58,7 +58,7 @@ def rank_within_key_reference(key_N: Tensor, priority_N: Tensor | None = None) -
     "moefold::add_up", mutates_args=(), schema="(Tensor rows, Tensor row, Tensor first, Tensor? weight) -> Tensor"
 )
 def segment_sum(rows_PL: Tensor, row_N: Tensor, first_X: Tensor, weight_N: Tensor | None) -> Tensor:
-    """[S, L]: sum i is of the rows ``row[first[i]:first[i + 1]]``, times their weights if there are any."""
+    """[X, L]: sum i is of the rows ``row[first[i]:first[i + 1]]``, times their weights if there are any."""
     weight_N = None if weight_N is None else weight_N.to(rows_PL.dtype)
     return F.embedding_bag(row_N, rows_PL, first_X, mode="sum", per_sample_weights=weight_N)
 

@@ -27,10 +27,10 @@ def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k:
     if router.num_groups > 1:
         value_tE = limit_groups(value_tE, router.num_groups, router.top_groups, router.group_terms(top_k))
     expert_tK = choose_topk(value_tE, top_k)
-    weight_tK = score(wide_tE.gather(1, expert_tK), router.score) if after else scores_tE.gather(1, expert_tK)
+    prob_tK = score(wide_tE.gather(1, expert_tK), router.score) if after else scores_tE.gather(1, expert_tK)
     if router.normalize:
-        weight_tK = weight_tK / (weight_tK.sum(-1, keepdim=True) + TINY)
-    return expert_tK, (weight_tK * router.scale).to(logits_tE.dtype)
+        prob_tK = prob_tK / (prob_tK.sum(-1, keepdim=True) + TINY)
+    return expert_tK, (prob_tK * router.scale).to(logits_tE.dtype)
 
 
 class BalanceStats(NamedTuple):

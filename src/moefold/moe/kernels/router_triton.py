@@ -1,11 +1,9 @@
-"""From logits to choices and weights in one read: score, bias, group limit, top-k, normalisation, scale.
+"""From logits to experts and probs in one read: score, bias, group limit, top-k, normalisation, scale.
 
-t tokens, E experts in G groups of S, K choices per token; T tokens of one program, F its columns.
-
-A program holds all logits of a few tokens in registers. Columns are groups side by side, each filled up to a power of
-two, so that a group is a slice of the block and a column's order is still the experts' order. The best expert is found
-K times by a maximum and by the lowest column that has it: equal scores go to the lower expert number, as in
-``moe/topk.py``. Backward computes the scores again instead of having kept them.
+A program holds all logits of a few tokens in registers. Columns are X groups of Y experts side by side, both rounded up
+to a power of two, so that a group is a slice of the block and columns are in the order of the experts. The best expert
+is found K times as the lowest column that has the maximum: equal scores go to the lower expert number, as in
+``moe/topk.py``. Backward recomputes the scores.
 """
 
 from __future__ import annotations
@@ -21,150 +19,150 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.ops.kernels.aot_specs import Build, Traffic, refuse_wide
 from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
 
-# Columns that one program of 4 warps holds.
+# Logits that one program of 4 warps holds.
 BLOCK = 1024
 
 
 @triton.jit
-def _scores(logit_TF, SOFTMAX: tl.constexpr):
+def _scores(logit_nm, SOFTMAX: tl.constexpr):
     """Along the columns; a column of -inf scores 0."""
     if SOFTMAX:
-        power_TF = tl.exp(logit_TF - tl.max(logit_TF, 1)[:, None])
-        return power_TF / tl.sum(power_TF, 1)[:, None]
+        power_nm = tl.exp(logit_nm - tl.max(logit_nm, 1)[:, None])
+        return power_nm / tl.sum(power_nm, 1)[:, None]
     else:
-        return 1.0 / (1.0 + tl.exp(-logit_TF))
+        return 1.0 / (1.0 + tl.exp(-logit_nm))
 
 
 @triton.jit
-def _first_best(value_TF, taken_TF, column_F, LAST: tl.constexpr):
+def _first_best(value_nm, taken_nm, column_m, LAST: tl.constexpr):
     """The lowest column with the best value among those not taken. Never past LAST, not even if values are NaN."""
-    best_T = tl.max(tl.where(taken_TF, -float("inf"), value_TF), 1)
-    candidate_TF = tl.where((value_TF == best_T[:, None]) & (taken_TF == 0), column_F[None, :], LAST)
-    return best_T, tl.min(candidate_TF, 1)
+    best_n = tl.max(tl.where(taken_nm, -float("inf"), value_nm), 1)
+    candidate_nm = tl.where((value_nm == best_n[:, None]) & (taken_nm == 0), column_m[None, :], LAST)
+    return best_n, tl.min(candidate_nm, 1)
 
 
 @triton.jit
-def _open_groups(
-    value_TF, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, S: tl.constexpr, TOP: tl.constexpr,
-    TERMS: tl.constexpr, T: tl.constexpr,
+def _best_groups(
+    value_nm, X: tl.constexpr, X_POW2: tl.constexpr, Y_POW2: tl.constexpr, Y: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    TERMS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """True in the columns of each token's best groups. A group's score is the sum of its TERMS best values."""
-    value_RS = tl.reshape(value_TF, [T * GP, SP])
-    best_R = tl.max(value_RS, 1)
-    score_R = best_R
-    member_S = tl.arange(0, SP)
+    value_NY = tl.reshape(value_nm, [BLOCK_N * X_POW2, Y_POW2])
+    best_N = tl.max(value_NY, 1)
+    score_N = best_N
+    member_Y = tl.arange(0, Y_POW2)
     for _ in tl.static_range(TERMS - 1):
-        first_R = tl.min(tl.where(value_RS == best_R[:, None], member_S[None, :], SP), 1)
-        value_RS = tl.where(member_S[None, :] == first_R[:, None], -float("inf"), value_RS)
-        best_R = tl.max(value_RS, 1)
-        score_R += best_R
-    score_TG = tl.reshape(score_R, [T, GP])
-    group_G = tl.arange(0, GP)
-    taken_TG = (group_G >= G)[None, :] & (score_TG == score_TG)
-    for _ in tl.static_range(TOP):
-        _, best_T = _first_best(score_TG, taken_TG, group_G, G - 1)
-        taken_TG = taken_TG | (group_G[None, :] == best_T[:, None])
-    open_TGS = (taken_TG & (group_G < G)[None, :])[:, :, None] & (tl.arange(0, SP) < S)[None, None, :]
-    return tl.reshape(open_TGS, [T, GP * SP])
+        first_N = tl.min(tl.where(value_NY == best_N[:, None], member_Y[None, :], Y_POW2), 1)
+        value_NY = tl.where(member_Y[None, :] == first_N[:, None], -float("inf"), value_NY)
+        best_N = tl.max(value_NY, 1)
+        score_N += best_N
+    score_nX = tl.reshape(score_N, [BLOCK_N, X_POW2])
+    group_X = tl.arange(0, X_POW2)
+    taken_nX = (group_X >= X)[None, :] & (score_nX == score_nX)
+    for _ in tl.static_range(TOP_GROUPS):
+        _, best_n = _first_best(score_nX, taken_nX, group_X, X - 1)
+        taken_nX = taken_nX | (group_X[None, :] == best_n[:, None])
+    open_nXY = (taken_nX & (group_X < X)[None, :])[:, :, None] & (tl.arange(0, Y_POW2) < Y)[None, None, :]
+    return tl.reshape(open_nXY, [BLOCK_N, X_POW2 * Y_POW2])
 
 
 @triton.jit
-def _choose(
-    logits_tE, bias_E, expert_tK, weight_tK, num_tokens, scale,
-    E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+def _route(
+    logits_tE, bias_E, expert_tK, prob_tK, num_tokens, scale,
+    E: tl.constexpr, X: tl.constexpr, X_POW2: tl.constexpr, Y_POW2: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TERMS: tl.constexpr, SOFTMAX: tl.constexpr, AFTER: tl.constexpr, BIAS: tl.constexpr,
-    NORMALIZE: tl.constexpr, T: tl.constexpr,
+    NORMALIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    S: tl.constexpr = E // G
-    token_T = tl.program_id(0) * T + tl.arange(0, T)
+    Y: tl.constexpr = E // X
+    token_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Tokens past the end repeat the last one; they are not stored.
-    row_T = tl.minimum(token_T, num_tokens - 1).to(tl.int64)
-    column_F, choice_K = tl.arange(0, GP * SP), tl.arange(0, KP)
-    expert_F = column_F // SP * S + column_F % SP
-    valid_F = (column_F // SP < G) & (column_F % SP < S)
-    logit_TF = tl.load(logits_tE + row_T[:, None] * E + expert_F[None, :], mask=valid_F[None, :], other=-float("inf"))
-    logit_TF = logit_TF.to(tl.float32)
-    source_TF = logit_TF if AFTER else _scores(logit_TF, SOFTMAX)
-    value_TF = source_TF
+    row_n = tl.minimum(token_n, num_tokens - 1).to(tl.int64)
+    column_m, slot_K = tl.arange(0, X_POW2 * Y_POW2), tl.arange(0, K_POW2)
+    expert_m = column_m // Y_POW2 * Y + column_m % Y_POW2
+    valid_m = (column_m // Y_POW2 < X) & (column_m % Y_POW2 < Y)
+    logit_nm = tl.load(logits_tE + row_n[:, None] * E + expert_m[None, :], mask=valid_m[None, :], other=-float("inf"))
+    logit_nm = logit_nm.to(tl.float32)
+    source_nm = logit_nm if AFTER else _scores(logit_nm, SOFTMAX)
+    value_nm = source_nm
     if BIAS:
-        value_TF += tl.load(bias_E + expert_F, mask=valid_F, other=0.0)[None, :]
-    value_TF = tl.where(valid_F[None, :], value_TF, -float("inf"))
-    if G > 1:
-        open_TF = _open_groups(value_TF, G, GP, SP, S, TOP_GROUPS, TERMS, T)
-        value_TF = tl.where(open_TF, value_TF, -float("inf"))
+        value_nm += tl.load(bias_E + expert_m, mask=valid_m, other=0.0)[None, :]
+    value_nm = tl.where(valid_m[None, :], value_nm, -float("inf"))
+    if X > 1:
+        open_nm = _best_groups(value_nm, X, X_POW2, Y_POW2, Y, TOP_GROUPS, TERMS, BLOCK_N)
+        value_nm = tl.where(open_nm, value_nm, -float("inf"))
 
-    taken_TF = (valid_F == 0)[None, :] & (row_T >= 0)[:, None]
-    found_TK = tl.zeros([T, KP], tl.int32)
-    weight_TK = tl.full([T, KP], -float("inf") if AFTER else 0.0, tl.float32)
+    taken_nm = (valid_m == 0)[None, :] & (row_n >= 0)[:, None]
+    found_nK = tl.zeros([BLOCK_N, K_POW2], tl.int32)
+    prob_nK = tl.full([BLOCK_N, K_POW2], -float("inf") if AFTER else 0.0, tl.float32)
     for k in tl.static_range(K):
-        _, first_T = _first_best(value_TF, taken_TF, column_F, (G - 1) * SP + S - 1)
-        hit_TF = column_F[None, :] == first_T[:, None]
-        taken_TF = taken_TF | hit_TF
-        picked_T = tl.sum(tl.where(hit_TF, source_TF, 0.0), 1)
-        found_TK = tl.where((choice_K == k)[None, :], (first_T // SP * S + first_T % SP)[:, None], found_TK)
-        weight_TK = tl.where((choice_K == k)[None, :], picked_T[:, None], weight_TK)
+        _, first_n = _first_best(value_nm, taken_nm, column_m, (X - 1) * Y_POW2 + Y - 1)
+        hit_nm = column_m[None, :] == first_n[:, None]
+        taken_nm = taken_nm | hit_nm
+        picked_n = tl.sum(tl.where(hit_nm, source_nm, 0.0), 1)
+        found_nK = tl.where((slot_K == k)[None, :], (first_n // Y_POW2 * Y + first_n % Y_POW2)[:, None], found_nK)
+        prob_nK = tl.where((slot_K == k)[None, :], picked_n[:, None], prob_nK)
     if AFTER:
-        weight_TK = _scores(weight_TK, SOFTMAX)
+        prob_nK = _scores(prob_nK, SOFTMAX)
     if NORMALIZE:
-        weight_TK = weight_TK / (tl.sum(weight_TK, 1)[:, None] + 1e-20)
-    place_TK = row_T[:, None] * K + choice_K[None, :]
-    inside_TK = (token_T < num_tokens)[:, None] & (choice_K < K)[None, :]
-    tl.store(expert_tK + place_TK, found_TK.to(tl.int64), mask=inside_TK)
-    tl.store(weight_tK + place_TK, (weight_TK * scale).to(weight_tK.dtype.element_ty), mask=inside_TK)
+        prob_nK = prob_nK / (tl.sum(prob_nK, 1)[:, None] + 1e-20)
+    place_nK = row_n[:, None] * K + slot_K[None, :]
+    inside_nK = (token_n < num_tokens)[:, None] & (slot_K < K)[None, :]
+    tl.store(expert_tK + place_nK, found_nK.to(tl.int64), mask=inside_nK)
+    tl.store(prob_tK + place_nK, (prob_nK * scale).to(prob_tK.dtype.element_ty), mask=inside_nK)
 
 
 @triton.jit
-def _choose_backward(
-    logits_tE, expert_tK, grad_weight_tK, grad_logits_tE, num_tokens, scale,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SOFTMAX: tl.constexpr, AFTER: tl.constexpr,
-    NORMALIZE: tl.constexpr, T: tl.constexpr,
+def _route_backward(
+    logits_tE, expert_tK, grad_prob_tK, grad_logits_tE, num_tokens, scale,
+    E: tl.constexpr, E_POW2: tl.constexpr, K: tl.constexpr, K_POW2: tl.constexpr, SOFTMAX: tl.constexpr,
+    AFTER: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Weights depend on the chosen logits, and on all others only through a softmax over all experts."""
-    token_T = tl.program_id(0) * T + tl.arange(0, T)
-    row_T = tl.minimum(token_T, num_tokens - 1).to(tl.int64)
-    expert_F, choice_K = tl.arange(0, EP), tl.arange(0, KP)
-    inside_K = (choice_K < K)[None, :]
-    found_TK = tl.load(expert_tK + row_T[:, None] * K + choice_K[None, :], mask=inside_K, other=E).to(tl.int32)
-    grad_TK = tl.load(grad_weight_tK + row_T[:, None] * K + choice_K[None, :], mask=inside_K, other=0.0)
-    grad_TK = grad_TK.to(tl.float32) * scale
-    chosen_TK = tl.load(logits_tE + row_T[:, None] * E + found_TK, mask=inside_K, other=-float("inf")).to(tl.float32)
-    grad_TF = tl.zeros([T, EP], tl.float32)
+    """Probs depend on the chosen logits, and on all others only through a softmax over all experts."""
+    token_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_n = tl.minimum(token_n, num_tokens - 1).to(tl.int64)
+    expert_m, slot_K = tl.arange(0, E_POW2), tl.arange(0, K_POW2)
+    inside_K = (slot_K < K)[None, :]
+    found_nK = tl.load(expert_tK + row_n[:, None] * K + slot_K[None, :], mask=inside_K, other=E).to(tl.int32)
+    grad_nK = tl.load(grad_prob_tK + row_n[:, None] * K + slot_K[None, :], mask=inside_K, other=0.0)
+    grad_nK = grad_nK.to(tl.float32) * scale
+    chosen_nK = tl.load(logits_tE + row_n[:, None] * E + found_nK, mask=inside_K, other=-float("inf")).to(tl.float32)
+    grad_nm = tl.zeros([BLOCK_N, E_POW2], tl.float32)
     if SOFTMAX and not AFTER:
-        place_TF = row_T[:, None] * E + expert_F[None, :]
-        logit_TF = tl.load(logits_tE + place_TF, mask=(expert_F < E)[None, :], other=-float("inf")).to(tl.float32)
-        most_T = tl.max(logit_TF, 1)
-        power_TF = tl.exp(logit_TF - most_T[:, None])
-        sum_T = tl.sum(power_TF, 1)
-        score_TK = tl.exp(chosen_TK - most_T[:, None]) / sum_T[:, None]
+        place_nm = row_n[:, None] * E + expert_m[None, :]
+        logit_nm = tl.load(logits_tE + place_nm, mask=(expert_m < E)[None, :], other=-float("inf")).to(tl.float32)
+        most_n = tl.max(logit_nm, 1)
+        power_nm = tl.exp(logit_nm - most_n[:, None])
+        sum_n = tl.sum(power_nm, 1)
+        score_nK = tl.exp(chosen_nK - most_n[:, None]) / sum_n[:, None]
     else:
-        score_TK = _scores(chosen_TK, SOFTMAX)
+        score_nK = _scores(chosen_nK, SOFTMAX)
     if NORMALIZE:
-        total_T = tl.sum(score_TK, 1) + 1e-20
-        grad_TK = (grad_TK - (tl.sum(grad_TK * score_TK, 1) / total_T)[:, None]) / total_T[:, None]
+        total_n = tl.sum(score_nK, 1) + 1e-20
+        grad_nK = (grad_nK - (tl.sum(grad_nK * score_nK, 1) / total_n)[:, None]) / total_n[:, None]
     if SOFTMAX:
-        mean_T = tl.sum(grad_TK * score_TK, 1)
+        mean_n = tl.sum(grad_nK * score_nK, 1)
         if AFTER:
-            grad_TK = score_TK * (grad_TK - mean_T[:, None])
+            grad_nK = score_nK * (grad_nK - mean_n[:, None])
         else:
-            grad_TK = score_TK * grad_TK
-            grad_TF = -power_TF / sum_T[:, None] * mean_T[:, None]
+            grad_nK = score_nK * grad_nK
+            grad_nm = -power_nm / sum_n[:, None] * mean_n[:, None]
     else:
-        grad_TK = grad_TK * score_TK * (1.0 - score_TK)
+        grad_nK = grad_nK * score_nK * (1.0 - score_nK)
     for k in tl.static_range(K):
-        column_T = tl.sum(tl.where((choice_K == k)[None, :], found_TK, 0), 1)
-        part_T = tl.sum(tl.where((choice_K == k)[None, :], grad_TK, 0.0), 1)
-        grad_TF += tl.where(expert_F[None, :] == column_T[:, None], part_T[:, None], 0.0)
+        column_n = tl.sum(tl.where((slot_K == k)[None, :], found_nK, 0), 1)
+        part_n = tl.sum(tl.where((slot_K == k)[None, :], grad_nK, 0.0), 1)
+        grad_nm += tl.where(expert_m[None, :] == column_n[:, None], part_n[:, None], 0.0)
     tl.store(
-        grad_logits_tE + row_T[:, None] * E + expert_F[None, :], grad_TF.to(grad_logits_tE.dtype.element_ty),
-        mask=(token_T < num_tokens)[:, None] & (expert_F < E)[None, :],
+        grad_logits_tE + row_n[:, None] * E + expert_m[None, :], grad_nm.to(grad_logits_tE.dtype.element_ty),
+        mask=(token_n < num_tokens)[:, None] & (expert_m < E)[None, :],
     )  # fmt: skip
 
 
 def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k: int) -> tuple[Tensor, Tensor]:
-    """Each token's experts, best first, and what each one's answer counts for, in the logits' format."""
+    """Each token's experts, best first, and their probs, in the logits' dtype."""
     refuse_wide("router", logits_tE, bias_E)
-    expert_tK, weight_tK = _Route.apply(logits_tE, bias_E, router, top_k)
-    return expert_tK, weight_tK
+    expert_tK, prob_tK = _Route.apply(logits_tE, bias_E, router, top_k)
+    return expert_tK, prob_tK
 
 
 class _Route(torch.autograd.Function):
@@ -175,23 +173,23 @@ class _Route(torch.autograd.Function):
         logits_tE = logits_tE.contiguous()
         num_tokens, num_experts = logits_tE.shape
         expert_tK = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits_tE.device)
-        weight_tK = logits_tE.new_empty(num_tokens, top_k)
+        prob_tK = logits_tE.new_empty(num_tokens, top_k)
         constants = _constants(num_experts, top_k, router, bias_E is not None)
-        _choose[triton.cdiv(num_tokens, constants["T"]),](
-            logits_tE, logits_tE if bias_E is None else bias_E, expert_tK, weight_tK, num_tokens, router.scale,
+        _route[triton.cdiv(num_tokens, constants["BLOCK_N"]),](
+            logits_tE, logits_tE if bias_E is None else bias_E, expert_tK, prob_tK, num_tokens, router.scale,
             **constants,
         )  # fmt: skip
         ctx.mark_non_differentiable(expert_tK)
         ctx.save_for_backward(logits_tE, expert_tK)
         ctx.router = router
-        return expert_tK, weight_tK
+        return expert_tK, prob_tK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits_tE, expert_tK = ctx.saved_tensors
         grad_logits_tE = torch.empty_like(logits_tE)
         constants = _backward_constants(logits_tE.shape[1], expert_tK.shape[1], ctx.router)
-        _choose_backward[triton.cdiv(logits_tE.shape[0], constants["T"]),](
+        _route_backward[triton.cdiv(logits_tE.shape[0], constants["BLOCK_N"]),](
             logits_tE, expert_tK, grads[1].contiguous(), grad_logits_tE, logits_tE.shape[0], ctx.router.scale,
             **constants,
         )  # fmt: skip
@@ -199,24 +197,25 @@ class _Route(torch.autograd.Function):
 
 
 def _constants(num_experts: int, top_k: int, router: RouterConfig, bias: bool) -> dict[str, Any]:
-    """What the forward kernel is compiled for."""
-    GP = triton.next_power_of_2(router.num_groups)
-    SP = triton.next_power_of_2(num_experts // router.num_groups)
+    """The compile-time constants of the forward kernel."""
+    X_POW2 = triton.next_power_of_2(router.num_groups)
+    Y_POW2 = triton.next_power_of_2(num_experts // router.num_groups)
     return {
-        "E": num_experts, "G": router.num_groups, "GP": GP, "SP": SP, "K": top_k, "KP": triton.next_power_of_2(top_k),
+        "E": num_experts, "X": router.num_groups, "X_POW2": X_POW2, "Y_POW2": Y_POW2,
+        "K": top_k, "K_POW2": triton.next_power_of_2(top_k),
         "TOP_GROUPS": router.top_groups, "TERMS": min(router.group_terms(top_k), num_experts // router.num_groups),
         "BIAS": bias,
         "SOFTMAX": router.score == "softmax", "AFTER": router.score_when == "after_topk",
-        "NORMALIZE": router.normalize, "T": max(1, BLOCK // (GP * SP)),
+        "NORMALIZE": router.normalize, "BLOCK_N": max(1, BLOCK // (X_POW2 * Y_POW2)),
     }  # fmt: skip
 
 
 def _backward_constants(num_experts: int, top_k: int, router: RouterConfig) -> dict[str, Any]:
-    EP = triton.next_power_of_2(num_experts)
+    E_POW2 = triton.next_power_of_2(num_experts)
     return {
-        "E": num_experts, "EP": EP, "K": top_k, "KP": triton.next_power_of_2(top_k),
+        "E": num_experts, "E_POW2": E_POW2, "K": top_k, "K_POW2": triton.next_power_of_2(top_k),
         "SOFTMAX": router.score == "softmax", "AFTER": router.score_when == "after_topk",
-        "NORMALIZE": router.normalize, "T": max(1, BLOCK // EP),
+        "NORMALIZE": router.normalize, "BLOCK_N": max(1, BLOCK // E_POW2),
     }  # fmt: skip
 
 
@@ -238,13 +237,13 @@ def _builds(model: str, moe: MoEConfig) -> tuple[Build, ...]:
     sizes = {"num_tokens": "i32", "scale": "fp32"}
     return (
         Build(
-            f"router, {model}", _choose,
-            {"logits_tE": "*fp32", "bias_E": "*fp32", "expert_tK": "*i64", "weight_tK": "*fp32", **sizes},
+            f"router, {model}", _route,
+            {"logits_tE": "*fp32", "bias_E": "*fp32", "expert_tK": "*i64", "prob_tK": "*fp32", **sizes},
             _constants(E, K, router, router.expert_bias), forward_traffic(E, K), registers=80,
         ),
         Build(
-            f"router backward, {model}", _choose_backward,
-            {"logits_tE": "*fp32", "expert_tK": "*i64", "grad_weight_tK": "*fp32", "grad_logits_tE": "*fp32", **sizes},
+            f"router backward, {model}", _route_backward,
+            {"logits_tE": "*fp32", "expert_tK": "*i64", "grad_prob_tK": "*fp32", "grad_logits_tE": "*fp32", **sizes},
             _backward_constants(E, K, router), backward_traffic(E, K, router), registers=64,
         ),
     )  # fmt: skip
