@@ -19,7 +19,7 @@ from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.prove.proof_inputs import proof_init
 
-# A dense layer and a mixture with a shared expert, a latent width and a balance loss, and a module that looks ahead.
+# A dense layer, an MoE layer with a shared expert, a latent dim and a balance loss, and an MTP module.
 MODEL = ModelConfig(
     vocab_size=64,
     dim=32,

@@ -1,8 +1,8 @@
-"""What tests of kernels share: random tensors, how far a result may lie from its twin, and the bytes a launch touches.
+"""For tests of kernels: random tensors, how far a result may lie from its reference, and the bytes a launch touches.
 
-Twins run in float32 on the same numbers. A kernel computes in float32 and rounds where it stores, so in a narrow format
-its result lies within one rounding per store: half a unit in float16, one unit in bfloat16, because the interpreter
-cuts digits off where a card rounds to nearest.
+References run in float32 on the same numbers. A kernel computes in float32 and rounds where it stores, so in a 16-bit
+dtype its result is within one rounding per store: half a unit in float16, one unit in bfloat16, because the interpreter
+truncates where a GPU rounds to nearest.
 """
 
 from __future__ import annotations
@@ -55,20 +55,22 @@ def run_kernel(function: Callable[..., Any], inputs: Sequence[Tensor | None], gr
         return run(function, inputs, grads)
 
 
-def run_twin(function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor]:
+def run_reference(
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Sequence[Tensor]
+) -> list[Tensor]:
     return run(function, [None if x is None else x.float() for x in inputs], [grad.float() for grad in grads])
 
 
-def assert_near(found: Tensor, twin: Tensor, name: str, roundings: int = 1, terms: float | None = None) -> None:
+def assert_near(found: Tensor, reference: Tensor, name: str, roundings: int = 1, terms: float | None = None) -> None:
     """Rounding to the result's own format, ``roundings`` times, and float32's own noise.
 
     ``terms`` is the size of what was added up, where that is larger than the sums.
     """
-    assert found.shape == twin.shape, name
+    assert found.shape == reference.shape, name
     if terms is None:
-        terms = twin.abs().max().item() if twin.numel() else 0.0
-    allowed = roundings * (ROUNDING[found.dtype] * twin.abs() + TINY) + FLOAT32 * terms
-    excess = (found.float() - twin).abs() - allowed
+        terms = reference.abs().max().item() if reference.numel() else 0.0
+    allowed = roundings * (ROUNDING[found.dtype] * reference.abs() + TINY) + FLOAT32 * terms
+    excess = (found.float() - reference).abs() - allowed
     assert (excess <= 0).all(), f"{name} in {found.dtype}: {excess.max().item():.2e} beyond what rounding explains"
 
 

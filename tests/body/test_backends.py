@@ -58,7 +58,7 @@ def test_moefold_imports_without_triton() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_twins_work_everywhere() -> None:
+def test_the_references_work_everywhere() -> None:
     assert all(callable(getattr(kernels_named("torch", "cpu", "float64"), job)) for job in JOBS)
 
 
@@ -74,9 +74,9 @@ def test_kernels_are_refused_without_a_gpu() -> None:
 def test_kernels_are_given_with_one(here: HostInfo) -> None:
     pytest.importorskip("triton", reason="kernels are an extra")
     found = kernels_named("triton", "cuda", "bfloat16", here)
-    twins = kernels_named("torch", "cuda", "bfloat16", here)
+    references = kernels_named("torch", "cuda", "bfloat16", here)
     for job in JOBS:
-        assert getattr(found, job) is not getattr(twins, job), job
+        assert getattr(found, job) is not getattr(references, job), job
 
 
 def test_native_changes_activations_only(here: HostInfo) -> None:

@@ -33,13 +33,13 @@ def _inputs() -> list[Tensor]:
 
 
 def test_names_and_streams() -> None:
-    dense, mixture = _blocks(MODEL)
+    dense, moe = _blocks(MODEL)
     batch = batch_of(2, 7, 11)
     assert [(p.name, p.stream) for p in dense.phases(batch)] == [
         ("attention", Stream.COMPUTE),
         ("feed_forward", Stream.COMPUTE),
     ]
-    assert [(p.name, p.stream) for p in mixture.phases(batch)] == [
+    assert [(p.name, p.stream) for p in moe.phases(batch)] == [
         ("attention", Stream.COMPUTE),
         ("route", Stream.COMPUTE),
         ("dispatch", Stream.COMM),

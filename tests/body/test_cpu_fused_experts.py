@@ -108,11 +108,11 @@ def test_500_random_shapes_and_routings(seeds: range) -> None:
         narrow, plain = build(case, "fused", torch.bfloat16), build(case, "sequential", torch.bfloat16)
         wide = build(case, "sequential", torch.float64)
         wide.load_state_dict(narrow.state_dict())
-        got, twin = outcome(narrow, case, torch.bfloat16), outcome(plain, case, torch.bfloat16)
+        got, reference = outcome(narrow, case, torch.bfloat16), outcome(plain, case, torch.bfloat16)
         for name, tensor in outcome_of_rounded(wide, case).items():
             # One rounding is 2^-9 at most, and about ten lie on the longest way. In sums of a few numbers that nearly
             # cancel it may be more, for the plain layer as well.
-            allowed = max(12 * 2**-9, 2 * error(twin[name], tensor))
+            allowed = max(12 * 2**-9, 2 * error(reference[name], tensor))
             assert error(got[name], tensor) <= allowed, (case, name)
 
 

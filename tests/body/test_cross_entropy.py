@@ -18,12 +18,12 @@ def test_chunks_equal_full_logits(chunk: int) -> None:
     # Targets outside these rows: of another rank's vocabulary, or of no vocabulary at all.
     target = torch.tensor([0, 22, 5, -100, 23, 7, -1, 400, 5])
     grads = [_random(9).detach(), _random(9).detach().flip(0)]
-    ours, twin = vocab_stats(x, weight, target, chunk), vocab_stats_reference(x, weight, target)
-    for a, b in zip(ours, twin, strict=True):
+    ours, reference = vocab_stats(x, weight, target, chunk), vocab_stats_reference(x, weight, target)
+    for a, b in zip(ours, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
     assert (ours[1][[3, 4, 6, 7]] == 0).all()
-    our_grads, twin_grads = (torch.autograd.grad(out, (x, weight), grads) for out in (ours, twin))
-    for a, b in zip(our_grads, twin_grads, strict=True):
+    our_grads, reference_grads = (torch.autograd.grad(out, (x, weight), grads) for out in (ours, reference))
+    for a, b in zip(our_grads, reference_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 

@@ -51,7 +51,7 @@ def test_every_parameter_gets_a_gradient(model: ModelConfig) -> None:
         assert value.grad is not None and value.grad.abs().max() > 0, name
 
 
-def test_earlier_counts_reach_the_mixtures_in_order() -> None:
+def test_earlier_counts_reach_the_moe_layers_in_order() -> None:
     decoder, batch = _decoder(MODEL), batch_of(2, 9, 50)
     seen: list[object] = []
     for router in decoder.routers().values():

@@ -109,10 +109,10 @@ def test_narrow_rows_and_wide_weights(engine: str) -> None:
     experts = build(config, torch.float32, engine)
     out = experts(arrived)
     assert out.dtype == torch.bfloat16
-    twin = build(config)
-    twin.load_state_dict(experts.state_dict())
+    reference = build(config)
+    reference.load_state_dict(experts.state_dict())
     choices = arrived.assignments._replace(probs=arrived.assignments.probs.double())
-    exact = twin(arrived._replace(rows_RL=arrived.rows_RL.double(), assignments=choices))
+    exact = reference(arrived._replace(rows_RL=arrived.rows_RL.double(), assignments=choices))
     torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.1)
     out.backward(torch.ones_like(out))
     assert arrived.assignments.probs.grad is not None and arrived.assignments.probs.grad.dtype == torch.float32

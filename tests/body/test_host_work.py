@@ -1,4 +1,4 @@
-"""How much the host does for one mixture, held so that it only falls; docs/host-overhead.md has the numbers."""
+"""How much the host does for one MoE layer, held so that it only falls; docs/host-overhead.md has the numbers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ HELD: dict[str, tuple[str, MoEConfig, int, int, int]] = {
 PAGE = Path(__file__).parents[2] / "docs" / "host-overhead.md"
 
 
-def mixture(engine: str, config: MoEConfig) -> Callable[[], Tensor]:
-    """One mixture in bfloat16 without a shared expert, as a function that runs its forward."""
+def moe_layer(engine: str, config: MoEConfig) -> Callable[[], Tensor]:
+    """One MoE layer in bfloat16 without a shared expert, as a function that runs its forward."""
     torch.manual_seed(0)
     slots = None if config.capacity is None else capacity_of(TOKENS, config.capacity.factor, config.top_k, 8)
     router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots)
@@ -65,7 +65,7 @@ def mixture(engine: str, config: MoEConfig) -> Callable[[], Tensor]:
 
 
 def work_of(engine: str, config: MoEConfig) -> tuple[HostWork, HostWork]:
-    forward = mixture(engine, config)
+    forward = moe_layer(engine, config)
     forward().backward()
     made: list[Tensor] = []
     ahead = count_host_work(lambda: made.append(forward()))

@@ -1,4 +1,4 @@
-"""First values are a function of (seed, name, global index), and look like a normal distribution."""
+"""Initial values are a function of (seed, name, global index), and look like a normal distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cross entropy kernels, interpreted, against float32 logits and against the chunked twin."""
+"""The cross entropy kernels, interpreted, against float32 logits and against the chunked reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def targets(case: Case, tokens: int, vocabulary: int) -> Tensor:
     return torch.where(torch.rand(tokens, generator=case.generator) < 0.2, -100, drawn)
 
 
-def twin(logits_Tv: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
+def stats_reference(logits_Tv: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
     here = (target_T >= 0) & (target_T < logits_Tv.shape[1])
     picked = logits_Tv.gather(1, target_T.clamp(0, logits_Tv.shape[1] - 1)[:, None])[:, 0]
     return logits_Tv.logsumexp(1), torch.where(here, picked, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_chunks_of_logits_as_the_twin(seed: int) -> None:
+def test_chunks_of_logits_as_the_reference(seed: int) -> None:
     """Numbers are float32 whatever the logits are; gradients are rounded once, to the logits' format."""
     case = Case(seed)
     tokens, vocabulary = case.among(1, 3, 6), case.among(1, 17, 100, 2048, 4096, 9000)
@@ -45,14 +45,14 @@ def test_chunks_of_logits_as_the_twin(seed: int) -> None:
             part = gradient[:, begin : begin + chunk]
             kernel.logits_to_gradient(part, target, begin, lse, *grads)
     found = [lse, target_logit, gradient]
-    wanted = run(lambda x: twin(x, target), [logits.float()], grads)
+    wanted = run(lambda x: stats_reference(x, target), [logits.float()], grads)
     for name, ours, reference in zip(("lse", "target logit", "d logits"), found, wanted, strict=True):
         # An exponential turns the last digits of a large logit into leading ones.
         assert_near(ours, reference, name, terms=max(1.0, logits.abs().max().item() / 4) * reference.abs().max().item())
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_whole_function_as_the_chunked_twin(seed: int) -> None:
+def test_whole_function_as_the_chunked_reference(seed: int) -> None:
     case = Case(seed)
     tokens, dim, vocabulary = case.among(1, 4, 9), case.among(1, 8, 33), case.among(5, 23, 300)
     chunk, target = case.among(1 + vocabulary // 4, vocabulary, 8192), targets(case, tokens, vocabulary)
@@ -119,7 +119,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept() -> None:
     assert sum(kept) == x.numel() + weight.numel() + 2 * 16
 
 
-def test_float64_is_sent_to_the_twin() -> None:
+def test_float64_is_sent_to_the_reference() -> None:
     with pytest.raises(ValueError, match=r"cross_entropy\.vocab_stats takes float64"):
         kernel.vocab_stats(torch.zeros(1, 2).double(), torch.zeros(3, 2), torch.zeros(1, dtype=torch.long))
 

@@ -1,4 +1,4 @@
-"""The balance statistics, interpreted, against their twin, and the twin against the balance losses of the model."""
+"""The balance statistics, interpreted, against their reference, and that against the balance losses of the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(ops: object, logits_tE: Tensor, *rest: object) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     case = draw(seed)
     with interpreting(), poisoned_memory():
         count_QE, probability_QE, z_Q, grad_tE = run(balance_triton, *case)
@@ -56,7 +56,7 @@ def test_as_the_twin(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 50, 10))
-def test_as_the_twin_in_bfloat16(seed: int) -> None:
+def test_as_the_reference_in_bfloat16(seed: int) -> None:
     """Sums are float32 in both; the gradient is rounded once, so it differs by one unit in the last place at most."""
     logits_tE, *rest = draw(seed)
     with interpreting(), poisoned_memory():
@@ -69,7 +69,7 @@ def test_as_the_twin_in_bfloat16(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ("softmax", "sigmoid"))
-def test_the_twin_adds_up_what_the_model_weighs(kind: str) -> None:
+def test_the_reference_sums_what_the_balance_loss_needs(kind: str) -> None:
     logits_tE, expert_tK, _, _, _ = draw(1)
     found = balance_torch.balance_stats(logits_tE, expert_tK, None, 1, kind)  # type: ignore[arg-type]
     p_tE = probabilities(logits_tE, kind)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The permuting kernels, interpreted, against their twin and against a loop."""
+"""The permuting kernels, interpreted, against their reference and against a loop."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def there_and_back(ops: Any, rows: RowMap, x_tL: Tensor, prob_tK: Tensor | None,
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     rows, routing, x_tL, _, _ = draw(seed)
     prob_tK = routing.probs if seed % 3 else None
     dtype = torch.bfloat16 if seed % 2 else torch.float32

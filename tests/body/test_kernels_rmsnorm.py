@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
-from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_twin
+from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_reference
 
 from moefold.ops.kernels import rmsnorm_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
@@ -15,7 +15,7 @@ from moefold.ops.rmsnorm import rms_norm
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     case = Case(seed)
     shape = case.among((1, 1), (5, 8), (40, 7), (3, 4, 128), (9, 300), (2, 1536), (11, 2100), (3, 7168))
     # The weight is rounded to the rows' format before it multiplies; here it has no digits to lose.
@@ -23,7 +23,7 @@ def test_as_the_twin(seed: int) -> None:
     eps = case.among(1e-6, 1e-5)
     grads = [case.randn(*shape)]
     found = run_kernel(lambda x, w: kernel.rms_norm(x, w, eps), inputs, grads)
-    wanted = run_twin(lambda x, w: rms_norm(x, w, eps), inputs, grads)
+    wanted = run_reference(lambda x, w: rms_norm(x, w, eps), inputs, grads)
     out, dx, dweight = wanted
     assert_near(found[0], out, "out", roundings=2)  # before and after the weight
     # What is left of a gradient after its part along the row is taken away may be little.

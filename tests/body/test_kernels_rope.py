@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
-from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_twin
+from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_reference
 
 from moefold.config.attention import RopeConfig
 from moefold.ops import rope
@@ -26,7 +26,7 @@ def tables(case: Case, tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     case = Case(seed)
     tokens, heads, kv_heads = case.among(1, 3, 6), case.among(1, 4, 16, 21), case.among(0, 1, 2, 8)
     pairs, plain, interleaved = case.among(1, 3, 8, 20), case.among(0, 0, 5, 16), case.among(True, False)
@@ -40,10 +40,10 @@ def test_as_the_twin(seed: int) -> None:
         # A leaf may not be changed, a projection's output may.
         return kernel.rotate_qk(q * 1, None if k is None else k * 1, cos, sin, interleaved, in_place=True)
 
-    def twin(q: Tensor, k: Tensor | None) -> tuple[Tensor, ...]:
+    def reference(q: Tensor, k: Tensor | None) -> tuple[Tensor, ...]:
         return tuple(x for x in rope.rotate_qk(q, k, cos, sin, interleaved) if x is not None)
 
-    wanted = run_twin(twin, inputs, grads)
+    wanted = run_reference(reference, inputs, grads)
     for in_place in (False, True):
         found = run_kernel(ours, inputs, [grad.clone() for grad in grads])
         for place, (mine, reference) in enumerate(zip(found, wanted, strict=True)):
@@ -88,7 +88,7 @@ def test_moves_the_bytes_it_says(interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_latent_keys_as_the_twin(seed: int) -> None:
+def test_latent_keys_as_the_reference(seed: int) -> None:
     case = Case(seed)
     tokens, heads, interleaved = case.among(1, 2, 5), case.among(1, 5, 16, 20), case.among(True, False)
     nope, value, pairs = case.among(1, 16, 24), case.among(1, 8, 20), case.among(1, 4, 11)
@@ -96,9 +96,9 @@ def test_latent_keys_as_the_twin(seed: int) -> None:
     inputs = [case.randn(tokens, heads, nope + value), case.randn(tokens, 2 * pairs)]
     grads = [case.randn(tokens, heads, nope + 2 * pairs), case.randn(tokens, heads, value)]
     found = run_kernel(lambda *x: latent.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
-    wanted = run_twin(lambda *x: rope.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
-    for name, ours, twin in zip(("keys", "values", "d heads", "d turned"), found, wanted, strict=True):
-        assert_near(ours, twin, name)
+    wanted = run_reference(lambda *x: rope.keys_and_values(*x, cos, sin, nope, interleaved), inputs, grads)
+    for name, ours, reference in zip(("keys", "values", "d heads", "d turned"), found, wanted, strict=True):
+        assert_near(ours, reference, name)
 
 
 def test_latent_values_are_not_copied() -> None:

@@ -1,4 +1,4 @@
-"""The routing kernel, interpreted, against its twin: choices exactly, weights and gradients to rounding."""
+"""The routing kernel, interpreted, against its reference: experts exactly, probs and gradients to rounding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     case = draw(seed)
     with interpreting(), poisoned_memory():
         expert_tK, weight_tK, grad_tE = run(router_triton, *case)
@@ -64,7 +64,7 @@ def test_as_the_twin(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 50, 10))
-def test_as_the_twin_in_bfloat16(seed: int) -> None:
+def test_as_the_reference_in_bfloat16(seed: int) -> None:
     """Both compute in float32 and round once, so they differ by one unit in the last place at most."""
     router, top_k, logits_tE, bias_E, grad_tK = draw(seed)
     case = (router, top_k, logits_tE.bfloat16(), bias_E, grad_tK)

@@ -28,15 +28,15 @@ def draw(seed: int) -> tuple[Routing, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     case = draw(seed)
     with interpreting(), poisoned_memory():
         found = row_map_triton.map_rows(*case)
     wanted = map_rows(*case)
     assert found.num_rows == wanted.num_rows and map_rows(*case, num_rows=7).num_rows == 7
     for name in ("row_tK", "start_E", "count_E"):
-        ours, twins = getattr(found, name), getattr(wanted, name)
-        assert ours.dtype == twins.dtype == torch.int32 and torch.equal(ours, twins), name
+        ours, references = getattr(found, name), getattr(wanted, name)
+        assert ours.dtype == references.dtype == torch.int32 and torch.equal(ours, references), name
 
 
 def test_moves_the_bytes_it_says() -> None:

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
-from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_twin
+from tests.body.kernel_cases import Case, assert_near, counting_bytes, poisoned_memory, run_kernel, run_reference
 
-from moefold.ops.activations import weighted_activation as weighted_activation_twin
+from moefold.ops.activations import weighted_activation as weighted_activation_reference
 from moefold.ops.kernels import swiglu_triton as kernel
 from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.kernels.swiglu_triton import weighted_activation
@@ -25,12 +25,12 @@ def draw(seed: int) -> tuple[Case, str, list[torch.Tensor | None], torch.Tensor]
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_as_the_twin(seed: int) -> None:
+def test_as_the_reference(seed: int) -> None:
     _, activation, inputs, grad = draw(seed)
     found = run_kernel(lambda *x: weighted_activation(*x, activation), inputs, [grad])
-    wanted = run_twin(lambda *x: weighted_activation_twin(*x, activation), inputs, [grad])
-    for name, ours, twin in zip(("out", "d gate_up", "d weight"), found, wanted, strict=False):
-        assert_near(ours, twin, name)
+    wanted = run_reference(lambda *x: weighted_activation_reference(*x, activation), inputs, [grad])
+    for name, ours, reference in zip(("out", "d gate_up", "d weight"), found, wanted, strict=False):
+        assert_near(ours, reference, name)
     assert len(found) == len(wanted) and (len(found) == 2 or found[2].dtype == torch.float32)
 
 

@@ -100,7 +100,7 @@ def _leaves(case: str, params: torch.dtype, compute: torch.dtype) -> tuple[Tenso
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("backend", "params", "compute"), BACKENDS_AND_FORMATS)
 @pytest.mark.parametrize("put_off", [False, True])
-def test_a_product_has_the_bits_of_its_twin(
+def test_a_matmul_has_the_bits_of_its_reference(
     case: str, backend: str, params: torch.dtype, compute: torch.dtype, put_off: bool
 ) -> None:
     times = CASES[case][0]
@@ -183,7 +183,7 @@ def _share(
 
 
 def _objective(local_model: LocalModel) -> Tensor:
-    """Embedding, dense layer, mixture, module that looks ahead, losses: all in one stage."""
+    """Embedding, dense layer, MoE layer, MTP module, losses: all in one stage."""
     (batch,) = microbatches(local_model.run, ((5, 1, 4),))
     objective = objective_of(local_model, local_model.model(batch), batch)
     assert objective is not None
@@ -213,7 +213,7 @@ def test_both_halves_together_execute_the_matmuls_of_the_whole(
     assert inputs + weights == unsplit
     assert sum(weights.values()) == num_weight_gradients(split, backend)
     # The plain loop over experts keeps the input of each product just before it, so that a recomputation, which stops
-    # at the last thing that was kept, repeats all but one of a mixture's last products. Here it repeats none.
+    # at the last thing that was kept, recomputes all but one of an MoE layer's last matmuls. Here it recomputes none.
     spared = NUM_MIXTURES * (4 - 1) if recompute and backend == "sequential" else 0
     assert expected == unsplit + Counter(mm=spared)
     assert_equal_gradients(_gradients(split), _gradients(native))

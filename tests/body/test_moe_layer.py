@@ -1,4 +1,4 @@
-"""A mixture against its formula, token by token: latent width, shared expert and gate included."""
+"""An MoE layer against its formula, token by token: latent dim, shared expert and gate included."""
 
 from __future__ import annotations
 

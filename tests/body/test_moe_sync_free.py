@@ -1,4 +1,4 @@
-"""In capacity-padded mode a mixture's forward and backward read nothing back from the device."""
+"""In capacity-padded mode an MoE layer's forward and backward read nothing back from the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def slots_of(config: MoEConfig) -> int | None:
 
 
 def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
-    """A mixture on one process, as a function that runs it forward and backward."""
+    """An MoE layer on one process, as a function that runs it forward and backward."""
     torch.manual_seed(0)
     router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots_of(config))
     experts = Experts(config, WIDTH, grouped_experts(config, NativeMatmul(), grouped)).to(dtype)

@@ -1,4 +1,4 @@
-"""A module that looks ahead joins the stream with the tokens that came after it, and peeks no further."""
+"""An MTP module combines the hidden state with later tokens, at the depth it predicts and no further."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_two_modules_take_turns_phase_by_phase() -> None:
 @pytest.mark.parametrize("what", ["stream", "token"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_no_place_sees_a_later_one_or_another_document(model: ModelConfig, what: str) -> None:
-    """Routing here drops nothing, so experts do not tie tokens together; attention is what must not look ahead."""
+    """Routing drops nothing here, so experts do not couple tokens; attention must be causal."""
     module, batch = _module(model), batch_of(SEQUENCES, SEQ_LEN, 11)
     pair = dict(zip(("stream", "token"), _inputs()))
     before = module(pair["stream"], pair["token"], batch).x_tD.view(SEQUENCES, SEQ_LEN, WIDTH)

@@ -1,4 +1,4 @@
-"""C for CPUs: the same numbers as its twin in torch, and clear words where it cannot be made."""
+"""C for CPUs: the same numbers as its reference in torch, and clear words where it cannot be made."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C 
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_50_random_shapes_equal_the_twin(threads: int) -> None:
+def test_50_random_shapes_equal_the_reference(threads: int) -> None:
     """float32 to rounding; in bfloat16 the native gate rounds once where torch rounds at every step."""
     gate, before = NativeSwiGLU(), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for seed in range(50):
-            compare_with_twin(gate, seed)
+            compare_with_reference(gate, seed)
     finally:
         torch.set_num_threads(before)
 
 
-def compare_with_twin(gate: NativeSwiGLU, seed: int) -> None:
+def compare_with_reference(gate: NativeSwiGLU, seed: int) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)
     rows, hidden = chance.choice([0, 1, 5, 64, 129]), chance.choice([1, 7, 16, 33, 256])

@@ -23,7 +23,7 @@ from moefold.pipeline.phase_autograd import backward_phase, iter_tensors, map_te
 from moefold.pipeline.pipeline_state import add_sums, objective_of, zero_sums
 from moefold.pipeline.runtime import run_schedule
 
-# Without a module that looks ahead, every parameter is used once per microbatch. One that is used twice gets both
+# Without an MTP module, every parameter is used once per microbatch. One that is used twice gets both
 # gradients in one sum from autograd, and one after the other from a tape: the same up to rounding.
 ONCE = replace(MODEL, num_mtp=0)
 MODELS = {
@@ -80,7 +80,7 @@ def _counts(local_model: LocalModel) -> Tensor:
 
 
 def _plain(local_model: LocalModel, stage: StageSpec, batch: Batch, seed: int) -> Run:
-    """The twin: the module's own forward, and one call of autograd."""
+    """The reference: the module's own forward, and one call of autograd."""
     given = _given(local_model, stage, batch, seed)
     output = local_model.model(batch, _counts(local_model), stage, given)
     objective, asked = objective_of(local_model, output, batch), _asked(output, seed)
@@ -217,7 +217,7 @@ def _overlapped(local_model: LocalModel, ahead: StageSpec, back: StageSpec, defe
 
 
 def _in_turn(local_model: LocalModel, ahead: StageSpec, back: StageSpec) -> tuple[Run, Run]:
-    """The twin: forward, backward, forward, backward, all on tapes."""
+    """The reference: forward, backward, forward, backward, all on tapes."""
     first, second = microbatches(local_model.run, SHAPES)
     sums = zero_sums(local_model)
     runs = []

@@ -1,4 +1,4 @@
-"""Normalisation: against torch's own and its twin, and spread over ranks against whole."""
+"""Normalisation: against torch's own and its reference, and spread over ranks against whole."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def test_a_narrow_input_is_squared_in_float32_and_weighed_in_its_own_format() ->
         ((64, 4, 32), torch.bfloat16, 0.02),
     ],
 )
-def test_equals_its_twin_in_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, rtol: float) -> None:
+def test_equals_its_reference_in_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, rtol: float) -> None:
     x, weight, grad = _input(*shape, dtype=dtype), _input(shape[-1], dtype=torch.float32), _input(*shape).to(dtype)
     if dtype == torch.float64:
         weight = weight.detach().double().requires_grad_()
-    ours, twin = rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, shape[-1])
-    _near(ours, twin, rtol)
-    both = (torch.autograd.grad(out, (x, weight), grad.detach()) for out in (ours, twin))
+    ours, reference = rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, shape[-1])
+    _near(ours, reference, rtol)
+    both = (torch.autograd.grad(out, (x, weight), grad.detach()) for out in (ours, reference))
     for mine, reference in zip(*both, strict=True):
         assert mine.dtype == reference.dtype
         _near(mine, reference, rtol)
 
 
-def _near(ours: torch.Tensor, twin: torch.Tensor, rtol: float) -> None:
-    assert float((ours.detach().double() - twin.detach().double()).norm()) <= rtol * float(
-        twin.detach().double().norm()
+def _near(ours: torch.Tensor, reference: torch.Tensor, rtol: float) -> None:
+    assert float((ours.detach().double() - reference.detach().double()).norm()) <= rtol * float(
+        reference.detach().double().norm()
     )
 
 
-def test_gradients_of_a_narrow_input_are_no_further_from_the_exact_ones_than_those_of_the_twin() -> None:
+def test_gradients_of_a_narrow_input_are_no_further_from_the_exact_ones_than_those_of_the_reference() -> None:
     x, weight, grad = _input(256, 64, dtype=torch.bfloat16), _input(64, dtype=torch.float32), _input(256, 64).detach()
     wide = [t.detach().double().requires_grad_() for t in (x, weight.bfloat16())]
     exact = torch.autograd.grad(rms_norm_reference(*wide, 1e-6, 64), wide, grad.bfloat16().double())
@@ -66,7 +66,7 @@ def test_gradients_of_a_narrow_input_are_no_further_from_the_exact_ones_than_tho
     for norm in (rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6, 64)):
         found = torch.autograd.grad(norm, (x, weight), grad.bfloat16())
         errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)])
-    assert all(mine <= 1.01 * twin for mine, twin in zip(*errors, strict=True))
+    assert all(mine <= 1.01 * reference for mine, reference in zip(*errors, strict=True))
 
 
 def test_the_input_and_one_number_per_row_are_kept() -> None:

@@ -31,17 +31,17 @@ def test_pairs_turn_as_complex_numbers_do(interleaved: bool) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equals_its_twin_in_values_and_gradients(interleaved: bool, dtype: torch.dtype) -> None:
+def test_equals_its_reference_in_values_and_gradients(interleaved: bool, dtype: torch.dtype) -> None:
     # A slice of a wider projection, as latent attention turns it.
     x, grad = _random(7, 3, 12).to(dtype)[..., 4:].requires_grad_(), _random(7, 3, 8).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     tables = rotary_tables(RopeConfig(), 8, torch.arange(7), wide)
-    ours, twin = (turn(x, *tables, interleaved) for turn in (rotate, rotate_reference))
-    assert ours.dtype == twin.dtype == dtype
+    ours, reference = (turn(x, *tables, interleaved) for turn in (rotate, rotate_reference))
+    assert ours.dtype == reference.dtype == dtype
     rtol = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]
-    torch.testing.assert_close(ours, twin, rtol=rtol, atol=rtol)
-    our_grad, twin_grad = (torch.autograd.grad(out, x, grad)[0] for out in (ours, twin))
-    torch.testing.assert_close(our_grad, twin_grad, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(ours, reference, rtol=rtol, atol=rtol)
+    our_grad, reference_grad = (torch.autograd.grad(out, x, grad)[0] for out in (ours, reference))
+    torch.testing.assert_close(our_grad, reference_grad, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

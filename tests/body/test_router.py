@@ -190,7 +190,7 @@ def test_a_rank_without_tokens_takes_part_in_backward(kind: str) -> None:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_wide_products_equal_their_twin_and_keep_the_narrow_input(biased: bool) -> None:
+def test_wide_products_equal_their_reference_and_keep_the_narrow_input(biased: bool) -> None:
     x, weight = torch.randn(7, 5).bfloat16().requires_grad_(), torch.randn(3, 5).requires_grad_()
     bias = torch.randn(3).requires_grad_() if biased else None
     inputs, found = [x, weight] + ([] if bias is None else [bias]), []

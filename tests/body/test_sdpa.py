@@ -1,4 +1,4 @@
-"""Fused attention against its naive twin, and the twin against single sums."""
+"""Fused attention against its naive reference, and the reference against single sums."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_gradients() -> None:
         assert torch.autograd.gradcheck(activation, (gate, up.requires_grad_()))
 
 
-def test_swiglu_has_the_bits_of_its_twin_and_keeps_its_inputs_only() -> None:
+def test_swiglu_has_the_bits_of_its_reference_and_keeps_its_inputs_only() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         halves = [torch.randn(6, 10).to(dtype).requires_grad_() for _ in range(2)]
         found = []

@@ -79,9 +79,9 @@ def test_every_document_once_within_the_bound_and_no_slower_than_first_fit(
     assert pack(lengths, max_tokens, ways, context, ATTENTION_HEAVY) == plan
     if context == 1 and lengths:
         for longest_first in (True, False):
-            twin = naive_first_fit(lengths, max_tokens, ways, longest_first)
-            if longest_first or len(twin.waves) >= len(plan.waves):
-                assert estimate(plan, lengths, ATTENTION_HEAVY) <= estimate(twin, lengths, ATTENTION_HEAVY) + 1e-9
+            reference = naive_first_fit(lengths, max_tokens, ways, longest_first)
+            if longest_first or len(reference.waves) >= len(plan.waves):
+                assert estimate(plan, lengths, ATTENTION_HEAVY) <= estimate(reference, lengths, ATTENTION_HEAVY) + 1e-9
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.integers(64, 100))

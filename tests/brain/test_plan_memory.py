@@ -26,7 +26,7 @@ GIB = 2**30
 MLA = Attention(heads=128, kv_heads=128, qk_dim=192, v_dim=128, q_latent=1536, kv_latent=512, rope_dim=64)
 MOE_LAYER = Layer(MLA, MoE(256, 8, 2048, 2048))
 DEEPSEEK_V3 = ModelShape(7168, 129280, (Layer(MLA, Dense(18432)),) * 3 + (MOE_LAYER,) * 58, mtp_layers=(MOE_LAYER,))
-# Table 3: PP4 x VPP4 x EP64 on 256 GPUs. The routing weight is applied after the experts there; section 4.1.2 moves it.
+# Table 3: PP4 x VPP4 x EP64 on 256 GPUs. Probs are applied after the experts there; section 4.1.2 moves them.
 TABLE_3 = Workload(
     DEEPSEEK_V3,
     cluster_of("H100", 256),

@@ -49,7 +49,7 @@ def drawn(grids: list[LayoutChoice], space: Space, draw: random.Random) -> Layou
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral_8x7b", "qwen3_30b_a3b", "gpt_oss_20b"])
 def test_a_candidate_is_legal_exactly_when_its_run_has_no_problem(name: str) -> None:
-    """The twin of `why_illegal`: the trainer's own checks. Rules about what is sensible go beyond what can start."""
+    """The reference of `why_illegal`: the trainer's own checks. Rules of what is sensible go beyond what can start."""
     run, workload = job_for(name, 64)
     space, limits, draw = usual_space(workload), limits_of(workload), random.Random(name)
     # Three does not divide much; it makes the rules speak.

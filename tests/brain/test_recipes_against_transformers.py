@@ -2,7 +2,7 @@
 
 The models are built on the meta device, so DeepSeek-V3 and Kimi-K2 cost shapes, not bytes. transformers holds the
 loss-free bias (`e_score_correction_bias`) as a buffer, as we do, so neither side counts it; a release that makes it a
-parameter would add E per mixture layer, and the count below leaves it out by name.
+parameter would add E per MoE layer, and the count below leaves it out by name.
 """
 
 from __future__ import annotations

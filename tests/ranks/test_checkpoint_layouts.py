@@ -75,7 +75,7 @@ def label(pair: tuple[Layout, Layout]) -> str:
 
 
 def run_of(degrees: dict[str, Any]) -> RunConfig:
-    """With a module that looks ahead, so that pipelines hold some weights more than once."""
+    """With an MTP module, so that pipelines hold some weights more than once."""
     run = small_run(**degrees)
     return replace(run, model=replace(run.model, num_mtp=1))
 

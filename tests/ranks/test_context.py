@@ -1,4 +1,4 @@
-"""Attention over ranks that share documents, against the naive twin on the whole microbatch: values and gradients."""
+"""Attention over ranks that share documents against naive attention on the whole microbatch: values and gradients."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_heads_that_go_around_in_groups(monkeypatch: pytest.MonkeyPatch) -> None
     on_ranks(work, 2, cp=2)
 
 
-def test_the_plain_twin_of_the_parts() -> None:
+def test_the_plain_reference_of_the_parts() -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
 

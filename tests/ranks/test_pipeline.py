@@ -93,7 +93,7 @@ def assert_like_one_process(run: RunConfig, world: int, shapes: tuple[tuple[Leng
 
 # ---- orders ----
 
-# (virtual stages, stages): modules that look ahead stand before the loss, so that one, two and three tensors cross.
+# (virtual stages, stages): MTP modules come before the loss, so that one, two and three tensors cross.
 ORDERS: dict[str, tuple[int, str]] = {
     "gpipe": (1, "Ettt|mmL"),
     "1f1b": (1, "Etttmm|L"),
@@ -183,7 +183,7 @@ def _shared(local_model: LocalModel) -> dict[str, list[Any]]:
         (2, TIED, {"pp": 2, "stages": "Ett|mL"}),
         (2, replace(TIED, num_mtp=0), {"pp": 2, "schedule": "zb_h1"}),
         (2, TIED, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "stages": "Et|t|m|L"}),
-        # The embedding on three ranks: for tokens, for the module that looks ahead, and as the head.
+        # The embedding on three ranks: for tokens, for the MTP module, and as the head.
         (3, TIED, {"pp": 3, "stages": "Ett|m|L"}),
         (4, TIED, {"pp": 2, "stages": "Ett|mL", "schedule": "1f1b_overlapped", "ep": 2}),
         # Not tied, and yet on two ranks: the embedding, and the norm before the head.

@@ -1,9 +1,9 @@
-"""First values that do not depend on the layout: value = f(seed, global name, global index).
+"""Init that does not depend on the layout: value = f(seed, global name, global index).
 
-Every element hashes its own place into the numbers it is made of, so a rank can fill just its part of a tensor, of any
-shape, and the whole is the same as if one process had filled it. A normal number is made as a sum of eight 16-bit
-uniform ones: integer arithmetic throughout and one multiplication at the end, so the bits are the same on every
-device and for every way of cutting the tensor. (The sum is bounded by 4.9 standard deviations; nobody misses the tail.)
+Every element is a hash of its global index, so a rank can fill its own shard of a tensor, of any shape, and the full
+tensor is the same as if one process had filled it. A normal number is a sum of eight 16-bit uniform ones: integer
+arithmetic throughout and one multiplication at the end, so the bits are the same on every device and for every
+sharding of the tensor. (The sum is bounded by 4.9 standard deviations; init does not need the tail.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _key(seed: int, name: str) -> int:
 
 
 def _global_index(local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
-    """Where in the flattened global tensor the elements of a flattened box lie."""
+    """The indices in the flattened global tensor of the elements of a flattened box."""
     index = torch.zeros_like(local)
     sizes = [part.stop - part.start for part in box]
     for dim, part in enumerate(box):
@@ -51,7 +51,7 @@ def _global_index(local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
 
 
 def _mix(word: Tensor) -> Tensor:
-    """splitmix64's finaliser; 64-bit integers wrap around, which is what it wants."""
+    """splitmix64's finaliser; it relies on 64-bit integers that wrap around."""
     word = (word ^ _shifted(word, 30)) * -4658895280553007687
     word = (word ^ _shifted(word, 27)) * -7723592293110705685
     return word ^ _shifted(word, 31)
@@ -63,7 +63,7 @@ def _shifted(word: Tensor, by: int) -> Tensor:
 
 
 def init_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
-    """How training starts: scales at one, offsets at zero, everything else normal."""
+    """Norm weights are one, biases and sinks zero, everything else normal."""
     if kind == "norm":
         into.fill_(1.0)
     elif kind in ("bias", "sink", "buffer"):
