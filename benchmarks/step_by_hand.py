@@ -15,8 +15,7 @@ from benchmarks.runner import Options
 from benchmarks.timed_layer import saved_for_backward
 from moefold.attention.sdpa import attend
 from moefold.bench.step_bench import run_for_bench, step_tokens
-from moefold.blueprint.init_std import init_std
-from moefold.blueprint.parameters import parameters
+from moefold.blueprint.parameters import init_std, parameters
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import ExpertInput, Routing

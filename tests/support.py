@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import ExpertInput

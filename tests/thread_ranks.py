@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import Reach
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 T = TypeVar("T")
 

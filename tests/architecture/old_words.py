@@ -19,7 +19,7 @@ FILES = {
     "ops/attention_parts": "attention/partial_attention",
     "ops/attention_blocks": "attention/mask_blocks",
     "ops/attention_short": "attention/short_seq_attention_cpu",
-    "ops/kernels/real_layers": "ops/kernels/benchmark_shapes",
+    "ops/kernels/real_layers": "ops/kernels/aot_specs",
     "ops/kernels/specialization": "ops/kernels/aot_specs",
     "model/products": "nn/matmul_policy",
     "model/seams": "nn/parallel_interfaces",

@@ -13,8 +13,7 @@ from moefold.dryrun.fake_world import CachedFakeMode
 from moefold.dryrun.storage_tracker import Event, Mark, StorageTracker, peak_of
 from moefold.moe.topk import choose_balanced
 from moefold.recipes.catalog import recipe
-from moefold.topology.folded_layout import fold
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import fold, shard_sizes
 
 
 def test_the_peak_is_found_and_named() -> None:

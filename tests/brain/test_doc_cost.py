@@ -26,8 +26,7 @@ from statistics import median
 import pytest
 
 from moefold.batching.doc_cost import RankSpeed, cost_of, pair_flops, token_flops
-from moefold.batching.document_packing import pack, plan_step
-from moefold.batching.run_plan import plan_for
+from moefold.batching.document_packing import pack, plan_for, plan_step
 from moefold.batching.step_plan import Cost, StepPlan, estimate
 from moefold.blueprint.flops import forward_flops_per_token
 from moefold.config.attention import GQAConfig, MLAConfig

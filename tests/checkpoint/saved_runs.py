@@ -14,8 +14,7 @@ from torch.optim import AdamW
 from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of, run_record
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.optim.adamw import adamw

@@ -20,8 +20,7 @@ from moefold.checkpoint.run_lock import check_incarnation, read_incarnation, tak
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.tensor_spec import Chunk, whole
 from moefold.checkpoint.verify import verify
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Group
+from moefold.comm.process_groups import Group, Ledger
 from moefold.errors import CheckpointError, RunBusyError
 
 WORLD = Group("world", (0,), 0, None, Ledger())

@@ -24,8 +24,7 @@ from moefold.checkpoint.save import Saver
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.checkpoint.tensor_spec import Chunk
 from moefold.checkpoint.verify import verify
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Group, Groups
+from moefold.comm.process_groups import Group, Groups, Ledger
 from moefold.errors import CheckpointError, RankError
 
 ALONE = Group("world", (0,), 0, None, Ledger())

@@ -14,7 +14,7 @@ from moefold.comm.collectives import (
     reduce_scatter_rows,
 )
 from moefold.comm.process_groups import Groups
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 TOKENS, WIDTH = 7, 3
 

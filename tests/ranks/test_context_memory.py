@@ -10,8 +10,7 @@ import torch
 from tests.peak_memory import PeakMemory
 from tests.ranks.test_context import LocalModel
 
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Group, Groups
+from moefold.comm.process_groups import Group, Groups, Ledger
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.parallel import ring_attention as context_ring

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.two_hosts import move_to, possible, two_hosts
 
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.base import Dispatcher, Routing

@@ -15,9 +15,8 @@ import torch
 from tests.data.token_files import megatron
 from torch import Tensor
 
-from moefold.batching.run_plan import plan_for
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Groups
+from moefold.batching.document_packing import plan_for
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.data import DataConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.moe import BalanceConfig

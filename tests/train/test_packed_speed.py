@@ -23,8 +23,7 @@ import torch
 from tests.data.token_files import megatron
 
 from moefold.blueprint.parameters import parameters
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig

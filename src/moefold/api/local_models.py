@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moefold.blueprint.init_std import init_std
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.parameters import buffers, init_std, parameters
 from moefold.checks.run_all import problems
 from moefold.config.loading import override
 from moefold.config.model import ModelConfig

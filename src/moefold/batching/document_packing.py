@@ -1,4 +1,6 @@
-"""Packs documents of any length into microbatches, so that ranks wait little for each other.
+"""Which samples of a step form which microbatch: ``plan_for``, a function of the configuration and of lengths alone.
+
+Documents of any length are packed so that ranks wait little for each other; other samples are taken in order.
 
 **pack**, for a fixed cp: a microbatch holds at most so many tokens, and a wave has one for every data-parallel rank. Of
 several plans the fastest by estimate is kept: waves filled up to the time of their longest document; all microbatches
@@ -21,9 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moefold.batching.doc_cost import cost_of
 from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, max_group_tokens, ramped
 from moefold.batching.wave_packing import Room, WavePacker, evenly, first_fit, serpentine
+from moefold.config.run import RunConfig
 from moefold.errors import DataError
+from moefold.schedule.names import schedule_named
+from moefold.topology.folded_layout import FoldedLayout
 
 # Numbers of waves to try, as multiples of the fewest that the tokens need.
 _STRETCH = (1.3, 1.6)
@@ -108,3 +114,24 @@ def _numbers_of_waves(lengths: Sequence[int], tokens_per_wave: int) -> list[int]
     fewest = max(-(-sum(lengths) // tokens_per_wave), 1)
     near = {fewest, fewest + 1, fewest + 2}
     return sorted(near | {round(fewest * stretch) for stretch in _STRETCH})
+
+
+def plan_for(run: RunConfig, sizes: Sequence[int], layout: FoldedLayout) -> StepPlan:
+    """Which samples of the step form which microbatch, from their lengths alone."""
+    data, dp, cp = run.data, layout.size("dp"), layout.size("cp")
+    if data.packing != "bin_packed":
+        return in_order(len(sizes), data.micro_batch, dp, cp)
+    room, cost = data.micro_batch * data.seq_len, cost_of(run)
+    if run.parallel.dynamic_cp:
+        # A rank's tokens under a static cp, but at least so many that all ranks together hold a whole microbatch.
+        plan = plan_step(sizes, dp * cp, max(room // cp, -(-room // (dp * cp))), cost)
+    else:
+        plan = pack(sizes, room, dp, cp, cost)
+    schedule, stages = schedule_named(run.parallel.schedule), run.parallel.pp * run.parallel.vpp
+    return plan.with_at_least(schedule.microbatches_per_stage * stages)
+
+
+def in_order(num_samples: int, micro_batch: int, dp: int, cp: int) -> StepPlan:
+    """``micro_batch`` consecutive samples form a microbatch, ``dp`` consecutive microbatches a wave."""
+    bins = [tuple(range(first, first + micro_batch)) for first in range(0, num_samples, micro_batch)]
+    return StepPlan(tuple(Wave(cp, tuple(bins[first : first + dp])) for first in range(0, len(bins), dp)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 Span = tuple[int, int]
 

@@ -20,8 +20,7 @@ from moefold.bench.clock import REPEATS, Progress, Reference, Trial, barrier, ra
 from moefold.bench.distributed_parts import contexts, experts, sharded
 from moefold.bench.single_rank import random_batch, single_rank_model
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad, reduce_scatter_no_grad
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Group, Groups
+from moefold.comm.process_groups import Group, Groups, Ledger
 from moefold.config.parallel import ParallelConfig
 from moefold.pipeline.runtime import run_schedule
 from moefold.topology.folded_layout import fold

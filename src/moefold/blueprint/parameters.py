@@ -5,13 +5,15 @@ one stacked tensor, so the list of a 61-layer model with 256 experts has about a
 
 Blocks are listed from their shape (`blueprint/model_shape.py`), so that layers which moefold cannot build, of published
 runs, are counted by the same rows.
+
+The std of a parameter's init follows from its name alone (`init_std`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import prod, sqrt
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence, layer_shape
@@ -198,3 +200,33 @@ def _feed_forward(prefix: str, F: int, D: int, *, gated: bool) -> Iterator[Param
     """Gate and up are stacked, so that sharding F gives a rank both halves; an ungated one has up alone."""
     yield ParameterSpec(prefix + "gate_up", (2 if gated else 1, F, D), "matrix")
     yield ParameterSpec(prefix + "down", (D, F), "matrix")
+
+
+OUTPUT_PROJECTIONS = (
+    ".attention.out.weight",
+    ".feed_forward.down",
+    ".feed_forward.experts.down",
+    ".feed_forward.shared.down",
+    ".feed_forward.latent_up.weight",
+)
+
+
+def is_output_projection(name: str) -> bool:
+    """Whether a parameter is the last matrix of a block's attention or feed-forward."""
+    return name.endswith(OUTPUT_PROJECTIONS)
+
+
+def init_std(model: ModelConfig, name: str) -> float:
+    """Of the normal distribution that the parameter is drawn from.
+
+    Every block adds two outputs to the hidden state, attention's and the feed-forward's, so its variance grows with
+    depth. With `model.init_output_scale: depth` the output projections start smaller and the sum of the 2 * num_layers
+    outputs has about the variance of one: std = init_std / sqrt(2 * num_layers).
+
+    This is GPT-2's rule, and what Megatron calls `output_layer_init_method`. As there, it covers attention's output,
+    the down projection of dense, shared and routed experts, and the projection out of a latent; blocks of MTP modules
+    use the model's own number of layers. Where experts compute in a latent, two scaled matrices follow each other.
+    """
+    if model.init_output_scale == "depth" and is_output_projection(name):
+        return model.init_std / sqrt(2 * model.num_layers)
+    return model.init_std

@@ -3,20 +3,48 @@
 With local synchronisation, torch names a new group by how many groups the member has made before, so all members must
 have made equally many. The names are therefore walked in one fixed order on every rank. Grids are regular: whether a
 list has size 1 or repeats an earlier one is the same on every rank, so the counts stay equal.
+
+Every collective is counted in the group's ledger: calls and the bytes this rank passes in, forward and backward, by
+operation and group. The planner's communication formulas are tested against these counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from moefold.comm.ledger import Ledger
 from moefold.topology.folded_layout import GROUPS, FoldedLayout, levels
+
+
+class Traffic(NamedTuple):
+    """Calls and bytes of one operation over one group so far."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class Ledger:
+    """Sums of calls and bytes; one per run, shared by all groups of the rank."""
+
+    traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+
+    def record(self, operation: str, group: str, sent: Tensor) -> None:
+        """``sent`` is the tensor this rank passes in; its size is counted, independent of the backend's algorithm."""
+        before = self.traffic.get((operation, group), Traffic())
+        self.traffic[operation, group] = Traffic(
+            before.calls + 1, before.bytes_sent + sent.numel() * sent.element_size()
+        )
+
+    def of(self, operation: str, group: str) -> Traffic:
+        return self.traffic.get((operation, group), Traffic())
 
 
 @dataclass(frozen=True)

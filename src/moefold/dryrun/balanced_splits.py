@@ -20,8 +20,7 @@ from moefold.batching.zigzag import held_spans
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.base import ExchangeName
-from moefold.topology.folded_layout import FoldedLayout, levels
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 
 class BalancedSplitSizes:

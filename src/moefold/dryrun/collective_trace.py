@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.comm.ledger import Ledger, Traffic
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger, Traffic
 from moefold.parallel.param_shards import DATA_GROUPS
 
 # torch's operations that FSDP uses -> their names in the ledger.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from moefold.checks.run_all import problems
 from moefold.comm.comm_stream import SynchronousStream
-from moefold.comm.ledger import Traffic
+from moefold.comm.process_groups import Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
 from moefold.dryrun.balanced_splits import BalancedSplitSizes

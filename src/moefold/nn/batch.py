@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moefold.batching.zigzag import held_spans, num_held
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 IGNORED = -100
 

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore, LocalCore
-from moefold.blueprint.init_std import init_std
-from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
+from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.comm.comm_stream import CommStream
-from moefold.comm.ledger import Ledger
-from moefold.comm.process_groups import Groups
+from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder

@@ -22,7 +22,7 @@ from moefold.attention.partial_attention import Parts, merge_, merge_sinks_, par
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
 from moefold.parallel.ring_plan import RingStep
-from moefold.topology.shard_sizes import shard_sizes, shard_starts
+from moefold.topology.folded_layout import shard_sizes, shard_starts
 
 # A head group's keys and values have at least this many bytes: small messages are dominated by latency.
 MIN_MESSAGE_BYTES = 1 << 16

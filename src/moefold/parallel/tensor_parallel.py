@@ -22,7 +22,7 @@ from moefold.comm.collectives import (
 from moefold.comm.process_groups import Group, Groups
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import Reach
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 
 class TokenShards:

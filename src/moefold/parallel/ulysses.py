@@ -19,7 +19,7 @@ from torch import Tensor
 from moefold.batching.zigzag import Span, held_spans, num_held
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Group
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 Lengths = tuple[int, ...]
 

@@ -22,7 +22,7 @@ from moefold.nn.batch import Batch
 from moefold.parallel.parallelize import LocalModel
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.schedule.actions import Action, Kind, Order
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 # (stage, microbatch)
 Key = tuple[int, int]

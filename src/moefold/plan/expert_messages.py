@@ -20,8 +20,7 @@ from moefold.config.moe import MoEConfig
 from moefold.config.run import RunConfig
 from moefold.plan.collective_tally import Tally, tokens_of
 from moefold.plan.dispatch_choice import planned_as
-from moefold.topology.folded_layout import FoldedLayout, levels
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 # Bytes of a prob, of an expert number in a message, and of a count.
 _PROB, _NUMBER, _COUNT = 4, 2, 8

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from moefold.batching.run_plan import plan_for
+from moefold.batching.document_packing import plan_for
 from moefold.batching.step_plan import StepPlan
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moefold.blueprint.init_std import init_std
-from moefold.blueprint.parameters import buffers, moe_block_names, parameters
+from moefold.blueprint.parameters import buffers, init_std, moe_block_names, parameters
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias

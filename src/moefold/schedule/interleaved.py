@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from moefold.schedule.actions import Action, Kind, Order, make_order
 from moefold.schedule.rank_actions import pair_overlaps
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 
 def interleaved(ranks: int, virtual: int, microbatches: int) -> Order:

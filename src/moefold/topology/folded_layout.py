@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from types import MappingProxyType
 from typing import Literal
@@ -242,3 +242,14 @@ GROUPS = MappingProxyType(
         "world": GroupSpec("attention", ATTENTION_AXES, "all ranks"),
     }
 )
+
+
+def shard_sizes(total: int, num_shards: int) -> tuple[int, ...]:
+    """Sizes of contiguous shards that differ by at most one; the first ones are the larger."""
+    base, extra = divmod(total, num_shards)
+    return tuple(base + (i < extra) for i in range(num_shards))
+
+
+def shard_starts(total: int, num_shards: int) -> tuple[int, ...]:
+    """Where each of these shards starts."""
+    return (0, *accumulate(shard_sizes(total, num_shards)))[:-1]

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from moefold.batching.run_plan import plan_for
+from moefold.batching.document_packing import plan_for
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.data.packing import crosses_document, document_lengths

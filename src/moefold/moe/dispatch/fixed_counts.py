@@ -6,7 +6,7 @@ from moefold.batching.zigzag import num_held
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 
 def padded_rows(run: RunConfig, groups: Groups) -> int | None:

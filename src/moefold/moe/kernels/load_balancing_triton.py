@@ -17,8 +17,7 @@ from torch import Tensor
 
 from moefold.config.moe import MoEConfig
 from moefold.moe.kernels.router_reference import BalanceStats
-from moefold.ops.kernels.aot_specs import Build, Traffic, refuse_wide
-from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
+from moefold.ops.kernels.aot_specs import MODELS, Build, Traffic, moe_of, refuse_wide
 
 # Logits that one program of 4 warps holds at a time, and the number of tiles of tokens that it goes through.
 BLOCK = 1024

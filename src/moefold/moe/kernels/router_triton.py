@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig, RouterConfig
-from moefold.ops.kernels.aot_specs import Build, Traffic, refuse_wide
-from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
+from moefold.ops.kernels.aot_specs import MODELS, Build, Traffic, moe_of, refuse_wide
 
 # Logits that one program of 4 warps holds.
 BLOCK = 1024

@@ -16,8 +16,7 @@ from torch import Tensor
 from moefold.config.moe import MoEConfig
 from moefold.moe.kernels.row_map_reference import RowMap, most_rows
 from moefold.moe.permute import Assignments
-from moefold.ops.kernels.aot_specs import Build, Traffic
-from moefold.ops.kernels.benchmark_shapes import MODELS, moe_of
+from moefold.ops.kernels.aot_specs import MODELS, Build, Traffic, moe_of
 
 # Counters times assignments that a program of 4 warps holds at a time, and how many assignments it goes through.
 TILE = 2048

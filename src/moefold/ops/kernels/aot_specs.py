@@ -1,8 +1,8 @@
 """Ahead-of-time specs: what the compiler needs to build a kernel without a GPU, and the resources it may use.
 
 A Triton kernel is compiled once per set of block sizes and pointer dtypes, and registers, shared memory and spills
-belong to one such specialization. A kernel file lists those of real models as ``BUILDS``; ``aot_build.py`` compiles
-them all, and a test compares each with the limits given here.
+belong to one such specialization. A kernel file lists those of published models (``MODELS``: few large experts and many
+small ones) as ``BUILDS``; ``aot_build.py`` compiles them all, and a test compares each with the limits given here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
 from moefold.errors import BackendError
+from moefold.recipes.catalog import recipe
 
 # Registers per thread on every GPU since Volta. More are spilled to memory.
 MAX_REGISTERS = 255
@@ -80,3 +83,14 @@ def refuse_wide(job: str, *tensors: Tensor | None) -> None:
     """Raise for float64, which a kernel would round silently."""
     if any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors):
         raise BackendError(f"kernels.backend: the {job} kernel computes in float32; for float64 use torch")
+
+
+# By the name under which a build is listed.
+_RECIPES = {"DeepSeek-V3": "deepseek_v3", "Qwen3-235B": "qwen3_235b_a22b", "Mixtral-8x7B": "mixtral_8x7b"}
+
+MODELS: dict[str, ModelConfig] = {name: recipe(known).model for name, known in _RECIPES.items()}
+
+
+def moe_of(model: ModelConfig) -> MoEConfig:
+    assert model.moe is not None, "kernels are compiled for MoE models"
+    return model.moe

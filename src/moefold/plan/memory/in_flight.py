@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.shard_sizes import shard_sizes
+from moefold.topology.folded_layout import shard_sizes
 
 # Microbatches held of each of the rank's stages, in the model's order.
 Moment = tuple[int, ...]
