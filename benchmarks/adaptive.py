@@ -34,8 +34,7 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.moe.dispatch.base import Routing
 from moefold.ops.malloc import disable_malloc_trim
-from moefold.parallel.expert_parallel import dispatcher_for
-from moefold.parallel.parallelize import groups_of
+from moefold.parallel.parallelize import dispatcher_for, groups_of
 from moefold.plan.dispatch_choice import Exchange, Volume, volumes
 from moefold.tables import text_table
 

@@ -37,8 +37,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Routing
 from moefold.moe.moe_kernels import kernels_for
-from moefold.parallel.expert_parallel import dispatcher_for
-from moefold.parallel.parallelize import groups_of, parallel_interfaces_of
+from moefold.parallel.parallelize import dispatcher_for, groups_of, parallel_interfaces_of
 
 _TIMEOUT = timedelta(seconds=300)
 

@@ -29,7 +29,7 @@ from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.fp32_linear import fp32_linear
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
-from moefold.optim.adamw import NO_WEIGHT_DECAY
+from moefold.optim.optimizer import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS
 
 

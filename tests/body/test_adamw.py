@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from moefold.config.optim import OptimConfig
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 
 
 def test_decay_is_for_matrices() -> None:

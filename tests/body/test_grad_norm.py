@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.optim.grad_norm import clip_gradients, sum_of_squares
+from moefold.optim.optimizer import clip_gradients, sum_of_squares
 
 
 @pytest.mark.parametrize("shape", [(0,), (7,), (4096,), (3, 4099), (2, 64, 300)])

@@ -21,8 +21,7 @@ from moefold.moe.grouped_experts import (
     torch_activation,
 )
 from moefold.moe.moe_kernels import torch_kernels, triton_kernels
-from moefold.nn.grouped_mm import sequential
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import NativeMatmul, sequential
 
 WIDTH, SOURCES, E, K = 16, 7, 4, 3
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.nn.grouped_mm import BACKENDS, grouped, sequential
+from moefold.nn.matmul_policy import GROUPED_MATMULS, grouped, sequential
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 0, 7], [0, 0, 0, 0]]
 
@@ -36,11 +36,11 @@ def test_grouped_equals_sequential(counts: list[int], dtype: torch.dtype) -> Non
     assert (ours[1][torch.tensor(counts) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", GROUPED_MATMULS)
 def test_no_rows_at_all_still_reach_the_backward_pass(name: str) -> None:
     rows = torch.zeros(0, 8, requires_grad=True)
     weight = torch.randn(2, 8, 8, requires_grad=True)
-    out = BACKENDS[name](rows, weight, torch.tensor([0, 0]), [0, 0])
+    out = GROUPED_MATMULS[name](rows, weight, torch.tensor([0, 0]), [0, 0])
     out.backward(torch.ones_like(out))
     assert weight.grad is not None and (weight.grad == 0).all()
     assert rows.grad is not None and rows.grad.shape == (0, 8)

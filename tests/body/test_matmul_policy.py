@@ -20,9 +20,8 @@ from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
-from moefold.nn.grouped_mm import BACKENDS
 from moefold.nn.layers import FeedForward
-from moefold.nn.matmul_policy import MatmulPolicy, NativeMatmul, SplitBackwardMatmul, WeightGradQueue
+from moefold.nn.matmul_policy import GROUPED_MATMULS, MatmulPolicy, NativeMatmul, SplitBackwardMatmul, WeightGradQueue
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import objective_of
 from moefold.pipeline.runtime import run_schedule
@@ -70,7 +69,7 @@ def _linear(matmul_policy: MatmulPolicy, backend: str, x: Tensor, weight: Tensor
 def _grouped(
     rows_per_expert: list[int], matmul_policy: MatmulPolicy, backend: str, x: Tensor, weight: Tensor
 ) -> Tensor:
-    return matmul_policy.grouped(BACKENDS[backend], x, weight, torch.tensor(rows_per_expert), rows_per_expert)
+    return matmul_policy.grouped(GROUPED_MATMULS[backend], x, weight, torch.tensor(rows_per_expert), rows_per_expert)
 
 
 CASES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
@@ -170,7 +169,7 @@ def test_the_oldest_goes_first_whatever_is_asked_for() -> None:
 STAGES = [
     pytest.param(attention, backend, recompute, id=f"{attention}-{backend}-{'recompute' if recompute else 'kept'}")
     for attention in ATTENTIONS
-    for backend in BACKENDS
+    for backend in GROUPED_MATMULS
     for recompute in ((), EVERYTHING)
 ]
 

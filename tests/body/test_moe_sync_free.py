@@ -18,8 +18,7 @@ from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
-from moefold.nn.grouped_mm import grouped
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import NativeMatmul, grouped
 from moefold.nn.parallel_interfaces import LocalTokens
 
 WIDTH, TOKENS, SHARDS = 16, 24, 3

@@ -17,7 +17,7 @@ from moefold.checkpoint.state_dict import chunks_of, run_record
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, local_buffers
 from moefold.parallel.param_shards import local_part
 from moefold.prove.proof_inputs import proof_init

@@ -23,9 +23,8 @@ from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.optim.adamw import adamw
-from moefold.optim.grad_norm import clip_gradients, sum_of_squares
 from moefold.optim.lr_schedule import lr_at
+from moefold.optim.optimizer import adamw, clip_gradients, sum_of_squares
 from moefold.pipeline.runtime import run_schedule
 from moefold.pipeline.step import run_step
 

@@ -21,7 +21,7 @@ from moefold.moe.dispatch.base import Routing
 from moefold.moe.router import Router
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.parallel_interfaces import LocalTokens
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.pipeline.step import evaluate, run_step
 
 WIDTH = 6

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from tests.support import multiplied, on_ranks
 from torch import Tensor
 
 from moefold.comm.process_groups import Groups
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import NamedDispatcher
+from moefold.config.run import RunConfig
 from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.all_to_all_aligned import AlignedAllToAllDispatcher
-from moefold.moe.dispatch.base import Dispatcher, Routing
-from moefold.moe.dispatch.deduplicated import DeduplicatedDispatcher
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, Routing
 from moefold.moe.dispatch.local import LocalDispatcher
-from moefold.moe.dispatch.two_level import TwoLevelDispatcher
+from moefold.parallel.parallelize import DISPATCHERS
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
 MULTIPLE = 4  # of the aligned dispatcher
+# Packed documents: ranks do not know how many tokens the others have.
+RUN = RunConfig(
+    model=ModelConfig(moe=MoEConfig(num_experts=EXPERTS, top_k=CHOICES)), data=DataConfig(packing="bin_packed")
+)
 TOKENS_OF_RANK = (5, 1, 0, 7)  # one rank has nothing to send, and takes part all the same
 
 
@@ -44,18 +54,20 @@ def make(kind: str, groups: Groups, capacity: int | None) -> Dispatcher:
         return AllToAllDispatcher(EXPERTS, groups["ep"], groups["etp"], capacity)
     if kind == "all_to_all_aligned":
         return AlignedAllToAllDispatcher(AllToAllDispatcher(EXPERTS, groups["ep"], groups["etp"], capacity), MULTIPLE)
-    if kind == "deduplicated":
-        return DeduplicatedDispatcher(EXPERTS, groups["ep"], groups["etp"])
-    if kind == "two_level":
-        return TwoLevelDispatcher(EXPERTS, groups["ep_across"], groups["ep_inside"], groups["etp"])
-    block = groups["expert_block"]
-    tokens = tuple(TOKENS_OF_RANK[rank] for rank in block.ranks)
-    return AllGatherDispatcher(EXPERTS, block, groups["etp"].size, tokens, capacity)
+    if kind == "all_gather_fixed":
+        block = groups["expert_block"]
+        tokens = tuple(TOKENS_OF_RANK[rank] for rank in block.ranks)
+        return AllGatherDispatcher(EXPERTS, block, groups["etp"].size, tokens, capacity)
+    return DISPATCHERS[kind](RUN, groups, SYNC_SPLIT_SIZES)
 
 
-# Those that know all counts beforehand where capacities are padded, and those that do not.
-KINDS = [(kind, capacity) for kind in ("all_to_all", "all_to_all_aligned", "all_gather") for capacity in (None, 14)]
-KINDS += [("deduplicated", None), ("two_level", None)]
+# Every dispatcher, and again with counts that are known beforehand: padded capacities, fixed numbers of tokens.
+KINDS = [(kind, None) for kind in get_args(NamedDispatcher)]
+KINDS += [("all_gather_fixed", None), ("all_to_all", 14), ("all_to_all_aligned", 14), ("all_gather_fixed", 14)]
+
+
+def test_every_named_dispatcher_is_in_the_table() -> None:
+    assert DISPATCHERS.keys() == set(get_args(NamedDispatcher))
 
 
 @pytest.mark.parametrize(("kind", "capacity"), KINDS)
@@ -99,7 +111,7 @@ def laid_out(column: Tensor, strides: tuple[int, int]) -> Tensor:
 
 
 @pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
-@pytest.mark.parametrize("kind", ["all_to_all", "all_to_all_aligned", "all_gather", "deduplicated", "two_level"])
+@pytest.mark.parametrize("kind", get_args(NamedDispatcher))
 def test_one_choice_per_token_may_have_any_stride(kind: str, strides: tuple[int, int]) -> None:
     def work(groups: Groups) -> None:
         x, expert, weight, _ = everything(dropping=False, choices=1)

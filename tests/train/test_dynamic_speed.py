@@ -33,7 +33,7 @@ from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.pipeline.step import run_step
 from moefold.train.batches import step_batches

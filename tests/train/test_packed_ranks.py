@@ -16,7 +16,7 @@ from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.samples import open_samples
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.step import evaluate, run_step
 from moefold.prove.proof_inputs import proof_init

@@ -30,7 +30,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model
 from moefold.pipeline.step import run_step
 from moefold.topology.folded_layout import fold

@@ -1,13 +1,52 @@
-"""The interface between projections and attention itself: a core decides which ranks' keys a token's query meets."""
+"""What GQA and MLA share: rotary embedding of queries and keys, and the interface of attention itself.
+
+A core decides which ranks' keys a token's query attends to.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from moefold.attention.sdpa import attend
+from moefold.config.attention import RopeConfig
 from moefold.nn.batch import Batch
+from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.rope import rotary_tables
+
+
+class Rotary(nn.Module):
+    """Rotates the last ``dim`` entries of every head by its token's position.
+
+    cos and sin are computed on demand, so there is no buffer to place, move or save.
+    """
+
+    def __init__(self, rope: RopeConfig, dim: int, kernels: Kernels = IN_TORCH) -> None:
+        super().__init__()
+        self.rope = rope
+        self.dim = dim
+        self.kernels = kernels
+
+    def forward(self, positions_S: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for these positions: float32, or float64 where the activations are."""
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        return rotary_tables(self.rope, self.dim, positions_S, wide)
+
+    def rotate(self, q_SHC: Tensor, k_SJC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        q_SHC, rotated_SJC = self.kernels.rotate_qk(q_SHC, k_SJC, *tables, self.rope.interleaved)
+        assert rotated_SJC is not None
+        return q_SHC, rotated_SJC
+
+    def rotate_queries(self, q_SHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        return self.kernels.rotate_qk(q_SHC, None, *tables, self.rope.interleaved)[0]
+
+    def keys_and_values(
+        self, heads_SHX: Tensor, rope_SX: Tensor, tables: tuple[Tensor, Tensor], nope: int
+    ) -> tuple[Tensor, Tensor]:
+        """Latent attention: ``nope`` entries of a head are its key's, and all keys share the rotated part."""
+        return self.kernels.keys_and_values(heads_SHX, rope_SX, *tables, nope, self.rope.interleaved)
 
 
 class AttentionCore(Protocol):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moefold.attention.core import AttentionCore
-from moefold.attention.rotary import Rotary
+from moefold.attention.core import AttentionCore, Rotary
 from moefold.config.attention import GQAConfig, RopeConfig
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm

@@ -21,10 +21,8 @@ from moefold.blueprint.parameters import parameters
 from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.grouped_mm import BACKENDS
-from moefold.nn.matmul_policy import NativeMatmul
-from moefold.optim.adamw import adamw
-from moefold.optim.grad_norm import clip_gradients, grad_norm_of
+from moefold.nn.matmul_policy import GROUPED_MATMULS, NativeMatmul
+from moefold.optim.optimizer import adamw, clip_gradients, grad_norm_of
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.parallel.param_shards import finish_gradients
 from moefold.pipeline.runtime import run_schedule
@@ -75,7 +73,7 @@ def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
 
 
 def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
-    policy, matmul = NativeMatmul(), BACKENDS[KernelsConfig().experts]
+    policy, matmul = NativeMatmul(), GROUPED_MATMULS[KernelsConfig().experts]
     host = [shape.rows // shape.experts] * shape.experts
     counts_e = torch.tensor(host)
     up = _weights(shape.experts, 2, shape.hidden, shape.dim)

@@ -13,8 +13,7 @@ from moefold.moe.grouped_experts import (
     torch_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
-from moefold.nn.grouped_mm import GroupedMatmul, grouped, sequential
-from moefold.nn.matmul_policy import MatmulPolicy, WeightGradQueue
+from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy, WeightGradQueue, grouped, sequential
 
 
 def expert_backend(

@@ -22,8 +22,7 @@ from moefold.moe.experts import ExpertWeights
 from moefold.moe.kernels.row_map_reference import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
 from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded, unpermute_rows
-from moefold.nn.grouped_mm import GroupedMatmul
-from moefold.nn.matmul_policy import MatmulPolicy
+from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
 from moefold.ops.activations import ACTIVATIONS
 
 

@@ -22,20 +22,23 @@ from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, param
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.comm.comm_stream import CommStream
 from moefold.comm.process_groups import Groups, Ledger
+from moefold.config.parallel import NamedDispatcher
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, SplitSizeSource
+from moefold.moe.dispatch import all_gather, all_to_all, all_to_all_aligned, deduplicated, two_level
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, SplitSizeSource, padded_rows
+from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.nn.init import Box, init_values
 from moefold.nn.matmul_policy import NativeMatmul, SplitBackwardMatmul, WeightGradQueue
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
-from moefold.parallel.expert_parallel import dispatcher_for
 from moefold.parallel.fsdp import shard_over_data
 from moefold.parallel.param_shards import ParamShard, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
+from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.schedule.names import run_reshards_per_step, schedule_named
@@ -176,3 +179,22 @@ def core_for(run: RunConfig, groups: Groups) -> AttentionCore:
         "hierarchical": ContextParallelCore(groups.nested_contexts),
     }
     return PerLayerCore(cores[context.full], cores[context.windowed])
+
+
+# From the names of ``parallel.dispatcher`` (``config.parallel.NamedDispatcher``).
+DISPATCHERS: dict[NamedDispatcher, Callable[[RunConfig, Groups, SplitSizeSource], Dispatcher]] = {
+    "all_gather": all_gather.build,
+    "all_to_all": all_to_all.build,
+    "all_to_all_aligned": all_to_all_aligned.build,
+    "deduplicated": deduplicated.build,
+    "two_level": two_level.build,
+}
+
+
+def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> Dispatcher:
+    """Local where this rank has all experts, else the one the run names; ``host`` supplies the split sizes."""
+    moe = run.model.moe
+    assert moe is not None
+    if groups["expert_block"].alone:
+        return LocalDispatcher(moe.num_experts, padded_rows(run, groups.layout.size("dp")), host.leaving)
+    return DISPATCHERS[dispatcher_in_use(run)](run, groups, host)

@@ -14,7 +14,7 @@ from moefold.comm.process_groups import Groups
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.nn.batch import Batch
-from moefold.optim.grad_norm import clip_gradients, grad_norm_of
+from moefold.optim.optimizer import clip_gradients, grad_norm_of
 from moefold.parallel.fsdp import reduce_for_step, reshard_all, unshard_for_step
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients

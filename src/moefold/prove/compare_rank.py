@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import parameters
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, local_buffers
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import StepResult, count_step_labels, run_step

@@ -18,7 +18,7 @@ from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
-from moefold.optim.adamw import NO_WEIGHT_DECAY
+from moefold.optim.optimizer import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proof_kernels
 from moefold.prove.proof_inputs import labels_of_batch, proof_init, wave_batch

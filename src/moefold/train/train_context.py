@@ -20,7 +20,7 @@ from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
 from moefold.errors import TrainingError
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.optim.adamw import adamw
+from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.train.state import TrainState
 

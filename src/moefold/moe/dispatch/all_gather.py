@@ -13,8 +13,15 @@ from torch import Tensor
 from moefold.comm.collectives import Sizes, all_gather_no_grad, all_gather_rows, reduce_scatter_rows
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
-from moefold.moe.dispatch.fixed_counts import padded_rows, shapes_are_fixed, tokens_by_shard
+from moefold.moe.dispatch.base import (
+    SYNC_SPLIT_SIZES,
+    ExpertInput,
+    Routing,
+    SplitSizeSource,
+    padded_rows,
+    shapes_are_fixed,
+    tokens_by_shard,
+)
 from moefold.moe.dispatch.local import LocalDispatcher
 
 
@@ -68,5 +75,5 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllGatherDis
         tokens_of_rank = tuple(
             tokens_by_shard(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
         )
-    capacity = padded_rows(run, groups)
+    capacity = padded_rows(run, groups.layout.size("dp"))
     return AllGatherDispatcher(run.model.moe.num_experts, block, groups["etp"].size, tokens_of_rank, capacity, host)

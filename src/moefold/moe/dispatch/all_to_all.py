@@ -27,8 +27,7 @@ from moefold.comm.collectives import (
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import TokenRankMap, assignment_map, gather_tokens, reduce_tokens
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
-from moefold.moe.dispatch.fixed_counts import padded_rows
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, padded_rows
 from moefold.moe.permute import (
     Grouped,
     count_assignments,
@@ -144,4 +143,6 @@ def _expert_of_rows(rows_from_We: Tensor, num_rows: int) -> Tensor:
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllToAllDispatcher:
     assert run.model.moe is not None
-    return AllToAllDispatcher(run.model.moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups), host)
+    return AllToAllDispatcher(
+        run.model.moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups.layout.size("dp")), host
+    )

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 import moefold.moe.dispatch.all_gather
 import moefold.moe.dispatch.all_to_all
 import moefold.moe.grouped_experts
-import moefold.optim.adamw
+import moefold.optim.optimizer
 import moefold.parallel.parallelize
 import moefold.parallel.param_shards
 import moefold.pipeline.step
-from moefold.attention.rotary import Rotary
+from moefold.attention.core import Rotary
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
 from moefold.model.decoder import Decoder
@@ -287,7 +287,7 @@ def init_depends_on_the_layout() -> None:
 
 
 def decay_on_everything() -> None:
-    put(moefold.optim.adamw, "NO_WEIGHT_DECAY", frozenset())
+    put(moefold.optim.optimizer, "NO_WEIGHT_DECAY", frozenset())
 
 
 def dropped_assignments_kept_by_others() -> None:
