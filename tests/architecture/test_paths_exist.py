@@ -21,11 +21,6 @@ NOT_YET = {
     "src/moefold/plan/memory/peak.py: live.py",
     "src/moefold/plan/timing/measured_machine.py: machine_step.py",
     "src/moefold/plan/workload.py: plan/stacks.py",
-    "src/moefold/prove/faults/document_faults.py: sabotage.py",
-    "src/moefold/prove/faults/parallel_faults.py: sabotage_context.py",
-    "src/moefold/prove/faults/parallel_faults.py: sabotage_pipeline.py",
-    "src/moefold/prove/faults/pipeline_faults.py: sabotage.py",
-    "src/moefold/prove/faults/routing_faults.py: sabotage.py",
 }
 
 

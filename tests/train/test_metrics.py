@@ -9,8 +9,7 @@ import pytest
 from tests.run_records import info_of, record_of
 
 from moefold.blueprint.flops import training_flops_per_token
-from moefold.train.metrics import Meter
-from moefold.train.router_stats import router_stats
+from moefold.train.metrics import Meter, router_stats
 
 
 def test_speed_of_an_interval() -> None:

@@ -24,10 +24,9 @@ from moefold.comm.process_groups import Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
 from moefold.dryrun.balanced_splits import BalancedSplitSizes
-from moefold.dryrun.collective_trace import Collective, TrafficTable, add, collectives
 from moefold.dryrun.fake_world import CachedFakeMode, fake_world, materialize_fake
 from moefold.dryrun.min_microbatches import enough_microbatches, fewest_microbatches, kind_and_stage, order_of
-from moefold.dryrun.trace_step import StepTrace, trace_step
+from moefold.dryrun.trace_step import Collective, StepTrace, TrafficTable, add, collectives, trace_step
 from moefold.errors import ConfigError, Problem
 from moefold.nn.batch import Ahead, Batch
 from moefold.parallel.parallelize import LocalModel, build_on_meta, groups_of

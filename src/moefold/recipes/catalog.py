@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from moefold.config.run import RunConfig
 from moefold.errors import UnknownNameError
-from moefold.recipes import debug, deepseek, gpt_oss, kimi_k2, mixtral, olmoe, qwen3_moe
+from moefold.recipes import debug, deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
 
 Recipe = Callable[[], RunConfig]
 
@@ -34,8 +34,8 @@ RECIPES: dict[str, Recipe] = {
     "gpt_oss_20b_proxy": gpt_oss.gpt_oss_20b_proxy,
     "gpt_oss_120b": gpt_oss.gpt_oss_120b,
     "gpt_oss_120b_proxy": gpt_oss.gpt_oss_120b_proxy,
-    "kimi_k2": kimi_k2.kimi_k2,
-    "kimi_k2_proxy": kimi_k2.kimi_k2_proxy,
+    "kimi_k2": deepseek.kimi_k2,
+    "kimi_k2_proxy": deepseek.kimi_k2_proxy,
 }
 
 

@@ -22,8 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
-from moefold.train.metrics import Meter, device_name
-from moefold.train.router_stats import router_stats
+from moefold.train.metrics import Meter, device_name, router_stats
 from moefold.units import format_bytes, format_count, format_seconds
 
 

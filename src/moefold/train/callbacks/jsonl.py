@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
-from moefold.train.metrics import Meter, as_data, device_name, finite
-from moefold.train.router_stats import router_stats
+from moefold.train.metrics import Meter, as_data, device_name, finite, router_stats
 
 FILE_NAME = "metrics.jsonl"
 _BLOCK = 1 << 16

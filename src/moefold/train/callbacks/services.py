@@ -13,8 +13,7 @@ from typing import Any
 
 from moefold.errors import BackendError
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord, finite_metrics
-from moefold.train.metrics import Meter, Speed, device_name
-from moefold.train.router_stats import router_stats
+from moefold.train.metrics import Meter, Speed, device_name, router_stats
 
 
 class TensorBoard(Callback):

@@ -17,10 +17,10 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
+from moefold.train.metrics import RouterStats, relative_load, router_stats
 from moefold.train.report.history import Bin, History
 from moefold.train.report.line_chart import Downsampled, Series, downsample, line_chart
 from moefold.train.report.summary import layer_numbers
-from moefold.train.router_stats import RouterStats, relative_load, router_stats
 
 WARM, COLD, DEAD, UNKNOWN = (226, 74, 26), (38, 110, 214), (240, 185, 11), (128, 128, 128)
 # Full color at four times the mean, and at a quarter of it.

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from moefold.train.metrics import router_stats
 from moefold.train.report.history import Column, History, number
-from moefold.train.router_stats import router_stats
 
 # Speed is measured over the last half of the run: the first steps warm up.
 _LAST_PART = 0.5
