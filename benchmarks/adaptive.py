@@ -127,10 +127,17 @@ def fit_link(measured: Sequence[Measured]) -> LinkConfig:
     rows = [(_columns(volumes(each.case)[name]), each.seconds[name]) for each in measured for name in DISPATCHERS]  # type: ignore[index]
     A = np.array([columns for columns, _ in rows]) / np.array([[seconds] for _, seconds in rows])
     costs = _non_negative(A, np.ones(len(rows)))
-    message, operation, *per_byte = (float(cost) for cost in costs)
+    latency, operation, *per_byte = (float(cost) for cost in costs)
     # At most 100 GB/s: what costs nothing measurable is at best as fast as memory.
-    exchange, gather, add, copy = (1e-9 / max(cost, 1e-11) for cost in per_byte)
-    return LinkConfig(message * 1e6, exchange, gather, add, copy, operation * 1e6)
+    all_to_all, all_gather, reduce_scatter, copy = (1e-9 / max(cost, 1e-11) for cost in per_byte)
+    return LinkConfig(
+        latency_us=latency * 1e6,
+        all_to_all_gb_s=all_to_all,
+        all_gather_gb_s=all_gather,
+        reduce_scatter_gb_s=reduce_scatter,
+        copy_gb_s=copy,
+        operation_us=operation * 1e6,
+    )
 
 
 def run_for(case: Exchange, dispatcher: str) -> RunConfig:

@@ -34,9 +34,9 @@ CASES = [
     ),
     (
         parallel.link_costs_are_positive,
-        over(link=LinkConfig(message_us=0.0)),
-        over(link=LinkConfig(sum_gb_s=-1.0)),
-        "parallel.link.sum_gb_s",
+        over(link=LinkConfig(latency_us=0.0)),
+        over(link=LinkConfig(reduce_scatter_gb_s=-1.0)),
+        "parallel.link.reduce_scatter_gb_s",
     ),
     (
         parallel.ep_inner_is_used,

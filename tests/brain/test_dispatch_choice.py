@@ -57,7 +57,7 @@ def test_the_choice_follows_choices_ranks_and_link() -> None:
     # One choice per token: there is nothing to leave out, and choices beside rows are a little more.
     assert dispatcher_in_use(adaptive(1, 8)) == "all_to_all"
     # Where everyone gets nearly everything anyway and gathering is fast, gather.
-    assert dispatcher_in_use(adaptive(32, 2, gather_gb_s=100.0, sum_gb_s=100.0)) == "all_gather"
+    assert dispatcher_in_use(adaptive(32, 2, all_gather_gb_s=100.0, reduce_scatter_gb_s=100.0)) == "all_gather"
     assert dispatcher_in_use(adaptive(8, 4, pad=True)) != "deduplicated"
     assert "deduplicated" not in estimates(adaptive(8, 4, pad=True))
 

@@ -37,11 +37,11 @@ class LinkConfig:
     __pydantic_config__: ClassVar = STRICT
 
     # Latency of one collective.
-    message_us: float = 275.0
+    latency_us: float = 275.0
     # Bandwidth of all-to-all, all-gather and reduce-scatter, by the bytes that a rank receives.
-    exchange_gb_s: float = 0.76
-    gather_gb_s: float = 0.74
-    sum_gb_s: float = 0.3
+    all_to_all_gb_s: float = 0.76
+    all_gather_gb_s: float = 0.74
+    reduce_scatter_gb_s: float = 0.3
     # Memory bandwidth of permuting, summing or casting rows on the rank, and the latency of any local operation.
     copy_gb_s: float = 100.0
     operation_us: float = 24.0

@@ -62,8 +62,12 @@ class Volume:
     copied: float
 
     def seconds(self, link: LinkConfig) -> float:
-        waited = self.messages * link.message_us + self.operations * link.operation_us
-        sent = self.exchanged / link.exchange_gb_s + self.gathered / link.gather_gb_s + self.summed / link.sum_gb_s
+        waited = self.messages * link.latency_us + self.operations * link.operation_us
+        sent = (
+            self.exchanged / link.all_to_all_gb_s
+            + self.gathered / link.all_gather_gb_s
+            + self.summed / link.reduce_scatter_gb_s
+        )
         return waited * 1e-6 + (sent + self.copied / link.copy_gb_s) * 1e-9
 
 
