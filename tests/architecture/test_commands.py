@@ -7,11 +7,12 @@ import io
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.architecture.sources import ROOT, files, report, shown, text_of
 
-from moefold.cli.main import VERBS, _parser
+from moefold.cli.main import VERBS, _parser, main
 from moefold.config.loading import override
 from moefold.errors import MoefoldError
 from moefold.recipes.catalog import recipe
@@ -55,6 +56,15 @@ def test_every_command_is_accepted() -> None:
     assert len(found) > 30
     offenders = [f"{page}: {command}: {what}" for page, command in found if (what := problem(command))]
     assert not offenders, report(offenders)
+
+
+def test_the_corpus_of_the_readme_can_be_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that gains a JSONL file which is no text would stop the first command that a new user runs."""
+    (command,) = [command for page, command in commands() if page == "README.md" and " tokenize " in command]
+    words = shlex.split(command)[1:]
+    words[words.index("--out") + 1] = str(tmp_path / "corpus")
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 0 and (tmp_path / "corpus.bin").stat().st_size > 1_000_000
 
 
 @pytest.mark.parametrize(
