@@ -163,6 +163,7 @@ def test_the_peak_is_what_a_run_takes() -> None:
 # ---- from end to end ----
 
 
+@pytest.mark.slow
 def test_candidates_alternate_and_failures_are_reported() -> None:
     specs = [
         CandidateSpec("moefold sequential", "moefold", options(allocator="kept")),
@@ -226,6 +227,7 @@ def test_attention_candidates_run(name: str) -> None:
         assert candidate.relative_error(candidate.prepare(0)) < 1e-5
 
 
+@pytest.mark.slow
 def test_dispatch_script(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--world", "2", *SIZES, "--rounds", "1", "--warm", "0", "--dtype", "float32"]
     assert dispatch.main([*words, "--json"]) == 0

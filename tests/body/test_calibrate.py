@@ -73,6 +73,7 @@ def test_trials_are_worth_their_ratio_to_the_reference() -> None:
     assert seconds(four) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tiny_calibration_is_a_table_that_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"

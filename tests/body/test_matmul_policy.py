@@ -167,7 +167,13 @@ def test_the_oldest_goes_first_whatever_is_asked_for() -> None:
 # ---- a whole stage ----
 
 STAGES = [
-    pytest.param(attention, backend, recompute, id=f"{attention}-{backend}-{'recompute' if recompute else 'kept'}")
+    pytest.param(
+        attention,
+        backend,
+        recompute,
+        id=f"{attention}-{backend}-{'recompute' if recompute else 'kept'}",
+        marks=() if (attention == "mla") == (backend == "grouped") == bool(recompute) else pytest.mark.slow,
+    )
     for attention in ATTENTIONS
     for backend in GROUPED_MATMULS
     for recompute in ((), EVERYTHING)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoint.hf_sources import Imagined
+from tests.marks import slow_except
 from torch import Tensor
 
 from moefold.checkpoint.hf.config_maps import family_rules
@@ -304,7 +305,7 @@ def peak_memory() -> Iterator[list[int]]:
         watcher.join()
 
 
-@pytest.mark.parametrize("model", [LARGE, LARGE_GPT_OSS], ids=["one tensor per expert", "stacked"])
+@pytest.mark.parametrize("model", slow_except([LARGE, LARGE_GPT_OSS], LARGE), ids=["one tensor per expert", "stacked"])
 def test_conversion_needs_less_than_twice_the_largest_tensor(model: ModelConfig, tmp_path: Path) -> None:
     source = Imagined(model)
     largest = max(prod(shape) for shape in source.shapes.values()) * 4

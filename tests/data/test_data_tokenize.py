@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.marks import slow_except
 
 from moefold.cli.main import main
 from moefold.data import tokenization as tokenize
@@ -149,7 +150,7 @@ def test_wrong_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["tokenize", str(tmp_path / "x.txt"), *out, "--overwrite"]) == 0
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", slow_except([signal.SIGINT, signal.SIGKILL], signal.SIGINT))
 def test_an_interrupted_run_leaves_nothing_that_looks_complete(tmp_path: Path, sent: signal.Signals) -> None:
     line = json.dumps({"text": "word " * 200}) + "\n"
     (tmp_path / "in.jsonl").write_text(line * 80_000)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.marks import slow_except
 from tests.support import on_ranks
 from torch import Tensor
 
@@ -111,7 +112,7 @@ def sets(cp: Group, inner: int) -> tuple[Group, Group]:
     )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", slow_except([2, 3, 4, 8], 2, 3))
 @pytest.mark.parametrize("ways", [ring_groups, ulysses_groups])
 def test_ring_and_heads_equal_the_whole(ways: Any, world: int) -> None:
     def work(groups: Groups) -> None:
@@ -122,7 +123,7 @@ def test_ring_and_heads_equal_the_whole(ways: Any, world: int) -> None:
     on_ranks(work, world, cp=world)
 
 
-@pytest.mark.parametrize("world, inner", [(4, 2), (8, 2), (8, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize("world, inner", slow_except([(4, 2), (8, 2), (8, 4), (4, 1), (4, 4)], (4, 2)))
 def test_hierarchical_equals_the_whole(world: int, inner: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]
@@ -133,7 +134,7 @@ def test_hierarchical_equals_the_whole(world: int, inner: int) -> None:
     on_ranks(work, world, cp=world)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", slow_except([2, 4], 2))
 def test_random_microbatches(world: int) -> None:
     def work(groups: Groups) -> None:
         cp = groups["cp"]

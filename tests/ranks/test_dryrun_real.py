@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.dry_runs import balanced_run, comparable, on_real_ranks
 
@@ -32,13 +34,15 @@ CASES = {
     "overlapped": (4, "debug_tiny", *VIRTUAL, "parallel.schedule=dualpipe_v", "parallel.ep=2"),
     "looking ahead": (2, "debug_mla", "parallel.pp=2", "model.num_mtp=1", BF16),
 }
-# What a change is held against every time; the others are for the nightly run.
-OFTEN = ("experts and shards", "two levels", "latent attention", "recomputed", "interleaved")
+# What `make check` tries, and what CI tries beside it; the others are for the nightly run.
+ALWAYS, IN_CI = ("experts and shards",), ("two levels", "latent attention", "recomputed", "interleaved")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.nightly) for name in CASES]
-)
+def marks(name: str) -> Any:
+    return () if name in ALWAYS else pytest.mark.slow if name in IN_CI else pytest.mark.nightly
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_fake_and_real_agree_to_the_byte(name: str) -> None:
     world, recipe, *changes = CASES[name]
     run = balanced_run(recipe, *changes)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.kill import Diary, digest
+from tests.marks import slow_except
 
 import moefold.moe.router
 import moefold.pipeline.step
@@ -64,6 +65,7 @@ def steps_of(run: RunConfig) -> list[dict[str, Any]]:
     return [entry for entry in map(json.loads, lines) if entry["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_layouts_follow_one_curve(tmp_path: Path) -> None:
     curves = []
     layouts = (
@@ -100,9 +102,14 @@ POISONS = [
 POISONS += [Poison(where, victim, 15.0) for where in ("loss spike", "norm spike") for victim, _ in VICTIMS]
 OVERFLOWS = [Poison("overflow", victim, torch.finfo(torch.float32).max) for victim, _ in VICTIMS]
 
-LAYOUTS = pytest.mark.parametrize("parallel", [ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2)], ids=["ep", "folded"])
+LAYOUTS = pytest.mark.parametrize(
+    "parallel",
+    slow_except([ParallelConfig(ep=2), ParallelConfig(tp=2, ep=2)], ParallelConfig(ep=2)),
+    ids=["ep", "folded"],
+)
 
 
+@pytest.mark.slow
 @LAYOUTS
 def test_a_poisoned_step_changes_nothing_on_any_rank(parallel: ParallelConfig, tmp_path: Path) -> None:
     # A spike needs sixteen accepted steps to be measured against.
@@ -226,7 +233,7 @@ def test_skipping_for_ever_ends_the_run_with_a_reason(tmp_path: Path) -> None:
         on_world(run, 1, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_signal_to_one_rank_stops_all_after_a_save_and_the_rest_follows_exactly(number: int, tmp_path: Path) -> None:
     whole = tiny(tmp_path / "whole", steps=8, parallel=ParallelConfig(ep=2))
     expected = on_world(whole, 2)

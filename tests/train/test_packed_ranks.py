@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.marks import slow_except
 from tests.train.test_packed import BATCH, run_of
 
 from moefold.blueprint.parameters import parameters
@@ -74,7 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list
     return of
 
 
-@pytest.mark.parametrize("kind,layout", CASES)
+@pytest.mark.parametrize("kind,layout", slow_except(CASES, ("bin_packed", "dynamic pp2"), ("concat_masked", "pp2 dp2")))
 def test_any_layout_trains_as_one_process(
     tmp_path: Path, kind: str, layout: str, alone: Callable[[str], list[list[float]]]
 ) -> None:

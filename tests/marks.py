@@ -1,0 +1,45 @@
+"""What keeps `make check` short: of a costly test it tries a few parameters, and tests that compute long are named.
+
+`.ci/run` tries all parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+# Of processor time, which does not depend on what else the machine does.
+MAX_SECONDS = 6.0
+
+
+def slow_except(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Parameters of which only ``fast`` are not slow. A tuple holds the values of several arguments."""
+    values = list(values)
+    assert all(value in values for value in fast), f"{fast} is not among {values}"
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]), marks=[] if value in fast else [pytest.mark.slow]
+        )
+        for value in values
+    ]
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def too_long(reports: Iterable[Any]) -> list[str]:
+    """Tests that are not marked and computed for longer than a test of `make check` should, the longest first."""
+    found = [
+        (seconds, report.nodeid)
+        for report in reports
+        if not {"slow", "nightly"} & set(report.keywords)
+        for name, seconds in report.user_properties
+        if name == "cpu_seconds" and seconds > MAX_SECONDS
+    ]
+    return [f"{seconds:.1f} s {name}" for seconds, name in sorted(found, reverse=True)]
