@@ -1,5 +1,7 @@
 # One thread per process: the tests start many, and the machine's cores are for them.
 export OMP_NUM_THREADS ?= 1
+# Python keeps its bytecode: otherwise each of them compiles every source file again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python
 # Another seed with every commit, so that cases which nobody has tried come up; MOEFOLD_SEED=N repeats one.
 SEED = $(shell $(PYTHON) -m tests.commit_seed)
@@ -28,7 +30,7 @@ layers:
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 test:
-	$(PYTHON) -m pytest -m "not slow and not nightly" -n 2 -q
+	$(PYTHON) -m pytest -m "not slow and not nightly" -n 2 --dist worksteal -q
 
 # Does any layout compute what one process computes?
 prove:
@@ -37,6 +39,6 @@ prove:
 
 # The long version of both, for a machine that has the night.
 nightly:
-	$(PYTHON) -m pytest -n 2 -q
+	$(PYTHON) -m pytest -n 2 --dist worksteal -q
 	$(PYTHON) -m moefold.cli.main prove --cases 1000 --max-world 8 --seed $(SEED)
 	$(PYTHON) -m moefold.cli.main prove --mutants
