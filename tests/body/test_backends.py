@@ -43,6 +43,7 @@ def here() -> HostInfo:
     return dataclasses.replace(probe_host(), gpus=(HOPPER,), packages={"triton": "3.9.0"})
 
 
+@pytest.mark.slow
 def test_moefold_imports_without_triton() -> None:
     """All but the kernels themselves, their build and their interpreter."""
     own = {"aot_build", "interpret"}

@@ -184,6 +184,7 @@ def test_candidates_alternate_and_failures_are_reported() -> None:
     assert "changing routing, rounds 2" in said
 
 
+@pytest.mark.slow
 def test_layer_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "layer.html"
     words = [*SIZES, "--candidates", "dense,moefold fused", "--routing", "changing"]

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from tests.marks import slow_except
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
@@ -57,7 +58,7 @@ def run(backend: ExpertBackend, moe: MoEConfig, dtype: torch.dtype, capacity: in
 CASES = list(product(("activation", "output"), (False, True), ("swiglu", "clamped_swiglu"), (None, 6)))
 
 
-@pytest.mark.parametrize(("weight_at", "bias", "activation", "capacity"), CASES)
+@pytest.mark.parametrize(("weight_at", "bias", "activation", "capacity"), slow_except(CASES, *CASES[::3]))
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_as_between_torch_operations(
     kernels: str, weight_at: str, bias: bool, activation: str, capacity: int | None

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tests.marks import slow_except
 from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
@@ -43,7 +44,7 @@ def run(ops: object, logits_tE: Tensor, *rest: object) -> tuple[Tensor, ...]:
     return *found, logits_tE.grad
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", slow_except(range(50), *range(12)))
 def test_as_the_reference(seed: int) -> None:
     case = draw(seed)
     with interpreting(), poisoned_memory():
@@ -55,7 +56,7 @@ def test_as_the_reference(seed: int) -> None:
     torch.testing.assert_close(grad_tE, wanted[3], rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("seed", range(0, 50, 10))
+@pytest.mark.parametrize("seed", slow_except(range(0, 50, 10), 0, 10))
 def test_as_the_reference_in_bfloat16(seed: int) -> None:
     """Sums are float32 in both; the gradient is rounded once, so it differs by one unit in the last place at most."""
     logits_tE, *rest = draw(seed)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import slow_except
 from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
@@ -53,7 +54,7 @@ def there_and_back(ops: Any, rows: RowMap, x_tL: Tensor, prob_tK: Tensor | None,
     return found | ({} if prob_P is None else {"row probs": prob_P, "grad probs": probs[0].grad})
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", slow_except(range(50), *range(12)))
 def test_as_the_reference(seed: int) -> None:
     rows, routing, x_tL, _, _ = draw(seed)
     prob_tK = routing.probs if seed % 3 else None

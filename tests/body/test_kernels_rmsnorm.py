@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.marks import slow_except
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
@@ -14,7 +15,7 @@ from moefold.ops.kernels.interpret import interpreting
 from moefold.ops.rmsnorm import rms_norm
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", slow_except(range(50), *range(12)))
 def test_as_the_reference(seed: int) -> None:
     case = Case(seed)
     shape = case.among((1, 1), (5, 8), (40, 7), (3, 4, 128), (9, 300), (2, 1536), (11, 2100), (3, 7168))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import slow_except
 from torch import Tensor
 
 pytest.importorskip("triton", reason="kernels are an extra")
@@ -52,7 +53,7 @@ def run(
     return expert_tK, weight_tK, logits_tE.grad
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", slow_except(range(50), *range(12)))
 def test_as_the_reference(seed: int) -> None:
     case = draw(seed)
     with interpreting(), poisoned_memory():
@@ -63,7 +64,7 @@ def test_as_the_reference(seed: int) -> None:
     torch.testing.assert_close(grad_tE, wanted_grad_tE, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("seed", range(0, 50, 10))
+@pytest.mark.parametrize("seed", slow_except(range(0, 50, 10), 0, 10))
 def test_as_the_reference_in_bfloat16(seed: int) -> None:
     """Both compute in float32 and round once, so they differ by one unit in the last place at most."""
     router, top_k, logits_tE, bias_E, grad_tK = draw(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.marks import slow_except
 
 pytest.importorskip("triton", reason="kernels are an extra")
 
@@ -24,7 +25,7 @@ def draw(seed: int) -> tuple[Case, str, list[torch.Tensor | None], torch.Tensor]
     return case, case.among("swiglu", "clamped_swiglu"), [gate_up, weight], case.randn(rows, dim)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", slow_except(range(50), *range(12)))
 def test_as_the_reference(seed: int) -> None:
     _, activation, inputs, grad = draw(seed)
     found = run_kernel(lambda *x: weighted_activation(*x, activation), inputs, [grad])

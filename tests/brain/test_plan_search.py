@@ -8,6 +8,7 @@ from itertools import product
 from math import log2
 
 import pytest
+from tests.marks import slow_except
 
 from moefold.checks.run_all import problems
 from moefold.config.loading import override
@@ -154,7 +155,10 @@ def everything(workload: Workload, space: Space) -> list[tuple[float, float, Lay
 
 
 @pytest.mark.usefixtures("pretending")
-@pytest.mark.parametrize(("name", "world", "batch"), [("mixtral_8x7b", 32, 128), ("qwen3_30b_a3b", 64, 256)])
+@pytest.mark.parametrize(
+    ("name", "world", "batch"),
+    slow_except([("mixtral_8x7b", 32, 128), ("qwen3_30b_a3b", 64, 256)], ("mixtral_8x7b", 32, 128)),
+)
 def test_coarse_to_fine_finds_what_trying_everything_finds(name: str, world: int, batch: int) -> None:
     _, workload = job_for(name, world, batch)
     space = narrowed(usual_space(workload), NARROW + ",vpp=1,2,3,4")

@@ -52,6 +52,7 @@ def write_megatron(prefix: Path) -> None:
     prefix.with_suffix(".idx").write_bytes(b"".join(parts))
 
 
+@pytest.mark.slow
 def test_no_loader_runs_what_is_in_a_file(tmp_path: Path) -> None:
     canary, corpus, places = tmp_path / "canary", tmp_path / "corpus", tmp_path / "places"
     corpus.mkdir()

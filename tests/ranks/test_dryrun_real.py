@@ -35,7 +35,7 @@ CASES = {
     "looking ahead": (2, "debug_mla", "parallel.pp=2", "model.num_mtp=1", BF16),
 }
 # What `make check` tries, and what CI tries beside it; the others are for the nightly run.
-ALWAYS, IN_CI = ("experts and shards",), ("two levels", "latent attention", "recomputed", "interleaved")
+ALWAYS, IN_CI = ("sharded",), ("experts and shards", "two levels", "latent attention", "recomputed", "interleaved")
 
 
 def marks(name: str) -> Any:
