@@ -51,6 +51,7 @@ def test_planning_needs_no_torch() -> None:
     assert in_a_new_process(code) == "False\n"
 
 
+@pytest.mark.slow
 def test_packages_do_not_replace_functions_of_their_name() -> None:
     code = (
         "import moefold.plan.predict, moefold.prove.cases\n"

@@ -33,6 +33,7 @@ def faults(how: str) -> int:
 
 
 @pytest.mark.skipif(not probe_host().malloc_trim_disabled, reason="another C library or allocator")
+@pytest.mark.slow
 def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
     assert faults("kept") < 100 < faults("handed back")
 

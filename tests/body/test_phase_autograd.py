@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.marks import slow_except
 from tests.staged_runs import MODEL, Lengths, microbatches, share_on, staged_run
 from torch import Tensor
 
@@ -235,7 +236,7 @@ def _in_turn(local_model: LocalModel, ahead: StageSpec, back: StageSpec) -> tupl
 @pytest.mark.parametrize(
     ("ahead", "back"), [("whole", "whole"), ("middle", "last"), ("first", "middle"), ("last", "empty")]
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_except(MODELS, "mla"))
 def test_two_at_once_have_the_bits_of_one_after_the_other(
     model: str, ahead: str, back: str, defer_as: str | None, recompute: tuple[str, ...]
 ) -> None:
@@ -250,7 +251,7 @@ def test_two_at_once_have_the_bits_of_one_after_the_other(
 OVERLAPPING = {"1f1b_overlapped": 1, "interleaved_overlapped": 2, "dualpipe_v": 2}
 
 
-@pytest.mark.parametrize("model", ["mla", "ahead"])
+@pytest.mark.parametrize("model", slow_except(["mla", "ahead"], "mla"))
 @pytest.mark.parametrize("schedule", OVERLAPPING)
 def test_how_long_an_exchange_takes_changes_no_bit(schedule: str, model: str) -> None:
     """However many weight gradients fit into the waits, their sums have the same order."""

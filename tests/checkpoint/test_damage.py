@@ -19,7 +19,6 @@ from tests.checkpoint.damages import (
     random_damage,
 )
 from tests.checkpoint.saved_runs import everything, fill_moments, optimizer_for, same, small_run, trained_alone
-from tests.marks import slow_except
 from tests.support import on_ranks
 from torch import Tensor
 from torch.optim import AdamW
@@ -111,7 +110,8 @@ def patient(originals: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
     return Patient(originals[0], tmp_path_factory.mktemp("patient") / "root")
 
 
-@pytest.mark.parametrize("seed", slow_except(range(6), 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
 def test_a_hundred_random_damages(patient: Patient, seed: int) -> None:
     dice = random.Random(seed)
     for number in range(100):

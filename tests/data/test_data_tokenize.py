@@ -56,7 +56,7 @@ def test_bytes_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_the_number_of_workers_and_the_cuts_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    corpus(tmp_path / "in", lines=3000)
+    corpus(tmp_path / "in", lines=1000)
     results = []
     for number, (workers, size) in enumerate([(1, 4 << 20), (1, 1000), (1, 17), (2, 50_000), (3, 200_000)]):
         monkeypatch.setattr(tokenize, "_TASK_BYTES", size)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.marks import slow_except
 from tests.peak_memory import PeakMemory
 from tests.ranks.test_context import LocalModel
 
@@ -56,7 +55,8 @@ def peaks(tokens: int, shape: tuple[Any, ...]) -> list[int]:
     return [worst(size) for size in (1, 2, 4, 8)]
 
 
-@pytest.mark.parametrize("name", slow_except(SHAPES, "grouped"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
 def test_memory_is_flat(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process's fused attention is the measure: no ring takes more than a tenth on top."""
     monkeypatch.setattr(context_ring, "MIN_MESSAGE_BYTES", 1 << 10)

@@ -181,18 +181,21 @@ def _shared(local_model: LocalModel) -> dict[str, list[Any]]:
     }
 
 
+SHARED: list[tuple[int, ModelConfig, dict[str, Any]]] = [
+    (2, TIED, {"pp": 2, "stages": "Ett|mL"}),
+    (2, replace(TIED, num_mtp=0), {"pp": 2, "schedule": "zb_h1"}),
+    (2, TIED, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "stages": "Et|t|m|L"}),
+    # The embedding on three ranks: for tokens, for the MTP module, and as the head.
+    (3, TIED, {"pp": 3, "stages": "Ett|m|L"}),
+    (4, TIED, {"pp": 2, "stages": "Ett|mL", "schedule": "1f1b_overlapped", "ep": 2}),
+    # Not tied, and yet on two ranks: the embedding, and the norm before the head.
+    (3, MODEL, {"pp": 3, "stages": "Ett|m|L"}),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "model", "layout"),
-    [
-        (2, TIED, {"pp": 2, "stages": "Ett|mL"}),
-        (2, replace(TIED, num_mtp=0), {"pp": 2, "schedule": "zb_h1"}),
-        (2, TIED, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "stages": "Et|t|m|L"}),
-        # The embedding on three ranks: for tokens, for the MTP module, and as the head.
-        (3, TIED, {"pp": 3, "stages": "Ett|m|L"}),
-        (4, TIED, {"pp": 2, "stages": "Ett|mL", "schedule": "1f1b_overlapped", "ep": 2}),
-        # Not tied, and yet on two ranks: the embedding, and the norm before the head.
-        (3, MODEL, {"pp": 3, "stages": "Ett|m|L"}),
-    ],
+    slow_except(SHARED, SHARED[0], SHARED[-1]),
     ids=["tied", "tied, split", "tied, in a V", "tied on three", "tied, sharded", "untied"],
 )
 def test_every_copy_of_a_shared_weight_stays_the_same_to_the_bit(
@@ -220,16 +223,19 @@ def test_every_copy_of_a_shared_weight_stays_the_same_to_the_bit(
 # ---- sharded data parallelism ----
 
 
+SHARDED: list[tuple[int, dict[str, Any]]] = [
+    (4, {"pp": 2, "stages": "Ett|mL"}),
+    (4, {"pp": 2, "stages": "Ett|mL", "schedule": "zb_h1", "dp_replicate": 2}),
+    (4, {"pp": 2, "vpp": 2, "stages": "Et|t|m|L", "schedule": "interleaved_overlapped", "ep": 2}),
+    (6, {"pp": 2, "stages": "Ett|mL", "schedule": "zb_h1"}),
+    (2, {"schedule": "1f1b_overlapped"}),
+    (2, {"schedule": "zb_h1", "ep": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [
-        (4, {"pp": 2, "stages": "Ett|mL"}),
-        (4, {"pp": 2, "stages": "Ett|mL", "schedule": "zb_h1", "dp_replicate": 2}),
-        (4, {"pp": 2, "vpp": 2, "stages": "Et|t|m|L", "schedule": "interleaved_overlapped", "ep": 2}),
-        (6, {"pp": 2, "stages": "Ett|mL", "schedule": "zb_h1"}),
-        (2, {"schedule": "1f1b_overlapped"}),
-        (2, {"schedule": "zb_h1", "ep": 2}),
-    ],
+    slow_except(SHARDED, SHARDED[0], SHARDED[-1]),
     ids=["sharded", "copies", "overlapped experts", "three shards", "overlap without a pipeline", "split without one"],
 )
 def test_gradients_add_up_over_microbatches_and_shards(world: int, layout: dict[str, Any]) -> None:
