@@ -120,7 +120,7 @@ def near(chosen: Case, seen: DryRun) -> None:
     assert allocated(memory_at(workload, chosen.stage)) == pytest.approx(seen.peak_total, rel=0.05)
 
 
-@pytest.mark.parametrize("name", slow_except(SMALL, "gathered experts", "four contexts"))
+@pytest.mark.parametrize("name", slow_except(SMALL, "four contexts"))
 def test_messages_are_those_of_the_step(name: str) -> None:
     same_messages(SMALL[name], rehearsed(SMALL[name]))
 

@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 import torch
+from tests.marks import slow_except
 from tests.support import on_ranks
 from torch import Tensor
 
@@ -32,7 +33,7 @@ SHAPES: list[tuple[tuple[int, ...], ...]] = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5, 100])
+@pytest.mark.parametrize("ahead", slow_except([1, 2, 5, 100], 5, 100))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_messages_arrive_in_the_order_of_sending(dtype: torch.dtype, ahead: int) -> None:
     """From one rank to the next, and back at the same time; nobody receives before everything was sent."""

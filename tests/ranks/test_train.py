@@ -233,7 +233,8 @@ def test_skipping_for_ever_ends_the_run_with_a_reason(tmp_path: Path) -> None:
         on_world(run, 1, before)
 
 
-@pytest.mark.parametrize("number", slow_except([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_rank_stops_all_after_a_save_and_the_rest_follows_exactly(number: int, tmp_path: Path) -> None:
     whole = tiny(tmp_path / "whole", steps=8, parallel=ParallelConfig(ep=2))
     expected = on_world(whole, 2)
