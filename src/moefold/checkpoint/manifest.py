@@ -111,7 +111,7 @@ def canonical(data: object) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def as_plain(state: Mapping[str, Any], what: str) -> dict[str, Any]:
+def as_plain(state: Mapping[str, object], what: str) -> dict[str, object]:
     """A copy that JSON represents exactly; raises where it cannot."""
     try:
         return dict(json.loads(canonical(state)))
@@ -130,7 +130,7 @@ def write_table(path: Path, step: int, rank: int, chunks: Sequence[ChunkSpec]) -
     return write_file(path, [canonical(asdict(RankTable(TABLE_FORMAT, VERSION, step, rank, entries)))])
 
 
-def write_manifest(path: Path, fields: Mapping[str, Any]) -> None:
+def write_manifest(path: Path, fields: Mapping[str, object]) -> None:
     """``fields`` are those of Manifest but format, version and sha256."""
     content = {"format": FORMAT, "version": VERSION, **fields}
     write_file(path, [canonical(content | {"sha256": hashlib.sha256(canonical(content)).hexdigest()})])
@@ -203,7 +203,7 @@ def _check_tensor(path: Path, name: str, dtype: str, shape: tuple[int, ...]) -> 
         raise CheckpointError(f"{path}: {name} has the impossible shape {list(shape)[:_MAX_DIMS]}")
 
 
-def _canonical_object(path: Path, content: bytes) -> dict[str, Any]:
+def _canonical_object(path: Path, content: bytes) -> dict[str, object]:
     try:
         data = json.loads(content)
         is_canonical = canonical(data) == content

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from moefold.checkpoint.files import FileRecord, fsync_directory, make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
     RankFiles,
+    TensorEntry,
     as_plain,
     data_name,
     table_name,
@@ -48,7 +49,6 @@ from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError
 
-JSON = Any
 Result = TypeVar("Result")
 _NICENESS = 10
 
@@ -130,7 +130,7 @@ class _Save:
     step: int
     specs: list[ChunkSpec]
     elsewhere: dict[str, TensorSpec]
-    state: dict[str, JSON]
+    state: dict[str, object]
     writing: Job[Written]
     committing: Job[None] | None = None
     all_written: bool = False
@@ -148,7 +148,7 @@ class Saver:
         keep_every: int = 0,
         background: bool = True,
         *,
-        about: Mapping[str, JSON] | None = None,
+        about: Mapping[str, object] | None = None,
         run_dir: Path | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class Saver:
         self,
         step: int,
         chunks: Sequence[Chunk],
-        state: Mapping[str, JSON],
+        state: Mapping[str, object],
         elsewhere: Mapping[str, TensorSpec] = MappingProxyType({}),
     ) -> None:
         """Copy everything and start writing; a save in progress is finished first.
@@ -261,9 +261,10 @@ class Saver:
         incarnation = read_incarnation(self.run_dir) if self.incarnation else None
         tensors = catalogue(save.specs, save.elsewhere)
         check_complete(save.step, tensors, by_rank)
-        fields = {"layout": {}, "config": "", **self.about, "code": __version__, "state": save.state}
+        fields: dict[str, object] = {"layout": {}, "config": "", **self.about, "code": __version__, "state": save.state}
         fields |= {"run": incarnation.run if incarnation else "", "incarnation": self.incarnation}
-        fields |= {"step": save.step, "world": self.world.size, "tensors": tensors}
+        fields |= {"step": save.step, "world": self.world.size}
+        fields |= {"tensors": {name: asdict(entry) for name, entry in tensors.items()}}
         fields |= {"files": [asdict(written.files) for written in by_rank]}
         write_manifest(temporary / MANIFEST, fields)
         commit(self.root, save.step, self.run_dir, self.incarnation)
@@ -293,18 +294,15 @@ def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec]
     return Written(RankFiles(data, table), sum(spec.num_elements for spec in specs if not is_rank_record(spec.name)))
 
 
-def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -> dict[str, dict[str, JSON]]:
+def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -> dict[str, TensorEntry]:
     """Every global tensor, as in the manifest. Rank 0 has a box of each tensor of its own stages."""
     known = {spec.name: TensorSpec(spec.dtype, spec.shape) for spec in specs if not is_rank_record(spec.name)}
-    return {
-        name: {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape)}
-        for name, spec in (known | dict(elsewhere)).items()
-    }
+    return {name: TensorEntry(DTYPE_NAMES[spec.dtype], spec.shape) for name, spec in (known | dict(elsewhere)).items()}
 
 
-def check_complete(step: int, tensors: Mapping[str, Mapping[str, JSON]], by_rank: Sequence[Written]) -> None:
+def check_complete(step: int, tensors: Mapping[str, TensorEntry], by_rank: Sequence[Written]) -> None:
     """All ranks together must have written every element once."""
-    expected = sum(prod(entry["shape"]) for entry in tensors.values())
+    expected = sum(prod(entry.shape) for entry in tensors.values())
     written = sum(written.elements for written in by_rank)
     if written != expected:
         raise CheckpointError(f"step {step}: the ranks wrote {written:,} elements of {expected:,}")

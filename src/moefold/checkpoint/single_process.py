@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +36,7 @@ Progress = Callable[[int], None]
 
 
 def write_whole(
-    root: Path, source: TensorSource, run: RunConfig, origin: Mapping[str, Any], progress: Progress | None = None
+    root: Path, source: TensorSource, run: RunConfig, origin: Mapping[str, object], progress: Progress | None = None
 ) -> Path:
     """All tensors of ``source`` as step 0 under ``root``; ``origin`` records where they come from."""
     final = final_path(root, 0)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ _WEIGHTS = ("parameter/", "buffer/")
 _MAX_LISTED = 200
 
 
-def run_record(local_model: LocalModel) -> dict[str, Any]:
+def run_record(local_model: LocalModel) -> dict[str, object]:
     """What a manifest says about the run as a whole."""
     degrees = {name: size for name, size in asdict(local_model.run.parallel).items() if type(size) is int}
     layout = local_model.groups.layout

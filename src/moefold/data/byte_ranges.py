@@ -11,13 +11,15 @@ import hashlib
 import mmap
 import os
 import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from moefold.errors import DataError
 
+Result = TypeVar("Result")
 # Bytes hashed at each of a few offsets of a file; enough to detect that it was replaced.
 _SAMPLE_BYTES = 4096
 
@@ -33,6 +35,20 @@ class ByteFile(Protocol):
 
     def read_all(self) -> np.ndarray:
         """All bytes as uint8: mapped if the file is local, else fetched."""
+
+
+class FileSystem(Protocol):
+    """The methods of an fsspec file system that are used here."""
+
+    def size(self, path: str) -> int | None: ...
+
+    def cat_file(self, path: str, start: int, end: int) -> bytes: ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def isdir(self, path: str) -> bool: ...
+
+    def find(self, path: str) -> Iterable[str]: ...
 
 
 class LocalFile:
@@ -97,7 +113,7 @@ class RemoteFile:
     def read_all(self) -> np.ndarray:
         return np.frombuffer(self.read(0, self.size), np.uint8)
 
-    def _call(self, function: Any, *args: Any) -> Any:
+    def _call(self, function: Callable[..., Result], *args: object) -> Result:
         # Each file system has its own exceptions.
         try:
             return function(*args)
@@ -148,7 +164,7 @@ def _check_range(source: ByteFile, offset: int, length: int) -> None:
         raise DataError(f"{source.name}: has {source.size:,} bytes, not {length:,} at {offset:,}")
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def _file_system(url: str) -> tuple[FileSystem, str]:
     try:
         import fsspec  # type: ignore[import-untyped]
     except ImportError as error:
@@ -160,14 +176,14 @@ def _file_system(url: str) -> tuple[Any, str]:
     return files, str(path)
 
 
-def _listing(path: str, function: Any, inside: str) -> Any:
+def _listing(path: str, function: Callable[[str], Result], inside: str) -> Result:
     try:
         return function(inside)
     except Exception as error:
         raise DataError(f"{path}: cannot be listed: {_reason(error)}") from error
 
 
-def _size(found: Any, url: str) -> int:
+def _size(found: int | None, url: str) -> int:
     if not isinstance(found, int):
         raise DataError(f"{url}: the server does not report its size")
     return found

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from moefold.config.attention import GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 
-Values = dict[str, Any]
+# A config.json.
+HfValues = Mapping[str, object]
+# Dotted fields of ModelConfig, or keys of a config.json, and their values.
+Values = dict[str, object]
 
 
 class UnsupportedValueError(ValueError):
@@ -29,7 +31,7 @@ class ConfigConverter:
     """`from_hf`: config.json -> dotted fields of ModelConfig; `to_hf`: a model -> keys of config.json."""
 
     keys: tuple[str, ...]
-    from_hf: Callable[[Mapping[str, Any]], Values]
+    from_hf: Callable[[HfValues], Values]
     to_hf: Callable[[ModelConfig], Values]
 
 
@@ -46,7 +48,7 @@ _YARN_REQUIRED = ("factor", "original_max_position_embeddings")
 _ROPE_FIXED = {"attention_factor": (None,), "partial_rotary_factor": (1.0, None)}
 
 
-def _read_rope(config: Mapping[str, Any]) -> Values:
+def _read_rope(config: HfValues) -> Values:
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     found = config.get(key) or {}
     if not isinstance(found, dict):
@@ -57,21 +59,21 @@ def _read_rope(config: Mapping[str, Any]) -> Values:
         raise UnsupportedValueError("rope_theta", "is missing")
     if kind not in ("default", "yarn"):
         raise UnsupportedValueError(key, f"rope type {str(kind)[:40]!r} is not one of default, yarn")
-    values: Values = {"rope.theta": theta, "rope.yarn": None if kind == "default" else {}}
+    yarn: Values = {}
     for name, value in found.items():
         if name in _ROPE_FIXED and value in _ROPE_FIXED[name]:
             continue
         if kind == "yarn" and name in _YARN:
             if value is not None:
-                values["rope.yarn"][_YARN[name]] = value
+                yarn[_YARN[name]] = value
         elif name not in ("rope_type", "type", "rope_theta"):
             raise UnsupportedValueError(
                 f"{key}.{name[:60]}", f"{str(value)[:40]} is not supported for rope type {kind}"
             )
-    missing = [name for name in _YARN_REQUIRED if kind == "yarn" and _YARN[name] not in values["rope.yarn"]]
+    missing = [name for name in _YARN_REQUIRED if kind == "yarn" and _YARN[name] not in yarn]
     if missing:
         raise UnsupportedValueError(f"{key}.{missing[0]}", "is missing")
-    return values
+    return {"rope.theta": theta, "rope.yarn": None if kind == "default" else yarn}
 
 
 def _write_rope(model: ModelConfig) -> Values:
@@ -88,7 +90,7 @@ def _write_rope(model: ModelConfig) -> Values:
 ROPE = ConfigConverter(("rope_theta", "rope_scaling", "rope_parameters"), _read_rope, _write_rope)
 
 
-def _read_head_dim(config: Mapping[str, Any]) -> Values:
+def _read_head_dim(config: HfValues) -> Values:
     heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     dim = config.get("head_dim")
     if dim is None:
@@ -108,7 +110,7 @@ HEADS = ConfigConverter(
 )
 
 
-def _read_v3_groups(config: Mapping[str, Any]) -> Values:
+def _read_v3_groups(config: HfValues) -> Values:
     """A check only: transformers scores a group by its best two experts, moefold by its best top_k / topk_group."""
     top_k, groups, chosen = (config.get(key) for key in ("num_experts_per_tok", "n_group", "topk_group"))
     if not (isinstance(top_k, int) and isinstance(groups, int) and isinstance(chosen, int)):
@@ -125,7 +127,7 @@ def _read_v3_groups(config: Mapping[str, Any]) -> Values:
 V3_GROUPS = ConfigConverter((), _read_v3_groups, lambda model: {})
 
 
-def _read_latent(config: Mapping[str, Any]) -> Values:
+def _read_latent(config: HfValues) -> Values:
     heads, nope, rope = (config.get(key) for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim"))
     if config.get("num_key_value_heads", heads) not in (heads, None):
         raise UnsupportedValueError(
@@ -145,7 +147,7 @@ LATENT = ConfigConverter(
 )
 
 
-def _read_shared(config: Mapping[str, Any]) -> Values:
+def _read_shared(config: HfValues) -> Values:
     shared, dim = config.get("n_shared_experts") or 0, config.get("moe_intermediate_size")
     if not (isinstance(shared, int) and isinstance(dim, int)):
         raise UnsupportedValueError("n_shared_experts", "must be a whole number, as must moe_intermediate_size")
@@ -161,7 +163,7 @@ def _write_shared(model: ModelConfig) -> Values:
 SHARED_EXPERTS = ConfigConverter(("n_shared_experts",), _read_shared, _write_shared)
 
 
-def _read_v2_groups(config: Mapping[str, Any]) -> Values:
+def _read_v2_groups(config: HfValues) -> Values:
     method = config.get("topk_method", "greedy")
     if method == "greedy":
         return {"moe.router.num_groups": 1, "moe.router.top_groups": 1}
@@ -179,9 +181,9 @@ def _write_v2_groups(model: ModelConfig) -> Values:
 V2_GROUPS = ConfigConverter(("topk_method", "n_group", "topk_group"), _read_v2_groups, _write_v2_groups)
 
 
-def _read_dense_first(config: Mapping[str, Any]) -> Values:
+def _read_dense_first(config: HfValues) -> Values:
     layers = config.get("mlp_only_layers") or []
-    if layers != list(range(len(layers))):
+    if not isinstance(layers, list) or layers != list(range(len(layers))):
         raise UnsupportedValueError("mlp_only_layers", f"{str(layers)[:60]} are not the first layers")
     return {"num_dense_layers": len(layers)}
 
@@ -191,7 +193,7 @@ DENSE_FIRST = ConfigConverter(
 )
 
 
-def _read_full_layers(config: Mapping[str, Any]) -> Values:
+def _read_full_layers(config: HfValues) -> Values:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise UnsupportedValueError("layer_types", f"{str(kinds)[:60]} is not full_attention throughout")
@@ -201,7 +203,7 @@ def _read_full_layers(config: Mapping[str, Any]) -> Values:
 FULL_LAYERS = ConfigConverter(("layer_types",), _read_full_layers, lambda model: {})
 
 
-def _read_windows(config: Mapping[str, Any]) -> Values:
+def _read_windows(config: HfValues) -> Values:
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is None:
         return {"attention.window_every": 2}

@@ -67,7 +67,7 @@ class Key:
 
     hf_key: str
     path: str
-    default: Any = REQUIRED
+    default: object = REQUIRED
     aliases: tuple[str, ...] = ()
 
 
@@ -80,7 +80,7 @@ class HfFamily:
     name_rules: tuple[NameRule, ...]
     converters: tuple[ConfigConverter, ...]
     # The first value is written; the others are accepted.
-    fixed_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    fixed_values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # Prefixes of tensors that are not part of the model; {layers} is the number of layers.
     extra_prefixes: tuple[str, ...] = ()
     # HF tensors that repeat others.

@@ -10,12 +10,10 @@ each family can express.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import Any
 
-from moefold.checkpoint.hf.config_converters import UnsupportedValueError
+from moefold.checkpoint.hf.config_converters import HfValues, UnsupportedValueError, Values
 from moefold.checkpoint.hf.config_maps import (
     CODE_KEY_PREFIXES,
     CODE_KEYS,
@@ -58,7 +56,7 @@ class HfConfig:
         )
 
 
-def read_config(config: Mapping[str, Any]) -> HfConfig:
+def read_config(config: HfValues) -> HfConfig:
     family = _read_family(config)
     problems = list(_unknown_keys(config, family)) + list(_wrong_fixed_values(config, family))
     values, more = _values(config, family)
@@ -72,7 +70,7 @@ def read_config(config: Mapping[str, Any]) -> HfConfig:
     return HfConfig(family.model_type, model, known, not_honoured)
 
 
-def _read_family(config: Mapping[str, Any]) -> HfFamily:
+def _read_family(config: HfValues) -> HfFamily:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in READABLE_FAMILIES:
         hint = did_you_mean(model_type, READABLE_FAMILIES) if isinstance(model_type, str) and model_type else ""
@@ -81,7 +79,7 @@ def _read_family(config: Mapping[str, Any]) -> HfFamily:
     return READABLE_FAMILIES[model_type]
 
 
-def _unknown_keys(config: Mapping[str, Any], family: HfFamily) -> list[Problem]:
+def _unknown_keys(config: HfValues, family: HfFamily) -> list[Problem]:
     known = {key.hf_key for key in family.keys} | {name for key in family.keys for name in key.aliases}
     known |= (
         {key for converter in family.converters for key in converter.keys} | set(family.fixed_values) | IGNORED_KEYS
@@ -100,7 +98,7 @@ def _is_code_key(key: str) -> bool:
     return key in CODE_KEYS or key.startswith(CODE_KEY_PREFIXES)
 
 
-def _wrong_fixed_values(config: Mapping[str, Any], family: HfFamily) -> list[Problem]:
+def _wrong_fixed_values(config: HfValues, family: HfFamily) -> list[Problem]:
     return [
         Problem(f"{FILE}: {key}", f"{str(config[key])[:60]!r} is not supported", f"only {allowed[0]!r} is")
         for key, allowed in family.fixed_values.items()
@@ -108,14 +106,14 @@ def _wrong_fixed_values(config: Mapping[str, Any], family: HfFamily) -> list[Pro
     ]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Equal, where True is not 1."""
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
-def _values(config: Mapping[str, Any], family: HfFamily) -> tuple[dict[str, Any], list[Problem]]:
+def _values(config: HfValues, family: HfFamily) -> tuple[Values, list[Problem]]:
     """Dotted fields of ModelConfig -> values, and problems."""
-    values: dict[str, Any] = {}
+    values: Values = {}
     problems: list[Problem] = []
     for key in family.keys:
         given = {name: config[name] for name in (key.hf_key, *key.aliases) if name in config}
@@ -135,7 +133,7 @@ def _values(config: Mapping[str, Any], family: HfFamily) -> tuple[dict[str, Any]
     return values, problems
 
 
-def _model(family: HfFamily, values: dict[str, Any]) -> ModelConfig:
+def _model(family: HfFamily, values: Values) -> ModelConfig:
     tree = asdict(family.base)
     for path, value in values.items():
         *parents, leaf = path.split(".")
@@ -195,7 +193,7 @@ def differences_of(model: ModelConfig, family: HfFamily) -> dict[str, str]:
     }
 
 
-def write_config(model: ModelConfig, model_type: str, context: int, dtype: str) -> dict[str, Any]:
+def write_config(model: ModelConfig, model_type: str, context: int, dtype: str) -> Values:
     """A config.json that transformers reads as this model; ``context`` is the longest sequence it is meant for."""
     yarn = model.rope.yarn
     longest = context if yarn is None else int(yarn.factor * yarn.original_context)
@@ -212,14 +210,14 @@ def write_config(model: ModelConfig, model_type: str, context: int, dtype: str) 
     }
 
 
-def _write(model: ModelConfig, family: HfFamily) -> dict[str, Any]:
+def _write(model: ModelConfig, family: HfFamily) -> Values:
     written = {key.hf_key: _value(model, key) for key in family.keys}
     for converter in family.converters:
         written |= converter.to_hf(model)
     return written | {key: allowed[0] for key, allowed in family.fixed_values.items()}
 
 
-def _value(model: ModelConfig, key: Key) -> Any:
+def _value(model: ModelConfig, key: Key) -> object:
     return reduce(getattr, key.path.split("."), model)
 
 

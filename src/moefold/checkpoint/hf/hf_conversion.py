@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -110,7 +109,7 @@ def import_upcycled(
 
 
 def _new_run(
-    source: TensorSource, run: RunConfig, runs: Path, origin: Mapping[str, Any], progress: Progress | None
+    source: TensorSource, run: RunConfig, runs: Path, origin: Mapping[str, object], progress: Progress | None
 ) -> tuple[Path, RunConfig]:
     """Step 0 of a run in its own directory, with the configuration to train it by."""
     params = {dtype: name for name, dtype in TORCH_FORMATS.items()}[source.dtype("parameter/embedding.weight")]
@@ -234,7 +233,7 @@ def _notes(plan: Export) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _write_json(path: Path, data: dict[str, Any]) -> None:
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
     write_file(path, [(json.dumps(data, indent=2) + "\n").encode()])
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloa
 DTYPE_KEYS = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+def parse_object(raw: bytes, where: str) -> dict[str, object]:
     """The one JSON object in ``raw``."""
     try:
         value = json.loads(
@@ -53,7 +53,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, object]:
     """The JSON object in a small, regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         raw = file.read(limit + 1)
@@ -78,7 +78,7 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -107,39 +107,39 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> dict[str, HeaderEnt
     entries: dict[str, HeaderEntry] = {}
     problems: list[Problem] = []
     for name, claim in claims.items():
-        problem = _entry_problem(name, claim)
-        if problem:
-            problems.append(Problem(f"{where}: {name[:80]!r}", problem))
+        entry = _parse_entry(name, claim)
+        if isinstance(entry, HeaderEntry):
+            entries[name] = entry
+        else:
+            problems.append(Problem(f"{where}: {name[:80]!r}", entry))
             if len(problems) >= _MAX_PROBLEMS:
                 break
-        else:
-            entries[name] = HeaderEntry(claim["dtype"], tuple(claim["shape"]), *claim["data_offsets"])
     problems = problems or _layout_problems(entries, data_bytes, where)
     if problems:
         raise ConversionError(*problems)
     return entries
 
 
-def _entry_problem(name: str, claim: Any) -> str:
-    """What is wrong with one entry by itself; empty if nothing is."""
+def _parse_entry(name: str, claim: object) -> HeaderEntry | str:
+    """One entry by itself, or what is wrong with it."""
     if not (0 < len(name) <= _MAX_NAME and name.isprintable()):
         return f"a name has 1 to {_MAX_NAME} printable characters"
     if not isinstance(claim, dict) or set(claim) != {"dtype", "shape", "data_offsets"}:
         return "an entry has dtype, shape and data_offsets, and nothing else"
-    item_size, shape, offsets = ITEM_SIZES.get(str(claim["dtype"])[:16]), claim["shape"], claim["data_offsets"]
-    if item_size is None or not isinstance(claim["dtype"], str):
-        return f"unknown dtype {str(claim['dtype'])[:40]!r}; known: {', '.join(ITEM_SIZES)}"
+    dtype, shape, offsets = claim["dtype"], claim["shape"], claim["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
+        return f"unknown dtype {str(dtype)[:40]!r}; known: {', '.join(ITEM_SIZES)}"
     if not _are_integers(shape) or len(shape) > _MAX_DIMS:
         return f"shape must be up to {_MAX_DIMS} integers of at least 0"
     if not _are_integers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return "data_offsets must be two integers, the first not larger than the second"
-    needed, given = prod(shape) * item_size, offsets[1] - offsets[0]
+    needed, given = prod(shape) * ITEM_SIZES[dtype], offsets[1] - offsets[0]
     if needed != given:
-        return f"shape {tuple(shape)} of {claim['dtype']} needs {needed} bytes, not {given}"
-    return ""
+        return f"shape {tuple(shape)} of {dtype} needs {needed} bytes, not {given}"
+    return HeaderEntry(dtype, tuple(shape), *offsets)
 
 
-def _are_integers(values: Any) -> bool:
+def _are_integers(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
@@ -215,7 +215,7 @@ class SafetensorsFile:
 
 def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     """The header of a file with these tensors, in this order."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, dtype, shape in tensors:
         stop = start + nbytes(dtype, shape)
