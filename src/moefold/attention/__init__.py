@@ -1,1 +1,1 @@
-"""How tokens look at each other: projections around one attention core."""
+"""Attention: the projections of GQA and MLA around one attention core."""

@@ -88,7 +88,7 @@ def sink_gradients(grad_nHU: Tensor, out_nHU: Tensor, lse_nH: Tensor, sinks_H: T
     """[H]: a sink draws weight away from all that the queries see, in proportion to its own."""
     weight_nH = (sinks_H.to(lse_nH.dtype) - lse_nH).exp()
     gradients_H = torch.empty_like(sinks_H)
-    # One head at a time: the wide product of all heads would be the largest tensor around.
+    # One head at a time: the float32 product of all heads would be the largest tensor of the backward.
     for head in range(sinks_H.shape[0]):
         seen_n = (upcast(grad_nHU[:, head]) * upcast(out_nHU[:, head])).sum(-1)
         gradients_H[head] = -(weight_nH[:, head] * seen_n).sum()
@@ -203,7 +203,7 @@ def _nothing(q: Tensor, k: Tensor) -> bool:
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
-    """The kernel wants one width for queries, keys and values; zeros change nothing."""
+    """The kernel needs one head dim for queries, keys and values; zeros change nothing."""
     return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
 
 

@@ -96,7 +96,7 @@ def _one_call(
         mask = band(stack.q.num, stack.k.num, stack.offset, window, q.device)
     if sinks_H is not None and mask is not None:
         q, k, v, mask = _with_sink_key(q, k, v, mask, sinks_H / scale)
-    # The fused kernels want one width for keys and values; zeros in the value change nothing.
+    # The fused kernels need one head dim for keys and values; zeros in the value change nothing.
     value_dim = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
     causal = mask is None and stack.sight is Sight.CAUSAL
@@ -117,10 +117,10 @@ def _in_order(seen: list[Tensor], plan: tuple[Stack, ...]) -> Tensor:
 def _with_sink_key(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink_logit_H: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sink as one more key with no value: queries get an entry that only this key answers.
+    """The sink as one more key with no value: queries get an entry that is nonzero in this key only.
 
-    Its logit is then an ordinary query-key product, so the fused kernel needs to know nothing of sinks and their
-    gradient arrives through the queries.
+    Its logit is then an ordinary query-key product, so the fused kernel needs no support for sinks, and their
+    gradient comes through the queries.
     """
     q_sink = sink_logit_H.to(q.dtype)[None, :, None, None].expand(*q.shape[:-1], 1)
     sink_key = F.pad(k.new_zeros(*k.shape[:2], 1, k.shape[-1]), (0, 1), value=1.0)

@@ -1,17 +1,17 @@
-"""Attention within short documents on a CPU, in a narrow format: torch's fused forward, and a backward of our own.
+"""Attention within short documents on a CPU, in bfloat16: torch's fused forward, and a backward of our own.
 
 X is documents times key/value heads. Y is queries of one block times query heads that share a key/value head.
 
-torch's fused backward for bfloat16 prepares anew for every small piece, which for short documents costs more than the
-work itself. Here a block of queries, of all heads and documents at once, meets the keys it can see in five batched
-products. Two of them would lose digits: their results are rounded to the narrow format, and a score or its gradient is
-a small difference of large numbers. So the difference is taken inside the product, where sums are wide. Queries get two
-more columns that hold minus their log-sum-exp, in two parts, and keys two columns of ones:
+torch's fused backward for bfloat16 has a fixed cost per small block, which for short documents exceeds the work itself.
+Here a block of queries, of all heads and documents at once, and the keys it can see go through five batched matmuls.
+Two of them would lose digits: their results are rounded to bfloat16, and a score or its gradient is a small difference
+of large numbers. So the difference is taken inside the matmul, which accumulates in float32. Queries get two more
+columns that hold minus their log-sum-exp, as a sum of two numbers, and keys two columns of ones:
 
     share = exp(scale * (q . k - lse / scale))        dscore = share * (dout . v - dout . out)
 
-What is rounded is small then, where it matters. The heads of a group stand above each other as queries of one head, so
-that the products add up what they send to the keys they share.
+The rounded numbers are then small where it matters. The query heads of a group are stacked as queries of one head, so
+that the matmuls sum their gradients for the keys they share.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.defa
 
 # Longer documents are as fast with torch's own backward.
 LONGEST = 2048
-# Queries of a block: few, so that little of what no query may see is computed, but enough for a product.
+# Queries of a block: few, so that few masked scores are computed, but enough for an efficient matmul.
 _QUERIES = 128
-# Products like rows of a multiple of so many entries.
+# Matmuls are faster with rows of a multiple of so many entries.
 _MULTIPLE = 32
 
 

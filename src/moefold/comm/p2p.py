@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,15 +42,15 @@ class P2PChannels:
     expected: deque[Expected]
     # How many receives are posted at a time.
     posted_ahead: int = 2
-    _posted: deque[list[tuple[Tensor, Any]]] = field(default_factory=deque)
-    _pending_sends: list[tuple[Tensor, Any]] = field(default_factory=list)
+    _posted: deque[list[tuple[Tensor, dist.Work | None]]] = field(default_factory=deque)
+    _pending_sends: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
     def send(self, tensors: Sequence[Tensor], peer: int) -> None:
         for tensor in tensors:
             tensor = tensor.detach().contiguous()
             self.group.ledger.record("send", self.group.name, tensor)
             if tensor.numel():
-                work = dist.isend(tensor, self.group.ranks[peer], group=self.group.connected)
+                work = _started(dist.isend(tensor, self.group.ranks[peer], group=self.group.connected))
                 self._pending_sends.append((tensor, work))
         self._pending_sends = [(tensor, work) for tensor, work in self._pending_sends if not work.is_completed()]
 
@@ -76,26 +75,31 @@ class P2PChannels:
             message = self.expected.popleft()
             self._posted.append([self._receive(shape, message.peer) for shape in message.shapes])
 
-    def _receive(self, shape: tuple[int, ...], peer: int) -> tuple[Tensor, Any]:
+    def _receive(self, shape: tuple[int, ...], peer: int) -> tuple[Tensor, dist.Work | None]:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if not tensor.numel():
             return tensor, None
         return tensor, dist.irecv(tensor, self.group.ranks[peer], group=self.group.connected)
 
 
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "torch returns no work on a rank outside the group"
+    return work
+
+
 def all_reduce_p2p(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
     """The sum over some members of a group, added in member order so that all of them get the same bits."""
     x = x.contiguous()
     parts: list[Tensor] = []
-    works: list[Any] = []
+    works: list[dist.Work] = []
     for member in members:
         if member == group.index:
             parts.append(x)
             continue
         group.ledger.record("send", group.name, x)
         parts.append(torch.empty_like(x))
-        works.append(dist.isend(x, group.ranks[member], group=group.connected))
-        works.append(dist.irecv(parts[-1], group.ranks[member], group=group.connected))
+        works.append(_started(dist.isend(x, group.ranks[member], group=group.connected)))
+        works.append(_started(dist.irecv(parts[-1], group.ranks[member], group=group.connected)))
     for work in works:
         work.wait()
     total = upcast(parts[0])

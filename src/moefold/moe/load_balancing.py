@@ -1,6 +1,6 @@
 """Load balancing: losses on the router's probabilities p, and the loss-free bias.
 
-A balance loss looks at one set s of tokens at a time: a microbatch, a sequence, all that ran in this step so far. With
+A balance loss is a sum over sets s of tokens: microbatches, sequences, or all tokens of the step so far. With
 n_s tokens, c_e of which have expert e in the plain top-k of their scores, and n tokens in the step,
 
     loss = coefficient * sum_s (n_s / n) * E * sum_e (c_e / (K n_s)) * (sum_{t in s} p_te / n_s)
@@ -11,7 +11,7 @@ part and the parts add up to the whole, whatever the layout. Only the counts, wh
 first. Padding is in no set and not in n. DeepSeek-V3's loss per sequence weighs the sets alike, 1 / (sequences
 of the step) in place of n_s / n.
 
-What is counted is what the scores ask for, not where tokens went: no loss-free bias, no group limit, no capacity
+The counts are those of the scores, not of where tokens went: no loss-free bias, no group limit, no capacity
 (DeepSeek-V3, eq. 18; Megatron's "naive top-k"). A bias that has evened the load would otherwise hide from the loss that
 the scores are uneven. For the same reason it holds for every kind of routing: Sinkhorn, whose real load is even by
 construction, is trained towards scores whose plain top-k, which evaluation takes, is even too.
@@ -75,7 +75,7 @@ def balance_losses(
     """
     coefficients, num_experts, off = config.balance, config.num_experts, logits_tE.new_zeros(())
     real_t = real_tokens(batch, tokens)
-    p_tE = _without_pads(probabilities(logits_tE, config.router.score), real_t)
+    p_tE = _without_padding(probabilities(logits_tE, config.router.score), real_t)
 
     def counts(sets: TokenSets) -> tuple[Tensor, Tensor]:
         set_t = tokens.local_shard(sets.set_of_token_T, batch)
@@ -103,7 +103,7 @@ def balance_losses(
         return (share_tE() * p_tE).sum() * (coefficient * num_experts / batch.step_tokens) if coefficient else off
 
     def z() -> Tensor:
-        return _without_pads(logits_tE.logsumexp(-1, keepdim=True).square(), real_t).sum()
+        return _without_padding(logits_tE.logsumexp(-1, keepdim=True).square(), real_t).sum()
 
     by_sequence = {"sequences": shares_of_sequences, "tokens": lambda: shares(batch.documents)}
     return BalanceLosses(
@@ -116,7 +116,7 @@ def balance_losses(
 
 
 def counts_anything(balance: BalanceConfig) -> bool:
-    """Whether a loss is on that looks at the load."""
+    """Whether any loss is on that depends on the load."""
     return any((balance.microbatch, balance.sequence, balance.global_batch, balance.device))
 
 
@@ -126,12 +126,12 @@ def _step_sequences(batch: Batch) -> int:
     return batch.step_sequences
 
 
-def _without_pads(x_tE: Tensor, real_t: Tensor | None) -> Tensor:
+def _without_padding(x_tE: Tensor, real_t: Tensor | None) -> Tensor:
     return x_tE if real_t is None else x_tE.where(real_t[:, None], 0.0)
 
 
 def probabilities(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"]) -> Tensor:
-    """Scores that add up to 1 for each token."""
+    """Scores that sum to 1 for each token."""
     scores_tE = score(logits_tE, kind)
     return scores_tE if kind == "softmax" else scores_tE / scores_tE.sum(-1, keepdim=True)
 
@@ -142,9 +142,9 @@ def even_out(share_tE: Tensor, num_groups: int) -> Tensor:
     return share_tXY.mean(-1, keepdim=True).expand_as(share_tXY).flatten(-2)
 
 
-def count_by_set(choices: Assignments, set_t: Tensor, num_sets: int, num_experts: int) -> Tensor:
-    """[Q, E]: how many tokens of each set chose each expert."""
-    key_tK, kept_tK = set_t[:, None] * num_experts + choices.experts, choices.kept
+def count_by_set(assignments: Assignments, set_t: Tensor, num_sets: int, num_experts: int) -> Tensor:
+    """[Q, E]: how many tokens of each set are assigned to each expert."""
+    key_tK, kept_tK = set_t[:, None] * num_experts + assignments.experts, assignments.kept
     kept_N = None if kept_tK is None else kept_tK.flatten()
     return count_keys(key_tK.flatten(), num_sets * num_experts, kept_N).view(num_sets, num_experts)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def score(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"]) -> Tensor:
-    """softmax: experts compete for a token. sigmoid: each expert judges a token by itself."""
+    """softmax: experts compete for a token. sigmoid: each expert scores a token independently."""
     return logits_tE.softmax(-1) if kind == "softmax" else logits_tE.sigmoid()
 
 
@@ -31,7 +31,7 @@ def choose_topk(scores_tE: Tensor, k: int) -> Tensor:
 
 def choose_topk_reference(scores_tE: Tensor, k: int) -> Tensor:
     """A stable sort of everything."""
-    # A copy of what is wanted: a slice would keep the whole order alive.
+    # A copy, because a slice would keep the whole argsort alive.
     return scores_tE.argsort(dim=-1, descending=True, stable=True)[:, :k].clone()
 
 
@@ -47,7 +47,7 @@ def _keys_without_ties(scores_tE: Tensor) -> Tensor:
 
 
 def limit_groups(scores_tE: Tensor, num_groups: int, top_groups: int, terms: int) -> Tensor:
-    """Rule out experts outside a token's best groups, so that its rows travel to few places.
+    """Rule out experts outside a token's best groups, so that its rows travel to few ranks.
 
     A group's score is the sum of its ``terms`` best experts' scores.
     """
@@ -62,7 +62,7 @@ def limit_groups(scores_tE: Tensor, num_groups: int, top_groups: int, terms: int
 def sinkhorn(logits_TE: Tensor, iterations: int) -> Tensor:
     """Log of a transport plan: exp(logits), rescaled in turn so that each token gives 1 and each expert gets its share.
 
-    A fixed number of rounds, so that no rank has to ask whether another has converged. In logs, because exp(logits)
+    A fixed number of iterations, so that ranks need not agree on convergence. In logs, because exp(logits)
     overflows, and in float32 at least, because the plan is a product of many factors.
     """
     dtype = torch.promote_types(logits_TE.dtype, torch.float32)

@@ -57,7 +57,7 @@ class Batch:
     # Of the whole step, over all ranks and microbatches: the divisors of the loss and of the balance losses.
     step_labels: int
     step_tokens: int
-    # Sequences with at least one real token, the divisor of the balance loss per sequence; None where nobody asks.
+    # Sequences with at least one real token, the divisor of the balance loss per sequence; None where it is not needed.
     step_sequences: int | None = None
     # Which context shard of the microbatch this is; None where all of it is here.
     context_index: int | None = None
@@ -155,7 +155,7 @@ def whole_batch(
     step_labels_ahead: tuple[int, ...] = (),
     real_T: Tensor | None = None,
 ) -> Batch:
-    """All documents, one after the other; one microbatch unless told otherwise."""
+    """All documents, one after the other; one microbatch unless given otherwise."""
     device = tokens_T.device
     parts = [torch.arange(length, device=device) for length in lengths]
     positions_T = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=device)

@@ -19,17 +19,17 @@ from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 class Linear(nn.Module):
     """y = x W^T + b. Values are set later, as a function of the parameter's name, so none are drawn here."""
 
-    def __init__(self, in_width: int, out_width: int, matmul_policy: MatmulPolicy, bias: bool = False) -> None:
+    def __init__(self, in_dim: int, out_dim: int, matmul_policy: MatmulPolicy, bias: bool = False) -> None:
         super().__init__()
         self.matmul_policy = matmul_policy
-        self.weight = nn.Parameter(torch.empty(out_width, in_width))
-        self.bias = nn.Parameter(torch.empty(out_width)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
+        self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_bias(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
-        """Without the bias, for partial sums: a bias must join once, after the ranks' parts are added up."""
+        """Without the bias, for partial sums: a bias must be added once, after the ranks' partial sums are summed."""
         return self.matmul_policy.linear(x, self.weight)
 
     def add_bias(self, y: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class RMSNorm(nn.Module):
 
 
 class SpreadRMSNorm(nn.Module):
-    """Over all heads at once: this rank holds some of them, and the mean is over the full width."""
+    """Over all heads at once: this rank holds some of them, and the mean is over all of them."""
 
     def __init__(self, dim: int, eps: float, tokens: TokenSharding) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SpreadRMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Gate and up are stacked, [2, F, D], so that a cut over the hidden width leaves every rank with both of its."""
+    """Gate and up are stacked, [2, F, D], so that a shard over the hidden dim has both of its columns."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class AllGatherDispatcher:
         expert_RK = all_gather_no_grad(routing.experts, sizes, self.block) - self.first_expert
         kept_RK = (expert_RK >= 0) & (expert_RK < self.num_local)
         if routing.kept is not None:
-            # Booleans travel as bytes: not every transport knows them.
+            # Booleans travel as bytes: not every backend supports them.
             kept_RK &= all_gather_no_grad(routing.kept.byte(), sizes, self.block).bool()
         return Routing(expert_RK, prob_RK, kept_RK)
 

@@ -1,6 +1,6 @@
 """All-to-all, with the rows of every expert rounded up to a multiple, so that grouped GEMMs see aligned sizes.
 
-Low-precision grouped GEMMs want each expert's rows in blocks of 16 or 32. Rows travel exactly as with ``all_to_all``;
+Low-precision grouped GEMMs need each expert's rows in blocks of 16 or 32. Rows travel exactly as with ``all_to_all``;
 the receiving rank appends zero rows with prob 0, as many per expert as its count lacks to the next multiple
 (``parallel.row_multiple``), and cuts their outputs off before rows travel back. An expert without rows stays without.
 With a capacity the experts pad by themselves, so only the capacity is rounded up.

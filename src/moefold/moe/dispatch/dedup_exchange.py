@@ -118,7 +118,7 @@ class _SendAssignments(torch.autograd.Function):
         ctx: Any, prob_tK: Tensor, number_tK: Tensor, sent: TokenRankMap, splits: Splits, group: Group, etp: Group
     ) -> tuple[Tensor, Tensor]:
         ctx.sent, ctx.splits, ctx.group, ctx.etp = sent, splits, group, etp
-        # As bytes: not every transport knows numbers of two bytes.
+        # As bytes: not every backend supports int16.
         packed = torch.cat([_packed_copy(part).view(torch.uint8) for part in (prob_tK, number_tK.short())], 1)
         packed = packed.index_select(0, sent.token_N)
         packed = all_to_all_rows(packed, send=splits.send, recv=splits.recv, group=group)

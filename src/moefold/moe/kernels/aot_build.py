@@ -1,11 +1,11 @@
-"""Compile every kernel for cards that are not here, and read off what each binary uses.
+"""Compile every kernel for GPUs without having one, and read the resources that each binary uses.
 
 `python -m moefold.moe.kernels.aot_build` prints the tables, `--into docs/kernels.md` brings those in the page up to
 date.
 
-Triton lowers a kernel to PTX and its assembler `ptxas` turns that into a binary for one architecture. Neither needs a
-card. Registers and spilled bytes are known to the assembler only, so it is asked a second time, in words. A kernel file
-is found by its name, *_triton.py, and by its ``BUILDS``: nobody has to remember to add it to a list.
+Triton lowers a kernel to PTX and its assembler `ptxas` compiles that to a binary for one architecture. Neither needs a
+GPU. Only the assembler reports registers and spilled bytes, so it runs a second time, with `-v`. A kernel file is found
+by its name, *_triton.py, and lists its builds as ``BUILDS``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Built:
 
     @property
     def over_budget(self) -> str:
-        """Empty when within its limits, else what is too much."""
+        """Empty when within its limits, else the figures that exceed them."""
         too_many = [
             f"{what} {used} > {allowed}"
             for what, used, allowed in (
@@ -62,7 +62,7 @@ class Built:
 
 
 def specializations() -> tuple[Build, ...]:
-    """What every kernel file wants built."""
+    """The builds of every kernel file."""
     found = sorted(
         (module.name, package.__name__)
         for package in (moe_kernels, op_kernels)
@@ -89,7 +89,7 @@ def compile_for(build: Build, target: str) -> Built:
 
 
 def assembler_report(ptx: str, target: str) -> str:
-    """What `ptxas -v` says, with the flags that Triton gives it."""
+    """The output of `ptxas -v`, with the flags that Triton uses."""
     assembler = triton.knobs.nvidia.ptxas_blackwell.path
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "kernel.ptx"
@@ -142,7 +142,7 @@ def with_tables(page: str, *tables: str) -> str:
 
 def _number(pattern: str, words: str) -> int:
     found = re.search(pattern, words)
-    assert found is not None, f"the assembler did not say {pattern!r}:\n{words}"
+    assert found is not None, f"the assembler did not report {pattern!r}:\n{words}"
     return int(found.group(1))
 
 

@@ -150,7 +150,7 @@ class _BalanceStats(torch.autograd.Function):
         return grad_logits_tE, None, None, None, None
 
 
-def _constants(num_experts: int, softmax: bool, sets: bool) -> dict[str, Any]:
+def _constants(num_experts: int, softmax: bool, sets: bool) -> dict[str, int]:
     E_POW2 = triton.next_power_of_2(num_experts)
     return {"E": num_experts, "E_POW2": E_POW2, "SETS": sets, "SOFTMAX": softmax, "BLOCK_N": max(1, BLOCK // E_POW2)}
 

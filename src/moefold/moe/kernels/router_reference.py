@@ -34,9 +34,9 @@ def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k:
 
 
 class BalanceStats(NamedTuple):
-    """Of each set of tokens: assignments per expert, its tokens' probabilities added up, and their squared log-sum-exp.
+    """Of each set of tokens: assignments per expert, the sums of its tokens' probabilities and squared log-sum-exp.
 
-    Counts are whole numbers without a gradient. A balance loss is the product of shares made of them with the sums.
+    Counts are whole numbers without a gradient. A balance loss multiplies shares made of them by the sums.
     """
 
     count_QE: Tensor

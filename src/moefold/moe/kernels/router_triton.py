@@ -195,7 +195,7 @@ class _Route(torch.autograd.Function):
         return grad_logits_tE, None, None, None
 
 
-def _constants(num_experts: int, top_k: int, router: RouterConfig, bias: bool) -> dict[str, Any]:
+def _constants(num_experts: int, top_k: int, router: RouterConfig, bias: bool) -> dict[str, int]:
     """The compile-time constants of the forward kernel."""
     X_POW2 = triton.next_power_of_2(router.num_groups)
     Y_POW2 = triton.next_power_of_2(num_experts // router.num_groups)
@@ -209,7 +209,7 @@ def _constants(num_experts: int, top_k: int, router: RouterConfig, bias: bool) -
     }  # fmt: skip
 
 
-def _backward_constants(num_experts: int, top_k: int, router: RouterConfig) -> dict[str, Any]:
+def _backward_constants(num_experts: int, top_k: int, router: RouterConfig) -> dict[str, int]:
     E_POW2 = triton.next_power_of_2(num_experts)
     return {
         "E": num_experts, "E_POW2": E_POW2, "K": top_k, "K_POW2": triton.next_power_of_2(top_k),

@@ -1,7 +1,7 @@
 """A row map says which permuted row each assignment has; permute, unpermute and both gradients read only this.
 
 Expert e owns the rows from start_E[e] to start_E[e + 1]. The first count_E[e] of them are tokens in their own order,
-the rest is padding: a low-precision GEMM wants its rows in blocks of 16 or 32, and zeros change no sum. Where the host
+the rest is padding: a low-precision GEMM needs its rows in blocks of 16 or 32, and zeros change no sum. Where the host
 does not know how many rows there are, it takes the upper bound and never waits for the device; rows past start_E[E]
 belong to no expert and are zeros too.
 

@@ -1,6 +1,6 @@
 """The keys of latent attention (MLA) in one pass: every head's own nope entries, then the rotary ones that all share.
 
-The up projection yields heads_THm, a key part and a value part per head; the turned part comes from the latent
+The up projection yields kv_SHX, a key part and a value part per head; the rotary part comes from the latent
 projection, once per token. In torch, rotation writes it, expand and cat write all keys, and backward does the reverse:
 slices padded to full size, a sum over heads, a rotation. Here:
 
@@ -24,10 +24,10 @@ from moefold.ops.kernels.rope_triton import HEADS, load_pairs, load_tables, stor
 
 
 @triton.jit
-def _copy(source, to, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """WIDTH entries of each of a block of heads, given their addresses."""
+def _copy(source, to, inside, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    """NUM entries of each of a block of heads, given their addresses."""
     entry = tl.arange(0, BLOCK)
-    mask = inside[:, None] & (entry < WIDTH)[None, :]
+    mask = inside[:, None] & (entry < NUM)[None, :]
     tl.store(to[:, None] + entry[None, :], tl.load(source[:, None] + entry[None, :], mask=mask, other=0.0), mask=mask)
 
 

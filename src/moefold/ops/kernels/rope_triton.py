@@ -87,9 +87,9 @@ def _rotate_heads(
         source = x + head * stride
         to = out + head * (stride if not COPY else PLAIN + 2 * PAIRS)
         first, second = load_pairs(source + PLAIN, inside, PAIRS, INTERLEAVED, HEADS, BLOCK)
-        turned = first * c[None, :] - second * s[None, :]
+        rotated = first * c[None, :] - second * s[None, :]
         other = second * c[None, :] + first * s[None, :]
-        store_pairs(to + PLAIN, inside, turned, other, PAIRS, INTERLEAVED, HEADS, BLOCK)
+        store_pairs(to + PLAIN, inside, rotated, other, PAIRS, INTERLEAVED, HEADS, BLOCK)
         if COPY and PLAIN > 0:
             entry = tl.arange(0, BLOCK_PLAIN)
             mask = inside[:, None] & (entry < PLAIN)[None, :]
