@@ -28,7 +28,7 @@ class Case(NamedTuple):
     config: MoEConfig
     dim: int
     tokens: int
-    # How unevenly experts are liked, and how many choices are dropped; None drops none.
+    # How uneven the load of experts is, and how many assignments are dropped; None drops none.
     skew: float
     dropped: float | None
     seed: int
@@ -73,7 +73,7 @@ def route(case: Case, dtype: torch.dtype) -> tuple[Tensor, Routing]:
 
 
 def outcome(experts: Experts, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The answer and all gradients, by name."""
+    """The output and all gradients, by name."""
     x, routing = route(case, dtype)
     dispatcher = LocalDispatcher(case.config.num_experts)
     arrived = dispatcher.dispatch(x, routing)
@@ -94,7 +94,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("start", slow_except(range(0, 500, 50), 0, 250))
 def test_500_random_shapes_and_routings(start: int) -> None:
-    """float64 and float32 to rounding; bfloat16 no further from the exact answer than a few roundings of its kind."""
+    """float64 and float32 to rounding; bfloat16 no further from the exact output than a few roundings of its kind."""
     for seed in range(start, start + 50):
         case = draw(seed)
         exact = outcome(build(case, "sequential", torch.float64), case, torch.float64)
@@ -105,7 +105,7 @@ def test_500_random_shapes_and_routings(start: int) -> None:
             for name, tensor in want.items():
                 assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
                 assert error(got[name], tensor) <= allowed, (case, dtype, name)
-        # Inputs are rounded too, so the exact answer is that of the rounded ones.
+        # Inputs are rounded too, so the exact output is that of the rounded ones.
         narrow, plain = build(case, "fused", torch.bfloat16), build(case, "sequential", torch.bfloat16)
         wide = build(case, "sequential", torch.float64)
         wide.load_state_dict(narrow.state_dict())

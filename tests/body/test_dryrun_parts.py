@@ -50,7 +50,7 @@ def test_emptied_storages_count_as_empty() -> None:
 
 @pytest.mark.parametrize("cut", [{"tp": 2, "ep": 4}, {"cp": 2, "ep": 2, "etp": 2}, {"cp": 2, "tp": 2, "ep": 4}])
 def test_rows_are_those_of_the_balanced_router(cut: dict[str, int]) -> None:
-    """Uneven shares: 2 documents of 23 and 10 tokens, 3 choices among 8 experts."""
+    """Uneven shards: 2 documents of 23 and 10 tokens, top 3 of 8 experts."""
     lengths, world = (23, 10), 8
     changes = [f"--parallel.{axis}={size}" for axis, size in cut.items()]
     run = override(recipe("debug_tiny"), ["--model.moe.top_k=3", *changes])

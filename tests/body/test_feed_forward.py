@@ -1,4 +1,4 @@
-"""The dense feed-forward against its formula, and shares of its hidden width against the whole."""
+"""The dense feed-forward against its formula, and shards of its hidden dim against the whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_is_its_formula() -> None:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
-def test_shares_of_the_hidden_width_add_up(activation: str) -> None:
+def test_shards_of_the_hidden_dim_add_up(activation: str) -> None:
     whole, x = _layer(7, activation), _input()
     parts = []
     for mine in (slice(0, 3), slice(3, 7)):

@@ -34,7 +34,7 @@ def config(weight_at: str, bias: bool, activation: str) -> MoEConfig:
 
 
 def arrive(dtype: torch.dtype, capacity: int | None) -> ExpertInput:
-    """Source rows with several choices here, some of them not kept, and no choice of expert 2."""
+    """Source rows with several assignments here, some of them not kept, and none to expert 2."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(SOURCES, WIDTH, dtype=dtype, generator=generator).requires_grad_()
     expert = torch.tensor([0, 1, 3])[torch.rand(SOURCES, 3, generator=generator).argsort(1)]

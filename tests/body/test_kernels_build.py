@@ -1,4 +1,4 @@
-"""Every kernel compiles for cards that are not here, and stays within its registers; the frame notices if not."""
+"""Every kernel compiles without a GPU and stays within its registers; one that does not is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_nothing_else_is_documented() -> None:
     assert named - {build.name for build in BUILDS} == {"kernel and layer", "---"}
 
 
-# Other choices of the same kernels, and sizes of one, which Triton makes constants of at launch.
+# Other constants of the same kernels, and sizes of one, which Triton makes constants of at launch.
 VARIANTS = (
     ("permute, DeepSeek-V3", {"PROBS_OUT": False}),
     ("permute, DeepSeek-V3", {"PROBS_OUT": False, "WEIGH": True}),

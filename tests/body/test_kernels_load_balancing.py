@@ -21,7 +21,7 @@ from moefold.ops.kernels.interpret import interpreting
 
 
 def draw(seed: int) -> tuple[Tensor, Tensor, Tensor | None, int, str]:
-    """Logits, choices, sets in order or mixed up or none, and tokens of no set."""
+    """Logits, assignments, sets in order or mixed up or none, and tokens of no set."""
     dice = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     experts, tokens = dice.choice((1, 5, 8, 64, 200)), dice.choice((1, 7, 90, 300))

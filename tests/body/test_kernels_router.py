@@ -22,7 +22,7 @@ from moefold.ops.kernels.interpret import interpreting
 
 
 def draw(seed: int) -> tuple[RouterConfig, int, Tensor, Tensor | None, Tensor]:
-    """Rule, number of choices, logits, bias, gradient. Groups and experts are mostly not powers of two."""
+    """Router config, top_k, logits, bias, gradient. Groups and experts are mostly not powers of two."""
     dice = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     groups, members = dice.choice(((1, 1), (1, 8), (1, 13), (1, 64), (2, 4), (3, 5), (5, 1), (6, 20), (8, 32)))

@@ -19,7 +19,7 @@ from moefold.ops.kernels.interpret import interpreting
 
 
 def draw(seed: int) -> tuple[Routing, int, int]:
-    """Choices that fill no block, one block and several; experts without a choice; dropped choices."""
+    """Assignments that fill no block, one block and several; experts without any; dropped assignments."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     experts, tokens = dice.choice((1, 5, 8, 60, 256)), dice.choice((1, 3, 128, 300))
     top_k = dice.randint(1, min(experts, 4))

@@ -57,7 +57,7 @@ def by_definition(
     for token_set, size in enumerate(sets.sizes):
         members = [token for token in range(p.shape[0]) if sets.set_of_token_T[token] == token_set]
         counts = [earlier[e] + sum(e in choice.experts[token] for token in members) for e in range(EXPERTS)]
-        # K n_s is the number of all choices; with earlier microbatches n_s grows but only these tokens have gradients.
+        # K n_s is the number of assignments; with earlier microbatches n_s grows but only these tokens have gradients.
         f = [EXPERTS * count / sum(counts) for count in counts]
         mean_p = [sum(p[token, e] for token in members) / size for e in range(EXPERTS)]
         for group in groups:

@@ -57,7 +57,7 @@ def case(name: str, world: int, stage: int = 0, **changes: Any) -> Case:
     return Case(made, world, stage)
 
 
-# Whole recipes: recompute choices, sharding with and without copies, every axis, orders, modules ahead.
+# Whole recipes: kinds of recompute, sharding with and without replicas, every axis, schedules, MTP modules.
 WHOLE = {
     "mixtral 8x7b, pipeline": case("mixtral_8x7b", 32, batch=64, pp=4, ep=8),
     "mixtral 8x22b, tensor parallel": case("mixtral_8x22b", 64, batch=64, pp=8, tp=4, ep=8),

@@ -1,4 +1,4 @@
-"""Attention within short documents, against torch's fused call: no further from the exact answer than that."""
+"""Attention within short documents, against torch's fused call: no further from the exact output than that."""
 
 from __future__ import annotations
 
