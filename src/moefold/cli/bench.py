@@ -21,6 +21,7 @@ from moefold.units import format_seconds
 if TYPE_CHECKING:
     from moefold.bench.clock import Timing
     from moefold.bench.layer_workload import LayerShape
+    from moefold.cli.run_argument import Subparsers
 
 EXAMPLES = """examples:
   moefold bench layer b
@@ -56,7 +57,7 @@ SIZES = ("tokens", "dim", "hidden", "experts", "top_k", "shared")
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure this machine, and moefold's MoE layer and training step beside plain matmuls",
@@ -70,7 +71,7 @@ def add_to(commands: Any) -> None:
     _add_step(kinds)
 
 
-def _add_calibrate(kinds: Any) -> None:
+def _add_calibrate(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
         "calibrate",
         help="compute and communication speeds of this machine, as `moefold plan --machine` reads them",
@@ -86,7 +87,7 @@ def _add_calibrate(kinds: Any) -> None:
     parser.set_defaults(run=calibrate)
 
 
-def _add_layer(kinds: Any) -> None:
+def _add_layer(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
         "layer",
         help="one MoE layer beside dense matmuls of the same FLOPs",
@@ -99,7 +100,7 @@ def _add_layer(kinds: Any) -> None:
     parser.set_defaults(run=layer)
 
 
-def _add_step(kinds: Any) -> None:
+def _add_step(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
         "step",
         help="a whole training step beside a matmul",

@@ -6,14 +6,13 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from moefold.api.runs import check, load_run
 from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.blueprint.stage_modules import RankParams, largest_rank_params
 from moefold.blueprint.stage_ranks import stage_table
-from moefold.cli.run_argument import add_run_argument
+from moefold.cli.run_argument import Subparsers, add_run_argument
 from moefold.config.model import ModelConfig
 from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
@@ -35,7 +34,7 @@ A published recipe names no data: its sizes are printed, and data.train is a pro
 Exits with 0 when there is no problem, 1 when there is one, 2 when the command is wrong."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "check",
         help="list every problem of a run, and its parameter counts",

@@ -18,6 +18,7 @@ from moefold.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from moefold.checkpoint.hf.hf_conversion import Converted
     from moefold.checkpoint.tensor_spec import TensorSource
+    from moefold.cli.run_argument import Subparsers
 
 EXAMPLES = """examples:
   moefold convert to-hf runs/debug_small/checkpoints/step_00000200 exported
@@ -35,7 +36,7 @@ _WITH_TRANSFORMERS = "compare logits with transformers afterwards"
 _TOLERANCE = 1e-4
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "convert",
         help="to and from Hugging Face, and from dense to MoE",
@@ -49,7 +50,7 @@ def add_to(commands: Any) -> None:
     _add_upcycle(verbs)
 
 
-def _add_verb(verbs: Any, name: str, summary: str) -> argparse.ArgumentParser:
+def _add_verb(verbs: Subparsers, name: str, summary: str) -> argparse.ArgumentParser:
     examples = [line for line in EXAMPLES.splitlines() if f" convert {name} " in line]
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
@@ -61,7 +62,7 @@ def _add_verb(verbs: Any, name: str, summary: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_to_hf(verbs: Any) -> None:
+def _add_to_hf(verbs: Subparsers) -> None:
     parser = _add_verb(verbs, "to-hf", "checkpoint -> a directory that transformers loads")
     parser.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run (its newest checkpoint)")
     parser.add_argument("out", metavar="OUT", help="the directory to create")
@@ -73,14 +74,14 @@ def _add_to_hf(verbs: Any) -> None:
     parser.set_defaults(run=to_hf)
 
 
-def _add_from_hf(verbs: Any) -> None:
+def _add_from_hf(verbs: Subparsers) -> None:
     parser = _add_verb(verbs, "from-hf", "a directory of safetensors -> a run at step 0")
     parser.add_argument("source", metavar="HF_DIR", help="a directory with config.json and safetensors")
     _add_target(parser, _WITH_TRANSFORMERS)
     parser.set_defaults(run=from_hf)
 
 
-def _add_upcycle(verbs: Any) -> None:
+def _add_upcycle(verbs: Subparsers) -> None:
     parser = _add_verb(verbs, "upcycle", "a dense model -> an MoE model initialised from it")
     parser.add_argument("source", metavar="SOURCE", help="a dense checkpoint, run, or Hugging Face directory")
     _add_target(parser, "compare the initial logits with the dense model's")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moefold import __version__
 from moefold.tables import text_table
 from moefold.units import format_bytes
 
 if TYPE_CHECKING:
+    from moefold.cli.run_argument import Subparsers
     from moefold.ops.host_probe import HostInfo
 
 EXAMPLES = """examples:
@@ -22,7 +23,7 @@ A backend is chosen by name in the run's configuration (kernels.backend, kernels
 refused at the start, never replaced. Always exits with 0."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show hardware, packages and which backends can run here",

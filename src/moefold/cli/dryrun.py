@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from moefold.api.runs import load_run
-from moefold.cli.run_argument import add_run_argument, with_progress
+from moefold.cli.run_argument import Subparsers, add_run_argument, with_progress
 
 EXAMPLES = """examples:
   moefold dryrun debug_small --world 4 --rank 0 --parallel.ep 4
@@ -19,7 +18,7 @@ Runs in one process; fake tensors allocate no memory.
 Exits with 0 when the step ran, 2 when the command is wrong."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "dryrun",
         help="run one rank's training step on fake tensors: peak memory and every collective",
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _progress_bar(what: str) -> Any:
+def _progress_bar(what: str) -> Callable[[int, int], None]:
     """A callback of (done, total) that advances a progress bar."""
     bars: list[Iterator[int]] = []
 

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.run_argument import with_progress
+from moefold.cli.run_argument import Subparsers, with_progress
 from moefold.errors import CheckpointError, ConfigError
 from moefold.tables import text_table
 from moefold.units import format_bytes, format_count
@@ -27,7 +27,7 @@ DIR is a checkpoint, or a run or a directory of checkpoints, whose newest commit
 Exits with 0 when the checkpoint is intact (with --compare: and equal), 1 when not, 2 when the command is wrong."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "inspect",
         help="describe, verify and compare checkpoints",

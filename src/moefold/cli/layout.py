@@ -6,13 +6,16 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import LayoutError, Problem
 from moefold.tables import text_table
 from moefold.topology.folded_layout import GROUPS, FoldedLayout, Grid, fold
 from moefold.topology.locality import Locality, locality
+
+if TYPE_CHECKING:
+    from moefold.cli.run_argument import Subparsers
 
 _SIZES = {
     "tp": "tensor parallel",
@@ -27,7 +30,7 @@ _SIZES = {
 _LARGEST_WORLD = 10_000_000
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "layout",
         help="show both grids, every group, and which groups leave an NVLink domain",

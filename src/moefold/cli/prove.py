@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.run_argument import add_run_argument, with_progress
+from moefold.cli.run_argument import Subparsers, add_run_argument, with_progress
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 
@@ -30,7 +30,7 @@ A random case that fails prints the command that repeats it, and the line that a
 Exits with 0 when every comparison holds, 1 when one does not, 2 when the command is wrong."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "prove",
         help="prove that a layout computes what one process computes",

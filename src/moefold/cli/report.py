@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moefold.cli.run_argument import Subparsers
 
 EXAMPLES = """examples:
   moefold report runs/debug_small
@@ -16,7 +20,7 @@ EXAMPLES = """examples:
 Reads only RUN_DIR/metrics.jsonl, so it works on a run that is still training."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "report",
         help="write one HTML page about a run: loss, speed, experts, where the time went",
@@ -51,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(path: Path, mode: str) -> Any:
+def _opened(path: Path, mode: str) -> AbstractContextManager[IO[bytes]]:
     """With a progress bar on a terminal: the file of a long run takes a while to read."""
     from rich.console import Console
     from rich.progress import open as open_with_bar

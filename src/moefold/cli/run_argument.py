@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeAlias, TypeVar
 
+# What a verb is added to.
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 RUN_HELP = "a recipe's name (see `moefold check --list`) or the path of a YAML file"
 
 
@@ -22,7 +24,9 @@ def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False)
 
     # Dotted options are removed before argparse parses, which would take their values for RUN. Which keys exist depends
     # on the run, and `override` explains a wrong one.
-    def without_changes(args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def without_changes(
+        args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         words, changes = split_changes(args or ())
         found, rest = parse(words, namespace)
         found.changes = changes

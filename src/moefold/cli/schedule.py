@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moefold.errors import ConfigError, Problem
 from moefold.schedule.actions import Order
@@ -19,6 +19,9 @@ from moefold.schedule.text_grid import chrome_trace, shown, text_grid
 from moefold.schedule.validate import check
 from moefold.tables import text_table
 
+if TYPE_CHECKING:
+    from moefold.cli.run_argument import Subparsers
+
 _TIMES = {
     "forward": "a rank's forward of one microbatch, all its stages",
     "backward_input": "its input gradients",
@@ -29,7 +32,7 @@ _MOST_RANKS_SHOWN = 32
 _LARGEST_ORDER, _LARGEST_PICTURE = 2_000_000, 200_000
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     orders = "\n".join(f"  {name:<24}{schedule.summary}" for name, schedule in SCHEDULES.items())
     parser = commands.add_parser(
         "schedule",

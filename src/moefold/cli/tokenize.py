@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from moefold.cli.run_argument import with_progress
+from moefold.cli.run_argument import Subparsers, with_progress
 from moefold.errors import DataError
 from moefold.units import format_bytes
 
@@ -22,7 +22,7 @@ Documents keep the order of the input, and the output is the same for any number
 --data.train data/books."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "tokenize",
         help="turn text or JSONL into token files",

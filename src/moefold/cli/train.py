@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
 
 from moefold.api.runs import load_run
-from moefold.cli.run_argument import add_run_argument
+from moefold.cli.run_argument import Subparsers, add_run_argument
 from moefold.train.signals import INTERRUPTED
 
 EXAMPLES = """examples:
@@ -23,7 +22,7 @@ Exits with 0 when the run is finished, 75 when it was interrupted (saved, unless
 command cannot be understood or the run failed."""
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Subparsers) -> None:
     parser = commands.add_parser(
         "train",
         help="train a model, surviving faults, resuming bit for bit",

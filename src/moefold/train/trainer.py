@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moefold.checks.run_all import problems_to_train
 from moefold.config.run import RunConfig
@@ -19,6 +19,8 @@ from moefold.train.signals import StopRequest, nothing_to_save, print_stderr, st
 from moefold.train.state import Outcome
 
 if TYPE_CHECKING:
+    import torch
+
     from moefold.moe.routing_policies import PolicyOrName
 
 
@@ -102,7 +104,7 @@ class Trainer:
             return Outcome.INTERRUPTED
         return supervise(work, self.world, run_directory(self.run) / "checkpoints", self.patience, stop=stop)
 
-    def _fit_rank(self, rank: int, world: int, device: Any, stop: StopRequest) -> int:
+    def _fit_rank(self, rank: int, world: int, device: torch.device, stop: StopRequest) -> int:
         from moefold.train.train_context import build_train_context
         from moefold.train.train_loop import train
 

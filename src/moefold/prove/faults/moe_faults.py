@@ -16,7 +16,8 @@ import moefold.moe.dispatch.dedup_exchange
 import moefold.pipeline.step
 from moefold.config.moe import RouterConfig
 from moefold.moe.dedup_permute import TokenRankMap
-from moefold.moe.dispatch.dedup_exchange import DedupExchange, Received
+from moefold.moe.dispatch.base import Routing
+from moefold.moe.dispatch.dedup_exchange import DedupExchange, Received, Splits
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import CapacityDrop
 from moefold.moe.topk import score
@@ -27,7 +28,7 @@ from moefold.prove.faults.parallel_faults import put, wrap
 
 def one_assignment_per_row() -> None:
     def make(dispatch: Callable[..., Received]) -> Callable[..., Received]:
-        def first_assignment_only(self: DedupExchange, x_tL: Tensor, routing: Any) -> Received:
+        def first_assignment_only(self: DedupExchange, x_tL: Tensor, routing: Routing) -> Received:
             received = dispatch(self, x_tL, routing)
             if self.name == "across":
                 return received
@@ -59,7 +60,7 @@ def probs_gradient_of_one_rank() -> None:
 
 def hosts_not_summed() -> None:
     def make(combine: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def first_host(self: DedupExchange, expert_out_RL: Tensor, splits: Any, sent: TokenRankMap) -> Tensor:
+        def first_host(self: DedupExchange, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
             if self.name != "across":
                 return combine(self, expert_out_RL, splits, sent)
             back_NL = moefold.moe.dispatch.dedup_exchange.all_to_all_rows(
@@ -77,7 +78,7 @@ def hosts_not_summed() -> None:
 
 def balance_counts_the_biased_topk() -> None:
     """The top-k with bias and groups, instead of the plain top-k of the scores."""
-    put(Router, "plain_topk", lambda self, logits_tE, choice: choice.experts)
+    put(Router, "plain_topk", lambda self, logits_tE, assignment: assignment.experts)
 
 
 def drops_by_the_raw_score() -> None:

@@ -26,22 +26,25 @@ import moefold.pipeline.step
 from moefold.attention.core import Rotary
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
+from moefold.comm.process_groups import Group
 from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.experts import Experts
 from moefold.moe.routing_policies import CapacityDrop
+from moefold.nn.init import Box
 from moefold.parallel.param_shards import ParamShard
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.prove import compare_rank, proof_inputs
+from moefold.topology.folded_layout import FoldedLayout
 
 
-def wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+def wrap(owner: object, name: str, make: Callable[[Any], Any]) -> None:
     """Replace an attribute by ``make(attribute)``."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def put(owner: Any, name: str, instead: Any) -> None:
+def put(owner: object, name: str, instead: object) -> None:
     wrap(owner, name, lambda _: instead)
 
 
@@ -106,7 +109,7 @@ def experts_in_the_wrong_order() -> None:
     """Rank i holds the experts of the ep rank opposite to it."""
 
     def make(slices: Callable[..., tuple[slice, ...]]) -> Callable[..., tuple[slice, ...]]:
-        def opposite(spec: ParameterSpec, layout: Any, rank: int) -> tuple[slice, ...]:
+        def opposite(spec: ParameterSpec, layout: FoldedLayout, rank: int) -> tuple[slice, ...]:
             held = slices(spec, layout, rank)
             if ".experts." not in spec.name:
                 return held
@@ -125,23 +128,23 @@ def combine_drops_a_row() -> None:
     wrap(moefold.moe.grouped_experts, "unpermute_rows", make)
 
 
-def _weights(change: Callable[[Tensor], Tensor]) -> None:
+def _change_probs(change: Callable[[Tensor], Tensor]) -> None:
     def make(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def with_others(self: Experts, arrived: ExpertInput) -> Tensor:
-            choices = arrived.assignments._replace(probs=change(arrived.assignments.probs))
-            return forward(self, arrived._replace(assignments=choices))
+        def with_changed_probs(self: Experts, arrived: ExpertInput) -> Tensor:
+            assignments = arrived.assignments._replace(probs=change(arrived.assignments.probs))
+            return forward(self, arrived._replace(assignments=assignments))
 
-        return with_others
+        return with_changed_probs
 
     wrap(Experts, "forward", make)
 
 
 def prob_applied_twice() -> None:
-    _weights(Tensor.square)
+    _change_probs(Tensor.square)
 
 
 def prob_not_applied() -> None:
-    _weights(torch.ones_like)
+    _change_probs(torch.ones_like)
 
 
 def prob_gradient_lost() -> None:
@@ -152,7 +155,7 @@ def prob_gradient_lost() -> None:
 
 
 def gathered_probs_gradient_not_summed() -> None:
-    def gather(rows: Tensor, sizes: Any, group: Any) -> Tensor:
+    def gather(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
         return (
             all_gather_replicated(rows, sizes, group)
             if rows.dtype == torch.float64 and rows.shape[1] < 4
@@ -163,7 +166,7 @@ def gathered_probs_gradient_not_summed() -> None:
 
 
 def split_experts_not_summed() -> None:
-    def reduce(partial: Tensor, sizes: Any, group: Any) -> Tensor:
+    def reduce(partial: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
         return partial.split(sizes)[group.index]
 
     put(moefold.moe.dispatch.all_to_all, "reduce_scatter_rows", reduce)
@@ -193,7 +196,7 @@ def norm_misses_a_shard() -> None:
 
 
 def norm_of_this_rank_only() -> None:
-    def norm(primary_shards: list[Tensor], world: Any) -> Tensor:
+    def norm(primary_shards: list[Tensor], world: Group) -> Tensor:
         return torch.stack([part.double().square().sum() for part in primary_shards]).sum().sqrt()
 
     put(moefold.pipeline.step, "grad_norm_of", norm)
@@ -277,7 +280,7 @@ def capacity_of_the_shard() -> None:
 
 def init_depends_on_the_layout() -> None:
     def make(normal: Callable[..., None]) -> Callable[..., None]:
-        def local(seed: int, name: str, shape: Any, box: Any, std: float, into: Tensor) -> None:
+        def local(seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
             own = tuple(slice(0, size) for size in into.shape)
             normal(seed, name, tuple(into.shape), own, std, into)
 
@@ -293,8 +296,8 @@ def decay_on_everything() -> None:
 def dropped_assignments_kept_by_others() -> None:
     """The all-gather dispatcher takes all assignments as kept."""
 
-    def make(choices: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, routing, sizes: choices(self, routing._replace(kept=None), sizes)
+    def make(gather_routing: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, routing, sizes: gather_routing(self, routing._replace(kept=None), sizes)
 
     wrap(moefold.moe.dispatch.all_gather.AllGatherDispatcher, "_gather_routing", make)
 

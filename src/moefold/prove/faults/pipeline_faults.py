@@ -9,15 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import moefold.parallel.param_shards
 import moefold.pipeline.overlap
 import moefold.pipeline.pipeline_state
 import moefold.pipeline.runtime
 import moefold.pipeline.step
-from moefold.model.decoder import Decoder
-from moefold.nn.matmul_policy import WeightGradQueue
+from moefold.model.decoder import Decoder, DecoderOutput, HiddenState
+from moefold.nn.batch import Batch
+from moefold.nn.matmul_policy import Gradient, WeightGradQueue
+from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard
 from moefold.pipeline.pipeline_state import PipelineState
 from moefold.prove.faults.parallel_faults import put, wrap
@@ -43,7 +45,7 @@ def _defer(times: int, which: Callable[[object], bool]) -> None:
     """Weight gradients of these are deferred so many times, instead of once."""
 
     def make(put_one: Callable[..., None]) -> Callable[..., None]:
-        def deferred(self: WeightGradQueue, weight: Any, gradient: Any) -> None:
+        def deferred(self: WeightGradQueue, weight: nn.Parameter, gradient: Gradient) -> None:
             for _ in range(times if which(self._key) else 1):
                 put_one(self, weight, gradient)
 
@@ -98,7 +100,7 @@ def gradient_of_the_second_hidden_state_lost() -> None:
 def hidden_states_of_two_microbatches_swapped() -> None:
     """A rank that received two microbatches of one stage uses the first one twice."""
     receive = moefold.pipeline.runtime.receive_forward
-    first: dict[int, Any] = {}
+    first: dict[int, HiddenState] = {}
 
     def receive_first(state: PipelineState, action: Action) -> None:
         receive(state, action)
@@ -115,7 +117,7 @@ def balance_of_middle_stages_forgotten() -> None:
     """Balance losses of a stage without the cross entropy are left out of its objective."""
 
     def make(objective_of: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-        def of_last_stage(local_model: Any, output: Any, batch: Any) -> Tensor | None:
+        def of_last_stage(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Tensor | None:
             return objective_of(local_model, output if output.hidden is None else output._replace(reports=()), batch)
 
         return of_last_stage
@@ -133,7 +135,7 @@ def earlier_counts_of_another_layer() -> None:
 
 def mtp_losses_summed_not_averaged() -> None:
     def make(losses_of: Callable[..., Any]) -> Callable[..., Any]:
-        def added(local_model: Any, output: Any, batch: Any) -> Any:
+        def added(local_model: LocalModel, output: DecoderOutput, batch: Batch) -> Any:
             loss, ahead, balance = losses_of(local_model, output, batch)
             return loss, None if ahead is None else ahead * local_model.run.model.num_mtp, balance
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from moefold.errors import MoefoldError
 from moefold.train.callbacks.jsonl import FILE_NAME
 
 # As Path.open with "rb".
-Opener = Callable[[Path, str], AbstractContextManager[Any]]
+Opener = Callable[[Path, str], AbstractContextManager[IO[bytes]]]
 Column = npt.NDArray[np.float64]
 
 MAX_BINS = 120
