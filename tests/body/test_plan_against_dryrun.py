@@ -14,9 +14,9 @@ from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.collective_counts import messages
-from moefold.plan.from_run import workload_of_run
 from moefold.plan.memory.peak import memory_at
-from moefold.plan.published.measured_memory import allocated
+from moefold.plan.published.predict_records import allocated
+from moefold.plan.workload import workload_of_run
 from moefold.recipes.catalog import recipe
 
 ALL = ("attention", "feed_forward", "experts")

@@ -15,9 +15,9 @@ from moefold.config.precision import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces
-from moefold.plan.from_run import workload_of_run
-from moefold.plan.memory.activations import kept_by
+from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
+from moefold.plan.workload import workload_of_run
 from moefold.recipes.catalog import recipe
 
 LENGTH = 64

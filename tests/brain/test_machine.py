@@ -13,9 +13,8 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire, machine_json, read_machine
-from moefold.plan.from_run import workload_of_run
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Workload
+from moefold.plan.workload import Workload, workload_of_run
 from moefold.recipes.debug import debug_10m
 
 OPERATIONS: tuple[Operation, ...] = ("tokens", "exchange", "context", "send", "sum", "parameters", "gradients")
@@ -118,7 +117,7 @@ def test_imbalance_counts_where_experts_are_spread() -> None:
 
     def uneven(world: int, **parallel: object) -> float:
         asked = workload(world, machine, **parallel)
-        return predict_time(replace(asked, options=replace(asked.options, imbalance=1.5))).step_seconds
+        return predict_time(replace(asked, imbalance=1.5)).step_seconds
 
     assert uneven(2) == seconds(2, machine)
     assert uneven(2, ep=2) > seconds(2, machine, ep=2)

@@ -8,12 +8,11 @@ import pytest
 
 from moefold.config.loading import override
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.from_run import workload_of_run
 from moefold.plan.predict import predict
 from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import changed_choices, memory_differences, time_differences, versus, wall_words
 from moefold.plan.search.what_if import answers
-from moefold.plan.workload import Workload
+from moefold.plan.workload import Workload, workload_of_run
 from moefold.recipes.catalog import recipe
 
 
@@ -61,7 +60,7 @@ def test_what_if_changes_one_thing() -> None:
     own = workload(ep=16)
     found = {answer.question: answer for answer in answers(own)}
     half = found["EP 8"].prediction
-    assert half is not None and half.workload.degrees == replace(own.degrees, ep=8)
+    assert half is not None and half.workload.parallel == replace(own.parallel, ep=8)
     network = found["the network were twice as fast"].prediction
     assert network is not None and network.workload == replace(own, cluster=replace(own.cluster, nic_gb_s=100.0))
     assert network.time.step_seconds <= predict(own).time.step_seconds

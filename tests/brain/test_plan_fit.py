@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from moefold.cli.main import main
-from moefold.plan.published.assess import assess, prediction_lines
+from moefold.plan.published.assess import assess, prediction_lines, rank_score, set_score, spearman
 from moefold.plan.published.error_page import REASONS, error_page, reason_for
 from moefold.plan.published.fit import constants_of, fit, fitted_source, left_out
 from moefold.plan.published.points import Point, points_of, published_workload
-from moefold.plan.published.score import rank_score, set_score, spearman
 from moefold.plan.timing.constants import CURRENT, MEANINGS
 from moefold.plan.timing.step_time import step_time
 

@@ -14,7 +14,8 @@ from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.from_run import beyond_moefold, changes_to_run, folded, launch_words, order_of, workload_of_run
+from moefold.plan.launch_command import beyond_moefold, changes_to_run, folded, launch_words, order_of
+from moefold.plan.workload import changed, workload_of_run
 from moefold.recipes.catalog import RECIPES, recipe
 
 LAYOUTS = (
@@ -37,20 +38,11 @@ def of(parallel: ParallelConfig, **memory: object) -> RunConfig:
 
 def test_a_run_is_the_job_it_describes() -> None:
     workload = workload_of_run(recipe("deepseek_v3"), cluster_of("H100", 2048))
-    assert (workload.degrees.dp, workload.degrees.edp, workload.degrees.world, workload.batch.microbatches) == (
-        128,
-        2,
-        2048,
-        120,
-    )
+    assert (workload.dp, workload.edp, workload.microbatches) == (128, 2, 120)
     assert workload.global_tokens == 15_360 * 4096
-    assert (workload.options.framework, workload.options.dispatcher, workload.dtypes.format) == (
-        "moefold",
-        "all_to_all",
-        "bf16",
-    )
+    assert (workload.framework.name, workload.dispatcher, workload.format) == ("moefold", "all_to_all", "bfloat16")
     # Sharded float32 parameters are their own masters.
-    assert (workload.dtypes.weight_bytes, workload.dtypes.master_bytes, workload.dtypes.moments_bytes) == (4, 0, 8)
+    assert (workload.weight_bytes, workload.master_bytes, workload.moments_bytes) == (4, 0, 8)
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
@@ -77,19 +69,13 @@ def test_every_recipe_is_a_job_of_its_own_layout() -> None:
 
 def test_what_moefold_cannot_do_is_said() -> None:
     workload = workload_of_run(recipe("deepseek_v3"), cluster_of("GB200", 2048))
-    options = replace(
-        workload.options,
-        dispatcher="hybridep",
-        graphs="full",
-        recompute=frozenset({"mla_up", "experts"}),
-        ep_overlap=True,
-    )
     beyond = beyond_moefold(
-        replace(
+        changed(
             workload,
-            options=replace(options, delay_wgrad=True),
-            dtypes=replace(workload.dtypes, format="mxfp8"),
-            degrees=replace(workload.degrees, sharding="zero1"),
+            parallel={"dispatcher": "hybridep", "sharding": "zero1", "overlap": ("ep", "wgrad")},
+            kernels={"graphs": "full"},
+            memory={"recompute": ("mla_up", "experts")},
+            precision={"compute": "mxfp8"},
         )
     )
     text = "; ".join(beyond)

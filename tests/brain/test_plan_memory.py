@@ -7,17 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, ModelShape, MoE, shape_of
+from moefold.blueprint.model_shape import Attention, Layer, MoE, shape_of
 from moefold.blueprint.stages import balanced_stages
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import MoEConfig
+from moefold.config.parallel import ParallelConfig, Sharding
+from moefold.config.precision import Recomputed
+from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.memory.activations import kept_by, rows_of
 from moefold.plan.memory.in_flight import moments
+from moefold.plan.memory.layer_activations import kept_by, rows_of
 from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.savings import savings
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.stage_contents import BALANCED, contents_of
-from moefold.plan.workload import Batch, Dtypes, Options, ParallelDegrees, Recomputed, Workload
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES
 from moefold.schedule.simulate import peak_live
@@ -25,30 +32,41 @@ from moefold.schedule.simulate import peak_live
 GIB = 2**30
 MLA = Attention(heads=128, kv_heads=128, qk_dim=192, v_dim=128, q_latent=1536, kv_latent=512, rope_dim=64)
 MOE_LAYER = Layer(MLA, MoE(256, 8, 2048, 2048))
-DEEPSEEK_V3 = ModelShape(7168, 129280, (Layer(MLA, Dense(18432)),) * 3 + (MOE_LAYER,) * 58, mtp_layers=(MOE_LAYER,))
+DEEPSEEK_V3 = ModelConfig(
+    vocab_size=129280,
+    dim=7168,
+    num_layers=61,
+    attention=MLAConfig("mla", 128, 1536, 512, 128, 64, 128),
+    moe=MoEConfig(256, 8, 2048, shared_hidden_dim=2048, weight_at="output"),
+    num_dense_layers=3,
+    dense_hidden_dim=18432,
+    num_mtp=1,
+)
 # Table 3: PP4 x VPP4 x EP64 on 256 GPUs. Probs are applied after the experts there; section 4.1.2 moves them.
 TABLE_3 = Workload(
-    DEEPSEEK_V3,
+    RunConfig(
+        model=DEEPSEEK_V3,
+        parallel=ParallelConfig(
+            pp=4, vpp=4, ep=64, schedule="interleaved", stages="Et*4|(t*4|)*14tmL", sharding="zero1"
+        ),
+        precision=MEGATRON_PRECISION,
+        data=DataConfig(4096, 64 * 64),
+    ),
     cluster_of("H100", 256),
-    ParallelDegrees(pp=4, vpp=4, ep=64, dp=64, schedule="interleaved", stages="Et*4|(t*4|)*14tmL"),
-    Batch(4096, 1, 64),
-    Dtypes(),
-    Options(weighted_inside=False),
+    Framework("megatron"),
 )
+INSIDE = {"moe": MoEConfig(256, 8, 2048, shared_hidden_dim=2048)}
+FP8 = {"compute": "fp8_tensor"}
 # The table's "GB" are 2**30 bytes, and its rank is the third: 16 MoE layers, of which 60 in live microbatches.
 RANK = 2
-
-
-def with_options(workload: Workload, **changes: object) -> Workload:
-    return replace(workload, options=replace(workload.options, **changes))  # type: ignore[arg-type]
 
 
 def at_rank(workload: Workload) -> MemoryPrediction:
     return memory_at(workload, RANK)
 
 
-def saved_by(workload: Workload, **changes: object) -> float:
-    before, after = at_rank(workload), at_rank(with_options(workload, **changes))
+def saved_by(workload: Workload, **sections: dict[str, object]) -> float:
+    before, after = at_rank(workload), at_rank(changed(workload, **sections))
     return (before.of("activations") - after.of("activations")) / GIB
 
 
@@ -60,27 +78,27 @@ def test_table_3_of_the_report() -> None:
 
 
 def test_memory_efficient_permutation_saves_what_the_report_says() -> None:
-    assert saved_by(TABLE_3, weighted_inside=True) == pytest.approx(26.3, rel=0.01)
+    assert saved_by(TABLE_3, model=INSIDE) == pytest.approx(26.3, rel=0.01)
 
 
 # In BF16 the activation would save twice 3.8; in FP8, where operands have one byte and each matrix keeps its own, all
 # three figures come out. So that is what the report's Table 4 was measured in.
 @pytest.mark.parametrize(("kind", "reported"), [("mla_up", 30.4), ("activation", 3.8), ("norms", 8.2)])
 def test_table_4_of_the_report(kind: Recomputed, reported: float) -> None:
-    fp8 = replace(with_options(TABLE_3, weighted_inside=True), dtypes=Dtypes("fp8_tensor"))
-    assert saved_by(fp8, recompute=frozenset((kind,))) == pytest.approx(reported, rel=0.02)
+    fp8 = changed(TABLE_3, model=INSIDE, precision=FP8)
+    assert saved_by(fp8, memory={"recompute": (kind,)}) == pytest.approx(reported, rel=0.02)
 
 
 def test_fp8_halves_operands_but_not_what_is_needed_as_words() -> None:
     """The report: "approximately 16 GB" of 131; it leaves the copies out that FP8 adds."""
-    bf16, fp8 = TABLE_3, replace(TABLE_3, dtypes=Dtypes("fp8_tensor"))
+    bf16, fp8 = TABLE_3, changed(TABLE_3, precision=FP8)
     saved = at_rank(bf16).of("activations") - at_rank(fp8).of("activations")
     assert 10 < saved / GIB < 20
 
 
 def test_bf16_moments_save_a_third_of_the_optimizer_states() -> None:
     """The report: 10 to 12 of 32.1 GB."""
-    words = replace(TABLE_3, dtypes=replace(TABLE_3.dtypes, moments_bytes=4.0))
+    words = changed(TABLE_3, precision={"moments": "bfloat16"})
     saved = at_rank(TABLE_3).of("optimizer") - at_rank(words).of("optimizer")
     assert 10 < saved / GIB < 12
 
@@ -126,17 +144,20 @@ def lasting(workload: Workload) -> tuple[float, float, float]:
     return memory.of("weights"), memory.of("gradients"), memory.of("optimizer")
 
 
-def sharded(mode: str, **degrees: int) -> Workload:
-    model = ModelShape(1024, 32768, (Layer(Attention(16, 16, 64, 64), MoE(16, 2, 512)),) * 4)
-    made = ParallelDegrees(sharding=mode, **{"ep": 4, "dp": 16, **degrees})  # type: ignore[arg-type]
-    return Workload(model, cluster_of("H100", made.world), made, Batch(2048, 1, 4))
+def sharded(mode: Sharding, **degrees: int) -> Workload:
+    moe = MoEConfig(16, 2, 512)
+    model = ModelConfig(vocab_size=32768, dim=1024, num_layers=4, attention=GQAConfig("gqa", 16, 16, 64), moe=moe)
+    parallel = ParallelConfig(sharding=mode, **{"ep": 4, **degrees})
+    run = RunConfig(model=model, parallel=parallel, precision=MEGATRON_PRECISION, data=DataConfig(2048, 4 * 16))
+    return Workload(run, cluster_of("H100", 16 * parallel.tp * parallel.cp * parallel.pp), Framework("megatron"))
 
 
 def test_each_mode_cuts_one_thing_more() -> None:
-    none, zero1, zero2, zero3 = (lasting(sharded(mode)) for mode in ("none", "zero1", "zero2", "zero3"))
+    modes: tuple[Sharding, ...] = ("none", "zero1", "zero2", "fsdp")
+    none, zero1, zero2, fsdp = (lasting(sharded(mode)) for mode in modes)
     assert none[:2] == zero1[:2] and zero1[2] < none[2]
     assert zero2[0] == zero1[0] and zero2[1] < zero1[1] and zero2[2] == zero1[2]
-    assert zero3[0] < zero2[0] and zero3[1:] == zero2[1:]
+    assert fsdp[0] < zero2[0] and fsdp[1:] == zero2[1:]
 
 
 def test_experts_are_cut_over_fewer_ranks_than_dense_parameters() -> None:
@@ -149,7 +170,7 @@ def test_experts_are_cut_over_fewer_ranks_than_dense_parameters() -> None:
 
 
 def test_copies_of_shards_cost_what_they_repeat() -> None:
-    one, two = lasting(sharded("zero3")), lasting(sharded("zero3", replicate=2))
+    one, two = lasting(sharded("fsdp")), lasting(sharded("fsdp", dp_replicate=2))
     assert two == pytest.approx([2 * size for size in one])
 
 
@@ -157,30 +178,30 @@ def test_copies_of_shards_cost_what_they_repeat() -> None:
 
 
 def test_recomputing_all_keeps_the_input_alone() -> None:
-    setting = setting_of(with_options(TABLE_3, recompute=frozenset(("full",))))
-    layer = DEEPSEEK_V3.layers[-1]
+    setting = setting_of(changed(TABLE_3, memory={"recompute": ("full",)}))
+    layer = TABLE_3.model.layers[-1]
     kept = kept_by(layer, 7168, setting)
     assert kept.total == 7168 * 2
     assert kept.total + kept.again == pytest.approx(kept_by(layer, 7168, setting_of(TABLE_3)).total)
 
 
 def test_offloading_leaves_what_is_named() -> None:
-    away = with_options(TABLE_3, offloaded=frozenset(("expert_fc1", "moe_act")))
-    layer = DEEPSEEK_V3.layers[-1]
+    away = changed(TABLE_3, memory={"offload": ("expert_fc1", "moe_act")})
+    layer = TABLE_3.model.layers[-1]
     before, after = (kept_by(layer, 7168, setting_of(workload)) for workload in (TABLE_3, away))
     assert before.total - after.total == after.away == 8 * (7168 + 4096) * 2
 
 
 def test_imbalance_makes_routed_rows_more_and_nothing_else() -> None:
-    even, uneven = TABLE_3, with_options(TABLE_3, imbalance=1.5)
-    layer = DEEPSEEK_V3.layers[-1]
+    even, uneven = TABLE_3, replace(TABLE_3, imbalance=1.5)
+    layer = TABLE_3.model.layers[-1]
     before, after = (kept_by(layer, 7168, setting_of(workload)).total for workload in (even, uneven))
     assert after - before == pytest.approx(0.5 * 8 * (7168 + 4096 + 2048 + 7168) * 2)
 
 
 def test_every_row_is_named_once_per_part() -> None:
     for framework in ("megatron", "fsdp2", "moefold"):
-        for layer in (DEEPSEEK_V3.layers[0], DEEPSEEK_V3.layers[-1]):
+        for layer in (TABLE_3.model.layers[0], TABLE_3.model.layers[-1]):
             names = [(row.part, row.name) for row in rows_of(layer, framework)]
             assert len(names) == len(set(names))
 
@@ -191,7 +212,9 @@ def test_every_line_says_why() -> None:
 
 def test_a_search_can_afford_it() -> None:
     jobs = [
-        replace(TABLE_3, degrees=replace(TABLE_3.degrees, ep=ep, pp=pp, vpp=4, dp=256 // pp, stages=None))
+        changed(
+            TABLE_3, parallel={"ep": ep, "pp": pp, "vpp": 4, "stages": None}, data={"global_batch": 64 * (256 // pp)}
+        )
         for ep in (8, 16, 32, 64)
         for pp in (2, 4, 8, 16)
     ]
@@ -236,7 +259,8 @@ def test_savings_are_differences_of_whole_predictions() -> None:
 
 def test_nothing_is_offered_that_the_program_does_not_have() -> None:
     names = {
-        one.name for one in savings(with_options(TABLE_3, framework="moefold", recompute=frozenset(("attention",))))
+        one.name
+        for one in savings(changed(replace(TABLE_3, framework=Framework()), memory={"recompute": ("attention",)}))
     }
     assert "compute attention again" not in names and "compute experts again" in names
     assert not any("offload" in name or "fp8" in name for name in names)

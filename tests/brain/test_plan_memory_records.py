@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.published.measured_memory import measured_bytes
+from moefold.plan.published.predict_records import measured_bytes
 from moefold.plan.published.record_details import completed, with_details
 from moefold.plan.published.records import workload_of_record
 

@@ -10,14 +10,25 @@ import pytest
 from moefold.blueprint.flops import forward_flops_per_token
 from moefold.blueprint.model_shape import MoE, shape_of
 from moefold.blueprint.param_counts import count_parameters, layer_counts
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import CapacityConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.op_costs import head_of, parts_of, sizes_of
 from moefold.plan.timing.network_time import bubble_units, simulated_units
 from moefold.plan.traffic import dispatch_bytes, distinct, reach
-from moefold.plan.workload import Batch, Options, ParallelDegrees, Workload
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed
 from moefold.recipes.catalog import RECIPES
 
 MODELS = {name: make().model for name, make in RECIPES.items() if make().model.moe is not None}
+
+
+def _workload(model: ModelConfig, gpu: str, gpus: int, seq_len: int, ep: int = 1) -> Workload:
+    parallel, data = ParallelConfig(ep=ep, sharding="zero1"), DataConfig(seq_len, gpus)
+    run = RunConfig(model=model, parallel=parallel, precision=MEGATRON_PRECISION, data=data)
+    return Workload(run, cluster_of(gpu, gpus), Framework("megatron"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -32,13 +43,9 @@ def test_a_shape_has_the_blueprints_parameters(name: str) -> None:
 def test_work_is_the_models_arithmetic_where_memory_costs_nothing(name: str) -> None:
     model = replace(MODELS[name], num_mtp=0)
     shape = shape_of(model)
-    workload = Workload(
-        shape,
-        cluster_of("H100", 1),
-        ParallelDegrees(),
-        Batch(4096, 1, 1),
-        options=Options(dispatcher="local", drops=True),
-    )
+    assert model.moe is not None
+    dropping = replace(model, moe=replace(model.moe, capacity=CapacityConfig()))
+    workload = _workload(dropping, "H100", 1, 4096)
     sizes = replace(sizes_of(workload), balance=0.0)
     parts = [part for layer in shape.layers for part in parts_of(layer, sizes)] + [head_of(shape.vocab, sizes)]
     flops = sum(p.forward.gemm_flops + p.forward.grouped_flops + p.forward.attention_flops for p in parts)
@@ -50,11 +57,10 @@ def test_work_is_the_models_arithmetic_where_memory_costs_nothing(name: str) -> 
 
 
 def test_fewer_rows_per_expert_cost_more_than_their_share() -> None:
-    shape = shape_of(MODELS["deepseek_v3"])
-    layer = shape.layers[-1]
+    layer = shape_of(MODELS["deepseek_v3"]).layers[-1]
 
     def grouped(tokens: int) -> float:
-        workload = Workload(shape, cluster_of("H100", 64), ParallelDegrees(ep=64, dp=64), Batch(tokens, 1, 1))
+        workload = _workload(MODELS["deepseek_v3"], "H100", 64, tokens, ep=64)
         return sum(part.forward.grouped_flops for part in parts_of(layer, sizes_of(workload)))
 
     assert grouped(512) > grouped(4096) / 8
@@ -74,17 +80,16 @@ def test_deduplicated_bytes_are_those_of_even_choices(ep: int, top_k: int) -> No
 
 def test_exchanges_go_where_the_ranks_are() -> None:
     moe = MoE(256, 8, 2048)
-    shape = replace(shape_of(MODELS["deepseek_v3"]), layers=shape_of(MODELS["deepseek_v3"]).layers)
-    inside = Workload(shape, cluster_of("GB200", 256), ParallelDegrees(ep=64, dp=256), Batch(4096, 1, 1))
+    inside = _workload(MODELS["deepseek_v3"], "GB200", 256, 4096, ep=64)
     assert dispatch_bytes(inside, moe).outside == 0
     across = replace(inside, cluster=cluster_of("H100", 256))
     sent = dispatch_bytes(across, moe)
     row = 2 * 7168
     assert sent.inside == pytest.approx(4096 * 8 * row * 7 / 64)
     assert sent.outside == pytest.approx(4096 * 8 * row * 56 / 64)
-    fewer = dispatch_bytes(replace(across, options=Options(dispatcher="deepep")), moe)
-    assert fewer == dispatch_bytes(replace(across, options=Options(dispatcher="two_level")), moe)
-    once = dispatch_bytes(replace(across, options=Options(dispatcher="deduplicated")), moe)
+    fewer = dispatch_bytes(changed(across, parallel={"dispatcher": "deepep"}), moe)
+    assert fewer == dispatch_bytes(changed(across, parallel={"dispatcher": "two_level"}), moe)
+    once = dispatch_bytes(changed(across, parallel={"dispatcher": "deduplicated"}), moe)
     assert fewer.outside < once.outside < dispatch_bytes(across, moe).outside
     assert fewer.outside < 0.7 * sent.outside
 

@@ -64,7 +64,7 @@ def test_the_page_is_whole_and_says_what_was_found(proposal: Proposal) -> None:
         "torchrun",
     ):
         assert words in html, words
-    assert html.count('class="track"') == chosen.workload.degrees.pp
+    assert html.count('class="track"') == chosen.workload.parallel.pp
     assert max(map(len, html.split("\n"))) < 500_000 and len(html) < 1_000_000
 
 
@@ -91,7 +91,7 @@ def test_the_drawn_order_takes_about_the_predicted_time(proposal: Proposal) -> N
     """With all microbatches, the simulated order and the closed form differ by what happens once per step."""
     workload = proposal.chosen.workload
     step = step_timeline(workload, most_boxes=10**6)
-    assert step.shown == workload.batch.microbatches
+    assert step.shown == workload.microbatches
     assert step.timeline.finish == pytest.approx(proposal.chosen.time.step_seconds, rel=0.15)
 
 

@@ -35,16 +35,16 @@ def questions() -> dict[str, list[Workload]]:
                 workload.cluster.gpu.name,
                 workload.cluster.num_gpus,
                 round(workload.global_tokens),
-                workload.dtypes,
-                workload.options.framework,
+                workload.run.precision,
+                workload.framework.name,
             )
-            found.setdefault(f"{key} {workload.options.date:.2f}", []).append(workload)
+            found.setdefault(f"{key} {workload.framework.date:.2f}", []).append(workload)
     return found
 
 
 @pytest.mark.parametrize("jobs", questions().values(), ids=list(questions()))
 def test_no_published_layout_is_faster(jobs: list[Workload]) -> None:
-    space = replace(usual_space(jobs[0]), format=(jobs[0].dtypes.format,))
+    space = replace(usual_space(jobs[0]), format=(jobs[0].format,))
     best = search(jobs[0], space, from_own=False).best
     for workload in jobs:
         found = predict(workload)

@@ -15,7 +15,7 @@ from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import Cluster, cluster_of
-from moefold.plan.from_run import beyond_moefold, changes_to_run, workload_of_run
+from moefold.plan.launch_command import beyond_moefold, changes_to_run
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import search as searching
 from moefold.plan.search.candidates import (
@@ -30,16 +30,18 @@ from moefold.plan.search.candidates import (
 )
 from moefold.plan.search.search import NothingFitsError, described, pareto, search
 from moefold.plan.search.space import Space, narrowed, usual_space
-from moefold.plan.workload import Workload
+from moefold.plan.workload import Framework, FrameworkName, Workload, changed, workload_of_run
 from moefold.recipes.catalog import recipe
 
 
-def job_for(name: str, world: int, batch: int = 1024, framework: str = "moefold") -> tuple[RunConfig, Workload]:
+def job_for(
+    name: str, world: int, batch: int = 1024, framework: FrameworkName = "moefold"
+) -> tuple[RunConfig, Workload]:
     run = recipe(name)
     run = override(run, {"data.global_batch": batch, "parallel.ep": 1, "parallel.pp": 1, "parallel.etp": 1})
     run = override(run, {"parallel.tp": 1, "precision.compute": "bfloat16"})
     workload = workload_of_run(run, cluster_of("H100", world))
-    return run, replace(workload, options=replace(workload.options, framework=framework))  # type: ignore[arg-type]
+    return run, replace(workload, framework=Framework(framework))
 
 
 def drawn(grids: list[LayoutChoice], space: Space, draw: random.Random) -> LayoutChoice:
@@ -114,25 +116,25 @@ def test_what_cannot_be_pinned_is_explained(text: str, expected: str) -> None:
 
 # ---- against trying everything, under a made-up model with the right tensions ----
 
-NARROW = "tp=1,2,4,cp=1,pp=1,2,4,8,sequences=1,2,4,replicate=1,format=bf16,recompute=none,experts,attention+experts"
+NARROW = "tp=1,2,4,cp=1,pp=1,2,4,8,sequences=1,2,4,replicate=1,format=bfloat16,recompute=none,experts,attention+experts"
 
 
 def pretend_memory(workload: Workload) -> MemoryPrediction:
-    degrees, batch = workload.degrees, workload.batch
-    weights = 100e9 / (degrees.pp * degrees.tp) / (degrees.ep if degrees.ep > 1 else 1) ** 0.7
-    kept = 1.0 - 0.3 * len(workload.options.recompute)
-    activations = 6e9 * batch.sequences * kept * (1 + 0.2 * workload.options.ep_overlap) / degrees.tp
+    sizes, sequences = workload.parallel, workload.run.data.micro_batch
+    weights = 100e9 / (sizes.pp * sizes.tp) / (sizes.ep if sizes.ep > 1 else 1) ** 0.7
+    kept = 1.0 - 0.3 * len(workload.recompute)
+    activations = 6e9 * sequences * kept * (1 + 0.2 * workload.ep_overlap) / sizes.tp
     lines = (MemoryLine("weights", "", weights), MemoryLine("activations", "", activations))
     return MemoryPrediction(lines, workload.cluster.gpu.memory_bytes / 4)
 
 
 def pretend_time(workload: Workload) -> TimePrediction:
-    degrees, batch, options = workload.degrees, workload.batch, workload.options
-    work = 1 + 0.15 * len(options.recompute) + 0.1 / batch.sequences
-    exchange = 0.1 * log2(degrees.ep + 1) * (0.3 if options.ep_overlap else 1) * (0.8 if degrees.ep <= 8 else 1.5)
-    exchange *= 1.3 if options.dispatcher == "all_gather" else 1
-    bubble = (degrees.pp - 1) / (batch.microbatches * degrees.vpp) * (0.5 if options.delay_wgrad else 1)
-    seconds = (work + exchange + 0.2 * log2(degrees.tp) + 0.05 * log2(degrees.etp) + 0.01 * degrees.vpp) * (1 + bubble)
+    sizes = workload.parallel
+    work = 1 + 0.15 * len(workload.recompute) + 0.1 / workload.run.data.micro_batch
+    exchange = 0.1 * log2(sizes.ep + 1) * (0.3 if workload.ep_overlap else 1) * (0.8 if sizes.ep <= 8 else 1.5)
+    exchange *= 1.3 if workload.dispatcher == "all_gather" else 1
+    bubble = (sizes.pp - 1) / (workload.microbatches * sizes.vpp) * (0.5 if workload.delay_wgrad else 1)
+    seconds = (work + exchange + 0.2 * log2(sizes.tp) + 0.05 * log2(sizes.etp) + 0.01 * sizes.vpp) * (1 + bubble)
     return TimePrediction(seconds, seconds, seconds, ())
 
 
@@ -184,9 +186,7 @@ def test_the_pareto_set_is_beaten_by_nobody() -> None:
 @pytest.mark.usefixtures("pretending")
 def test_the_answer_is_the_same_every_time_and_at_least_as_good_as_the_users() -> None:
     _, workload = job_for("mixtral_8x7b", 32, 128)
-    workload = replace(
-        workload, degrees=replace(workload.degrees, pp=8, dp=4), batch=replace(workload.batch, microbatches=32)
-    )
+    workload = changed(workload, parallel={"pp": 8}, data={"global_batch": 4 * 32})
     said: list[tuple[str, int, int]] = []
     first = search(workload, narrowed(usual_space(workload), NARROW), lambda *words: said.append(words))
     again = search(workload, narrowed(usual_space(workload), NARROW))

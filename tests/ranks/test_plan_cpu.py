@@ -13,9 +13,9 @@ from tests.timed_steps import LAYOUTS, time_steps
 
 from moefold.bench.calibrate import calibrate
 from moefold.hardware.cluster import cluster_of_machine
-from moefold.plan.from_run import workload_of_run
-from moefold.plan.published.score import spearman
+from moefold.plan.published.assess import spearman
 from moefold.plan.timing.step_time import predict_time
+from moefold.plan.workload import workload_of_run
 from moefold.tables import text_table
 
 LARGEST_ERROR = 0.20

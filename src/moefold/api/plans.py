@@ -11,13 +11,13 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
 from moefold.hardware.machine import read_machine
-from moefold.plan.from_run import changes_to_run
+from moefold.plan.launch_command import changes_to_run
 from moefold.plan.report.json_data import layout_data, proposal_data
 from moefold.plan.report.plan_page import page
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
 from moefold.plan.search.proposal import Proposal, Question, propose
 from moefold.plan.search.search import Progress
-from moefold.plan.workload import Framework
+from moefold.plan.workload import FrameworkName
 from moefold.recipes.catalog import RECIPES
 
 
@@ -125,7 +125,7 @@ def plan(
     *,
     search: bool = True,
     fix: str = "",
-    framework: Framework = "moefold",
+    framework: FrameworkName = "moefold",
     machine: str | Path | None = None,
     domain: int | None = None,
     nic_gb_s: float | None = None,

@@ -35,13 +35,12 @@ from moefold.blueprint.param_counts import count_parameters
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of_machine
 from moefold.hardware.machine import Crowd, Machine, Operation, Wire
-from moefold.plan.from_run import workload_of_run
 from moefold.plan.op_costs import Part, Sizes, parts_of, sizes_of
 from moefold.plan.stage_contents import stages_of_shape
 from moefold.plan.timing.constants import CURRENT
 from moefold.plan.timing.step_time import stage_passes
 from moefold.plan.timing.throughput import Rates, rates_of
-from moefold.plan.workload import Workload
+from moefold.plan.workload import Workload, workload_of_run
 
 Times = Mapping[str, float]
 # Seconds per FLOP or byte that are smaller are measurement noise.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, kernels, model, parallel, pipeline, train
+from moefold.checks import context, kernels, model, parallel, pipeline, planned_only, train
 from moefold.checks.sizes import sizes_are_bounded, sizes_are_positive
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     *context.RULES,
     *kernels.RULES,
     *train.RULES,
+    *planned_only.RULES,
 )
 RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN
 RULES_WITH_LAYOUT = (*train.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)

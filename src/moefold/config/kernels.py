@@ -9,6 +9,7 @@ from moefold.config.strict import STRICT
 
 ExpertBackend = Literal["sequential", "grouped", "fused"]
 KernelBackend = Literal["torch", "triton", "native"]
+Graphs = Literal["none", "partial", "full"]
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,5 @@ class KernelsConfig:
     # Operations between matmuls. torch: torch's own, on any device. triton: one kernel per operation, on GPUs.
     # native: for CPUs; torch's, with the activation in C, compiled on first use.
     backend: KernelBackend = "torch"
+    # CUDA graphs. Planned only: partial (parts of layers are recorded), full (the whole step).
+    graphs: Graphs = "none"

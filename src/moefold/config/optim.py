@@ -33,4 +33,6 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    # Planned only: adapters (LoRA), beside which the parameters have no gradients and no optimizer states.
+    trained: Literal["all", "adapters"] = "all"
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)

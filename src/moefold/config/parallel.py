@@ -11,6 +11,10 @@ ContextMode = Literal["ring", "all_to_all", "hierarchical"]
 # The dispatchers. Each is a module of that name in moe/dispatch; docs/how-to-add/dispatcher.md says what else it needs.
 NamedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level", "all_to_all_aligned"]
 DispatcherName = Literal[NamedDispatcher, "adaptive"]
+# Planned only, as other frameworks have them: `checks/planned_only.py` refuses to train them.
+PlannedDispatcherName = Literal["deepep", "hybridep"]
+Sharding = Literal["none", "zero1", "zero2", "fsdp"]
+Overlap = Literal["ep", "wgrad"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +71,18 @@ class ParallelConfig:
     # Dynamic context parallelism: each microbatch is sharded over as many ranks as its longest document needs, at most
     # dp * cp.
     dynamic_cp: bool = False
+    # What is sharded over data-parallel ranks. fsdp: parameters, gradients and optimizer states. Planned only: zero2
+    # (gradients and optimizer states), zero1 (optimizer states), none.
+    sharding: Sharding = "fsdp"
+    # Planned only: overlaps that another framework adds to any schedule; here the schedule's name says them. ep:
+    # dispatch and combine of one microbatch run beside the computation of another. wgrad: deferred weight gradients.
+    overlap: tuple[Overlap, ...] = ()
     # HSDP: this many replicas of the sharded dense / expert parameters.
     dp_replicate: int = 1
     edp_replicate: int = 1
     # How tokens are dispatched to experts on other ranks; adaptive takes the cheapest by `link`.
-    dispatcher: DispatcherName = "all_to_all"
+    # Planned only: deepep, hybridep.
+    dispatcher: Literal[DispatcherName, PlannedDispatcherName] = "all_to_all"
     link: LinkConfig = field(default_factory=LinkConfig)
     # two_level: this many neighbouring ranks of an ep group share a host.
     ep_inner: int = 1

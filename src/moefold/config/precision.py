@@ -1,4 +1,8 @@
-"""Number formats of a run, and which activations are kept between forward and backward."""
+"""Number formats of a run, and which activations are kept between forward and backward.
+
+Some values are planned only: other frameworks have them, `moefold plan` predicts them, and `checks/planned_only.py`
+refuses to train them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,13 @@ from typing import ClassVar, Literal
 from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
-BYTES: dict[Format, int] = {"float64": 8, "float32": 4, "bfloat16": 2}
+# Planned only, for what is kept: weights, gradients, master weights and moments.
+KeptFormat = Literal[Format, "float16", "float8"]
+# Planned only, for matmuls. FP8 operands have a scale per tensor (of this step, or delayed: of the steps before), per
+# row or per block of 128 values, mxfp8 one per 32 values; nvfp4 has four bits and a scale per 16 values.
+NarrowFormat = Literal["float16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
+ComputeFormat = Literal[Format, NarrowFormat]
+BYTES: dict[KeptFormat, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 @dataclass(frozen=True)
@@ -17,11 +27,25 @@ class PrecisionConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    params: Format = "float32"
-    compute: Format = "float32"
+    # Planned only: float16, float8.
+    params: KeptFormat = "float32"
+    # Planned only: float16, fp8_*, mxfp8, nvfp4.
+    compute: ComputeFormat = "float32"
+    # Planned only, unless None. Gradients and Adam's moments: None is the format of `params`. Master weights: None is
+    # none, because `params` are their own masters.
+    gradients: KeptFormat | None = None
+    master: KeptFormat | None = None
+    moments: KeptFormat | None = None
 
 
 RecomputedPhase = Literal["attention", "feed_forward", "experts"]
+# Planned only: parts of a phase, and whole layers.
+RecomputedPart = Literal["full", "core_attention", "mla_up", "norms", "activation"]
+Recomputed = Literal[RecomputedPhase, RecomputedPart]
+# Activations that a framework can keep in the host's memory, by Megatron's names of the modules that save them.
+OffloadedActivation = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
+]
 
 
 @dataclass(frozen=True)
@@ -30,4 +54,10 @@ class MemoryConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    recompute: tuple[RecomputedPhase, ...] = ()
+    # Planned only: full, core_attention, mla_up, norms, activation.
+    recompute: tuple[Recomputed, ...] = ()
+    # Planned only: activations, all activations of so many layers per pipeline rank, and optimizer states that wait in
+    # the host's memory.
+    offload: tuple[OffloadedActivation, ...] = ()
+    offload_layers: int = 0
+    optimizer: Literal["device", "host"] = "device"

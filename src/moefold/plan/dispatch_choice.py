@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from math import comb
 from typing import Literal, cast
 
-from moefold.config.parallel import LinkConfig, NamedDispatcher
+from moefold.config.parallel import LinkConfig, NamedDispatcher, PlannedDispatcherName
+from moefold.config.precision import BYTES, KeptFormat
 from moefold.config.run import RunConfig
 
 # The dispatchers that have formulas of their own (`expert_messages.py`, `traffic.py`), and variants that share them.
-PlannedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
-_VARIANT_OF: dict[NamedDispatcher, PlannedDispatcher] = {"all_to_all_aligned": "all_to_all"}
+OwnDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
+PlannedDispatcher = Literal[OwnDispatcher, PlannedDispatcherName]
+_VARIANT_OF: dict[str, OwnDispatcher] = {"all_to_all_aligned": "all_to_all"}
 
-_WORD = {"float64": 8, "float32": 4, "bfloat16": 2}
 # Of a prob, an expert's number with a row, and one that is gathered.
 _WEIGHT, _NUMBER, _GATHERED_NUMBER = 4, 2, 8
 # Counts, rows, assignments, expert outputs; or tokens, probs, assignments, sums.
@@ -97,9 +98,9 @@ def estimates(run: RunConfig) -> dict[NamedDispatcher, float]:
 
 
 def dispatcher_in_use(run: RunConfig) -> NamedDispatcher:
-    """The one that is named, or the cheapest."""
+    """The one that is named, or the cheapest; of a run that can be trained."""
     if run.parallel.dispatcher != "adaptive":
-        return run.parallel.dispatcher
+        return cast(NamedDispatcher, run.parallel.dispatcher)
     found = estimates(run)
     return min(found, key=lambda name: found[name])
 
@@ -116,7 +117,8 @@ def dispatch_sizes_of(run: RunConfig) -> Exchange:
     return Exchange(
         tokens=run.data.micro_batch * run.data.seq_len // parallel.cp // parallel.tp,
         dim=moe.latent_dim or run.model.dim,
-        word=_WORD[run.precision.compute],
+        # Rows of narrow matmuls travel in 16 bits.
+        word=BYTES.get(cast(KeptFormat, run.precision.compute), 2),
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         ep=parallel.ep,

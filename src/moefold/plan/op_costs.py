@@ -16,7 +16,7 @@ from functools import lru_cache
 from moefold.blueprint.flops import core_flops
 from moefold.blueprint.matmuls import Matmul, layer_matmuls
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
-from moefold.plan.workload import Workload
+from moefold.plan.workload import WIDE_FORMATS, Workload
 
 # Grouped GEMMs of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128
@@ -90,24 +90,24 @@ class Sizes:
 
 
 def sizes_of(workload: Workload) -> Sizes:
-    narrow = workload.dtypes.format not in ("bf16", "fp16", "float32")
+    narrow = workload.format not in WIDE_FORMATS
     measured = workload.cluster.machine is not None
-    operand = {"nvfp4": 0.56, "float32": 4.0}.get(workload.dtypes.format, 1.0 if narrow else 2.0)
+    operand = {"nvfp4": 0.56, "float32": 4.0}.get(workload.format, 1.0 if narrow else 2.0)
     return Sizes(
         dim=workload.model.dim,
-        seq_len=workload.batch.seq_len,
-        tokens=workload.batch.tokens / workload.degrees.cp,
-        tp=workload.degrees.tp,
-        ep=workload.degrees.ep,
-        etp=workload.degrees.etp,
+        seq_len=workload.run.data.seq_len,
+        tokens=workload.tokens / workload.parallel.cp,
+        tp=workload.parallel.tp,
+        ep=workload.parallel.ep,
+        etp=workload.parallel.etp,
         imbalance=_imbalance(workload),
         narrow=narrow,
         operand_bytes=operand,
-        gradient_bytes=workload.dtypes.gradient_bytes,
-        fused=workload.options.compiled or workload.options.dispatcher in ("deepep", "hybridep"),
-        exact=workload.options.drops,
+        gradient_bytes=workload.gradient_bytes,
+        fused=workload.framework.compiled or workload.dispatcher in ("deepep", "hybridep"),
+        exact=workload.drops,
         balance=_balance(workload),
-        word=workload.dtypes.word,
+        word=workload.word,
         tile=1 if measured else TILE,
         sharpness=1.0 if measured else _SHARPNESS,
     )
@@ -116,7 +116,7 @@ def sizes_of(workload: Workload) -> Sizes:
 def _imbalance(workload: Workload) -> float:
     """Where ranks share cores, all get equal parts of them until those with less to do are done; then the busiest gets
     a core to itself. So it makes up for some of what it has more."""
-    machine, ep, busiest = workload.cluster.machine, workload.degrees.ep, workload.options.imbalance
+    machine, ep, busiest = workload.cluster.machine, workload.parallel.ep, workload.imbalance
     if machine is None or busiest == 1.0:
         return busiest
     if ep == 1:
@@ -127,8 +127,8 @@ def _imbalance(workload: Workload) -> float:
 
 
 def _balance(workload: Workload) -> float:
-    gpu, form = workload.cluster.gpu, workload.dtypes.format
-    peak = gpu.bf16_tflops if form in ("bf16", "fp16", "float32") else gpu.fp8_tflops or gpu.bf16_tflops
+    gpu, form = workload.cluster.gpu, workload.format
+    peak = gpu.bf16_tflops if form in WIDE_FORMATS else gpu.fp8_tflops or gpu.bf16_tflops
     return peak * (2 if form == "nvfp4" else 1) / gpu.memory_tb_s
 
 

@@ -18,7 +18,7 @@ HOST_BINDS = 0.15
 def predict(workload: Workload, constants: Constants = CURRENT) -> Prediction:
     memory, time = predict_memory(workload), predict_time(workload, constants)
     rate = workload.global_tokens / workload.cluster.num_gpus / time.step_seconds
-    flops = rate * training_flops(workload.model, workload.batch.seq_len)
+    flops = rate * training_flops(workload.model, workload.run.data.seq_len)
     wall: Wall = binding_wall(time) if memory.fits else "memory"
     return Prediction(
         workload,

@@ -77,8 +77,8 @@ def planned_stages(model: ModelShape, stages: int, written: str | None) -> tuple
 
 def written_stages(workload: Workload) -> str | None:
     """The workload's stage string; moefold, where there is none, balances embedding, layers, MTP modules and loss."""
-    own = workload.degrees.stages is None and workload.options.framework == "moefold"
-    return BALANCED if own else workload.degrees.stages
+    own = workload.parallel.stages is None and workload.is_own
+    return BALANCED if own else workload.parallel.stages
 
 
 # ---- stages of a run, and their ranks ----

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
-from moefold.plan.workload import ParallelDegrees, Workload
+from moefold.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ def reach(size: int, stride: int, domain: int) -> Reach:
 
 
 def expert_reach(workload: Workload) -> Reach:
-    degrees = workload.degrees
-    return reach(degrees.ep, degrees.etp, workload.cluster.usable_domain)
+    parallel = workload.parallel
+    return reach(parallel.ep, parallel.etp, workload.cluster.usable_domain)
 
 
 def data_reach(workload: Workload) -> Reach:
     """Ranks over which dense gradients are added."""
-    degrees = workload.degrees
-    return reach(degrees.dp * degrees.cp, degrees.tp, workload.cluster.usable_domain)
+    parallel = workload.parallel
+    return reach(workload.dp * parallel.cp, parallel.tp, workload.cluster.usable_domain)
 
 
 def expert_data_reach(workload: Workload) -> Reach:
-    degrees = workload.degrees
-    return reach(degrees.edp, degrees.ep * degrees.etp, workload.cluster.usable_domain)
+    parallel = workload.parallel
+    return reach(workload.edp, parallel.ep * parallel.etp, workload.cluster.usable_domain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class DispatchBytes:
 
 def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
     """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
-    degrees, where = workload.degrees, expert_reach(workload)
-    tokens = workload.batch.tokens / degrees.cp / degrees.tp * workload.options.imbalance
-    row = workload.dtypes.word * (moe.latent or workload.model.dim)
-    kind, ep = workload.options.dispatcher, degrees.ep
+    parallel, where = workload.parallel, expert_reach(workload)
+    tokens = workload.tokens / parallel.cp / parallel.tp * workload.imbalance
+    row = workload.word * (moe.latent or workload.model.dim)
+    kind, ep = workload.dispatcher, parallel.ep
     if ep == 1 or kind == "local":
         return DispatchBytes(0.0, 0.0)
     if kind == "all_gather":
@@ -93,35 +93,36 @@ def distinct(places: float, choices: int) -> float:
 
 def tensor_bytes(workload: Workload, layer: Layer) -> float:
     """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank."""
-    tp = workload.degrees.tp
-    tokens = workload.batch.tokens / workload.degrees.cp
-    once = workload.dtypes.word * tokens * workload.model.dim * (tp - 1) / tp
+    tp = workload.parallel.tp
+    tokens = workload.tokens / workload.parallel.cp
+    once = workload.word * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, MoE):
         passes += 2.0 * (layer.feed.shared_hidden_dim > 0)
     elif layer.feed is not None:
         passes += 2.0
     total = passes * once
-    if isinstance(layer.feed, MoE) and workload.degrees.etp > 1:
-        etp = workload.degrees.etp
+    if isinstance(layer.feed, MoE) and workload.parallel.etp > 1:
+        etp = workload.parallel.etp
         rows = tokens / tp * layer.feed.top_k * etp
-        total += 2 * workload.dtypes.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp
+        total += 2 * workload.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp
     return total
 
 
 def context_bytes(workload: Workload, layer: Layer) -> float:
     """Keys and values that travel round the ring in one forward pass."""
-    if workload.degrees.cp == 1 or not isinstance(layer.mixer, Attention):
+    if workload.parallel.cp == 1 or not isinstance(layer.mixer, Attention):
         return 0.0
-    a, tp = layer.mixer, workload.degrees.tp
+    a, tp = layer.mixer, workload.parallel.tp
     per_token = max(1.0, a.kv_heads / tp) * (a.qk_dim + a.v_dim)
-    return workload.dtypes.word * workload.batch.tokens / workload.degrees.cp * per_token * (workload.degrees.cp - 1)
+    return workload.word * workload.tokens / workload.parallel.cp * per_token * (workload.parallel.cp - 1)
 
 
 def stage_bytes(workload: Workload) -> float:
     """Bytes that one stage sends to the next for one microbatch."""
-    return workload.dtypes.word * workload.local_tokens * workload.model.dim
+    return workload.word * workload.local_tokens * workload.model.dim
 
 
-def pipeline_leaves_domain(degrees: ParallelDegrees, domain: int) -> bool:
-    return degrees.dp * degrees.cp * degrees.tp * degrees.pp > domain
+def pipeline_leaves_domain(workload: Workload) -> bool:
+    parallel = workload.parallel
+    return workload.dp * parallel.cp * parallel.tp * parallel.pp > workload.cluster.usable_domain

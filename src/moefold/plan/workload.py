@@ -1,149 +1,209 @@
-"""A workload: everything a prediction depends on, whether it came from a moefold run or from a published record.
+"""A workload: everything a prediction depends on. It is a run, the cluster it runs on, and the framework that runs it.
 
-It is a model's shape, a cluster, the parallel degrees, the batch, and the options of the framework that runs it.
-`plan/from_run.py` makes workloads from runs, `plan/published/records.py` from records; memory, time, search and reports
-see only workloads, so the formulas that plan a run are those that are fitted to published ones.
+The run is the trainer's own `RunConfig`, whether it is to be trained here or was published by somebody else
+(`plan/published/records.py`). What other frameworks can do and moefold cannot are values of the same keys, which
+`checks/planned_only.py` refuses to train. `Framework` holds what no configuration key says: whose code it is, how old,
+and what that code does by itself. Everything else here follows from those three and is computed when it is asked for.
+
+Published models also have layers that `ModelConfig` cannot describe (recurrences, layers without a feed-forward part,
+ungated activations). Only for those a workload has a `shape` of its own beside the run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from moefold.blueprint.model_shape import ModelShape
+from moefold.blueprint.model_shape import ModelShape, shape_of
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import BYTES, NarrowFormat, PrecisionConfig, Recomputed
+from moefold.config.run import RunConfig
+from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
-from moefold.plan.dispatch_choice import PlannedDispatcher
+from moefold.plan.dispatch_choice import PlannedDispatcher, planned_as
+from moefold.schedule.names import schedule_named
+from moefold.topology.folded_layout import fold
 
-# How GEMM operands are held: whole words, or eight or four bits with scales per tensor, block or 32 values.
-Format = Literal["float32", "fp16", "bf16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
-# What is sharded over data-parallel ranks. zero1: optimizer states. zero3: parameters and gradients too (FSDP).
-Sharding = Literal["none", "zero1", "zero2", "zero3"]
-Dispatcher = Literal["local", PlannedDispatcher, "deepep", "hybridep"]
-# Parts of a layer whose activations are dropped and recomputed. "full" is whole layers.
-Recomputed = Literal["full", "attention", "core_attention", "mla_up", "norms", "feed_forward", "experts", "activation"]
-# What launches kernels: one by one, some parts from a recorded graph, or the whole step from one.
-Graphs = Literal["none", "partial", "full"]
+# Formats of matmuls that have rates and sizes of their own.
+PlannedFormat = Literal["float32", "bfloat16", NarrowFormat]
+WIDE_FORMATS: tuple[PlannedFormat, ...] = ("bfloat16", "float16", "float32")
+Dispatcher = Literal["local", PlannedDispatcher]
+# As Megatron trains: 16-bit weights, and gradients, master weights and moments in float32.
+MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
 # Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
-Framework = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
+FrameworkName = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
 
 
 @dataclass(frozen=True)
-class ParallelDegrees:
-    """Parallel degrees, the pipeline schedule and how parameters are sharded over data-parallel ranks."""
+class Framework:
+    """Who runs the work, and what that code does that no configuration key says."""
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ep: int = 1
-    etp: int = 1
-    dp: int = 1
-    schedule: str = "1f1b"
-    # Which layers each stage holds, in the notation of `blueprint/stages.py`; None balances them.
-    stages: str | None = None
-    sharding: Sharding = "zero1"
-    # Full copies of what is sharded (hybrid sharding).
-    replicate: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
-
-    @property
-    def edp(self) -> int:
-        """Ranks that hold the same experts."""
-        return max(1, self.world // (self.pp * self.ep * self.etp))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one step works through. A microbatch is `sequences` of `seq_len` tokens on each data-parallel rank."""
-
-    seq_len: int
-    sequences: int
-    microbatches: int
-
-    @property
-    def tokens(self) -> int:
-        """Of one microbatch, before context or tensor parallelism cut it."""
-        return self.seq_len * self.sequences
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Formats of matmuls, and bytes per element of what is kept."""
-
-    format: Format = "bf16"
-    weight_bytes: float = 2.0
-    gradient_bytes: float = 4.0
-    # Master weights, 0 where the weights themselves are the masters, and both moments together.
-    master_bytes: float = 4.0
-    moments_bytes: float = 8.0
-
-    @property
-    def word(self) -> float:
-        """Bytes of an element wherever it is not narrow: as it travels, and between matmuls."""
-        return 4.0 if self.format == "float32" else 2.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the framework runs the work."""
-
-    framework: Framework = "megatron"
-    dispatcher: Dispatcher = "all_to_all"
-    # Dispatch and combine of one microbatch overlap with the computation of another.
-    ep_overlap: bool = False
-    # Weight gradients are deferred to fill the waits.
-    delay_wgrad: bool = False
-    recompute: frozenset[Recomputed] = frozenset()
-    graphs: Graphs = "none"
-    # Parts that a partial graph holds: "attn", "mamba", "moe_router", "moe_preprocess", "mlp".
-    graph_parts: frozenset[str] = frozenset()
-    tp_overlap: bool = False
-    gradient_overlap: bool = True
-    # Rows of experts are kept in a pool of pages, so that graphs need no copies.
-    paged_stash: bool = False
-    # Activations, by name, and optimizer states that wait in the host's memory.
-    offloaded: frozenset[str] = frozenset()
-    optimizer_on_host: bool = False
-    # So many layers of each pipeline rank keep all of their activations in the host's memory.
-    offloaded_layers: int = 0
-    # Busiest rank over the mean; forced balance is 1.
-    imbalance: float = 1.0
-    # Tokens over capacity are dropped, so no rank gets more than its share.
-    drops: bool = False
+    name: FrameworkName = "moefold"
+    # The year and month of the framework, as a float (2025.5); kernels get better with time. 0 is not known.
+    date: float = 0.0
     # torch.compile or another compiler fuses elementwise work.
     compiled: bool = False
-    # Between matrices that tensor parallelism cuts, tokens are cut instead (else every rank keeps all of them).
-    sequence_parallel: bool = True
     # Attention saves no scores: it recomputes them block by block.
     flash: bool = True
-    # The prob is applied inside the experts' activation, so that their outputs need not be saved.
-    weighted_inside: bool = True
     # Loss and gradient are written over the logits; else each pass makes its own copies.
     fused_loss: bool = True
     # Dropout keeps a mask.
     dropout: bool = False
-    # The year and month of the framework, as a float (2025.5); kernels get better with time. 0 is not known.
-    date: float = 0.0
+    # Between matrices that tensor parallelism cuts, tokens are cut instead (else every rank keeps all of them).
+    sequence_parallel: bool = True
+    tp_overlap: bool = False
+    gradient_overlap: bool = True
+    # Parts that a partial graph holds: "attn", "mamba", "moe_router", "moe_preprocess", "mlp".
+    graph_parts: frozenset[str] = frozenset()
+    # Rows of experts are kept in a pool of pages, so that graphs need no copies.
+    paged_stash: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
-    model: ModelShape
+    run: RunConfig
     cluster: Cluster
-    degrees: ParallelDegrees
-    batch: Batch
-    dtypes: Dtypes = field(default_factory=Dtypes)
-    options: Options = field(default_factory=Options)
+    framework: Framework = field(default_factory=Framework)
+    # Rows of the busiest rank over the mean; forced balance is 1. Only a router that is running could tell.
+    imbalance: float = 1.0
+    # The model, where `run.model` cannot describe it (see above); None elsewhere.
+    shape: ModelShape | None = None
+
+    # ---- the model and the ranks ----
+
+    @cached_property
+    def model(self) -> ModelShape:
+        return self.shape or shape_of(self.run.model)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.run.parallel
+
+    @cached_property
+    def dp(self) -> int:
+        parallel = self.run.parallel
+        return max(1, self.cluster.num_gpus // (parallel.tp * parallel.cp * parallel.pp))
+
+    @cached_property
+    def edp(self) -> int:
+        """Ranks that hold the same experts."""
+        parallel = self.run.parallel
+        return max(1, parallel.tp * parallel.cp * self.dp // (parallel.ep * parallel.etp))
+
+    # ---- the batch ----
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of one microbatch, before context or tensor parallelism cut it."""
+        return self.run.data.seq_len * self.run.data.micro_batch
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Packed documents fill microbatches of this size about as often as whole sequences."""
+        data = self.run.data
+        return max(1, round(data.global_batch / (data.micro_batch * self.dp)))
 
     @cached_property
     def local_tokens(self) -> float:
         """Of one microbatch, after context and tensor (sequence) parallelism cut it."""
-        return self.batch.tokens / self.degrees.cp / self.degrees.tp
+        return self.tokens / self.run.parallel.cp / self.run.parallel.tp
 
     @cached_property
     def global_tokens(self) -> float:
-        return float(self.batch.tokens * self.batch.microbatches * self.degrees.dp)
+        return float(self.tokens * self.microbatches * self.dp)
+
+    # ---- formats, and bytes of what is kept ----
+
+    @cached_property
+    def format(self) -> PlannedFormat:
+        """Of matmuls; float64, which proofs compute in, is planned as float32."""
+        compute = self.run.precision.compute
+        return "float32" if compute == "float64" else compute
+
+    @cached_property
+    def word(self) -> float:
+        """Bytes of an element wherever it is not narrow: as it travels, and between matmuls."""
+        return 4.0 if self.format == "float32" else 2.0
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        return float(BYTES[self.run.precision.params])
+
+    @cached_property
+    def gradient_bytes(self) -> float:
+        precision = self.run.precision
+        return float(BYTES[precision.gradients or precision.params]) if self._trains_weights else 0.0
+
+    @cached_property
+    def master_bytes(self) -> float:
+        """0 where the weights themselves are the masters."""
+        master = self.run.precision.master
+        return float(BYTES[master]) if master is not None and self._trains_weights else 0.0
+
+    @cached_property
+    def moments_bytes(self) -> float:
+        """Of both moments together."""
+        precision = self.run.precision
+        return 2.0 * BYTES[precision.moments or precision.params] if self._trains_weights else 0.0
+
+    @property
+    def _trains_weights(self) -> bool:
+        return self.run.optim.trained == "all"
+
+    # ---- how the run does its work ----
+
+    @cached_property
+    def is_own(self) -> bool:
+        """moefold runs it: its rules, its rows of saved tensors, its schedules."""
+        return self.framework.name == "moefold"
+
+    @cached_property
+    def dispatcher(self) -> Dispatcher:
+        """Adaptive is the one that it comes to, a variant the one whose formulas it shares."""
+        spread = self.model.is_moe and self.run.parallel.ep * self.run.parallel.etp > 1
+        return planned_as(self.run) if spread else "local"
+
+    @cached_property
+    def ep_overlap(self) -> bool:
+        """Dispatch and combine of one microbatch overlap with the computation of another."""
+        return schedule_named(self.run.parallel.schedule).overlaps or "ep" in self.run.parallel.overlap
+
+    @cached_property
+    def delay_wgrad(self) -> bool:
+        """Weight gradients are deferred to fill the waits."""
+        return schedule_named(self.run.parallel.schedule).splits_backward or "wgrad" in self.run.parallel.overlap
+
+    @cached_property
+    def recompute(self) -> frozenset[Recomputed]:
+        return frozenset(self.run.memory.recompute)
+
+    @cached_property
+    def drops(self) -> bool:
+        """Tokens over capacity are dropped, so no rank gets more than its share."""
+        moe = self.run.model.moe
+        return moe is not None and moe.capacity is not None
+
+    @cached_property
+    def weighted_inside(self) -> bool:
+        """The prob is applied inside the experts' activation, so that their outputs need not be saved."""
+        moe = self.run.model.moe
+        return moe is None or moe.weight_at == "activation"
+
+
+def workload_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) -> Workload:
+    """This run on this cluster, as moefold runs it; LayoutError where grids or batch do not divide over its ranks."""
+    dp, data = fold(run.parallel, cluster.num_gpus).size("dp"), run.data
+    one_round = data.micro_batch * dp
+    if data.packing != "bin_packed" and data.global_batch % one_round:
+        message = f"{data.global_batch} sequences do not divide over micro_batch * dp = {data.micro_batch} * {dp}"
+        raise LayoutError(Problem("data.global_batch", message, f"use a multiple of {one_round}"))
+    return Workload(run, cluster, imbalance=imbalance)
+
+
+def changed(workload: Workload, **sections: Mapping[str, object]) -> Workload:
+    """A copy in which keys of the run differ: `changed(workload, parallel={"tp": 2}, memory={"recompute": ()})`."""
+    run = workload.run
+    made = {name: replace(getattr(run, name), **keys) for name, keys in sections.items()}
+    return replace(workload, run=replace(run, **made))

@@ -26,7 +26,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import Format, PrecisionConfig
+from moefold.config.precision import ComputeFormat, Format, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.schedule.names import schedule_named
@@ -97,7 +97,7 @@ def proof_precision(dtype: Format) -> PrecisionConfig:
     return PrecisionConfig("float64" if dtype == "float64" else "float32", dtype)
 
 
-def proof_kernels(dtype: Format) -> KernelsConfig:
+def proof_kernels(dtype: ComputeFormat) -> KernelsConfig:
     """torch has no grouped GEMM in float64."""
     return KernelsConfig("sequential" if dtype == "float64" else "grouped")
 

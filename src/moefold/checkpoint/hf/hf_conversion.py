@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -33,6 +34,7 @@ from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.checkpoint.upcycle import Upcycled, Upcycling, upcycled_model
 from moefold.config.loading import dump_run
 from moefold.config.model import ModelConfig
+from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import ConversionError, Problem
 from moefold.precision.dtypes import TORCH_FORMATS
@@ -112,7 +114,8 @@ def _new_run(
     source: TensorSource, run: RunConfig, runs: Path, origin: Mapping[str, object], progress: Progress | None
 ) -> tuple[Path, RunConfig]:
     """Step 0 of a run in its own directory, with the configuration to train it by."""
-    params = {dtype: name for name, dtype in TORCH_FORMATS.items()}[source.dtype("parameter/embedding.weight")]
+    names = {dtype: cast(Format, name) for name, dtype in TORCH_FORMATS.items()}
+    params = names[source.dtype("parameter/embedding.weight")]
     run = replace(run, precision=replace(run.precision, params=params), train=replace(run.train, directory=str(runs)))
     path = write_whole(runs / run.name / "checkpoints", source, run, origin, progress)
     write_file(runs / run.name / "config.yaml", [dump_run(run).encode()])

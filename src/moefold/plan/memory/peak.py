@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.blueprint.model_shape import Layer, ModelShape
-from moefold.plan.memory.activations import kept_by
 from moefold.plan.memory.in_flight import Moment, moments
-from moefold.plan.memory.own_workspace import copies_weights, stage_copies
+from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
-from moefold.plan.memory.workspace import workspace_lines
+from moefold.plan.memory.workspace import copies_weights, stage_copies, workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
@@ -56,8 +55,8 @@ class _RankShape:
 
 def predict_memory(workload: Workload) -> MemoryPrediction:
     """The fullest pipeline rank."""
-    setting, tokens = setting_of(workload), workload.batch.tokens / workload.degrees.cp
-    shapes = [_rank_shape_of(workload, rank, setting) for rank in range(workload.degrees.pp)]
+    setting, tokens = setting_of(workload), workload.tokens / workload.parallel.cp
+    shapes = [_rank_shape_of(workload, rank, setting) for rank in range(workload.parallel.pp)]
     live = [_fullest_moment(workload, rank, shape.stage_bytes(tokens))[1] for rank, shape in enumerate(shapes)]
     # Ranks with the same stages differ in what is alive, and in nothing else.
     rest: dict[int, float] = {}
@@ -68,7 +67,7 @@ def predict_memory(workload: Workload) -> MemoryPrediction:
             found[rank] = _lines(workload, rank, shape, setting)
             rest[id(shape)] = sum(line.bytes for line in found[rank]) - live[rank] * (1 + FRAGMENTATION)
         totals.append(rest[id(shape)] + live[rank] * (1 + FRAGMENTATION))
-    fullest = max(range(workload.degrees.pp), key=totals.__getitem__)
+    fullest = max(range(workload.parallel.pp), key=totals.__getitem__)
     lines = found[fullest] if fullest in found else _lines(workload, fullest, shapes[fullest], setting)
     return MemoryPrediction(tuple(lines), usable_bytes(workload), fullest, tuple(totals))
 
@@ -102,12 +101,12 @@ def _lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -
 
 
 def _rank_shape_of(workload: Workload, rank: int, setting: Setting) -> _RankShape:
-    degrees = workload.degrees
-    number, written = degrees.pp * degrees.vpp, written_stages(workload)
+    parallel = workload.parallel
+    number, written = parallel.pp * parallel.vpp, written_stages(workload)
     stages = stages_of_shape(workload.model, number, written)
-    held = _held(degrees.schedule, degrees.pp, degrees.vpp)[rank]
+    held = _held(parallel.schedule, parallel.pp, parallel.vpp)[rank]
     which = tuple(stages.which[index] for index in held)
-    return _rank_shape(workload.model, number, written, which, setting, degrees.ep, copies_weights(workload))
+    return _rank_shape(workload.model, number, written, which, setting, parallel.ep, copies_weights(workload))
 
 
 @lru_cache(maxsize=1024)
@@ -167,9 +166,9 @@ def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
 
 def _fullest_moment(workload: Workload, rank: int, sizes: tuple[float, ...]) -> tuple[Moment, float]:
     """And the bytes that are alive then."""
-    degrees = workload.degrees
+    parallel = workload.parallel
     best: tuple[Moment, float] = ((), -1.0)
-    for moment in moments(degrees.schedule, degrees.pp, degrees.vpp, workload.batch.microbatches)[rank]:
+    for moment in moments(parallel.schedule, parallel.pp, parallel.vpp, workload.microbatches)[rank]:
         alive = sum([count * size for count, size in zip(moment, sizes)])
         if alive > best[1]:
             best = moment, alive
@@ -178,7 +177,7 @@ def _fullest_moment(workload: Workload, rank: int, sizes: tuple[float, ...]) -> 
 
 def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
     """One line per kind of layer."""
-    tokens = workload.batch.tokens / workload.degrees.cp
+    tokens = workload.tokens / workload.parallel.cp
     moment, _ = _fullest_moment(workload, rank, shape.stage_bytes(tokens))
     sizes: dict[Layer | None, float] = {}
     layers: dict[Layer | None, int] = {}
@@ -197,7 +196,7 @@ def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting:
 
 
 def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:
-    kept, tokens = kept_by(layer, workload.model.dim, setting), workload.batch.tokens / workload.degrees.cp
+    kept, tokens = kept_by(layer, workload.model.dim, setting), workload.tokens / workload.parallel.cp
     why = (
         f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment))}), "
         f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"
@@ -207,7 +206,7 @@ def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, set
 
 def _pair_lines(workload: Workload, shape: _RankShape, tokens: float) -> list[MemoryLine]:
     """Where a forward runs beside a backward, both have activations; the one fills faster than the other frees."""
-    if not workload.options.ep_overlap or SCHEDULES[workload.degrees.schedule].overlaps:
+    if not workload.ep_overlap or SCHEDULES[workload.parallel.schedule].overlaps:
         return []
     size = PAIR_SHARE * max(shape.token_bytes) * tokens
     why = f"{PAIR_SHARE:.0%} of one more microbatch"

@@ -27,17 +27,18 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
-from moefold.plan.workload import Format, Recomputed, Workload
+from moefold.config.precision import Recomputed
+from moefold.plan.workload import PlannedFormat, Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
 Cut = Literal["tokens", "whole", "heads", "rows", "columns"]
 Part = Literal["attention", "recurrence", "dense", "moe"]
 
 # Bytes of one element of a saved operand: scales per block of 128 or 32 values, or per 16 with half a byte each.
-OPERAND_BYTES: Mapping[Format, float] = {
+OPERAND_BYTES: Mapping[PlannedFormat, float] = {
     "float32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
     "fp8_delayed": 1.0,
     "fp8_tensor": 1.0,
     "fp8_row": 1.0,
@@ -105,7 +106,7 @@ class Setting:
     """All of a workload that decides what a layer keeps."""
 
     framework: str
-    format: Format
+    format: PlannedFormat
     tp: int
     etp: int
     recompute: frozenset[Recomputed]
@@ -152,36 +153,36 @@ class Kept:
 
 def setting_of(workload: Workload) -> Setting:
     """The same for all layers of a workload."""
-    options, degrees = workload.options, workload.degrees
+    parallel, framework = workload.parallel, workload.framework
     on = []
-    if options.flash:
+    if framework.flash:
         on.append("flash")
-    if options.weighted_inside:
+    if workload.weighted_inside:
         on.append("weighted_inside")
-    if options.dropout:
+    if framework.dropout:
         on.append("dropout")
-    if options.sequence_parallel:
+    if framework.sequence_parallel:
         on.append("sequence_parallel")
-    if degrees.cp > 1:
+    if parallel.cp > 1:
         on.append("context_parallel")
-    if degrees.tp > 1:
+    if parallel.tp > 1:
         on.append("tensor_parallel")
-    if workload.dtypes.format == "nvfp4" and options.recompute >= {"norms", "activation"}:
+    if workload.format == "nvfp4" and workload.recompute >= {"norms", "activation"}:
         on.append("own_products")
-    if options.framework == "moefold":
-        on += [f"{phase} again" for phase in options.recompute]
-        on.append(options.dispatcher)
-    away = options.offloaded_layers * degrees.pp / max(1, len(workload.model.layers))
+    if workload.is_own:
+        on += [f"{phase} again" for phase in workload.recompute]
+        on.append(workload.dispatcher)
+    away = workload.run.memory.offload_layers * parallel.pp / max(1, len(workload.model.layers))
     return Setting(
-        framework=options.framework,
-        format=workload.dtypes.format,
-        tp=degrees.tp,
-        etp=degrees.etp,
-        recompute=options.recompute,
-        offloaded=options.offloaded,
-        length=workload.batch.seq_len,
-        sequences=workload.batch.sequences if options.framework == "moefold" else 1,
-        imbalance=options.imbalance,
+        framework=framework.name,
+        format=workload.format,
+        tp=parallel.tp,
+        etp=parallel.etp,
+        recompute=workload.recompute,
+        offloaded=frozenset(workload.run.memory.offload),
+        length=workload.run.data.seq_len,
+        sequences=workload.run.data.micro_batch if workload.is_own else 1,
+        imbalance=workload.imbalance,
         offloaded_share=min(1.0, away),
         on=frozenset(on),
     )
@@ -243,7 +244,7 @@ def row_bytes(row: Saved, sizes: Sizes, setting: Setting) -> float:
     return row.elements(sizes) * element_bytes(row.kind, setting.format) * _share(row.cut, setting)
 
 
-def element_bytes(kind: Kind, format: Format) -> float:
+def element_bytes(kind: Kind, format: PlannedFormat) -> float:
     word = 4.0 if format == "float32" else 2.0
     if kind == "word":
         return word

@@ -10,8 +10,8 @@ The rows are held against the Megatron Core report: 15 live microbatches of 4 la
 
 from __future__ import annotations
 
+from moefold.config.precision import Recomputed
 from moefold.plan.memory.saved_activations import Saved
-from moefold.plan.workload import Recomputed
 
 
 def _drops(*kinds: Recomputed) -> frozenset[Recomputed]:

@@ -10,8 +10,8 @@ A recomputed phase saves its input alone. The rows that dispatch received pass b
 
 from __future__ import annotations
 
+from moefold.config.precision import Recomputed
 from moefold.plan.memory.saved_activations import Saved, Sizes
-from moefold.plan.workload import Recomputed
 
 
 def _drops(*kinds: Recomputed) -> frozenset[Recomputed]:

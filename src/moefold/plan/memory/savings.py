@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moefold.blueprint.model_shape import Attention, Dense, MoE
+from moefold.config.precision import NarrowFormat, Recomputed
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saved_activations import OPERAND_BYTES
-from moefold.plan.workload import Format, Options, Recomputed, Workload
+from moefold.plan.workload import Workload, changed
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")
 _PARTS: tuple[Recomputed, ...] = ("norms", "activation", "mla_up", "core_attention", "feed_forward", "experts", "full")
@@ -46,37 +47,31 @@ def savings(workload: Workload) -> tuple[Saving, ...]:
 
 
 def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    options, own = workload.options, workload.options.framework == "moefold"
+    run, moe = workload.run, workload.run.model.moe
     for kind in _recomputed(workload):
-        yield _NAMES[kind], _with(workload, recompute=options.recompute | {kind})
-    if not options.weighted_inside and workload.model.is_moe:
-        yield "weigh inside the experts' activation", _with(workload, weighted_inside=True)
-    if own:
+        yield _NAMES[kind], changed(workload, memory={"recompute": (*run.memory.recompute, kind)})
+    if not workload.weighted_inside and workload.model.is_moe and moe is not None:
+        inside = changed(workload, model={"moe": replace(moe, weight_at="activation")})
+        yield "weigh inside the experts' activation", inside
+    if workload.is_own:
         return
     for name, what in _AWAY.items():
-        if workload.model.is_moe and name not in options.offloaded:
-            yield f"offload {what}", _with(workload, offloaded=options.offloaded | {name})
-    if not options.optimizer_on_host:
-        yield "hold optimizer states in the host's memory", _with(workload, optimizer_on_host=True)
-    if workload.dtypes.moments_bytes > 4:
-        yield "hold moments in 16 bits", replace(workload, dtypes=replace(workload.dtypes, moments_bytes=4.0))
-    if workload.cluster.gpu.fp8_tflops and OPERAND_BYTES[workload.dtypes.format] == 2:
-        narrow: Format = "mxfp8" if workload.cluster.gpu.fp4_tflops else "fp8_tensor"
-        yield (
-            f"compute in {narrow}",
-            replace(workload, dtypes=replace(workload.dtypes, format=narrow, weight_bytes=1.0)),
-        )
-
-
-def _with(workload: Workload, **changes: object) -> Workload:
-    options: Options = replace(workload.options, **changes)  # type: ignore[arg-type]
-    return replace(workload, options=options)
+        if workload.model.is_moe and name not in run.memory.offload:
+            yield f"offload {what}", changed(workload, memory={"offload": (*run.memory.offload, name)})
+    if run.memory.optimizer == "device":
+        yield "hold optimizer states in the host's memory", changed(workload, memory={"optimizer": "host"})
+    if workload.moments_bytes > 4:
+        yield "hold moments in 16 bits", changed(workload, precision={"moments": "bfloat16"})
+    if workload.cluster.gpu.fp8_tflops and OPERAND_BYTES[workload.format] == 2:
+        kept = {name: getattr(run.precision, name) or run.precision.params for name in ("gradients", "moments")}
+        narrow: NarrowFormat = "mxfp8" if workload.cluster.gpu.fp4_tflops else "fp8_tensor"
+        yield f"compute in {narrow}", changed(workload, precision={"compute": narrow, "params": "float8", **kept})
 
 
 def _recomputed(workload: Workload) -> Iterator[Recomputed]:
     """Kinds that this framework has, this model has something of, and this workload does not recompute already."""
-    options, layers = workload.options, workload.model.layers
-    if "full" in options.recompute:
+    layers = workload.model.layers
+    if "full" in workload.recompute:
         return
     has_moe = any(isinstance(layer.feed, MoE) for layer in layers)
     has: dict[Recomputed, bool] = {
@@ -84,8 +79,8 @@ def _recomputed(workload: Workload) -> Iterator[Recomputed]:
         "experts": has_moe,
         "activation": has_moe,
         "mla_up": any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in layers),
-        "core_attention": not options.flash,
+        "core_attention": not workload.framework.flash,
     }
-    for kind in _OWN if options.framework == "moefold" else _PARTS:
-        if has.get(kind, True) and kind not in options.recompute:
+    for kind in _OWN if workload.is_own else _PARTS:
+        if has.get(kind, True) and kind not in workload.recompute:
             yield kind

@@ -7,7 +7,7 @@ What is left is replicated: dense matrices on dp * cp ranks, experts on edp. Dat
     none     whole     whole       whole
     zero1    whole     whole       sharded
     zero2    whole     sharded     sharded
-    zero3    sharded   sharded     sharded, and weights of a few layers are unsharded while they are used
+    fsdp     sharded   sharded     sharded, and weights of a few layers are unsharded while they are used
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moefold.blueprint.param_counts import LayerCounts, layer_counts
 from moefold.blueprint.parameters import join_parameter
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
-from moefold.plan.workload import ParallelDegrees, Workload
+from moefold.plan.workload import Workload
 from moefold.schedule.names import reshard_per_step
 from moefold.units import format_bytes
 
@@ -89,41 +89,38 @@ def _one_expert(layer: Layer, held: LayerCounts) -> float:
     return held.experts / layer.feed.experts if isinstance(layer.feed, MoE) else 0.0
 
 
-def shards(degrees: ParallelDegrees) -> tuple[int, int]:
+def shards(workload: Workload) -> tuple[int, int]:
     """Over how many ranks dense parameters are cut, and experts."""
-    dense = max(1, degrees.dp * degrees.cp // degrees.replicate)
-    return dense, max(1, degrees.edp // degrees.replicate if degrees.edp > 1 else 1)
+    replicas, edp = workload.parallel.dp_replicate, workload.edp
+    dense = max(1, workload.dp * workload.parallel.cp // replicas)
+    return dense, max(1, edp // replicas if edp > 1 else 1)
 
 
 def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     """Weights, gradients and optimizer states of one pipeline rank."""
-    dtypes, mode = workload.dtypes, workload.degrees.sharding
-    dense, experts = shards(workload.degrees)
+    mode = workload.parallel.sharding
+    dense, experts = shards(workload)
     cut = held.dense / dense + held.experts / experts
     say = _Words(held, cut, dense, experts)
-    weights = cut if mode == "zero3" else held.total
+    weights = cut if mode == "fsdp" else held.total
     # Where weights are gathered once for all microbatches, gradients are whole until the last.
     gradients = held.total if mode in GRADIENT_WHOLE or workload_reshards_per_step(workload) else cut
-    if (
-        workload.options.framework == "moefold"
-        and workload.batch.microbatches == 1
-        and not workload_reshards_per_step(workload)
-    ):
+    if workload.is_own and workload.microbatches == 1 and not workload_reshards_per_step(workload):
         # The only microbatch's activations go as gradients come.
         gradients = 0.0
     states = held.total if mode == "none" else cut
     lines = [
-        MemoryLine("weights", "weights", weights * dtypes.weight_bytes, say.why(weights, dtypes.weight_bytes)),
+        MemoryLine("weights", "weights", weights * workload.weight_bytes, say.why(weights, workload.weight_bytes)),
         MemoryLine(
-            "gradients", "gradients", gradients * dtypes.gradient_bytes, say.why(gradients, dtypes.gradient_bytes)
+            "gradients", "gradients", gradients * workload.gradient_bytes, say.why(gradients, workload.gradient_bytes)
         ),
     ]
-    if not workload.options.optimizer_on_host:
-        if dtypes.master_bytes:
-            size = states * dtypes.master_bytes
-            lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, dtypes.master_bytes)))
-        size = states * dtypes.moments_bytes
-        lines.append(MemoryLine("optimizer", "moments", size, say.why(states, dtypes.moments_bytes)))
+    if workload.run.memory.optimizer == "device":
+        if workload.master_bytes:
+            size = states * workload.master_bytes
+            lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, workload.master_bytes)))
+        size = states * workload.moments_bytes
+        lines.append(MemoryLine("optimizer", "moments", size, say.why(states, workload.moments_bytes)))
     return lines + _narrow_copies(workload, held, cut)
 
 
@@ -148,14 +145,14 @@ class _Words:
 
 def _narrow_copies(workload: Workload, held: RankWeights, cut: float) -> list[MemoryLine]:
     """FP8 copies that live for the whole step, so that every microbatch reads the same."""
-    format = workload.dtypes.format
-    if workload.options.framework != "megatron" or not (format.startswith("fp8") or format in ("mxfp8", "nvfp4")):
+    format = workload.format
+    if workload.framework.name != "megatron" or not (format.startswith("fp8") or format in ("mxfp8", "nvfp4")):
         return []
     each = 0.5625 if format == "nvfp4" else 1.0
     # Scales along rows and along columns differ, and Hopper reads one order of elements alone: both are kept.
     both = format in ("mxfp8", "nvfp4", "fp8_block") or workload.cluster.gpu.architecture == "sm90"
-    copies = each * (2 if both else 1) - (1.0 if workload.dtypes.weight_bytes == 1.0 else 0.0)
-    if copies <= 0 or workload.degrees.sharding == "zero3":
+    copies = each * (2 if both else 1) - (1.0 if workload.weight_bytes == 1.0 else 0.0)
+    if copies <= 0 or workload.parallel.sharding == "fsdp":
         return []
     why = f"{held.in_layers / 1e9:.3f}B parameters of matrices, {copies:g} bytes each beside the weights"
     return [MemoryLine("weights", f"{format} copies", held.in_layers * copies, why)]
@@ -163,23 +160,23 @@ def _narrow_copies(workload: Workload, held: RankWeights, cut: float) -> list[Me
 
 def workload_reshards_per_step(workload: Workload) -> bool:
     """moefold's rule; others run overlapped and deferred passes inside of modules, where FSDP's hooks fire."""
-    degrees, options = workload.degrees, workload.options
-    own = options.framework == "moefold"
-    return (own or degrees.sharding == "zero3") and reshard_per_step(
-        degrees.pp * degrees.vpp,
-        overlaps=own and options.ep_overlap,
-        splits_backward=own and options.delay_wgrad,
+    parallel = workload.parallel
+    own = workload.is_own
+    return (own or parallel.sharding == "fsdp") and reshard_per_step(
+        parallel.pp * parallel.vpp,
+        overlaps=own and workload.ep_overlap,
+        splits_backward=own and workload.delay_wgrad,
     )
 
 
 def gathered_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
-    """zero3: weights that are whole while they are used."""
-    over = shards(workload.degrees)
-    if workload.degrees.sharding != "zero3" or max(over) == 1:
+    """fsdp: weights that are whole while they are used."""
+    over = shards(workload)
+    if workload.parallel.sharding != "fsdp" or max(over) == 1:
         return []
-    if workload.options.framework == "moefold":
+    if workload.is_own:
         return _gathered_by_moefold(workload, held, over)
-    word = 4.0 if workload.dtypes.format == "float32" else 2.0
+    word = workload.word
     if workload_reshards_per_step(workload):
         why = f"{held.total / 1e9:.3f}B parameters, whole for the step, {word:g} bytes each"
         return [MemoryLine("buffers", "gathered weights", held.total * word, why)]
@@ -204,18 +201,14 @@ def _gathered_by_moefold(workload: Workload, held: RankWeights, over: tuple[int,
         dense += held.ends
     size = dense * (over[0] > 1) + experts * (over[1] > 1)
     until = "for the step" if workload_reshards_per_step(workload) else "embedding, head and one layer"
-    why = f"{size / 1e9:.3f}B parameters whole, {until}, {workload.dtypes.weight_bytes:g} bytes each"
-    return [MemoryLine("buffers", "gathered weights", size * workload.dtypes.weight_bytes, why)]
+    why = f"{size / 1e9:.3f}B parameters whole, {until}, {workload.weight_bytes:g} bytes each"
+    return [MemoryLine("buffers", "gathered weights", size * workload.weight_bytes, why)]
 
 
 def under_way_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
-    """zero3: gradients of the layer that just went backward, as computed and as summed."""
-    if (
-        workload.degrees.sharding != "zero3"
-        or max(shards(workload.degrees)) == 1
-        or workload_reshards_per_step(workload)
-    ):
+    """fsdp: gradients of the layer that just went backward, as computed and as summed."""
+    if workload.parallel.sharding != "fsdp" or max(shards(workload)) == 1 or workload_reshards_per_step(workload):
         return []
-    word = 4.0 if workload.dtypes.format == "float32" else 2.0
+    word = workload.word
     why = f"one layer of {held.layer / 1e9:.3f}B parameters, as computed and as summed"
-    return [MemoryLine("buffers", "gradients under way", held.layer * (word + workload.dtypes.gradient_bytes), why)]
+    return [MemoryLine("buffers", "gradients under way", held.layer * (word + workload.gradient_bytes), why)]

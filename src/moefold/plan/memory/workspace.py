@@ -4,14 +4,24 @@ Two moments are candidates for the peak, and the larger counts. The **loss** has
 before it is accumulated, and the last hidden states in several forms. The **backward of a layer** has the gradients
 inside of it and what was recomputed or brought back from the host. Frameworks also keep buffers of their own:
 Transformer Engine passes autograd one unused gradient per shape of matrix, because the real one is already accumulated.
+
+moefold's own step has rows of its own, which a test compares with the dry run:
+
+casts     parameters are kept in one format and used in another; a matmul keeps the cast it used until its backward, so
+          each live microbatch has its own; orders that defer weight gradients keep the parameter itself instead
+loss      logits exist one chunk of the vocabulary at a time; the head's gradient is whole
+a layer   the peak is at the experts' first matrix: its gradient, and the gradient of its output
 """
 
 from __future__ import annotations
 
-from moefold.plan.memory.activations import kept_by
-from moefold.plan.memory.own_workspace import own_workspace
+from moefold.blueprint.matmuls import layer_matmuls
+from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
+from moefold.blueprint.param_counts import layer_counts
+from moefold.blueprint.parameters import join_parameter
+from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting
-from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines
+from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
@@ -22,13 +32,15 @@ from moefold.plan.workload import Workload
 FUSED_LOSS, COMPILED_LOSS, MEGATRON_LOSS, PLAIN_LOSS = 2.0, 4.0, 8.0, 14.0
 # Hidden states of all tensor-parallel ranks' tokens around the head: normed, gathered, their gradients.
 HIDDEN_AT_LOSS = 6
+# Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
+CHUNK = 8192
 
 
 def workspace_lines(
     workload: Workload, stages: tuple[StageContents, ...], held: RankWeights, setting: Setting
 ) -> list[MemoryLine]:
     """Buffers, and the larger of the two moments."""
-    if workload.options.framework == "moefold":
+    if workload.is_own:
         return own_workspace(workload, stages, held)
     lines = _unused_gradients(workload, held) + _answer_lines(workload, stages)
     loss = _loss_lines(workload, stages)
@@ -37,7 +49,7 @@ def workspace_lines(
 
 
 def _unused_gradients(workload: Workload, held: RankWeights) -> list[MemoryLine]:
-    if workload.options.framework != "megatron" or workload.degrees.sharding == "zero3":
+    if workload.framework.name != "megatron" or workload.parallel.sharding == "fsdp":
         return []
     why = f"one gradient per shape of matrix, {held.different / 1e9:.3f}B elements of 2 bytes"
     return [MemoryLine("buffers", "gradients for autograd", held.different * 2.0, why)]
@@ -46,11 +58,11 @@ def _unused_gradients(workload: Workload, held: RankWeights) -> list[MemoryLine]
 def _loss_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
     if not any(stage.head for stage in stages):
         return []
-    model, tp, tokens = workload.model, workload.degrees.tp, workload.batch.tokens / workload.degrees.cp
+    model, tp, tokens = workload.model, workload.parallel.tp, workload.tokens / workload.parallel.cp
     vocab = padded_vocab(model.vocab, tp) / tp
     heads = 1 + sum(stage.mtp for stage in stages)
     each = loss_bytes(workload)
-    word = 4.0 if workload.dtypes.format == "float32" else 2.0
+    word = workload.word
     logits = tokens * vocab * (each + FUSED_LOSS * (heads - 1))
     hidden = HIDDEN_AT_LOSS * tokens * model.dim * word
     return [
@@ -71,14 +83,14 @@ def _loss_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list[M
 
 def loss_bytes(workload: Workload) -> float:
     """Bytes per logit at the most."""
-    megatron = workload.options.framework in ("megatron", "deepspeed")
-    if workload.options.fused_loss:
+    megatron = workload.framework.name in ("megatron", "deepspeed")
+    if workload.framework.fused_loss:
         return FUSED_LOSS if megatron else COMPILED_LOSS
     return MEGATRON_LOSS if megatron else PLAIN_LOSS
 
 
 def _layer_lines(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
-    tokens = workload.batch.tokens / workload.degrees.cp
+    tokens = workload.tokens / workload.parallel.cp
     kinds = {layer for stage in stages for layer, _ in stage.layers}
     if not kinds:
         return []
@@ -104,9 +116,107 @@ def _layer_lines(workload: Workload, stages: tuple[StageContents, ...], setting:
 
 def _answer_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
     """torch's pipeline keeps what the last stage gave for every microbatch until the step ends."""
-    if workload.options.framework != "fsdp2" or workload.degrees.pp == 1 or not any(stage.head for stage in stages):
+    if workload.framework.name != "fsdp2" or workload.parallel.pp == 1 or not any(stage.head for stage in stages):
         return []
-    model, degrees, batch = workload.model, workload.degrees, workload.batch
-    logits = batch.tokens / degrees.cp * padded_vocab(model.vocab, degrees.tp) / degrees.tp
-    why = f"{batch.microbatches} microbatches of {logits:,.0f} logits of 2 bytes"
-    return [MemoryLine("buffers", "logits of all microbatches", batch.microbatches * logits * 2.0, why)]
+    model, parallel = workload.model, workload.parallel
+    logits = workload.tokens / parallel.cp * padded_vocab(model.vocab, parallel.tp) / parallel.tp
+    why = f"{workload.microbatches} microbatches of {logits:,.0f} logits of 2 bytes"
+    return [MemoryLine("buffers", "logits of all microbatches", workload.microbatches * logits * 2.0, why)]
+
+
+# ---- moefold's own step ----
+
+
+def copies_weights(workload: Workload) -> bool:
+    """Whether matmuls keep casts of their weights."""
+    narrow = workload.format != "float32" and workload.weight_bytes > 2
+    return workload.is_own and narrow and not (workload.ep_overlap or workload.delay_wgrad)
+
+
+def stage_copies(model: ModelShape, stage: StageContents, setting: Setting, ep: int) -> float:
+    """Bytes of casts that one microbatch of a stage keeps."""
+    size = sum(count * _layer_copies(layer, model.dim, setting, ep) for layer, count in stage.layers)
+    if stage.mtp:
+        ahead = _layer_copies(model.mtp_layers[-1], model.dim, setting, ep)
+        size += stage.mtp * (ahead + join_parameter("", model.dim).size)
+    return size * setting.word
+
+
+def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
+    """Elements, after all cuts. A phase that is recomputed casts again; the router needs no cast."""
+    mixer, feed = layer_counts(Layer(layer.mixer, None), dim), layer_counts(Layer(None, layer.feed), dim)
+    found = 0.0
+    if "attention" not in setting.recompute:
+        found += mixer.sharded / setting.tp + mixer.replicated
+    if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
+        found += feed.sharded / setting.tp
+    if isinstance(layer.feed, MoE):
+        latents = [row for row in layer_matmuls(layer, dim) if row.part == "routed" and not row.experts]
+        found += sum(row.inner * row.outer for row in latents)
+        if "experts" not in setting.recompute:
+            found += feed.sharded / setting.tp + feed.experts / (ep * setting.etp)
+    return found
+
+
+def own_workspace(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:
+    """The larger of the two moments."""
+    loss, layer = _own_loss(workload, stages), _own_layer(workload, stages, held)
+    return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
+
+
+def _head_gradient(workload: Workload, stages: tuple[StageContents, ...]) -> float:
+    """One per loss; of several, their sum too."""
+    if not any(stage.head for stage in stages):
+        return 0.0
+    several = 1 if workload.model.mtp == 0 else workload.model.mtp + 2
+    return several * workload.model.vocab / workload.parallel.tp * workload.model.dim * workload.gradient_bytes
+
+
+def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
+    gradient = _head_gradient(workload, stages)
+    if not gradient:
+        return []
+    tokens, dim = workload.tokens / workload.parallel.cp, workload.model.dim
+    rows = min(CHUNK, workload.model.vocab / workload.parallel.tp)
+    # Wide, beside the product that they were or the gradient that they become.
+    each = 6.0 if workload.format != "float32" else 4.0
+    chunk = tokens * rows * each + tokens * dim * 6.0 + rows * dim * 2.0
+    return [
+        MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
+        MemoryLine(
+            "buffers",
+            "one chunk of logits",
+            chunk,
+            f"{tokens:,.0f} tokens of {rows:,.0f} logits, {each:.0f} bytes each",
+        ),
+    ]
+
+
+def _own_layer(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:
+    widest = max((_inside(workload, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
+    rows, weights = widest
+    word = workload.word
+    per_weight = word if workload_reshards_per_step(workload) else word + workload.gradient_bytes
+    lines = [
+        MemoryLine("buffers", "gradients inside a layer", rows, "of an activation, before and after"),
+        MemoryLine(
+            "buffers", "gradient of one weight", weights * per_weight, f"{weights / 1e9:.3f}B elements of the largest"
+        ),
+    ]
+    if not workload_reshards_per_step(workload) and (head := _head_gradient(workload, stages)):
+        lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
+    return lines
+
+
+def _inside(workload: Workload, layer: Layer) -> tuple[float, float]:
+    """Bytes of gradients of rows, and elements of the largest weight."""
+    parallel, feed, tokens = workload.parallel, layer.feed, workload.tokens / workload.parallel.cp
+    word = workload.word
+    if isinstance(feed, MoE):
+        rows = tokens / parallel.tp * feed.top_k * workload.imbalance
+        inner = rows * feed.dim * (2 * word + 4.0 + word)
+        weight = feed.experts / parallel.ep * 2 * feed.dim * (feed.latent or workload.model.dim) / parallel.etp
+        return inner, weight
+    if isinstance(feed, Dense):
+        return tokens * feed.dim / parallel.tp * 4 * word, 2 * feed.dim * workload.model.dim / parallel.tp
+    return 0.0, 0.0

@@ -13,7 +13,8 @@ from typing import Any
 
 from moefold.blueprint.model_shape import Attention
 from moefold.blueprint.stages import unfolded
-from moefold.plan.workload import Dtypes, Options, ParallelDegrees, Workload
+from moefold.config.precision import PrecisionConfig, Recomputed
+from moefold.plan.workload import Workload, changed
 
 Record = Mapping[str, Any]
 
@@ -76,27 +77,34 @@ def _completed_model(model: Record) -> dict[str, Any]:
 def with_details(record: Record, workload: Workload) -> Workload:
     """The workload with the defaults of its framework."""
     flags = record.get("flags") or {}
-    options = replace(
-        workload.options,
-        sequence_parallel=_sequence_parallel(record, workload.degrees),
+    framework = replace(
+        workload.framework,
+        sequence_parallel=_sequence_parallel(record),
         flash=flags.get("attention_backend") != "unfused",
         fused_loss=_fused_loss(record, workload),
         dropout=is_test_configuration(record) and not _is_latent(workload) and record["model"].get("act") == "gelu",
-        imbalance=MOCK_IMBALANCE if _routes_mock_data(record) else workload.options.imbalance,
-        offloaded_layers=int(flags.get("cpu_offload_layers") or flags.get("activation_cpu_offload_layers") or 0),
     )
-    options = _recomputed(record, options)
-    return replace(
-        workload, options=options, dtypes=_dtypes(record, workload), degrees=_degrees(record, workload.degrees)
+    imbalance = MOCK_IMBALANCE if _routes_mock_data(record) else workload.imbalance
+    layers = int(flags.get("cpu_offload_layers") or flags.get("activation_cpu_offload_layers") or 0)
+    run = replace(
+        workload.run,
+        precision=_precision(record, workload),
+        # Adapters are small; what they adapt has neither gradients nor states.
+        optim=replace(workload.run.optim, trained="adapters" if flags.get("peft") == "lora" else "all"),
+    )
+    return changed(
+        replace(workload, run=run, framework=framework, imbalance=imbalance),
+        memory={"recompute": _recomputed(record, workload), "offload_layers": layers},
+        parallel={"dp_replicate": _replicas(record, workload)},
     )
 
 
-def _degrees(record: Record, degrees: ParallelDegrees) -> ParallelDegrees:
+def _replicas(record: Record, workload: Workload) -> int:
     """A stated number of shards counts ranks of dp; ranks of cp share their work."""
     shards = record["parallel"].get("fsdp")
-    if degrees.sharding != "zero3" or not isinstance(shards, int) or shards < 2:
-        return degrees
-    return replace(degrees, replicate=max(1, degrees.dp // shards))
+    if workload.parallel.sharding != "fsdp" or not isinstance(shards, int) or shards < 2:
+        return workload.parallel.dp_replicate
+    return max(1, workload.dp // shards)
 
 
 def _routes_mock_data(record: Record) -> bool:
@@ -109,7 +117,7 @@ def _is_latent(workload: Workload) -> bool:
     return any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in workload.model.layers)
 
 
-def _sequence_parallel(record: Record, degrees: ParallelDegrees) -> bool:
+def _sequence_parallel(record: Record) -> bool:
     stated = (record.get("flags") or {}).get("sequence_parallel")
     if stated is None:
         return not is_test_configuration(record)
@@ -121,44 +129,41 @@ def _fused_loss(record: Record, workload: Workload) -> bool:
     stated = (record.get("flags") or {}).get("cross_entropy_fusion")
     if stated is not None:
         return bool(stated)
-    if workload.options.framework == "fsdp2":
+    if workload.framework.name == "fsdp2":
         system = str((record.get("flags") or {}).get("system"))
-        return "AutoModel" in system or (workload.options.compiled and workload.options.date > 2025.2)
-    return workload.options.framework in ("megatron", "jax") and not is_test_configuration(record)
+        return "AutoModel" in system or (workload.framework.compiled and workload.framework.date > 2025.2)
+    return workload.framework.name in ("megatron", "jax") and not is_test_configuration(record)
 
 
-def _recomputed(record: Record, options: Options) -> Options:
+def _recomputed(record: Record, workload: Workload) -> tuple[Recomputed, ...]:
     """Defaults: torchtitan recomputes operator by operator; MaxText and AutoModel recompute whole layers."""
     flags = record.get("flags") or {}
     system = str(flags.get("system") or "")
-    if flags.get("recompute"):
-        return options
-    if "torchtitan" in system:
-        return replace(options, recompute=frozenset(("norms", "activation")))
-    if "MaxText" in system or "AutoModel" in system:
-        return replace(options, recompute=frozenset(("full",)))
-    return options
+    if not flags.get("recompute"):
+        if "torchtitan" in system:
+            return ("norms", "activation")
+        if "MaxText" in system or "AutoModel" in system:
+            return ("full",)
+    return workload.run.memory.recompute
 
 
-def _dtypes(record: Record, workload: Workload) -> Dtypes:
-    dtypes, flags = workload.dtypes, record.get("flags") or {}
-    if flags.get("peft") == "lora":
-        # Weights alone; adapters are small.
-        return replace(dtypes, gradient_bytes=0.0, master_bytes=0.0, moments_bytes=0.0)
+def _precision(record: Record, workload: Workload) -> PrecisionConfig:
+    precision, flags = workload.run.precision, record.get("flags") or {}
     optimizer = str(flags.get("optimizer") or "")
     if "8bit" in optimizer:
-        dtypes = replace(dtypes, moments_bytes=2.0)
+        precision = replace(precision, moments="float8")
     if "muon" in optimizer:
-        dtypes = replace(dtypes, moments_bytes=4.0)
-    if workload.options.framework != "megatron" or not _is_tuned(record):
-        return dtypes
+        # One moment in float32, which is as many bytes as two of 16 bits.
+        precision = replace(precision, moments="bfloat16")
+    if workload.framework.name != "megatron" or not _is_tuned(record) or flags.get("peft") == "lora":
+        return precision
     # Presets of tuned runs reduce gradients as words, hold weights in eight bits where the format allows, and those of
     # MoE models hold moments as words.
     return replace(
-        dtypes,
-        gradient_bytes=2.0,
-        weight_bytes=1.0 if dtypes.format in _NATIVE_FP8 else dtypes.weight_bytes,
-        moments_bytes=4.0 if workload.model.is_moe else dtypes.moments_bytes,
+        precision,
+        gradients="bfloat16",
+        params="float8" if precision.compute in _NATIVE_FP8 else precision.params,
+        moments="bfloat16" if workload.model.is_moe else precision.moments,
     )
 
 

@@ -4,37 +4,35 @@ A record is one JSON object with a model, a cluster, a layout and flags, in the 
 runs: `model`, `hardware`, `parallel`, `flags`, `precision`, `seq_len`, `gbs`, `mbs`. Sources print what they like, so
 many fields may be missing; what is assumed then is written here and nowhere else. Nothing that a record says about its
 own result (its time, its memory) is read here: a prediction must not see the answer.
+
+A record becomes a `RunConfig`, with values that moefold plans and does not train; `record_model.py` reads its model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, cast, get_args
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, ModelShape, MoE, Recurrence
+from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.stages import parse_stages
+from moefold.config.data import DataConfig
+from moefold.config.kernels import Graphs, KernelsConfig
+from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherName, Sharding
+from moefold.config.precision import MemoryConfig, OffloadedActivation, PrecisionConfig, Recomputed
+from moefold.config.run import RunConfig
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.gpu import gpu_named
-from moefold.plan.workload import (
-    Batch,
-    Dispatcher,
-    Dtypes,
-    Format,
-    Framework,
-    Graphs,
-    Options,
-    ParallelDegrees,
-    Recomputed,
-    Sharding,
-    Workload,
-)
+from moefold.plan.dispatch_choice import OwnDispatcher
+from moefold.plan.published.record_model import nearest_config, shape_of_record
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, PlannedFormat, Workload
 
 Record = Mapping[str, Any]
 
-_FORMATS: dict[str, Format] = {
-    "bf16": "bf16",
-    "fp16": "fp16",
+_FORMATS: dict[str, PlannedFormat] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
     "fp8": "fp8_tensor",
     "fp8_delayed": "fp8_delayed",
     "fp8_delayed_hybrid": "fp8_delayed",
@@ -59,102 +57,33 @@ _RECOMPUTED: dict[str, tuple[Recomputed, ...]] = {
     "per-op SAC": ("norms", "activation"),
     "selective AC (every 2nd layer / op)": ("norms", "activation"),
 }
-_DISPATCHERS: dict[str, Dispatcher] = {"hybridep": "hybridep", "alltoall": "all_to_all", "allgather": "all_gather"}
+_DISPATCHERS: dict[str, OwnDispatcher | PlannedDispatcherName] = {
+    "hybridep": "hybridep",
+    "alltoall": "all_to_all",
+    "allgather": "all_gather",
+}
 # Vocabularies are padded to a multiple of this, times the tensor-parallel size.
 _VOCAB_MULTIPLE = 128
 
 
 def workload_of_record(record: Record) -> Workload:
     """The workload that a record describes."""
-    degrees = _degrees(record)
-    options = _options(record, degrees)
-    return Workload(
-        model=_model(record["model"]),
-        cluster=_cluster(record),
-        degrees=degrees,
-        batch=_batch(record, degrees),
-        dtypes=_dtypes(record, options),
-        options=options,
+    flags = record.get("flags") or {}
+    shape, framework = shape_of_record(record["model"]), _framework(record)
+    run = RunConfig(
+        name=str(record.get("id") or "published"),
+        model=nearest_config(shape, drops=_drops(flags)),
+        parallel=_parallel(record),
+        precision=_precision(record, framework.name),
+        kernels=KernelsConfig(graphs=_graphs(flags)),
+        data=DataConfig(record["seq_len"], record["gbs"], record.get("mbs") or 1),
+        memory=_memory(flags),
     )
+    same = shape_of(run.model) == shape
+    return Workload(run, _cluster(record), framework, _imbalance(record), None if same else shape)
 
 
-# ---- the model ----
-
-
-def _model(model: Record) -> ModelShape:
-    vocab = model.get("vocab") or 51200
-    layers, mtp = _layers(model)
-    return ModelShape(model["hidden"], vocab, tuple(layers), bool(model.get("tied")), (layers[-1],) * mtp)
-
-
-def _layers(model: Record) -> tuple[list[Layer], int]:
-    pattern = model.get("hybrid")
-    mtp = int(model.get("mtp") or 0)
-    if pattern:
-        main, *ahead = pattern.split("/")
-        return [_hybrid_layer(model, letter) for letter in main], len(ahead) or mtp
-    counts = model.get("hybrid_counts")
-    if counts:
-        letters = "M" * counts["mamba"] + "*" * counts["attn"] + "-" * counts["mlp"]
-        return [_hybrid_layer(model, letter) for letter in letters], mtp
-    return [_plain_layer(model, index) for index in range(model["layers"])], mtp
-
-
-def _hybrid_layer(model: Record, letter: str) -> Layer:
-    if letter == "M":
-        mamba = model["mamba"] if model.get("mamba") else {"heads": 64, "head_dim": 64, "state": 128, "groups": 8}
-        return Layer(Recurrence(mamba["heads"], mamba["head_dim"], mamba["state"], mamba["groups"]), None)
-    if letter == "*":
-        return Layer(_attention(model, 0), None)
-    return Layer(None, _moe(model) if letter == "E" else _dense(model))
-
-
-def _plain_layer(model: Record, index: int) -> Layer:
-    every = model.get("full_attn_every")
-    mixer: Attention | Recurrence
-    if every and (index + 1) % every:
-        delta = model["gdn"]
-        mixer = Recurrence(delta["value_heads"], delta["value_dim"], delta["key_dim"], delta["key_heads"])
-    else:
-        windowed = index < (model.get("window_layers") or 0)
-        mixer = _attention(model, model["window"] if windowed else 0)
-    first = model.get("dense_first_layers") or 0
-    frequency = model.get("moe_layer_freq") or 1
-    is_moe = model["moe"] and index >= first and (index + 1) % frequency == 0
-    return Layer(mixer, _moe(model) if is_moe else _dense(model))
-
-
-def _attention(model: Record, window: int) -> Attention:
-    heads = model["heads"]
-    if model.get("kv_lora"):
-        qk_dim = model["qk_nope"] + model["qk_rope"]
-        return Attention(
-            heads, heads, qk_dim, model["v_head"], model.get("q_lora") or 0, model["kv_lora"], model["qk_rope"]
-        )
-    if model["attn"] == "dsv4_hybrid":
-        # One key and value of the head's dim for all heads; tokens look at a window and a few compressed blocks.
-        dim = model["qk_nope"] + model["qk_rope"]
-        return Attention(heads, 1, dim, dim, model["q_lora"], window=model["csa_window"] + model["idx_topk"])
-    dim = model.get("head_dim") or model["hidden"] // heads
-    return Attention(heads, model.get("kv_heads") or heads, dim, dim, window=window)
-
-
-def _is_gated(model: Record) -> bool:
-    return model.get("act", "swiglu") not in ("gelu", "relu2")
-
-
-def _dense(model: Record) -> Dense:
-    return Dense(model.get("ffn") or 4 * model["hidden"], _is_gated(model))
-
-
-def _moe(model: Record) -> MoE:
-    shared = model.get("shared_ffn") or 0
-    return MoE(
-        model["experts"], model["topk"], model["moe_ffn"], shared, model.get("moe_latent") or 0, _is_gated(model)
-    )
-
-
-# ---- the cluster, the parallel degrees and the batch ----
+# ---- the cluster and the parallel degrees ----
 
 
 def _cluster(record: Record) -> Cluster:
@@ -170,7 +99,7 @@ def _world(record: Record) -> int:
     return int((record.get("hardware") or record)["num_gpus"])
 
 
-def _degrees(record: Record) -> ParallelDegrees:
+def _parallel(record: Record) -> ParallelConfig:
     parallel, flags = record["parallel"], record.get("flags") or {}
     tp, cp, pp = (parallel.get(axis) or 1 for axis in ("tp", "cp", "pp"))
     ep = parallel.get("ep") or 1
@@ -188,7 +117,21 @@ def _degrees(record: Record) -> ParallelDegrees:
     if pp > 1 and parallel.get("vpp") is None:
         vpp = _virtual(record, stages, pp, dp)
         schedule = "1f1b" if vpp == 1 else "interleaved"
-    return ParallelDegrees(tp, cp, pp, vpp, ep, etp, dp, schedule, stages, sharding, _copies(shards, dp * cp))
+    named: tuple[tuple[Overlap, str], ...] = (("ep", "ep_overlap"), ("wgrad", "delay_wgrad"))
+    return ParallelConfig(
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        vpp=vpp,
+        schedule=schedule,
+        stages=stages,
+        sharding=sharding,
+        overlap=tuple(name for name, flag in named if flags.get(flag)),
+        dp_replicate=_copies(shards, dp * cp),
+        dispatcher=_dispatcher(record, ep),
+    )
 
 
 def _virtual(record: Record, stages: str | None, pp: int, dp: int) -> int:
@@ -222,24 +165,18 @@ def _copies(shards: int, ranks: int) -> int:
 
 def _sharding(fsdp: object, flags: Record) -> tuple[Sharding, int]:
     if flags.get("megatron_fsdp") or flags.get("fsdp") or (isinstance(fsdp, str) and fsdp not in ("0", "")):
-        return "zero3", 0
+        return "fsdp", 0
     if isinstance(fsdp, int) and fsdp > 0:
-        return "zero3", fsdp
+        return "fsdp", fsdp
     if flags.get("system") == "Megatron-DeepSpeed" or flags.get("distributed_optimizer") is False:
         return "none", 0
     return "zero1", 0
 
 
-def _batch(record: Record, degrees: ParallelDegrees) -> Batch:
-    sequences = record.get("mbs") or 1
-    microbatches = max(1, round(record["gbs"] / (degrees.dp * sequences)))
-    return Batch(record["seq_len"], sequences, microbatches)
-
-
 # ---- the framework ----
 
 
-def _framework(record: Record) -> Framework:
+def _framework_name(record: Record) -> FrameworkName:
     system = str((record.get("flags") or {}).get("system") or "")
     if "JAX" in system:
         return "jax"
@@ -248,14 +185,14 @@ def _framework(record: Record) -> Framework:
     return "deepspeed" if "DeepSpeed" in system else "megatron"
 
 
-def _dispatcher(record: Record, degrees: ParallelDegrees) -> Dispatcher:
-    if not record["model"]["moe"] or degrees.ep == 1:
-        return "local"
+def _dispatcher(record: Record, ep: int) -> OwnDispatcher | PlannedDispatcherName:
+    if not record["model"]["moe"] or ep == 1:
+        return "all_to_all"
     named = str((record.get("flags") or {}).get("dispatcher") or "")
     if named.startswith("deepep"):
         return "deepep"
     domain = (record.get("hardware") or {}).get("nvlink_domain") or 8
-    if not named and _date(record.get("date")) > 2025.6 and (domain > 8 or degrees.ep > domain):
+    if not named and _date(record.get("date")) > 2025.6 and (domain > 8 or ep > domain):
         # What tuned runs use on racks, and between nodes, since these dispatchers exist.
         return "hybridep" if domain > 8 else "deepep"
     return _DISPATCHERS.get(named, "all_to_all")
@@ -277,30 +214,39 @@ def _recompute(flags: Record) -> Iterator[Recomputed]:
         yield from _RECOMPUTED.get(name, ())
 
 
-def _options(record: Record, degrees: ParallelDegrees) -> Options:
-    flags = record.get("flags") or {}
-    routing = str(flags.get("routing") or "")
-    # A run without a forced balance sends its busiest rank more than the mean.
-    natural = record["model"]["moe"] and not any(word in routing for word in ("balanced", "drop", "not stated"))
-    return Options(
-        framework=_framework(record),
-        dispatcher=_dispatcher(record, degrees),
-        ep_overlap=bool(flags.get("ep_overlap")),
-        delay_wgrad=bool(flags.get("delay_wgrad")),
-        recompute=frozenset(_recompute(flags)),
-        graphs=_graphs(flags),
-        graph_parts=frozenset(_names(flags.get("cuda_graph_scope"))),
+def _memory(flags: Record) -> MemoryConfig:
+    offloaded = _names(flags.get("offload_modules")) + _names(flags.get("activation_offload"))
+    return MemoryConfig(
+        recompute=tuple(dict.fromkeys(_recompute(flags))),
+        offload=tuple(name for name in get_args(OffloadedActivation) if name in offloaded),
+        optimizer="host" if flags.get("optimizer_offload") or flags.get("optimizer_state_offload") else "device",
+    )
+
+
+def _framework(record: Record) -> Framework:
+    flags, name = record.get("flags") or {}, _framework_name(record)
+    return Framework(
+        name,
+        date=_date(record.get("date")),
+        compiled=bool(flags.get("compile")) or name == "jax",
         tp_overlap=_tensor_overlap(record, flags),
         gradient_overlap=flags.get("overlap_grad_reduce") is not False
         and "overlap paths disabled" not in str(flags.get("system")),
+        graph_parts=frozenset(_names(flags.get("cuda_graph_scope"))),
         paged_stash=bool(flags.get("paged_stash")),
-        offloaded=frozenset(_names(flags.get("offload_modules")) + _names(flags.get("activation_offload"))),
-        optimizer_on_host=bool(flags.get("optimizer_offload") or flags.get("optimizer_state_offload")),
-        imbalance=1.3 if natural and routing else 1.0,
-        drops="drop" in routing and "dropless" not in routing,
-        compiled=bool(flags.get("compile")) or _framework(record) == "jax",
-        date=_date(record.get("date")),
     )
+
+
+def _imbalance(record: Record) -> float:
+    """A run without a forced balance sends its busiest rank more than the mean."""
+    routing = str((record.get("flags") or {}).get("routing") or "")
+    natural = record["model"]["moe"] and not any(word in routing for word in ("balanced", "drop", "not stated"))
+    return 1.3 if natural and routing else 1.0
+
+
+def _drops(flags: Record) -> bool:
+    routing = str(flags.get("routing") or "")
+    return "drop" in routing and "dropless" not in routing
 
 
 def _tensor_overlap(record: Record, flags: Record) -> bool:
@@ -309,7 +255,7 @@ def _tensor_overlap(record: Record, flags: Record) -> bool:
     if stated is not None:
         return bool(stated)
     tuned = not record["model"]["moe"] or "dgxc" in str(record.get("source"))
-    return tuned and _framework(record) == "megatron"
+    return tuned and _framework_name(record) == "megatron"
 
 
 def _graphs(flags: Record) -> Graphs:
@@ -331,13 +277,18 @@ def _date(text: object) -> float:
     return 2000 + int(found.group(2)) + (month - 1) / 12
 
 
-def _dtypes(record: Record, options: Options) -> Dtypes:
-    flags, precision = record.get("flags") or {}, _FORMATS[record["precision"]]
-    arguments = cast("Mapping[str, Any]", flags.get("precision_args") or {})
-    gradients = 2.0 if "--grad-reduce-in-bf16" in arguments or flags.get("grad_reduce_in_fp32") is False else 4.0
-    if options.framework in ("fsdp2", "jax"):
+def _precision(record: Record, framework: FrameworkName) -> PrecisionConfig:
+    flags, compute = record.get("flags") or {}, _FORMATS[record["precision"]]
+    if framework in ("fsdp2", "jax"):
         # Parameters are held once, in float32, and cast where they are used.
-        return Dtypes(precision, weight_bytes=4.0, gradient_bytes=4.0, master_bytes=0.0, moments_bytes=8.0)
-    moments = 4.0 if flags.get("exp_avg_dtype") == "bf16" or arguments.get("--exp-avg-dtype") == "bf16" else 8.0
-    weights = 1.0 if flags.get("fp8_param_gather") and precision != "bf16" else 2.0
-    return Dtypes(precision, weights, gradients, 4.0, moments)
+        return PrecisionConfig("float32", compute)
+    arguments = cast("Mapping[str, Any]", flags.get("precision_args") or {})
+    narrow_sums = "--grad-reduce-in-bf16" in arguments or flags.get("grad_reduce_in_fp32") is False
+    narrow_moments = flags.get("exp_avg_dtype") == "bf16" or arguments.get("--exp-avg-dtype") == "bf16"
+    return replace(
+        MEGATRON_PRECISION,
+        params="float8" if flags.get("fp8_param_gather") and compute != "bfloat16" else "bfloat16",
+        compute=compute,
+        gradients="bfloat16" if narrow_sums else "float32",
+        moments="bfloat16" if narrow_moments else "float32",
+    )

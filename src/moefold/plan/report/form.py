@@ -17,7 +17,7 @@ from moefold.hardware.cluster import cluster_of
 from moefold.hardware.gpu import GPUS
 from moefold.plan.search.proposal import Question
 from moefold.plan.search.space import pinned
-from moefold.plan.workload import Framework
+from moefold.plan.workload import FrameworkName
 from moefold.recipes.catalog import RECIPES, recipe
 
 ANY = "any"
@@ -33,7 +33,7 @@ _PINS: Mapping[str, tuple[str, ...]] = {
     "ep_overlap": ("true", "false"),
     "dispatcher": ("all_to_all", "all_gather", "deepep", "hybridep"),
     "graphs": ("none", "partial", "full"),
-    "format": ("bf16", "fp8_tensor", "fp8_block", "mxfp8"),
+    "format": ("bfloat16", "fp8_tensor", "fp8_block", "mxfp8"),
     "recompute": ("none", "attention", "experts", "attention+experts", "mla_up", "norms+activation+mla_up", "full"),
 }
 
@@ -59,7 +59,7 @@ _NUMBERS: Mapping[str, Number] = {
     "headroom": Number("memory to leave free", 0, 0.5, 0.01, slider=True),
     "mtbf_hours": Number("GPU hours per failure", 1, 1e9),
 }
-_FRAMEWORKS: tuple[Framework, ...] = ("moefold", "megatron", "fsdp2")
+_FRAMEWORKS: tuple[FrameworkName, ...] = ("moefold", "megatron", "fsdp2")
 
 SCRIPT = """
 const form = document.querySelector('form.ask');

@@ -70,20 +70,25 @@ def prediction_data(prediction: Prediction) -> dict[str, Any]:
 
 
 def layout_data(workload: Workload) -> dict[str, Any]:
-    degrees, options = workload.degrees, workload.options
-    return asdict(degrees) | {
-        "edp": degrees.edp,
-        "micro_batch": workload.batch.sequences,
-        "microbatches": workload.batch.microbatches,
-        "global_batch": workload.batch.sequences * workload.batch.microbatches * degrees.dp,
-        "seq_len": workload.batch.seq_len,
-        "format": workload.dtypes.format,
-        "framework": options.framework,
-        "dispatcher": options.dispatcher,
-        "ep_overlap": options.ep_overlap,
-        "delay_wgrad": options.delay_wgrad,
-        "recompute": sorted(options.recompute),
-        "graphs": options.graphs,
+    parallel = workload.parallel
+    return {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp")} | {
+        "dp": workload.dp,
+        "schedule": parallel.schedule,
+        "stages": parallel.stages,
+        "sharding": parallel.sharding,
+        "replicate": parallel.dp_replicate,
+        "edp": workload.edp,
+        "micro_batch": workload.run.data.micro_batch,
+        "microbatches": workload.microbatches,
+        "global_batch": workload.run.data.micro_batch * workload.microbatches * workload.dp,
+        "seq_len": workload.run.data.seq_len,
+        "format": workload.format,
+        "framework": workload.framework.name,
+        "dispatcher": workload.dispatcher,
+        "ep_overlap": workload.ep_overlap,
+        "delay_wgrad": workload.delay_wgrad,
+        "recompute": sorted(workload.recompute),
+        "graphs": workload.run.kernels.graphs,
     }
 
 

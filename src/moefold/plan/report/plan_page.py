@@ -7,10 +7,9 @@ from html import escape
 
 from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
-from moefold.plan.from_run import folded
+from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
-from moefold.plan.report.bars import memory_section, time_section
-from moefold.plan.report.pictures import goodput_figure, pareto_figure, timeline_figure
+from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
 from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
@@ -157,17 +156,15 @@ _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("wall", lambda p: p.wall),
     (
         "tp x cp x pp x vpp",
-        lambda p: (
-            f"{p.workload.degrees.tp} x {p.workload.degrees.cp} x {p.workload.degrees.pp} x {p.workload.degrees.vpp}"
-        ),
+        lambda p: " x ".join(str(getattr(p.workload.parallel, axis)) for axis in ("tp", "cp", "pp", "vpp")),
     ),
-    ("ep x etp, dp", lambda p: f"{p.workload.degrees.ep} x {p.workload.degrees.etp}, {p.workload.degrees.dp}"),
-    ("microbatches", lambda p: f"{p.workload.batch.microbatches} of {p.workload.batch.sequences}"),
-    ("order", lambda p: p.workload.degrees.schedule),
-    ("dispatcher", lambda p: p.workload.options.dispatcher),
-    ("format", lambda p: p.workload.dtypes.format),
-    ("recomputed", lambda p: ", ".join(sorted(p.workload.options.recompute)) or "nothing"),
-    ("graphs", lambda p: p.workload.options.graphs),
+    ("ep x etp, dp", lambda p: f"{p.workload.parallel.ep} x {p.workload.parallel.etp}, {p.workload.dp}"),
+    ("microbatches", lambda p: f"{p.workload.microbatches} of {p.workload.run.data.micro_batch}"),
+    ("order", lambda p: p.workload.parallel.schedule),
+    ("dispatcher", lambda p: p.workload.dispatcher),
+    ("format", lambda p: p.workload.format),
+    ("recomputed", lambda p: ", ".join(sorted(p.workload.recompute)) or "nothing"),
+    ("graphs", lambda p: p.workload.run.kernels.graphs),
 )
 
 

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from moefold.plan.from_run import folded
+from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import seconds

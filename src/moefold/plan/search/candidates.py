@@ -12,12 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice, product
-from typing import NamedTuple
+from math import gcd
+from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, Dense, MoE
-from moefold.plan.search.space import Recompute, Space
-from moefold.plan.workload import Batch, Dispatcher, Format, Graphs, ParallelDegrees, Sharding, Workload
+from moefold.config.kernels import Graphs
+from moefold.config.parallel import Overlap, Sharding
+from moefold.config.precision import Recomputed
+from moefold.plan.search.space import Recompute, Space, sequences_of
+from moefold.plan.traffic import reach
+from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload
 from moefold.schedule.names import SCHEDULES
 
 # Where several orders would do, the first of these is meant.
@@ -39,7 +45,7 @@ class LayoutChoice(NamedTuple):
     ep: int
     etp: int
     sequences: int
-    format: Format
+    format: PlannedFormat
     dispatcher: Dispatcher
     ep_overlap: bool
     delay_wgrad: bool
@@ -72,7 +78,7 @@ def limits_of(workload: Workload) -> Limits:
     model = workload.model
     mixers = {layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)}
     feeds = {layer.feed for layer in model.layers}
-    ours = workload.options.framework == "moefold"
+    ours = workload.is_own
     sizes = {(mixer.heads, "heads") for mixer in mixers}
     sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
     sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
@@ -82,14 +88,14 @@ def limits_of(workload: Workload) -> Limits:
     sizes |= {(model.vocab, "rows of the vocabulary")} if ours else set()
     return Limits(
         world=workload.cluster.num_gpus,
-        sequences=round(workload.global_tokens / workload.batch.seq_len),
-        seq_len=workload.batch.seq_len,
+        sequences=sequences_of(workload),
+        seq_len=workload.run.data.seq_len,
         depth=len(model.layers) + model.mtp,
         over_tp=tuple(sorted(sizes)),
         experts=min((feed.experts for feed in moe_parts), default=1),
         expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
         ours=ours,
-        shards=workload.options.framework in ("moefold", "fsdp2", "jax"),
+        shards=workload.framework.name in ("moefold", "fsdp2", "jax"),
         domain=workload.cluster.usable_domain,
     )
 
@@ -134,15 +140,15 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
     """What frameworks do not combine."""
     if (choice.dispatcher == "local") != (choice.ep * choice.etp == 1):
         return "only experts on the same rank need no dispatcher"
-    if choice.replicate > 1 and choice.sharding != "zero3":
+    if choice.replicate > 1 and choice.sharding != "fsdp":
         return "copies are of what is sharded"
     if not limits.ours:
         if choice.ep_overlap and choice.pp > 1 and choice.vpp == 1:
             return "overlapping dispatch in a pipeline needs virtual stages"
         if choice.delay_wgrad and not choice.ep_overlap:
             return "weight gradients are deferred to fill what overlapped dispatch leaves"
-        if choice.sharding == "zero3" and choice.pp > 1 and not limits.shards:
-            return "zero3 with a pipeline gathers weights for every microbatch"
+        if choice.sharding == "fsdp" and choice.pp > 1 and not limits.shards:
+            return "fsdp with a pipeline gathers weights for every microbatch"
         if choice.vpp > 1 and microbatches_of(choice, limits) % choice.pp:
             return "interleaved stages take microbatches in rounds of pp"
     if choice.ep_overlap and choice.ep * choice.etp == 1:
@@ -171,59 +177,92 @@ def order_of_choice(choice: LayoutChoice, limits: Limits, space: Space) -> str |
 
 
 def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits, space: Space) -> Workload:
-    """The template with this candidate's cuts, batch, format and options."""
-    microbatches = microbatches_of(choice, limits)
-    dp = limits.world // (choice.tp * choice.cp * choice.pp)
-    return Workload(
-        model=template.model,
-        cluster=template.cluster,
-        degrees=ParallelDegrees(
-            tp=choice.tp,
-            cp=choice.cp,
-            pp=choice.pp,
-            vpp=choice.vpp,
-            ep=choice.ep,
-            etp=choice.etp,
-            dp=dp,
-            schedule=order_of_choice(choice, limits, space) or "1f1b",
-            sharding=choice.sharding,
-            replicate=choice.replicate,
-        ),
-        batch=Batch(limits.seq_len, choice.sequences, microbatches),
-        dtypes=replace(template.dtypes, format=choice.format),
-        options=replace(
-            template.options,
-            dispatcher=choice.dispatcher,
-            ep_overlap=choice.ep_overlap,
-            delay_wgrad=choice.delay_wgrad,
-            recompute=choice.recompute,
-            graphs=choice.graphs,
-            graph_parts=_GRAPHED if choice.graphs == "partial" else frozenset(),
-            # Graphs of a whole step need rows of experts in places that do not move.
-            paged_stash=choice.graphs == "full" and template.model.is_moe,
-        ),
+    """The template with this candidate's degrees, batch, format and options.
+
+    A search makes tens of thousands: sections of the run are replaced, and nothing is validated again.
+    """
+    run, schedule = template.run, order_of_choice(choice, limits, space) or "1f1b"
+    edp = limits.world // choice.pp // (choice.ep * choice.etp)
+    parallel = replace(
+        run.parallel,
+        tp=choice.tp,
+        cp=choice.cp,
+        pp=choice.pp,
+        vpp=choice.vpp,
+        ep=choice.ep,
+        etp=choice.etp,
+        schedule=schedule,
+        overlap=() if limits.ours else _overlap(choice),
+        stages=None,
+        sharding=choice.sharding,
+        dp_replicate=choice.replicate,
+        # Where no two ranks hold the same experts there is nothing to copy.
+        edp_replicate=choice.replicate if edp > 1 else 1,
+        dispatcher=run.parallel.dispatcher if choice.dispatcher == "local" else choice.dispatcher,
+        ep_inner=_inner(choice, run.parallel.ep_inner, limits.domain),
     )
+    return Workload(
+        run=replace(
+            run,
+            parallel=parallel,
+            data=replace(run.data, micro_batch=choice.sequences, global_batch=limits.sequences),
+            precision=run.precision
+            if choice.format == template.format
+            else replace(run.precision, compute=choice.format),
+            memory=replace(run.memory, recompute=_in_order(choice.recompute)),
+            kernels=replace(run.kernels, graphs=choice.graphs),
+        ),
+        cluster=template.cluster,
+        framework=_launching(template.framework, choice.graphs, template.model.is_moe),
+        imbalance=template.imbalance,
+        shape=template.shape,
+    )
+
+
+def _overlap(choice: LayoutChoice) -> tuple[Overlap, ...]:
+    named: tuple[tuple[Overlap, bool], ...] = (("ep", choice.ep_overlap), ("wgrad", choice.delay_wgrad))
+    return tuple(name for name, on in named if on)
+
+
+def _inner(choice: LayoutChoice, given: int, domain: int) -> int:
+    """two_level: ranks of an ep group that share a domain of fast links."""
+    if choice.dispatcher == "local":
+        return given
+    return gcd(choice.ep, reach(choice.ep, choice.etp, domain).inside) if choice.dispatcher == "two_level" else 1
+
+
+@lru_cache(maxsize=256)
+def _in_order(recompute: Recompute) -> tuple[Recomputed, ...]:
+    """As `memory.recompute` lists them."""
+    return tuple(part for part in get_args(Recomputed) if part in recompute)
+
+
+@lru_cache(maxsize=256)
+def _launching(framework: Framework, graphs: Graphs, is_moe: bool) -> Framework:
+    """Graphs of a whole step need rows of experts in places that do not move."""
+    parts = _GRAPHED if graphs == "partial" else frozenset()
+    return replace(framework, graph_parts=parts, paged_stash=graphs == "full" and is_moe)
 
 
 def choice_of_workload(workload: Workload) -> LayoutChoice:
     """The candidate that is this workload, as far as choices describe it."""
-    degrees, options = workload.degrees, workload.options
+    parallel = workload.parallel
     return LayoutChoice(
-        degrees.tp,
-        degrees.cp,
-        degrees.pp,
-        degrees.vpp,
-        degrees.ep,
-        degrees.etp,
-        workload.batch.sequences,
-        workload.dtypes.format,
-        options.dispatcher,
-        options.ep_overlap,
-        options.delay_wgrad,
-        options.recompute,
-        options.graphs,
-        degrees.sharding,
-        degrees.replicate,
+        parallel.tp,
+        parallel.cp,
+        parallel.pp,
+        parallel.vpp,
+        parallel.ep,
+        parallel.etp,
+        workload.run.data.micro_batch,
+        workload.format,
+        workload.dispatcher,
+        workload.ep_overlap,
+        workload.delay_wgrad,
+        workload.recompute,
+        workload.run.kernels.graphs,
+        parallel.sharding,
+        parallel.dp_replicate,
     )
 
 

@@ -53,30 +53,30 @@ def memory_differences(first: Prediction, second: Prediction) -> list[Difference
 
 def layout_words(workload: Workload) -> str:
     """The layout for someone who does not read its letters, and which of its groups leave a domain of fast links."""
-    degrees, batch, domain = workload.degrees, workload.batch, workload.cluster.usable_domain
+    parallel, domain = workload.parallel, workload.cluster.usable_domain
     parts = []
-    if degrees.pp > 1:
-        each = f" of {degrees.vpp} stages each" if degrees.vpp > 1 else ""
-        parts.append(f"a pipeline of {degrees.pp} ranks{each}")
-    if degrees.tp > 1:
-        parts.append(f"every layer cut over {degrees.tp}")
-    if degrees.cp > 1:
-        parts.append(f"every sequence over {degrees.cp}")
-    if degrees.ep * degrees.etp > 1:
-        spread = degrees.ep * degrees.etp
+    if parallel.pp > 1:
+        each = f" of {parallel.vpp} stages each" if parallel.vpp > 1 else ""
+        parts.append(f"a pipeline of {parallel.pp} ranks{each}")
+    if parallel.tp > 1:
+        parts.append(f"every layer cut over {parallel.tp}")
+    if parallel.cp > 1:
+        parts.append(f"every sequence over {parallel.cp}")
+    if parallel.ep * parallel.etp > 1:
+        spread = parallel.ep * parallel.etp
         where = "inside one domain" if spread <= domain else f"over {-(-spread // domain)} domains of fast links"
-        wide = f", each cut over {degrees.etp}" if degrees.etp > 1 else ""
-        parts.append(f"experts distributed over {degrees.ep} ranks{wide} ({where})")
-    parts.append(f"{degrees.dp} data-parallel copies of the attention, which shard {_SHARDED[degrees.sharding]}")
-    size = "1 sequence" if batch.sequences == 1 else f"{batch.sequences} sequences"
-    return f"That is {', '.join(parts)}. Each copy runs {batch.microbatches} microbatches of {size} per step."
+        wide = f", each cut over {parallel.etp}" if parallel.etp > 1 else ""
+        parts.append(f"experts distributed over {parallel.ep} ranks{wide} ({where})")
+    parts.append(f"{workload.dp} data-parallel copies of the attention, which shard {_SHARDED[parallel.sharding]}")
+    size = "1 sequence" if workload.run.data.micro_batch == 1 else f"{workload.run.data.micro_batch} sequences"
+    return f"That is {', '.join(parts)}. Each copy runs {workload.microbatches} microbatches of {size} per step."
 
 
 _SHARDED = {
     "none": "nothing",
     "zero1": "optimizer states",
     "zero2": "gradients and optimizer states",
-    "zero3": "weights, gradients and optimizer states",
+    "fsdp": "weights, gradients and optimizer states",
 }
 
 

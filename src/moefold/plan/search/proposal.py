@@ -15,10 +15,11 @@ from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
 from moefold.config.run import RunConfig
 from moefold.errors import ProblemsError
 from moefold.hardware.cluster import Cluster
-from moefold.plan.from_run import beyond_moefold, changes_to_run, launch_words, question_of_run, workload_of_run
+from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_words
 from moefold.plan.memory.savings import savings
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
+from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
 from moefold.plan.search.explain import versus, wall_words, what_would_move
 from moefold.plan.search.goodput import (
     USUAL_MTBF_HOURS,
@@ -34,7 +35,7 @@ from moefold.plan.search.space import narrowed, usual_space
 from moefold.plan.search.what_if import Answer, answers
 from moefold.plan.stage_contents import contents_of
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Dtypes, Framework, Workload
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload, changed, workload_of_run
 from moefold.units import format_bytes
 
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.
@@ -53,7 +54,7 @@ class Question:
     # What the name alone stands for, and the dotted keys that were changed in it.
     named: RunConfig | None = None
     dotted: Mapping[str, str] = field(default_factory=dict)
-    framework: Framework = "moefold"
+    framework: FrameworkName = "moefold"
     fixed: str = ""
     searching: bool = True
     imbalance: float = 1.0
@@ -101,9 +102,7 @@ class Proposal:
 
 def propose(question: Question, progress: Progress | None = None) -> Proposal:
     own, problem = _own(question)
-    template = own or _with_framework(
-        question_of_run(question.run, question.cluster, question.imbalance), question.framework
-    )
+    template = own or _with_framework(_without_layout(question), question.framework)
     result = None
     if question.searching:
         space = narrowed(usual_space(template), question.fixed)
@@ -144,11 +143,11 @@ def _freed(chosen: Prediction) -> Iterator[Freed]:
 
 def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
     """The line that starts it. Stages are written out where the trainer would divide layers otherwise."""
-    num_stages = workload.degrees.pp * workload.degrees.vpp
-    if workload.degrees.stages is None and num_stages > 1:
+    num_stages = workload.parallel.pp * workload.parallel.vpp
+    if workload.parallel.stages is None and num_stages > 1:
         planned = stage_string(workload)
         if planned != print_stages(balanced_stages(shape_of(question.run.model), num_stages)):
-            workload = replace(workload, degrees=replace(workload.degrees, stages=planned))
+            workload = changed(workload, parallel={"stages": planned})
     wanted = changes_to_run(workload, question.named or question.run)
     asked = {path: value for path, value in question.dotted.items() if path not in wanted}
     # Plans need no data; training does, and where it lies is for the user to say.
@@ -158,7 +157,7 @@ def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
 
 def stage_string(workload: Workload) -> str:
     """The layers of every stage as the prediction distributed them."""
-    stages = contents_of(workload.model, workload.degrees.pp * workload.degrees.vpp, workload.degrees.stages)
+    stages = contents_of(workload.model, workload.parallel.pp * workload.parallel.vpp, workload.parallel.stages)
     letters = "|".join(
         "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
         for stage in stages
@@ -174,14 +173,25 @@ def _own(question: Question) -> tuple[Workload | None, ProblemsError | None]:
     return _with_framework(workload, question.framework), None
 
 
-def _with_framework(workload: Workload, framework: Framework) -> Workload:
+def _without_layout(question: Question) -> Workload:
+    """The run's model, batch and formats without a layout of its own: what a search begins with."""
+    one = dict.fromkeys(("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate", "edp_replicate"), 1)
+    run = Workload(question.run, question.cluster, imbalance=question.imbalance)
+    return changed(run, parallel={**one, "stages": None}, data={"micro_batch": 1})
+
+
+def _with_framework(workload: Workload, framework: FrameworkName) -> Workload:
     """The same work under another framework, which keeps other things."""
     if framework == "moefold":
         return workload
     sharded = framework == "fsdp2"
-    dtypes = workload.dtypes if sharded else Dtypes(workload.dtypes.format)
-    degrees = replace(workload.degrees, sharding="zero3" if sharded else "zero1", replicate=1)
-    return replace(workload, dtypes=dtypes, degrees=degrees, options=replace(workload.options, framework=framework))
+    precision = workload.run.precision
+    if not sharded:
+        precision = replace(MEGATRON_PRECISION, compute=precision.compute)
+    return changed(
+        replace(workload, run=replace(workload.run, precision=precision), framework=Framework(framework)),
+        parallel={"sharding": "fsdp" if sharded else "zero1", "dp_replicate": 1, "edp_replicate": 1},
+    )
 
 
 def _reasons(
@@ -194,12 +204,16 @@ def _reasons(
     paragraphs = [wall_words(chosen), what_would_move(chosen, asked)]
     if runner_up is not None:
         paragraphs.append(versus(chosen, runner_up, "The runner-up"))
-    if own is not None and own.workload != chosen.workload:
+    if own is not None and _layout(own.workload) != _layout(chosen.workload):
         paragraphs.append(versus(chosen, own, "Your own layout"))
     spare = 1 - chosen.memory.total / chosen.memory.capacity
     if 0 <= spare < _TIGHT:
         paragraphs.append(_tight(chosen, result, spare))
     return paragraphs
+
+
+def _layout(workload: Workload) -> tuple[LayoutChoice, str | None]:
+    return choice_of_workload(workload), workload.parallel.stages
 
 
 def _tight(chosen: Prediction, result: Result | None, spare: float) -> str:

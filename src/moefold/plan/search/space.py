@@ -14,10 +14,13 @@ from typing import Any, get_args
 
 from moefold.blueprint.model_shape import Attention, ModelShape, MoE
 from moefold.checks.parallel import COUNT_ROWS
+from moefold.config.kernels import Graphs
+from moefold.config.parallel import Sharding
+from moefold.config.precision import Recomputed, RecomputedPhase
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
-from moefold.plan.from_run import RUN_DISPATCHERS, RUN_RECOMPUTED
-from moefold.plan.workload import Dispatcher, Format, Graphs, Options, Recomputed, Sharding, Workload
+from moefold.plan.dispatch_choice import OwnDispatcher
+from moefold.plan.workload import Dispatcher, PlannedFormat, Workload
 from moefold.schedule.names import SCHEDULES
 
 Recompute = frozenset[Recomputed]
@@ -33,7 +36,7 @@ _RECOMPUTE_COST: Mapping[Recomputed, int] = {
     "full": 40,
 }
 # GPUs whose frameworks hold operands in eight or four bits, by architecture.
-_FORMATS: Mapping[str, tuple[Format, ...]] = {
+_FORMATS: Mapping[str, tuple[PlannedFormat, ...]] = {
     "sm90": ("fp8_tensor", "fp8_block"),
     "sm100": ("mxfp8", "fp8_tensor"),
     "sm103": ("mxfp8", "fp8_tensor"),
@@ -55,7 +58,7 @@ class Space:
     etp: tuple[int, ...]
     # Of a microbatch.
     sequences: tuple[int, ...]
-    format: tuple[Format, ...]
+    format: tuple[PlannedFormat, ...]
     dispatcher: tuple[Dispatcher, ...]
     ep_overlap: tuple[bool, ...]
     delay_wgrad: tuple[bool, ...]
@@ -72,12 +75,11 @@ CHOICES = tuple(field.name for field in fields(Space))
 
 def usual_space(workload: Workload) -> Space:
     """What is worth trying for this workload's framework, GPU, model and batch."""
-    model, cluster, batch = workload.model, workload.cluster, workload.batch
-    sequences = round(workload.global_tokens / batch.seq_len)
-    ours = workload.options.framework == "moefold"
-    sharded = workload.options.framework in ("moefold", "fsdp2", "jax")
+    model, cluster, seq_len = workload.model, workload.cluster, workload.run.data.seq_len
+    ours = workload.is_own
+    sharded = workload.framework.name in ("moefold", "fsdp2", "jax")
     depth = len(model.layers) + model.mtp
-    share = max(1, batch.seq_len // _SHORTEST_SHARE)
+    share = max(1, seq_len // _SHORTEST_SHARE)
     return Space(
         tp=_doubling(min(_LARGEST_TP, cluster.usable_domain)),
         cp=_doubling(share),
@@ -86,16 +88,23 @@ def usual_space(workload: Workload) -> Space:
         vpp=tuple(range(1, depth + 3)),
         ep=_divisors(_experts(model), cluster.num_gpus),
         etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_moe else (1,),
-        sequences=_doubling(min(_MOST_SEQUENCES, sequences)),
-        format=(workload.dtypes.format,) if ours else _formats(cluster.gpu, workload.dtypes.format),
-        dispatcher=_dispatchers(model, workload.options),
+        sequences=_doubling(min(_MOST_SEQUENCES, sequences_of(workload))),
+        format=(workload.format,) if ours else _formats(cluster.gpu, workload.format),
+        dispatcher=_dispatchers(workload),
         ep_overlap=(True, False) if model.is_moe else (False,),
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
-        graphs=("full", "partial", "none") if workload.options.framework == "megatron" else ("none",),
-        sharding=("zero3",) if sharded else ("zero1", "zero3"),
+        graphs=("full", "partial", "none") if workload.framework.name == "megatron" else ("none",),
+        sharding=("fsdp",) if sharded else ("zero1", "fsdp"),
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
     )
+
+
+def sequences_of(workload: Workload) -> int:
+    """Of one step. Documents that are packed fill about as many sequences as there are whole microbatches."""
+    data = workload.run.data
+    packed = data.packing == "bin_packed"
+    return data.micro_batch * workload.microbatches * workload.dp if packed else data.global_batch
 
 
 def narrowed(space: Space, text: str) -> Space:
@@ -135,7 +144,7 @@ def pinned(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def _value(name: str, word: str) -> object:
     kind = {
-        "format": get_args(Format),
+        "format": get_args(PlannedFormat),
         "dispatcher": get_args(Dispatcher),
         "graphs": get_args(Graphs),
         "sharding": get_args(Sharding),
@@ -167,24 +176,25 @@ def _experts(model: ModelShape) -> int:
     return next((layer.feed.experts for layer in model.layers if isinstance(layer.feed, MoE)), 1)
 
 
-def _dispatchers(model: ModelShape, options: Options) -> tuple[Dispatcher, ...]:
-    framework = options.framework
-    if not model.is_moe:
+def _dispatchers(workload: Workload) -> tuple[Dispatcher, ...]:
+    if not workload.model.is_moe:
         return ("local",)
-    if framework == "moefold":
+    if workload.is_own:
         # With capacities, slots may be padded, and then counts must be known beforehand.
-        return tuple(name for name in RUN_DISPATCHERS if not (options.drops and name in COUNT_ROWS))
-    return ("hybridep", "deepep", "all_to_all", "all_gather") if framework == "megatron" else ("deepep", "all_to_all")
+        return tuple(name for name in get_args(OwnDispatcher) if not (workload.drops and name in COUNT_ROWS))
+    if workload.framework.name == "megatron":
+        return ("hybridep", "deepep", "all_to_all", "all_gather")
+    return ("deepep", "all_to_all")
 
 
-def _formats(gpu: Gpu, asked: Format) -> tuple[Format, ...]:
+def _formats(gpu: Gpu, asked: PlannedFormat) -> tuple[PlannedFormat, ...]:
     """Those of the GPU, and the one that was asked for."""
-    return tuple(dict.fromkeys((*_FORMATS.get(gpu.architecture, ()), "bf16", asked)))
+    return tuple(dict.fromkeys((*_FORMATS.get(gpu.architecture, ()), "bfloat16", asked)))
 
 
 def _recompute_sets(model: ModelShape, ours: bool) -> tuple[Recompute, ...]:
     if ours:
-        groups: list[tuple[Recomputed | None, ...]] = [(None, part) for part in RUN_RECOMPUTED]
+        groups: list[tuple[Recomputed | None, ...]] = [(None, part) for part in get_args(RecomputedPhase)]
     else:
         latent = any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in model.layers)
         # Computing experts again computes their activation again.

@@ -14,7 +14,7 @@ from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import LayoutChoice, choice_of_workload, limits_of, why_illegal, workload_of_choice
 from moefold.plan.search.space import Space, usual_space
-from moefold.plan.workload import Workload
+from moefold.plan.workload import Workload, changed
 
 _RACK, _NODE = 72, 8
 
@@ -43,11 +43,11 @@ def _about_machine(workload: Workload) -> Iterator[Answer]:
     if cluster.machine is not None:
         # Measured as a whole: nobody knows what another network would change.
         return
-    if workload.model.is_moe or workload.degrees.tp > 1:
+    if workload.model.is_moe or workload.parallel.tp > 1:
         for domain in (_RACK, _NODE):
-            changed = replace(workload, cluster=replace(cluster, domain=domain))
-            if domain != cluster.domain and changed.cluster.usable_domain <= cluster.num_gpus:
-                yield Answer(f"the NVLink domain were {domain}", "machine", predict(changed))
+            made = replace(workload, cluster=replace(cluster, domain=domain))
+            if domain != cluster.domain and made.cluster.usable_domain <= cluster.num_gpus:
+                yield Answer(f"the NVLink domain were {domain}", "machine", predict(made))
     twice = replace(cluster, nic_gb_s=2 * cluster.nic_gb_s)
     yield Answer("the network were twice as fast", "machine", predict(replace(workload, cluster=twice)))
     links = replace(cluster, gpu=replace(gpu, link_gb_s=2 * gpu.link_gb_s))
@@ -71,8 +71,8 @@ def _worth_asking(workload: Workload, name: str, size: int) -> bool:
     if name == "ep":
         return workload.model.is_moe
     if name == "vpp":
-        return workload.degrees.pp > 1
-    return name != "cp" or workload.degrees.cp > 1 or workload.batch.seq_len >= 16_384
+        return workload.parallel.pp > 1
+    return name != "cp" or workload.parallel.cp > 1 or workload.run.data.seq_len >= 16_384
 
 
 def _about_program(workload: Workload) -> Iterator[Answer]:
@@ -98,9 +98,9 @@ def _about_program(workload: Workload) -> Iterator[Answer]:
     for format in space.format:
         if format != own.format:
             yield _changed(workload, own._replace(format=format), space, f"matmuls were in {format}", "framework")
-    balanced = replace(workload, options=replace(workload.options, imbalance=workload.options.imbalance + 0.3))
-    if workload.model.is_moe and not workload.options.drops:
-        words = f"the busiest rank got {balanced.options.imbalance:.1f} times the mean"
+    balanced = replace(workload, imbalance=workload.imbalance + 0.3)
+    if workload.model.is_moe and not workload.drops:
+        words = f"the busiest rank got {balanced.imbalance:.1f} times the mean"
         yield Answer(words, "framework", predict(balanced))
 
 
@@ -109,7 +109,8 @@ def _changed(workload: Workload, choice: LayoutChoice, space: Space, question: s
     reason = why_illegal(choice, limits, space)
     if reason is not None:
         return Answer(question, about, reason=reason)
-    changed = workload_of_choice(choice, workload, limits, space)
-    same_stages = (choice.pp, choice.vpp) == (workload.degrees.pp, workload.degrees.vpp)
-    degrees = replace(changed.degrees, stages=workload.degrees.stages if same_stages else None)
-    return Answer(question, about, predict(replace(changed, degrees=degrees)))
+    made = workload_of_choice(choice, workload, limits, space)
+    same_stages = (choice.pp, choice.vpp) == (workload.parallel.pp, workload.parallel.vpp)
+    if same_stages:
+        made = changed(made, parallel={"stages": workload.parallel.stages})
+    return Answer(question, about, predict(made))

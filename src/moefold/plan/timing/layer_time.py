@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
+from moefold.config.kernels import Graphs
+from moefold.config.precision import Recomputed
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
 from moefold.plan.timing.network_time import dispatch_seconds, ring
@@ -19,7 +22,7 @@ from moefold.plan.traffic import (
     reach,
     tensor_bytes,
 )
-from moefold.plan.workload import Options, Workload
+from moefold.plan.workload import Workload
 
 # A kernel inside a recorded graph costs the host and the GPU this share of one outside.
 _GRAPHED = 0.06
@@ -109,19 +112,33 @@ class Load:
         return Load(self.work + work, self.launches + share * work.launches, self.loops + share * work.loops)
 
 
+class Launched(NamedTuple):
+    """What of a workload decides how often a part runs, and what of it the host launches itself."""
+
+    is_own: bool
+    recompute: frozenset[Recomputed]
+    graphs: Graphs
+    graph_parts: frozenset[str]
+
+
+def loads_of(workload: Workload, layer: Layer, sizes: Sizes) -> tuple[Load, Load, Load]:
+    graphs, parts = workload.run.kernels.graphs, workload.framework.graph_parts
+    return loads(layer, sizes, Launched(workload.is_own, workload.recompute, graphs, parts))
+
+
 # What comes after the host knows how many rows travel.
 _AFTER_ROUTING = frozenset({"permutation", "experts", "activation", "latent"})
 
 
 @lru_cache(maxsize=100_000)
-def loads(layer: Layer, sizes: Sizes, options: Options) -> tuple[Load, Load, Load]:
+def loads(layer: Layer, sizes: Sizes, launched: Launched) -> tuple[Load, Load, Load]:
     """Forward up to the routing, forward from there, and backward with what is recomputed."""
-    again = _recomputed(options)
-    graphed = _graphed(options)
-    full = "full" in options.recompute
+    again = _recomputed(launched)
+    graphed = _graphed(launched)
+    full = "full" in launched.recompute
     before = after = backward = Load()
     for part in parts_of(layer, sizes):
-        share = 0.0 if options.graphs == "full" else _GRAPHED if part.name in graphed else 1.0
+        share = 0.0 if launched.graphs == "full" else _GRAPHED if part.name in graphed else 1.0
         if part.name in _AFTER_ROUTING:
             after = after.plus(part.forward, share)
         else:
@@ -131,31 +148,30 @@ def loads(layer: Layer, sizes: Sizes, options: Options) -> tuple[Load, Load, Loa
     return before, after, backward
 
 
-def _recomputed(options: Options) -> frozenset[str]:
-    again = _AGAIN_MOEFOLD if options.framework == "moefold" else _AGAIN
-    return frozenset().union(*(again.get(name, frozenset()) for name in options.recompute))
+def _recomputed(launched: Launched) -> frozenset[str]:
+    again = _AGAIN_MOEFOLD if launched.is_own else _AGAIN
+    return frozenset().union(*(again.get(name, frozenset()) for name in launched.recompute))
 
 
-def _graphed(options: Options) -> frozenset[str]:
-    if options.graphs != "partial":
+def _graphed(launched: Launched) -> frozenset[str]:
+    if launched.graphs != "partial":
         return frozenset()
-    return frozenset().union(*(_SCOPES.get(name, frozenset()) for name in options.graph_parts))
+    return frozenset().union(*(_SCOPES.get(name, frozenset()) for name in launched.graph_parts))
 
 
 def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c: Constants) -> Passes:
     """One microbatch through one layer."""
-    options, degrees = workload.options, workload.degrees
-    before, after, backward = loads(layer, sizes, options)
-    again = 1.0 if "full" in options.recompute else 0.0
+    before, after, backward = loads_of(workload, layer, sizes)
+    again = 1.0 if "full" in workload.recompute else 0.0
     moe = layer.feed if isinstance(layer.feed, MoE) else None
     one_dispatch = dispatch_seconds(dispatch_bytes(workload, moe), workload, c) if moe else 0.0
-    repeated = 1.0 if again or "experts" in options.recompute else 0.0
-    hide = c.expert_hidden if options.ep_overlap else 0.0
+    repeated = 1.0 if again or "experts" in workload.recompute else 0.0
+    hide = c.expert_hidden if workload.ep_overlap else 0.0
     tensor = _tensor(workload, layer, c)
-    exposed = c.tensor_hidden if options.tp_overlap else c.tensor_exposed
+    exposed = c.tensor_hidden if workload.framework.tp_overlap else c.tensor_exposed
     context = _context(workload, layer, c) * c.context_exposed
-    sync = _sync(options, moe, c)
-    gap = rates.gap * (_GRAPHED_GAP if options.graphs == "full" else 1.0)
+    sync = _sync(workload, moe, c)
+    gap = rates.gap * (_GRAPHED_GAP if workload.run.kernels.graphs == "full" else 1.0)
 
     def one(load: Load, dispatches: float, gathers: float, rings: float, *, back: bool, waits: float = 0.0) -> Seconds:
         compute = rates.compute(load.work, backward=back)
@@ -185,7 +201,11 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     passes = Passes(
         forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
-    return _with_sharding(workload, layer, passes, c) if degrees.sharding == "zero3" and degrees.pp == 1 else passes
+    return (
+        _with_sharding(workload, layer, passes, c)
+        if workload.parallel.sharding == "fsdp" and workload.parallel.pp == 1
+        else passes
+    )
 
 
 def part_passes(part: Part, rates: Rates) -> Passes:
@@ -197,15 +217,15 @@ def part_passes(part: Part, rates: Rates) -> Passes:
     return Passes(one(part.forward, back=False), one(part.backward, back=True))
 
 
-def _sync(options: Options, moe: MoE | None, c: Constants) -> float:
+def _sync(workload: Workload, moe: MoE | None, c: Constants) -> float:
     """Dropless dispatch reads row counts back to the host, unless the kernels need no counts there."""
-    if moe is None or options.graphs == "full" or options.drops:
+    if moe is None or workload.run.kernels.graphs == "full" or workload.drops:
         return 0.0
-    return c.sync_us * 1e-6 * (1.0 if options.dispatcher in ("deepep", "hybridep") else 2.0)
+    return c.sync_us * 1e-6 * (1.0 if workload.dispatcher in ("deepep", "hybridep") else 2.0)
 
 
 def _tensor(workload: Workload, layer: Layer, c: Constants) -> float:
-    size = max(workload.degrees.tp, workload.degrees.etp)
+    size = max(workload.parallel.tp, workload.parallel.etp)
     if size == 1:
         return 0.0
     where = reach(size, 1, workload.cluster.usable_domain)
@@ -215,25 +235,25 @@ def _tensor(workload: Workload, layer: Layer, c: Constants) -> float:
 
 
 def _context(workload: Workload, layer: Layer, c: Constants) -> float:
-    if workload.degrees.cp == 1:
+    if workload.parallel.cp == 1:
         return 0.0
-    where = reach(workload.degrees.cp, workload.degrees.tp, workload.cluster.usable_domain)
-    total = context_bytes(workload, layer) * workload.degrees.cp / (workload.degrees.cp - 1)
+    where = reach(workload.parallel.cp, workload.parallel.tp, workload.cluster.usable_domain)
+    total = context_bytes(workload, layer) * workload.parallel.cp / (workload.parallel.cp - 1)
     return ring(total, where, workload.cluster, c)
 
 
 def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constants) -> Passes:
     """Parameters are unsharded before each pass and gradients reduced after the second, overlapped with computation."""
     held = layer_counts(layer, workload.model.dim)
-    degrees = workload.degrees
-    dense = held.sharded / degrees.tp + held.replicated
-    experts = held.experts / (degrees.ep * degrees.etp)
+    parallel = workload.parallel
+    dense = held.sharded / parallel.tp + held.replicated
+    experts = held.experts / (parallel.ep * parallel.etp)
     dense_where, expert_where = data_reach(workload), expert_data_reach(workload)
     gather = ring(2.0 * dense, dense_where, workload.cluster, c) + ring(
         2.0 * experts, expert_where, workload.cluster, c
     )
     # FSDP2 adds gradients up in float32, Megatron in the format in which it computed them.
-    dim = 4.0 if workload.options.framework == "fsdp2" else 2.0
+    dim = 4.0 if workload.framework.name == "fsdp2" else 2.0
     scatter = ring(dim * dense, dense_where, workload.cluster, c) + ring(
         dim * experts, expert_where, workload.cluster, c
     )

@@ -19,7 +19,7 @@ from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes
-from moefold.plan.timing.layer_time import Load, Passes, Seconds, loads
+from moefold.plan.timing.layer_time import Load, Passes, Seconds, loads_of
 from moefold.plan.timing.throughput import Rates
 from moefold.plan.traffic import context_bytes, dispatch_bytes, stage_bytes, tensor_bytes
 from moefold.plan.workload import Workload
@@ -29,12 +29,12 @@ def layer_on_machine(workload: Workload, layer: Layer, sizes: Sizes, rates: Rate
     """One microbatch through one layer, each rank with a core of its own; `stretch` corrects for shared cores."""
     machine = workload.cluster.machine
     assert machine is not None
-    before, after, backward = loads(layer, sizes, workload.options)
+    before, after, backward = loads_of(workload, layer, sizes)
     tensor, sums = _tensor(workload, machine, layer), _sums(workload, machine, layer)
     expert = _experts(workload, machine, layer)
     context = _context(workload, machine, layer)
     gather, scatter = sharding_seconds(workload, machine, *_held(workload, layer))
-    repeats = 1.0 if "full" in workload.options.recompute or "attention" in workload.options.recompute else 0.0
+    repeats = 1.0 if "full" in workload.recompute or "attention" in workload.recompute else 0.0
 
     def own(load: Load, *, back: bool) -> Seconds:
         compute = rates.compute(load.work, backward=back)
@@ -54,13 +54,13 @@ def layer_on_machine(workload: Workload, layer: Layer, sizes: Sizes, rates: Rate
 
 def ends_on_machine(workload: Workload, embedding: bool, head: bool) -> Passes:
     """Collectives of embedding and head: their sharded rows, and tokens where tp shards the vocabulary."""
-    machine, model, tp = workload.cluster.machine, workload.model, workload.degrees.tp
+    machine, model, tp = workload.cluster.machine, workload.model, workload.parallel.tp
     assert machine is not None
     tables = (embedding or head) if model.tied else embedding + head
     gather, scatter = sharding_seconds(workload, machine, tables * model.dim * model.vocab / tp, 0.0)
     tokens = 0.0
     if tp > 1:
-        moved = workload.dtypes.word * workload.batch.tokens / workload.degrees.cp * model.dim * (tp - 1) / tp
+        moved = workload.word * workload.tokens / workload.parallel.cp * model.dim * (tp - 1) / tp
         tokens = (embedding + head) * machine.seconds("tokens", moved, tp, workload.cluster.num_gpus)
     # They stay unsharded from forward to backward.
     return Passes(Seconds(tensor=tokens, sharded=gather), Seconds(tensor=tokens, sharded=scatter))
@@ -68,32 +68,32 @@ def ends_on_machine(workload: Workload, embedding: bool, head: bool) -> Passes:
 
 def sharding_seconds(workload: Workload, machine: Machine, dense: float, experts: float) -> tuple[float, float]:
     """Gathering so many parameters of one module and its experts, and summing their gradients, once each."""
-    degrees, world = workload.degrees, workload.cluster.num_gpus
-    if degrees.sharding != "zero3" or degrees.pp * degrees.vpp > 1:
+    parallel, world = workload.parallel, workload.cluster.num_gpus
+    if parallel.sharding != "fsdp" or parallel.pp * parallel.vpp > 1:
         return 0.0, 0.0
     gather = scatter = 0.0
-    for number, group in ((dense, degrees.dp * degrees.cp), (experts, degrees.edp)):
+    for number, group in ((dense, workload.dp * parallel.cp), (experts, workload.edp)):
         if number and group > 1:
-            moved = number * workload.dtypes.weight_bytes * (group - 1) / group
+            moved = number * workload.weight_bytes * (group - 1) / group
             gather += machine.seconds("parameters", moved, group, world)
             scatter += machine.seconds("gradients", moved, group, world)
     return gather, scatter
 
 
 def _held(workload: Workload, layer: Layer) -> tuple[float, float]:
-    held, degrees = layer_counts(layer, workload.model.dim), workload.degrees
-    return held.sharded / degrees.tp + held.replicated, held.experts / (degrees.ep * degrees.etp)
+    held, parallel = layer_counts(layer, workload.model.dim), workload.parallel
+    return held.sharded / parallel.tp + held.replicated, held.experts / (parallel.ep * parallel.etp)
 
 
 def _tensor(workload: Workload, machine: Machine, layer: Layer) -> float:
-    size = max(workload.degrees.tp, workload.degrees.etp)
+    size = max(workload.parallel.tp, workload.parallel.etp)
     if size == 1:
         return 0.0
     calls = 0
-    if workload.degrees.tp > 1:
+    if workload.parallel.tp > 1:
         shared = isinstance(layer.feed, MoE) and not layer.feed.shared_hidden_dim
         calls += 2 * (layer.mixer is not None) + 2 * (layer.feed is not None and not shared)
-    if isinstance(layer.feed, MoE) and workload.degrees.etp > 1:
+    if isinstance(layer.feed, MoE) and workload.parallel.etp > 1:
         calls += 3
     return machine.seconds("tokens", tensor_bytes(workload, layer), size, workload.cluster.num_gpus, calls)
 
@@ -104,24 +104,24 @@ def _sums(workload: Workload, machine: Machine, layer: Layer) -> float:
         return 0.0
     world = workload.cluster.num_gpus
     return sum(
-        machine.seconds("sum", 0.0, size, world) for size in (workload.degrees.tp, workload.degrees.cp) if size > 1
+        machine.seconds("sum", 0.0, size, world) for size in (workload.parallel.tp, workload.parallel.cp) if size > 1
     )
 
 
 def _experts(workload: Workload, machine: Machine, layer: Layer) -> float:
     """Forward; backward is the same."""
-    if not isinstance(layer.feed, MoE) or workload.degrees.ep == 1:
+    if not isinstance(layer.feed, MoE) or workload.parallel.ep == 1:
         return 0.0
-    world, ep = workload.cluster.num_gpus, workload.degrees.ep
+    world, ep = workload.cluster.num_gpus, workload.parallel.ep
     moved = dispatch_bytes(workload, layer.feed).inside
-    if workload.options.dispatcher == "all_gather":
+    if workload.dispatcher == "all_gather":
         return machine.seconds("tokens", 2 * moved, ep, world, 4)
     return machine.seconds("exchange", moved, ep, world) / 2
 
 
 def _context(workload: Workload, machine: Machine, layer: Layer) -> float:
     """Forward, and twice as much backward."""
-    cp = workload.degrees.cp
+    cp = workload.parallel.cp
     if cp == 1 or not isinstance(layer.mixer, Attention):
         return 0.0
     return machine.seconds("context", context_bytes(workload, layer), cp, workload.cluster.num_gpus)
@@ -135,23 +135,23 @@ _MODULES, _PARAMETERS = 2, 10
 
 def messages_on_machine(workload: Workload, machine: Machine) -> float:
     """Hidden states and gradients that a rank waits for. Ends of the pipeline have only one neighbour."""
-    degrees = workload.degrees
-    if degrees.pp == 1:
+    parallel = workload.parallel
+    if parallel.pp == 1:
         return 0.0
-    received = (2 * degrees.vpp - 2 / degrees.pp) * workload.batch.microbatches
+    received = (2 * parallel.vpp - 2 / parallel.pp) * workload.microbatches
     return received * machine.seconds("send", stage_bytes(workload), 2, workload.cluster.num_gpus)
 
 
 def reduction_on_machine(workload: Workload, machine: Machine, dense: float, experts: float) -> float:
     """Pipelines unshard before the first microbatch and reduce after the last."""
-    degrees, world = workload.degrees, workload.cluster.num_gpus
-    if degrees.pp * degrees.vpp == 1:
+    parallel, world = workload.parallel, workload.cluster.num_gpus
+    if parallel.pp * parallel.vpp == 1:
         return 0.0
-    layers = len(workload.model.layers) / degrees.pp
+    layers = len(workload.model.layers) / parallel.pp
     total = 0.0
-    for number, group, share in ((dense, degrees.dp * degrees.cp, 0.8), (experts, degrees.edp, 0.2)):
+    for number, group, share in ((dense, workload.dp * parallel.cp, 0.8), (experts, workload.edp, 0.2)):
         if number and group > 1:
-            moved = number * workload.dtypes.weight_bytes * (group - 1) / group
+            moved = number * workload.weight_bytes * (group - 1) / group
             total += machine.seconds("parameters", moved, group, world, layers * _MODULES / 2)
             total += machine.seconds("gradients", moved, group, world) + machine.seconds(
                 "sum", 0.0, group, world, layers * _PARAMETERS * share

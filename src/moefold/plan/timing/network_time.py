@@ -39,7 +39,7 @@ def dispatch_seconds(sent: DispatchBytes, workload: Workload, c: Constants) -> f
     if not sent.inside and not sent.outside:
         return 0.0
     cluster = workload.cluster
-    fused = workload.options.dispatcher in ("deepep", "hybridep")
+    fused = workload.dispatcher in ("deepep", "hybridep")
     link = cluster.gpu.link_gb_s * 1e9 * (c.dedup_link if fused else c.exchange_link)
     network = cluster.nic_gb_s * 1e9 * (c.dedup_nic if fused else c.exchange_nic) * _penalty(cluster, c, dedup=fused)
     inside, outside = sent.inside / link, sent.outside / network

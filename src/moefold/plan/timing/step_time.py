@@ -59,13 +59,13 @@ class StepTime:
 def step_time(workload: Workload, c: Constants = CURRENT) -> StepTime:
     """The closed form, which the search uses; a test holds it against the simulated order."""
     sizes = sizes_of(workload)
-    rates = rates_of(workload, c, float(workload.batch.seq_len))
-    degrees, count = workload.degrees, workload.batch.microbatches
-    stages = stages_of_shape(workload.model, degrees.pp * degrees.vpp, written_stages(workload))
+    rates = rates_of(workload, c, float(workload.run.data.seq_len))
+    parallel, count = workload.parallel, workload.microbatches
+    stages = stages_of_shape(workload.model, parallel.pp * parallel.vpp, written_stages(workload))
     each = stage_passes(workload, stages, sizes, rates, c)
     totals = [passes.total for passes in each]
-    holder = place(degrees.pp, degrees.vpp, schedule_named(degrees.schedule).placement)
-    per_rank = [0.0] * degrees.pp
+    holder = place(parallel.pp, parallel.vpp, schedule_named(parallel.schedule).placement)
+    per_rank = [0.0] * parallel.pp
     for rank, which in zip(holder, stages.which):
         per_rank[rank] += totals[which]
     slowest = per_rank.index(max(per_rank))
@@ -74,10 +74,10 @@ def step_time(workload: Workload, c: Constants = CURRENT) -> StepTime:
         if rank == slowest:
             busy = busy.plus(each[which])
     bubble = 0.0
-    if degrees.pp > 1:
+    if parallel.pp > 1:
         # One of the other ranks' stages, on average, takes this long for one microbatch.
-        other = (sum(per_rank) - per_rank[slowest]) / ((degrees.pp - 1) * degrees.vpp)
-        bubble = bubble_units(degrees.schedule, degrees.pp, degrees.vpp) / PARTS * other
+        other = (sum(per_rank) - per_rank[slowest]) / ((parallel.pp - 1) * parallel.vpp)
+        bubble = bubble_units(parallel.schedule, parallel.pp, parallel.vpp) / PARTS * other
     if workload.cluster.machine is not None:
         return _on_machine(workload, workload.cluster.machine, busy, bubble, per_rank)
     reduction, hidden = _reduction(workload, busy.total, c)
@@ -94,7 +94,7 @@ def step_time(workload: Workload, c: Constants = CURRENT) -> StepTime:
 
 def _on_machine(workload: Workload, machine: Machine, busy: Passes, bubble: float, per_rank: list[float]) -> StepTime:
     """The same where ranks share the cores of a computer that was measured."""
-    count, crowd = workload.batch.microbatches, machine.slowdown(workload.cluster.num_gpus)
+    count, crowd = workload.microbatches, machine.slowdown(workload.cluster.num_gpus)
     factor = stretch(per_rank, bubble, count, crowd)
     dense, experts = _held(workload)
     return StepTime(
@@ -141,29 +141,29 @@ def stage_passes(workload: Workload, stages: Stages, sizes: Sizes, rates: Rates,
 
 
 def _messages(workload: Workload, c: Constants) -> float:
-    degrees = workload.degrees
-    if degrees.pp == 1:
+    parallel = workload.parallel
+    if parallel.pp == 1:
         return 0.0
-    outside = pipeline_leaves_domain(degrees, workload.cluster.usable_domain)
+    outside = pipeline_leaves_domain(workload)
     rate = workload.cluster.nic_gb_s * c.ring_nic if outside else workload.cluster.gpu.link_gb_s * c.ring_link
     once = stage_bytes(workload) / (rate * 1e9) + c.latency_us * 1e-6
-    return float(2 * degrees.vpp * workload.batch.microbatches * once * c.stage_exposed)
+    return float(2 * parallel.vpp * workload.microbatches * once * c.stage_exposed)
 
 
 def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, float]:
     """Gradients are scattered and parameters gathered once per step, mostly beside the last and first microbatch."""
-    degrees = workload.degrees
-    if degrees.sharding == "zero3" and degrees.pp == 1:
+    parallel = workload.parallel
+    if parallel.sharding == "fsdp" and parallel.pp == 1:
         return 0.0, 0.0
     dense, experts = _held(workload)
-    weight = min(2.0, workload.dtypes.weight_bytes) if degrees.sharding != "none" else workload.dtypes.gradient_bytes
-    grad = workload.dtypes.gradient_bytes
-    if degrees.sharding == "none":
-        grad = weight = 2.0 if workload.dtypes.format in ("fp16", "bf16") else 4.0
+    weight = min(2.0, workload.weight_bytes) if parallel.sharding != "none" else workload.gradient_bytes
+    grad = workload.gradient_bytes
+    if parallel.sharding == "none":
+        grad = weight = 2.0 if workload.format in ("float16", "bfloat16") else 4.0
     moved = ring(dense * (grad + weight), data_reach(workload), workload.cluster, c) + ring(
         experts * (grad + weight), expert_data_reach(workload), workload.cluster, c
     )
-    if not workload.options.gradient_overlap or degrees.sharding == "none":
+    if not workload.framework.gradient_overlap or parallel.sharding == "none":
         return moved, 0.0
     shown = max(c.data_exposed * moved, moved - window)
     return shown, moved - shown
@@ -171,9 +171,9 @@ def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, 
 
 def _held(workload: Workload) -> tuple[float, float]:
     """Parameters of the rank that holds most: dense and experts."""
-    degrees = workload.degrees
+    parallel = workload.parallel
     return _held_by(
-        workload.model, degrees.pp, degrees.vpp, written_stages(workload), degrees.tp, degrees.ep * degrees.etp
+        workload.model, parallel.pp, parallel.vpp, written_stages(workload), parallel.tp, parallel.ep * parallel.etp
     )
 
 
@@ -195,16 +195,16 @@ def _held_by(
 
 def _own(workload: Workload, dense: float, experts: float) -> float:
     """Parameters that a rank updates of those it holds."""
-    degrees = workload.degrees
-    shards = 1 if degrees.sharding == "none" else degrees.dp * degrees.cp
-    edp = 1 if degrees.sharding == "none" else degrees.edp
+    parallel = workload.parallel
+    shards = 1 if parallel.sharding == "none" else workload.dp * parallel.cp
+    edp = 1 if parallel.sharding == "none" else workload.edp
     return dense / shards + experts / edp
 
 
 def _optimizer(workload: Workload, rates: Rates) -> float:
     dense, experts = _held(workload)
     own = _own(workload, dense, experts)
-    if workload.options.optimizer_on_host:
+    if workload.run.memory.optimizer == "host":
         return own * 16.0 / (workload.cluster.gpu.host_gb_s * 1e9)
     return (own * _OPTIMIZER_BYTES + (dense + experts) * 4.0) * rates.traffic
 

@@ -46,27 +46,27 @@ class StepTimeline:
 
 
 def step_timeline(workload: Workload, most_boxes: int = MOST_BOXES) -> StepTimeline:
-    degrees = workload.degrees
-    stages = stages_of_shape(workload.model, degrees.pp * degrees.vpp, written_stages(workload))
-    rates = rates_of(workload, CURRENT, float(workload.batch.seq_len))
+    parallel = workload.parallel
+    stages = stages_of_shape(workload.model, parallel.pp * parallel.vpp, written_stages(workload))
+    rates = rates_of(workload, CURRENT, float(workload.run.data.seq_len))
     passes = stage_passes(workload, stages, sizes_of(workload), rates, CURRENT)
     each = [passes[which] for which in stages.which]
     shown = _shown(workload, most_boxes)
-    order = schedule_named(degrees.schedule).build(degrees.pp, degrees.vpp, shown)
+    order = schedule_named(parallel.schedule).build(parallel.pp, parallel.vpp, shown)
     durations = Durations(
         forward=[stage.forward.total for stage in each],
         # Input and weight gradients cost about the same.
         backward_input=[stage.backward.total / 2 for stage in each],
         backward_weight=[stage.backward.total / 2 for stage in each],
     )
-    return StepTimeline(simulate(order, durations), shown, workload.batch.microbatches, _shares(each))
+    return StepTimeline(simulate(order, durations), shown, workload.microbatches, _shares(each))
 
 
 def _shown(workload: Workload, most_boxes: int) -> int:
     """Whole rounds of the pipeline, at least one."""
-    degrees, count = workload.degrees, workload.batch.microbatches
-    fits = max(degrees.pp, most_boxes // (2 * degrees.vpp) // degrees.pp * degrees.pp, 2)
-    needed = schedule_named(degrees.schedule).microbatches_per_stage * degrees.pp * degrees.vpp
+    parallel, count = workload.parallel, workload.microbatches
+    fits = max(parallel.pp, most_boxes // (2 * parallel.vpp) // parallel.pp * parallel.pp, 2)
+    needed = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
     return min(count, max(fits, needed))
 
 

@@ -14,7 +14,7 @@ from moefold.errors import ConfigError, Problem
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
-from moefold.plan.workload import Workload
+from moefold.plan.workload import WIDE_FORMATS, Workload
 
 # GPUs are compared with this one, in 1e12 FLOP/s of bf16 per watt.
 _H100 = 989 / 700
@@ -66,19 +66,19 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
     if workload.cluster.machine is not None:
         _check_measured(workload)
         return measured_rates(workload.cluster.machine)
-    gpu, form = workload.cluster.gpu, workload.dtypes.format
+    gpu, form = workload.cluster.gpu, workload.format
     factor = _framework_factor(workload, c) * _age(workload, c)
     bandwidth = gpu.memory_tb_s * 1e12 * c.traffic
     passes = _CONVERSION.get(form, 1.0)
-    fused = c.compiled if workload.options.compiled else 1.0
+    fused = c.compiled if workload.framework.compiled else 1.0
     gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
     # Measured attention rates are alike shares of the peak on the usual GPU of each architecture; a GPU that has
     # fewer watts for the same arithmetic is slower. The newest GPUs have twice the exponentials.
     gain *= c.attention_sm103 if gpu.architecture == "sm103" else 1.0
     gain *= (gpu.bf16_tflops / gpu.watts / _USUAL.get(gpu.architecture, _H100)) ** -c.power
-    if workload.options.framework == "fsdp2":
+    if workload.framework.name == "fsdp2":
         # torch's ring attention runs its steps one by one and merges them in eager mode.
-        gain /= (1 + c.ring_fsdp2) ** log2(workload.degrees.cp)
+        gain /= (1 + c.ring_fsdp2) ** log2(workload.parallel.cp)
     attention = factor / (gpu.bf16_tflops * 1e12 * gain)
     matmuls = factor * _matmul_seconds(workload, c, form)
     host = 1e-6 * factor * (c.launch_grace if gpu.per_node == 4 else 1.0)
@@ -100,11 +100,11 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
 def _check_measured(workload: Workload) -> None:
     """A machine's table says how fast moefold is there in float32, and nothing else."""
     problems = []
-    if workload.dtypes.format != "float32":
-        message = f"is {workload.dtypes.format}, but the machine was measured in float32"
+    if workload.format != "float32":
+        message = f"is {workload.format}, but the machine was measured in float32"
         problems.append(Problem("precision.compute", message, "use float32, or plan without --machine"))
-    if workload.options.framework != "moefold":
-        message = f"is {workload.options.framework}, but the machine was measured with moefold"
+    if workload.framework.name != "moefold":
+        message = f"is {workload.framework.name}, but the machine was measured with moefold"
         problems.append(Problem("framework", message, "use moefold, or plan without --machine"))
     if problems:
         raise ConfigError(*problems)
@@ -134,7 +134,7 @@ def _matmul_seconds(workload: Workload, c: Constants, form: str) -> float:
     share = float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power)
     share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
     eight = gpu.fp8_tflops or gpu.bf16_tflops
-    if form in ("bf16", "fp16", "float32"):
+    if form in WIDE_FORMATS:
         return 1 / (gpu.bf16_tflops * 1e12 * share * c.gemm_bf16)
     if form == "nvfp4":
         return 1 / (2 * eight * 1e12 * share * c.gemm_fp4)
@@ -144,13 +144,13 @@ def _matmul_seconds(workload: Workload, c: Constants, form: str) -> float:
 
 def _framework_factor(workload: Workload, c: Constants) -> float:
     """Time on GPU and host against Megatron's."""
-    name = _PROGRAM.get(workload.options.framework)
+    name = _PROGRAM.get(workload.framework.name)
     return float(getattr(c, name)) if name else 1.0
 
 
 def _age(workload: Workload, c: Constants) -> float:
     """Frameworks and their kernels get better every year; a workload without a date is of today."""
-    years = max(-1.0, min(2.0, _TODAY - workload.options.date)) if workload.options.date else 0.0
+    years = max(-1.0, min(2.0, _TODAY - workload.framework.date)) if workload.framework.date else 0.0
     return float((1 + c.year) ** years)
 
 
