@@ -20,8 +20,6 @@ NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"
 # A check is named after the section of the configuration that it checks, C code after the op that calls it. Files of
 # cli/ are named by verb and may repeat any name.
 MIRRORS = ({"config", "checks"}, {"ops", "ops/native"})
-# To be renamed; this list only shrinks.
-REPEATED_YET = {"activations.py"}
 BRAIN = {"batching", "blueprint", "checks", "config", "hardware", "html", "plan", "recipes", "schedule", "topology"}
 # They run whatever is inside the bytes they read.
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -61,7 +59,7 @@ def test_nothing_dangerous_is_called() -> None:
 
 def test_no_file_name_is_used_twice() -> None:
     repeated = repeated_names([path.relative_to(PACKAGE) for path in source_files()])
-    offenders = [f"{name}: {folders}" for name, folders in repeated.items() if name not in REPEATED_YET]
+    offenders = [f"{name}: {folders}" for name, folders in repeated.items()]
     assert not offenders, report(offenders)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,11 +29,6 @@ JUSTIFIED = {
     ("card", "src/moefold/plan/report/"): "a box of a page",
     ("card", "src/moefold/train/report/"): "a box of a page",
 }
-# What is not yet clean, and where; this list only shrinks.
-NOT_YET: dict[str, tuple[str, ...]] = {
-    "card": ("src/moefold/plan/",),
-    "look ahead": ("src/moefold/plan/",),
-}
 
 
 def prose_files() -> list[Path]:
@@ -46,8 +40,7 @@ def is_present_day(path: Path) -> bool:
 
 
 def excused(word: str, path: Path) -> bool:
-    justified = any(word == other and shown(path).startswith(where) for other, where in JUSTIFIED)
-    return justified or shown(path).startswith(NOT_YET.get(word, ()))
+    return any(word == other and shown(path).startswith(where) for other, where in JUSTIFIED)
 
 
 def found_in(path: Path) -> Iterator[tuple[str, str, int]]:
@@ -92,19 +85,6 @@ def test_old_words_are_gone() -> None:
         if not excused(word, path)
     ]
     assert not offenders, report(offenders)
-
-
-def test_what_is_clean_leaves_the_list() -> None:
-    """A warning, because a package may be cleaned by another change than the one that shortens the list."""
-    found = {(word, shown(path)) for path in prose_files() for word, _, _ in found_in(path)}
-    clean = [
-        f"{word} in {where}"
-        for word, places in NOT_YET.items()
-        for where in places
-        if not any(word == other and path.startswith(where) for other, path in found)
-    ]
-    if clean:
-        warnings.warn("take out of NOT_YET: " + report(clean), stacklevel=1)
 
 
 def test_old_files_are_gone() -> None:

@@ -16,12 +16,6 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[)#]")
 BASES = [ROOT / name for name in ("", "src", "tests", "docs", "benchmarks", "examples")] + [PACKAGE]
 # Files that Python itself looks for.
 NOT_OURS = {"sitecustomize.py", "usercustomize.py"}
-# Mentions that are still to be corrected; this list only shrinks.
-NOT_YET = {
-    "src/moefold/plan/memory/peak.py: live.py",
-    "src/moefold/plan/timing/measured_machine.py: machine_step.py",
-    "src/moefold/plan/workload.py: plan/stacks.py",
-}
 
 
 def known_names() -> set[str]:
@@ -62,7 +56,7 @@ def test_every_path_that_is_named_exists() -> None:
         for path in [*files("src", "docs", "tests"), *files("docs", suffixes=(".svg",)), *pages]
         for what in missing(path, names)
     }
-    offenders = sorted(found - NOT_YET)
+    offenders = sorted(found)
     assert not offenders, report(offenders)
 
 

@@ -39,7 +39,7 @@ def completed(record: Record) -> Record:
     tp, pp, cp = (parallel.get(axis) or 1 for axis in ("tp", "pp", "cp"))
     layout = flags.get("pp_layout")
     if isinstance(layout, str) and re.fullmatch(r"[EtmL|()*\d]+", layout):
-        # A layout says how many stages there are, and how many modules look ahead.
+        # A layout says how many stages there are, and how many MTP modules.
         letters = unfolded(layout)
         parallel["vpp"] = parallel.get("vpp") or max(1, (letters.count("|") + 1) // pp)
         made["model"]["mtp"] = letters.count("m")

@@ -35,7 +35,7 @@ class Answer:
 
 def answers(workload: Workload) -> list[Answer]:
     """Every question that makes sense for this workload."""
-    return [*_about_machine(workload), *_about_layout(workload), *_about_program(workload)]
+    return [*_about_machine(workload), *_about_layout(workload), *_about_framework(workload)]
 
 
 def _about_machine(workload: Workload) -> Iterator[Answer]:
@@ -75,7 +75,7 @@ def _worth_asking(workload: Workload, name: str, size: int) -> bool:
     return name != "cp" or workload.parallel.cp > 1 or workload.run.data.seq_len >= 16_384
 
 
-def _about_program(workload: Workload) -> Iterator[Answer]:
+def _about_framework(workload: Workload) -> Iterator[Answer]:
     own, space = choice_of_workload(workload), usual_space(workload)
     if own.recompute:
         yield _changed(workload, own._replace(recompute=frozenset()), space, "nothing were recomputed", "framework")

@@ -21,7 +21,8 @@ _H100 = 989 / 700
 _USUAL = {"sm80": 312 / 400, "sm90": _H100, "sm100": 2450 / 1200, "sm103": 2450 / 1400}
 # Exponent of the smooth maximum of GPU and host time; 4 adds 19 % where both are equal.
 _SHARPNESS = 4.0
-_PROGRAM = {"fsdp2": "fsdp2", "deepspeed": "deepspeed", "jax": "jax"}
+# Frameworks that have a constant of their own: their time against Megatron's.
+_FACTORS = ("fsdp2", "deepspeed", "jax")
 _TODAY = 2026.0
 # Passes over memory to convert, against MXFP8's one: scales that need the largest value first read everything twice,
 # and those of the step before do not.
@@ -144,8 +145,8 @@ def _matmul_seconds(workload: Workload, c: Constants, form: str) -> float:
 
 def _framework_factor(workload: Workload, c: Constants) -> float:
     """Time on GPU and host against Megatron's."""
-    name = _PROGRAM.get(workload.framework.name)
-    return float(getattr(c, name)) if name else 1.0
+    name = workload.framework.name
+    return float(getattr(c, name)) if name in _FACTORS else 1.0
 
 
 def _age(workload: Workload, c: Constants) -> float:
