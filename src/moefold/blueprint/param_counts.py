@@ -99,6 +99,10 @@ class LayerCounts:
     replicated: int = 0
     experts: int = 0
 
+    def on_rank(self, tp: int, ep: int, etp: int) -> tuple[float, float]:
+        """What one rank has before data parallelism shards it: dense parameters, and experts."""
+        return self.sharded / tp + self.replicated, self.experts / (ep * etp)
+
 
 @lru_cache(maxsize=10_000)
 def layer_counts(layer: Layer, dim: int) -> LayerCounts:

@@ -62,7 +62,7 @@ def rank_weights(model: ModelShape, stages: tuple[StageContents, ...], degrees: 
             dense += stage.mtp * join_parameter("", model.dim).size / tp
     for layer, count in kinds.items():
         held = layer_counts(layer, model.dim)
-        local = held.sharded / tp + held.replicated, held.experts / (ep * etp)
+        local = held.on_rank(tp, ep, etp)
         dense += count * local[0]
         experts += count * local[1]
         largest = max(largest, (sum(local), local[1]))

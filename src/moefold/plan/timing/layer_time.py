@@ -246,8 +246,7 @@ def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constant
     """Parameters are unsharded before each pass and gradients reduced after the second, overlapped with computation."""
     held = layer_counts(layer, workload.model.dim)
     parallel = workload.parallel
-    dense = held.sharded / parallel.tp + held.replicated
-    experts = held.experts / (parallel.ep * parallel.etp)
+    dense, experts = held.on_rank(parallel.tp, parallel.ep, parallel.etp)
     dense_where, expert_where = data_reach(workload), expert_data_reach(workload)
     gather = ring(2.0 * dense, dense_where, workload.cluster, c) + ring(
         2.0 * experts, expert_where, workload.cluster, c

@@ -82,7 +82,7 @@ def sharding_seconds(workload: Workload, machine: Machine, dense: float, experts
 
 def _held(workload: Workload, layer: Layer) -> tuple[float, float]:
     held, parallel = layer_counts(layer, workload.model.dim), workload.parallel
-    return held.sharded / parallel.tp + held.replicated, held.experts / (parallel.ep * parallel.etp)
+    return held.on_rank(parallel.tp, parallel.ep, parallel.etp)
 
 
 def _tensor(workload: Workload, machine: Machine, layer: Layer) -> float:

@@ -173,22 +173,24 @@ def _held(workload: Workload) -> tuple[float, float]:
     """Parameters of the rank that holds most: dense and experts."""
     parallel = workload.parallel
     return _held_by(
-        workload.model, parallel.pp, parallel.vpp, written_stages(workload), parallel.tp, parallel.ep * parallel.etp
+        workload.model, parallel.pp, parallel.vpp, written_stages(workload), (parallel.tp, parallel.ep, parallel.etp)
     )
 
 
 @lru_cache(maxsize=10_000)
 def _held_by(
-    model: ModelShape, pp: int, vpp: int, written: str | None, tp: int, expert_cuts: int
+    model: ModelShape, pp: int, vpp: int, written: str | None, degrees: tuple[int, int, int]
 ) -> tuple[float, float]:
+    """The constants were fitted to this sum: it leaves MTP modules out, counts tied embeddings on both ends and the
+    vocabulary unpadded. `memory/states.rank_weights` is exact; taking it here moves some step times by up to 5 %."""
     ranks = [[0.0, 0.0] for _ in range(pp)]
     for index, contents in enumerate(contents_of(model, pp * vpp, written)):
         own = ranks[index % pp]
         for layer, number in contents.layers:
-            held = layer_counts(layer, model.dim)
-            own[0] += number * (held.sharded / tp + held.replicated)
-            own[1] += number * held.experts / expert_cuts
-        own[0] += (contents.embedding + contents.head) * model.dim * model.vocab / tp
+            local = layer_counts(layer, model.dim).on_rank(*degrees)
+            own[0] += number * local[0]
+            own[1] += number * local[1]
+        own[0] += (contents.embedding + contents.head) * model.dim * model.vocab / degrees[0]
     dense, experts = max(ranks, key=sum)
     return dense, experts
 
