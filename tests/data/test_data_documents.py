@@ -43,7 +43,7 @@ def open_kind(kind: str, path: str, seed: int = 1, seq_len: int = S, **fields: o
 
 
 def cut(docs: list[np.ndarray], seq_len: int) -> list[list[int]]:
-    """The twin of `Pieces`: every piece written out."""
+    """The reference of `Pieces`: every piece written out."""
     return [
         document[start : start + seq_len + 1].tolist()
         for document in docs

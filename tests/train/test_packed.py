@@ -95,7 +95,7 @@ def labels_ahead(batches: list[Batch]) -> int:
 
 
 def one_at_a_time(run: RunConfig) -> list[Batch]:
-    """The twin of packing: every document a microbatch of its own."""
+    """The reference of packing: every document a microbatch of its own."""
     data = replace(run.data, packing="bin_packed", micro_batch=1)
     samples, found = opened(run), []
     for i in range(run.data.global_batch):
