@@ -129,7 +129,8 @@ def read_bounded(path: Path, limit: int) -> bytes:
         if size > limit:
             raise CheckpointError(f"{path}: has {size:,} bytes, more than the limit of {limit:,}")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit)
+            # Not `limit`: a buffer of that size would be allocated first.
+            return file.read(size)
 
 
 def read_recorded(path: Path, record: FileRecord, limit: int) -> bytes:
