@@ -1,1 +1,1 @@
-"""Weights at rest: checkpoints of our own, and the formats of others."""
+"""Checkpoints: saving, loading under any layout, and conversion to and from Hugging Face."""

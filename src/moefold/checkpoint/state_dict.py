@@ -29,7 +29,7 @@ _MAX_LISTED = 200
 
 
 def run_record(local_model: LocalModel) -> dict[str, object]:
-    """What a manifest says about the run as a whole."""
+    """The manifest's fields that describe the run."""
     degrees = {name: size for name, size in asdict(local_model.run.parallel).items() if type(size) is int}
     layout = local_model.groups.layout
     return {
@@ -48,15 +48,15 @@ def chunks_of(local_model: LocalModel, optimizer: Optimizer | None) -> list[Chun
 def _primary_chunks(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
     kinds = _state_kinds(optimizer)
     for name, parameter in local_model.model.named_parameters():
-        held = local_model.param_shards[name]
-        if not held.is_primary:
+        param_shard = local_model.param_shards[name]
+        if not param_shard.is_primary:
             continue
-        yield Chunk(f"parameter/{name}", held.shape, held.box, local_part(parameter.detach()))
+        yield Chunk(f"parameter/{name}", param_shard.shape, param_shard.box, local_part(parameter.detach()))
         for kind, single in kinds.items():
             state = _state_or_zeros(optimizer, parameter, kind, single)
             if not single:
-                yield Chunk(f"{kind}/{name}", held.shape, held.box, local_part(state))
-            elif all(part.start == 0 for part in held.box) and volume(held.box):
+                yield Chunk(f"{kind}/{name}", param_shard.shape, param_shard.box, local_part(state))
+            elif all(part.start == 0 for part in param_shard.box) and volume(param_shard.box):
                 yield Chunk(f"{kind}/{name}", (), (), local_part(state))
     if local_model.groups["stage"].index == 0:
         live = dict(local_model.model.named_buffers())
@@ -144,8 +144,8 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
 
 def _weights_needed(local_model: LocalModel) -> Iterator[ChunkSpec]:
     for name, parameter in local_model.model.named_parameters():
-        held = local_model.param_shards[name]
-        yield ChunkSpec(f"parameter/{name}", parameter.dtype, held.shape, held.box)
+        param_shard = local_model.param_shards[name]
+        yield ChunkSpec(f"parameter/{name}", parameter.dtype, param_shard.shape, param_shard.box)
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         yield ChunkSpec(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, whole(spec.shape))
@@ -154,11 +154,11 @@ def _weights_needed(local_model: LocalModel) -> Iterator[ChunkSpec]:
 def _states_needed(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
     """A kind of state is there for all parameters or for none."""
     for name, parameter in local_model.model.named_parameters():
-        held, spec = local_model.param_shards[name], offered.get(f"{kind}/{name}")
+        param_shard, spec = local_model.param_shards[name], offered.get(f"{kind}/{name}")
         if spec is not None and spec.shape == ():
             yield ChunkSpec(f"{kind}/{name}", torch.float32, (), ())
         else:
-            yield ChunkSpec(f"{kind}/{name}", parameter.dtype, held.shape, held.box)
+            yield ChunkSpec(f"{kind}/{name}", parameter.dtype, param_shard.shape, param_shard.box)
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def verify(directory: Path) -> Manifest:
 
 
 def check_structure(directory: Path, manifest: Manifest) -> None:
-    """Headers say what tables say, and the chunks of every tensor make it up, each element once."""
+    """Headers match tables, and the chunks of every tensor cover each element once."""
     found: dict[str, list[ChunkSpec]] = {}
     for rank in range(manifest.world):
         chunks = read_table(directory, manifest, rank)

@@ -108,9 +108,9 @@ class HfDirectory:
             yield copy.hf_name, original, "MTP modules share it with the model"
 
     def _same_bytes(self, found: Mapping[str, HeaderEntry], name: str, other: str) -> bool:
-        alike = found[name].shape == found[other].shape and found[name].dtype == found[other].dtype
+        same_type = found[name].shape == found[other].shape and found[name].dtype == found[other].dtype
         chunks = zip(self._files[name].raw(name), self._files[other].raw(other), strict=True)
-        return alike and all(a == b for a, b in chunks)
+        return same_type and all(a == b for a, b in chunks)
 
     def names(self) -> Sequence[str]:
         return tuple(self._by_key)

@@ -132,12 +132,12 @@ def parse_dims(text: str, rank: int) -> Dims:
     if not text:
         return Dims(tuple((dim,) for dim in range(rank)))
     left, right = (side.strip() for side in text.split("="))
-    ours = left.split()
+    dims = left.split()
     groups = [found[0].strip("()").split() for found in re.finditer(r"\([^)]*\)|\S+", right)]
-    assert sorted(ours) == sorted(chain.from_iterable(groups)) and len(ours) == rank, (
+    assert sorted(dims) == sorted(chain.from_iterable(groups)) and len(dims) == rank, (
         f"{text!r} does not relate {rank} dims"
     )
-    return Dims(tuple(tuple(ours.index(word) for word in group) for group in groups))
+    return Dims(tuple(tuple(dims.index(word) for word in group) for group in groups))
 
 
 def tensors_of(model: ModelConfig) -> tuple[ParameterSpec, ...]:
