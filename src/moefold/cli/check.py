@@ -66,14 +66,16 @@ def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -
     found = check(run, world)
     if check(run, world, training=False):
         return _report_problems(run.name, found, as_json)
-    share = largest_rank_params(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
+    largest = (
+        largest_rank_params(run.model, fold(run.parallel, world), parts_by_rank(run)) if world is not None else None
+    )
     if as_json:
-        data = _as_dict(run, world, share) | {"problems": [asdict(problem) for problem in found]}
+        data = _as_dict(run, world, largest) | {"problems": [asdict(problem) for problem in found]}
         print(json.dumps(data, indent=2))
         return 1 if found else 0
     if not found:
         print(f"{run.name}: no problems\n")
-    print("\n\n".join(_report(run, world, share)))
+    print("\n\n".join(_report(run, world, largest)))
     if found:
         print()
         return _report_problems(run.name, found, as_json)
@@ -103,7 +105,7 @@ def _report_problems(name: str, found: list[Problem], as_json: bool) -> int:
     return 1
 
 
-def _report(run: RunConfig, world: int | None, share: RankParams | None) -> Iterator[str]:
+def _report(run: RunConfig, world: int | None, largest: RankParams | None) -> Iterator[str]:
     counts = count_parameters(run.model)
     yield _sizes_table(run, counts)
     kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
@@ -111,8 +113,8 @@ def _report(run: RunConfig, world: int | None, share: RankParams | None) -> Iter
     yield text_table(("layers", "feed-forward", "parameters of each", "active"), list(_layer_rows(run.model)))
     if run.parallel.dispatcher == "adaptive" and run.model.moe is not None:
         yield _dispatcher_table(run)
-    if share is not None and world is not None:
-        yield _share_table(run, world, share)
+    if largest is not None and world is not None:
+        yield _rank_table(run, world, largest)
         if run.parallel.pp * run.parallel.vpp > 1:
             yield stage_table(places_of(run, fold(run.parallel, world)))
 
@@ -155,12 +157,12 @@ def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
         yield ("MTP" if model.num_mtp == 1 else f"MTP 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
 
 
-def _share_table(run: RunConfig, world: int | None, share: RankParams) -> str:
+def _rank_table(run: RunConfig, world: int | None, largest: RankParams) -> str:
     rows = [
         (what, f"{n:,}", format_count(n), format_bytes(n * BYTES[run.precision.params]))
-        for what, n in (("unsharded (after tp, ep, etp, pp)", share.computed), ("FSDP shard", share.at_rest))
+        for what, n in (("unsharded (after tp, ep, etp, pp)", largest.computed), ("FSDP shard", largest.at_rest))
     ]
-    stage = f", a rank of stage {share.stage}" if run.parallel.pp > 1 else ""
+    stage = f", a rank of stage {largest.stage}" if run.parallel.pp > 1 else ""
     return text_table((f"largest of {world:,} ranks{stage}", "parameters", "about", run.precision.params), rows)
 
 
@@ -178,7 +180,7 @@ def _percent(part: int, counts: Counts) -> str:
     return f"{100 * part / counts.total:.2f} %"
 
 
-def _as_dict(run: RunConfig, world: int | None, share: RankParams | None) -> dict[str, object]:
+def _as_dict(run: RunConfig, world: int | None, largest: RankParams | None) -> dict[str, object]:
     counts = count_parameters(run.model)
     return {
         "run": run.name,
@@ -188,5 +190,5 @@ def _as_dict(run: RunConfig, world: int | None, share: RankParams | None) -> dic
         "bytes": {run.precision.params: counts.total * BYTES[run.precision.params]},
         "world": world,
         "dispatcher": dispatcher_in_use(run) if run.model.moe is not None else None,
-        "largest_rank": asdict(share) if share else None,
+        "largest_rank": asdict(largest) if largest else None,
     }

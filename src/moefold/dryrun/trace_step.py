@@ -69,7 +69,7 @@ def trace_step(
     try:
         tracer = _StepTracer(local_model, optimizer, batches, on_action)
         with tracer.storages:
-            run_step(local_model, optimizer, batches, tracer.look, on_action=tracer.on_action)
+            run_step(local_model, optimizer, batches, tracer.on_gradients, on_action=tracer.on_action)
             tracer.storages.mark("after the update")
         return tracer.result()
     finally:
@@ -78,9 +78,9 @@ def trace_step(
 
 class _StepTracer:
     def __init__(
-        self, local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], also: OnAction | None
+        self, local_model: LocalModel, optimizer: Optimizer, batches: Sequence[Batch], on_action: OnAction | None
     ) -> None:
-        self.also, self.batches = also, batches
+        self._on_action, self.batches = on_action, batches
         self.local_model, self.collectives = local_model, CollectiveTrace(local_model.groups)
         self.storages = StorageTracker(self.collectives.on_collective)
         self.owner: dict[int, Key] = {}
@@ -109,10 +109,10 @@ class _StepTracer:
         self.by_action.append((action, gained(traffic, self._before)))
         self._before, self._since = traffic, self.storages.num_seen
         self.storages.mark(" overlapped with ".join(_described(part) for part in action.parts))
-        if self.also is not None:
-            self.also(state, action)
+        if self._on_action is not None:
+            self._on_action(state, action)
 
-    def look(self, gradients: dict[str, Tensor]) -> None:
+    def on_gradients(self, gradients: dict[str, Tensor]) -> None:
         for gradient in gradients.values():
             self.storages.add(gradient, "gradients")
         self.storages.mark("reduction of gradients")

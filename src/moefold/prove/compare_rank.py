@@ -117,10 +117,10 @@ def compare_rank(case: Case, reference: Path, rank: int, routing_policy: PolicyO
         replay_routing(local_model.model, expected, groups["dp"].index, batches)
     seen: dict[str, Difference] = {}
 
-    def look(gradients: dict[str, Tensor]) -> None:
+    def on_gradients(gradients: dict[str, Tensor]) -> None:
         seen.update(_shard_differences(local_model, "gradient", gradients, expected))
 
-    result = run_step(local_model, optimizer, batches, look)
+    result = run_step(local_model, optimizer, batches, on_gradients)
     seen |= _shard_differences(local_model, "parameter", dict(local_model.model.named_parameters()), expected)
     seen |= _optimizer_differences(local_model, optimizer, expected)
     seen |= _replicated_differences(local_model, result, expected, is_primary=rank == 0)
