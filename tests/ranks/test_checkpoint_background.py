@@ -1,4 +1,4 @@
-"""F17: saving beside training. Kills, failures and overlaps in the background never leave a false checkpoint."""
+"""Saving beside training. Kills, failures and overlaps in the background never leave a false checkpoint."""
 
 from __future__ import annotations
 

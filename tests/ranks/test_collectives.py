@@ -1,4 +1,4 @@
-"""Every crossing, values and gradients, against the sum or the whole written down on one process."""
+"""Every collective with gradients: values and gradients against the sum or the whole tensor on one process."""
 
 from __future__ import annotations
 

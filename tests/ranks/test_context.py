@@ -225,7 +225,7 @@ def test_short_formats(dtype: torch.dtype) -> None:
     on_ranks(work, 2, cp=2)
 
 
-def test_sizes_and_ways_differ_by_batch_and_layer() -> None:
+def test_sizes_and_modes_differ_by_batch_and_layer() -> None:
     """One core serves a batch on four ranks, then one on two, then one alone; and windowed layers go another way."""
 
     def work(groups: Groups) -> list[int]:
@@ -251,7 +251,7 @@ def test_sizes_and_ways_differ_by_batch_and_layer() -> None:
         assert sends > 0 and exchanges == 4
 
 
-def test_only_what_is_read_travels() -> None:
+def test_only_rows_that_are_read_are_sent() -> None:
     """Zigzag: a later rank reads half of an earlier one's keys. A window: no more rows than it reaches back."""
 
     def work(groups: Groups) -> list[int]:

@@ -1,4 +1,4 @@
-"""Wherever experts live, a token gets the same answer, and so do its gradients."""
+"""Every dispatcher gives a token the same expert output and gradients, wherever its experts are."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def laid_out(column: Tensor, strides: tuple[int, int]) -> Tensor:
 
 @pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
 @pytest.mark.parametrize("kind", get_args(NamedDispatcher))
-def test_one_choice_per_token_may_have_any_stride(kind: str, strides: tuple[int, int]) -> None:
+def test_one_assignment_per_token_may_have_any_stride(kind: str, strides: tuple[int, int]) -> None:
     def work(groups: Groups) -> None:
         x, expert, weight, _ = everything(dropping=False, choices=1)
         expected = answer(LocalDispatcher(EXPERTS), x, Routing(expert, weight, None), 0, 1.0)

@@ -1,3 +1,5 @@
+"""Process groups: one handle per list of ranks, all-to-all of rows over a group, and errors that name the rank."""
+
 from __future__ import annotations
 
 import pytest
@@ -20,7 +22,7 @@ def test_each_distinct_rank_list_gets_one_handle_and_lone_ranks_none() -> None:
     assert all(on_ranks(work, 4, tp=2, ep=2, etp=2))
 
 
-def test_rows_change_owners_and_their_gradients_come_back() -> None:
+def test_all_to_all_moves_rows_and_their_gradients_come_back() -> None:
     """Rank r sends r + p rows to peer p: uneven, and nothing at all from 0 to 0."""
 
     def work(groups: Groups) -> None:

@@ -1,4 +1,4 @@
-"""Overlap is real: on a slow link between two hosts, exchanges hide under another microbatch's compute.
+"""Overlap is real: on a slow link between two hosts, all-to-alls are hidden by another microbatch's compute.
 
 Two network namespaces with two ranks each, experts spread over all four, so that half of every dispatch and combine
 crosses the link. What counts as exposed is the time in which a rank waits for an exchange and computes nothing.
@@ -123,7 +123,7 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not possible(), reason="needs the right to make network namespaces")
-def test_exchanges_hide_under_compute() -> None:
+def test_all_to_alls_are_hidden_by_compute() -> None:
     found = {}
     # Both gather parameters once per step, so that exchanges with experts are all that crosses the link inside it.
     for schedule in (PLAIN, OVERLAPPED):

@@ -169,7 +169,7 @@ def test_any_tensor_can_be_summed(make: object) -> None:
     on_ranks(work, 2, pp=2)
 
 
-def test_narrow_numbers_are_added_up_in_wide_ones() -> None:
+def test_bfloat16_is_summed_in_a_wider_dtype() -> None:
     """256 + 1 + 1: in bfloat16 each 1 by itself would be rounded away."""
 
     def work(groups: Groups) -> None:

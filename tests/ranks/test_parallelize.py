@@ -18,7 +18,7 @@ LAYOUTS = ({"tp": 2, "ep": 4}, {"ep": 2, "etp": 2}, {"ep": 2, "dp_replicate": 2,
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
-def test_boxes_are_what_ranks_hold_and_speakers_cover_each_parameter_once(degrees: dict[str, int]) -> None:
+def test_boxes_are_what_ranks_hold_and_primary_replicas_cover_each_parameter_once(degrees: dict[str, int]) -> None:
     run = replace(RECIPES["qwen3_30b_a3b_proxy"](), parallel=ParallelConfig(**degrees))
 
     def work(groups: Groups) -> dict[str, list[int]]:

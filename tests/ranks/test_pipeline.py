@@ -198,7 +198,7 @@ SHARED: list[tuple[int, ModelConfig, dict[str, Any]]] = [
     slow_except(SHARED, SHARED[0], SHARED[-1]),
     ids=["tied", "tied, split", "tied, in a V", "tied on three", "tied, sharded", "untied"],
 )
-def test_every_copy_of_a_shared_weight_stays_the_same_to_the_bit(
+def test_every_replica_of_a_shared_weight_stays_the_same_to_the_bit(
     world: int, model: ModelConfig, layout: dict[str, Any]
 ) -> None:
     run = staged_run(model, **layout)

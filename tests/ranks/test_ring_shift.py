@@ -1,4 +1,4 @@
-"""Transfers around the circle: any distance, uneven, empty, several at once, two ranks facing each other."""
+"""Transfers around the ring: any distance, uneven, empty, several at once, two ranks facing each other."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_strange_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert "<img src=x>" not in text and "12 lines could not be read" in text
 
 
-def test_a_step_told_twice_counts_once(tmp_path: Path) -> None:
+def test_a_step_recorded_twice_counts_once(tmp_path: Path) -> None:
     lines = [{"kind": "step", "step": step, "loss": loss} for step, loss in ((1, 5.0), (2, 4.0), (2, 3.0), (1, 2.0))]
     history = read_history(write(tmp_path, *lines))
     assert history.steps.tolist() == [1, 2] and history.column("loss").tolist() == [2.0, 3.0]
@@ -130,7 +130,7 @@ def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
     assert "peaks up to 900 are cut off" in text
 
 
-def test_thinning_keeps_extremes() -> None:
+def test_downsampling_keeps_extremes() -> None:
     values = np.ones(10_000)
     values[1234], values[5678], values[0:50] = 9.0, -9.0, np.nan
     thinned = downsample(np.arange(1, 10_001), values)
