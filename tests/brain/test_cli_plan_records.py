@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from moefold.blueprint.model_shape import shape_of
+from moefold.checks.run_all import problems
 from moefold.cli.main import main
+from moefold.plan.published.records import workload_of_record
 
 SRC = Path(__file__).parents[2] / "src"
 MODEL = {
@@ -73,6 +76,31 @@ def test_every_record_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[
         "line 7",
     ):
         assert words in said.err
+
+
+def test_a_record_is_a_run_and_only_what_a_run_cannot_say_is_beside_it() -> None:
+    workload = workload_of_record(RECORD)
+    run, moe = workload.run, workload.run.model.moe
+    assert workload.shape is None and workload.model == shape_of(run.model)
+    assert moe is not None and (moe.num_experts, run.model.num_dense_layers, run.parallel.sharding) == (16, 1, "zero1")
+    assert (workload.dp, workload.edp, workload.microbatches) == (32, 4, 16)
+    assert (workload.weight_bytes, workload.gradient_bytes, workload.master_bytes, workload.moments_bytes) == (
+        2,
+        4,
+        4,
+        8,
+    )
+    assert {problem.path for problem in problems(run, 64)} >= {"parallel.sharding", "precision.master"}
+    # A recurrence, attention, experts and a dense layer, each a layer of its own: no configuration says that.
+    mixed = workload_of_record(RECORD | {"model": MODEL | {"hybrid": "M*E-"}})
+    assert mixed.shape is not None and mixed.model is mixed.shape and len(mixed.model.layers) == 4
+
+
+def test_ranks_that_a_layout_leaves_over_count_in_no_grid() -> None:
+    """World and cluster may differ: 67 GPUs, of which tp * cp * pp * dp = 64 work."""
+    odd = RECORD | {"hardware": {"gpu": "H100", "num_gpus": 67}, "parallel": RECORD["parallel"] | {"tp": 4}}  # type: ignore[operator]
+    workload = workload_of_record(odd)
+    assert workload.cluster.num_gpus == 67 and workload.dp == 8 and workload.edp == 4
 
 
 def test_without_a_batch_there_is_memory_but_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

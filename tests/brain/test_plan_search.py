@@ -103,6 +103,8 @@ def test_pinned_choices_are_kept() -> None:
         ("tq=1", "did you mean 'tp'"),
         ("tp=0", "use a whole number from 1"),
         ("dispatcher=deepp", "did you mean 'deepep'"),
+        ("format=bf16", "use bfloat16"),
+        ("sharding=zero3", "use fsdp"),
         ("recompute=mla+norms", "'mla'"),
         ("ep_overlap=perhaps", "choose true, false"),
         ("4", "no choice is called ''"),

@@ -2,8 +2,9 @@
 
 It covers more than moefold trains. Published runs also use state-space and linear-attention layers, layers without a
 feed-forward part, and ungated activations; the planner predicts those too. `shape_of` describes a moefold model,
-`plan/published/records.py` a published one, and both are counted by the same functions: `blueprint/parameters.py` lists
-the parameters of a shape, `blueprint/matmuls.py` its matmuls, `blueprint/stages.py` its pipeline stages.
+`plan/published/record_model.py` a published one, and both are counted by the same functions:
+`blueprint/parameters.py` lists the parameters of a shape, `blueprint/matmuls.py` its matmuls, `blueprint/stages.py` its
+pipeline stages.
 """
 
 from __future__ import annotations

@@ -31,6 +31,9 @@ RENAMED_KEYS = {
 RENAMED_VALUES = {
     "data.packing": {"joined": "concat", "apart": "concat_masked", "packed": "bin_packed"},
     "model.moe.router.group_score": {"top2_sum": "topk_sum, which adds top_k / top_groups scores"},
+    # Words of plans (`--fix`), which are the configuration's now.
+    "parallel.sharding": {"zero3": "fsdp"},
+    "precision.compute": {"bf16": "bfloat16", "fp16": "float16"},
 }
 
 # Verb -> old command-line option -> today's.

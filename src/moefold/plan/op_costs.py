@@ -96,7 +96,7 @@ def sizes_of(workload: Workload) -> Sizes:
     return Sizes(
         dim=workload.model.dim,
         seq_len=workload.run.data.seq_len,
-        tokens=workload.tokens / workload.parallel.cp,
+        tokens=workload.context_tokens,
         tp=workload.parallel.tp,
         ep=workload.parallel.ep,
         etp=workload.parallel.etp,

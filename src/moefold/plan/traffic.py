@@ -64,7 +64,7 @@ class DispatchBytes:
 def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
     """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
     parallel, where = workload.parallel, expert_reach(workload)
-    tokens = workload.tokens / parallel.cp / parallel.tp * workload.imbalance
+    tokens = workload.context_tokens / parallel.tp * workload.imbalance
     row = workload.word * (moe.latent or workload.model.dim)
     kind, ep = workload.dispatcher, parallel.ep
     if ep == 1 or kind == "local":
@@ -94,7 +94,7 @@ def distinct(places: float, choices: int) -> float:
 def tensor_bytes(workload: Workload, layer: Layer) -> float:
     """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank."""
     tp = workload.parallel.tp
-    tokens = workload.tokens / workload.parallel.cp
+    tokens = workload.context_tokens
     once = workload.word * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, MoE):
@@ -115,7 +115,7 @@ def context_bytes(workload: Workload, layer: Layer) -> float:
         return 0.0
     a, tp = layer.mixer, workload.parallel.tp
     per_token = max(1.0, a.kv_heads / tp) * (a.qk_dim + a.v_dim)
-    return workload.word * workload.tokens / workload.parallel.cp * per_token * (workload.parallel.cp - 1)
+    return workload.word * workload.context_tokens * per_token * (workload.parallel.cp - 1)
 
 
 def stage_bytes(workload: Workload) -> float:

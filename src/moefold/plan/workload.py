@@ -106,9 +106,14 @@ class Workload:
         return max(1, round(data.global_batch / (data.micro_batch * self.dp)))
 
     @cached_property
+    def context_tokens(self) -> float:
+        """Of one microbatch, after context parallelism cut it."""
+        return self.tokens / self.run.parallel.cp
+
+    @cached_property
     def local_tokens(self) -> float:
         """Of one microbatch, after context and tensor (sequence) parallelism cut it."""
-        return self.tokens / self.run.parallel.cp / self.run.parallel.tp
+        return self.context_tokens / self.run.parallel.tp
 
     @cached_property
     def global_tokens(self) -> float:

@@ -55,7 +55,7 @@ class _RankShape:
 
 def predict_memory(workload: Workload) -> MemoryPrediction:
     """The fullest pipeline rank."""
-    setting, tokens = setting_of(workload), workload.tokens / workload.parallel.cp
+    setting, tokens = setting_of(workload), workload.context_tokens
     shapes = [_rank_shape_of(workload, rank, setting) for rank in range(workload.parallel.pp)]
     live = [_fullest_moment(workload, rank, shape.stage_bytes(tokens))[1] for rank, shape in enumerate(shapes)]
     # Ranks with the same stages differ in what is alive, and in nothing else.
@@ -177,7 +177,7 @@ def _fullest_moment(workload: Workload, rank: int, sizes: tuple[float, ...]) -> 
 
 def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
     """One line per kind of layer."""
-    tokens = workload.tokens / workload.parallel.cp
+    tokens = workload.context_tokens
     moment, _ = _fullest_moment(workload, rank, shape.stage_bytes(tokens))
     sizes: dict[Layer | None, float] = {}
     layers: dict[Layer | None, int] = {}
@@ -196,7 +196,7 @@ def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting:
 
 
 def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:
-    kept, tokens = kept_by(layer, workload.model.dim, setting), workload.tokens / workload.parallel.cp
+    kept, tokens = kept_by(layer, workload.model.dim, setting), workload.context_tokens
     why = (
         f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment))}), "
         f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"

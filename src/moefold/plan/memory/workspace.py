@@ -58,7 +58,7 @@ def _unused_gradients(workload: Workload, held: RankWeights) -> list[MemoryLine]
 def _loss_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
     if not any(stage.head for stage in stages):
         return []
-    model, tp, tokens = workload.model, workload.parallel.tp, workload.tokens / workload.parallel.cp
+    model, tp, tokens = workload.model, workload.parallel.tp, workload.context_tokens
     vocab = padded_vocab(model.vocab, tp) / tp
     heads = 1 + sum(stage.mtp for stage in stages)
     each = loss_bytes(workload)
@@ -90,7 +90,7 @@ def loss_bytes(workload: Workload) -> float:
 
 
 def _layer_lines(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
-    tokens = workload.tokens / workload.parallel.cp
+    tokens = workload.context_tokens
     kinds = {layer for stage in stages for layer, _ in stage.layers}
     if not kinds:
         return []
@@ -119,7 +119,7 @@ def _answer_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list
     if workload.framework.name != "fsdp2" or workload.parallel.pp == 1 or not any(stage.head for stage in stages):
         return []
     model, parallel = workload.model, workload.parallel
-    logits = workload.tokens / parallel.cp * padded_vocab(model.vocab, parallel.tp) / parallel.tp
+    logits = workload.context_tokens * padded_vocab(model.vocab, parallel.tp) / parallel.tp
     why = f"{workload.microbatches} microbatches of {logits:,.0f} logits of 2 bytes"
     return [MemoryLine("buffers", "logits of all microbatches", workload.microbatches * logits * 2.0, why)]
 
@@ -176,7 +176,7 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
     gradient = _head_gradient(workload, stages)
     if not gradient:
         return []
-    tokens, dim = workload.tokens / workload.parallel.cp, workload.model.dim
+    tokens, dim = workload.context_tokens, workload.model.dim
     rows = min(CHUNK, workload.model.vocab / workload.parallel.tp)
     # Wide, beside the product that they were or the gradient that they become.
     each = 6.0 if workload.format != "float32" else 4.0
@@ -210,7 +210,7 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], held: Rank
 
 def _inside(workload: Workload, layer: Layer) -> tuple[float, float]:
     """Bytes of gradients of rows, and elements of the largest weight."""
-    parallel, feed, tokens = workload.parallel, layer.feed, workload.tokens / workload.parallel.cp
+    parallel, feed, tokens = workload.parallel, layer.feed, workload.context_tokens
     word = workload.word
     if isinstance(feed, MoE):
         rows = tokens / parallel.tp * feed.top_k * workload.imbalance

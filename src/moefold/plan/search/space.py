@@ -17,6 +17,7 @@ from moefold.checks.parallel import COUNT_ROWS
 from moefold.config.kernels import Graphs
 from moefold.config.parallel import Sharding
 from moefold.config.precision import Recomputed, RecomputedPhase
+from moefold.config.renamed_keys import renamed_value
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.dispatch_choice import OwnDispatcher
@@ -43,6 +44,8 @@ _FORMATS: Mapping[str, tuple[PlannedFormat, ...]] = {
     "cdna3": ("fp8_tensor",),
     "cdna4": ("mxfp8", "fp8_tensor"),
 }
+# Choices whose values are those of a configuration key.
+_KEYS = {"format": "precision.compute", "sharding": "parallel.sharding"}
 _LARGEST_TP, _MOST_SEQUENCES, _SHORTEST_SHARE = 8, 8, 1024
 
 
@@ -166,6 +169,8 @@ def _value(name: str, word: str) -> object:
 
 def _refused(name: str, word: str, known: Iterable[str]) -> Problem:
     known = tuple(known)
+    if (new := renamed_value(_KEYS.get(name, ""), word)) is not None:
+        return Problem(f"fix {name}", f"{word} is called {new} now", f"use {new}")
     return Problem(f"fix {name}", f"cannot be {word[:40]!r}", f"{did_you_mean(word, known)}choose {', '.join(known)}")
 
 

@@ -60,7 +60,7 @@ def ends_on_machine(workload: Workload, embedding: bool, head: bool) -> Passes:
     gather, scatter = sharding_seconds(workload, machine, tables * model.dim * model.vocab / tp, 0.0)
     tokens = 0.0
     if tp > 1:
-        moved = workload.word * workload.tokens / workload.parallel.cp * model.dim * (tp - 1) / tp
+        moved = workload.word * workload.context_tokens * model.dim * (tp - 1) / tp
         tokens = (embedding + head) * machine.seconds("tokens", moved, tp, workload.cluster.num_gpus)
     # They stay unsharded from forward to backward.
     return Passes(Seconds(tensor=tokens, sharded=gather), Seconds(tensor=tokens, sharded=scatter))
