@@ -28,16 +28,15 @@ from moefold.blueprint.stage_modules import Parts
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
-from moefold.plan.collective_tally import Tally, tokens_of
-from moefold.plan.expert_messages import expert_messages
+from moefold.plan.expert_messages import Tally, expert_messages, tokens_of
 from moefold.plan.stage_contents import parts_by_rank
 from moefold.schedule.actions import place
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 _DATA_GROUPS = ("dense_shard", "dense_replicate", "expert_shard", "expert_replicate")
 # Losses and norms: two sums, five balance losses, dropped rows and the norm, in the formats that they are kept in.
 _LOSSES, _BALANCE, _NORM = 8, 20, 8
@@ -74,7 +73,7 @@ def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None
 def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, number: int, tally: Tally) -> None:
     held = [spec for spec in parameters(run.model) if parts.holds(spec.name)]
     once = run_reshards_per_step(run.parallel)
-    each = _BYTES[run.precision.params]
+    each = BYTES[run.precision.params]
     for grid, specs in _modules(held).items():
         is_root, experts = grid == "", grid.endswith(".experts")
         own = ("expert_shard", "expert_replicate") if experts else ("dense_shard", "dense_replicate")
@@ -127,7 +126,8 @@ def _microbatches(run: RunConfig, layout: FoldedLayout, here: int, rank: int, nu
         if holder[stage.index] != here:
             continue
         _stage(run, layout, stage, rank, number, tally)
-        sent = tokens_of(run, layout).mine * run.model.dim * _BYTES[run.precision.compute]
+        tokens = tokens_of(run, layout)
+        sent = tokens.mine * run.model.dim * tokens.word
         for other, border in ((stage.index + 1, stage.index), (stage.index - 1, stage.index - 1)):
             if 0 <= other < len(stages) and holder[other] != here:
                 tally.add("send", "pp", sent, number * _streams(stages, border))
@@ -154,7 +154,7 @@ def _stage(run: RunConfig, layout: FoldedLayout, stage: StageSpec, rank: int, nu
 
 
 def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...], here: int, tally: Tally) -> None:
-    each = _BYTES[run.precision.params]
+    each = BYTES[run.precision.params]
     partial: Counter[str] = Counter()
     for spec in parameters(run.model):
         if not parts[here].holds(spec.name):

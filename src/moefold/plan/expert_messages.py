@@ -7,23 +7,63 @@ known, and the bytes are those of a real step, to the byte.
     all_gather      every token of the group to every rank; expert outputs are summed in float32
     deduplicated    a row per token and rank that has one of its experts, with its K probs and K expert numbers
     two_level       a row per token and host, then a row per token and rank of that host
+
+`Tally` adds such collectives up by operation and group, here and in `plan/collective_counts.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple, cast
 
 from moefold.batching.zigzag import held_spans
 from moefold.config.moe import MoEConfig
+from moefold.config.precision import BYTES, Format
 from moefold.config.run import RunConfig
-from moefold.plan.collective_tally import Tally, tokens_of
 from moefold.plan.dispatch_choice import planned_as
 from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 # Bytes of a prob, of an expert number in a message, and of a count.
 _PROB, _NUMBER, _COUNT = 4, 2, 8
+# Parts of the ep group; callers count them only where they have more than one rank.
+_LEVELS = ("ep_across", "ep_inside")
+
+Key = tuple[str, str]
+
+
+@dataclass
+class Tally:
+    """Calls and bytes by operation and group; groups of one rank send nothing."""
+
+    layout: FoldedLayout
+    calls: Counter[Key] = field(default_factory=Counter)
+    sizes: Counter[Key] = field(default_factory=Counter)
+
+    def add(self, name: str, group: str, size: int, count: int = 1) -> None:
+        """``count`` times ``size`` bytes."""
+        axis = "cp" if group.startswith("context_") else group
+        if count and (axis in _LEVELS or self.layout.size(axis) > 1):
+            self.calls[name, group] += count
+            self.sizes[name, group] += size * count
+
+
+class Tokens(NamedTuple):
+    """Tokens of a microbatch on this rank and in its context shard, and bytes of an entry as sent and as reduced."""
+
+    mine: int
+    shared: int
+    word: int
+    wide: int
+
+
+def tokens_of(run: RunConfig, layout: FoldedLayout) -> Tokens:
+    tokens = run.data.micro_batch * run.data.seq_len
+    shared = tokens // layout.size("cp")
+    word = BYTES[cast(Format, run.precision.compute)]
+    return Tokens(shared // layout.size("tp"), shared, word, max(4, word))
 
 
 def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
