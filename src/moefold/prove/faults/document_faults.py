@@ -141,7 +141,7 @@ def loss_divided_by_padded_tokens() -> None:
 
 
 def padding_in_the_balance_losses() -> None:
-    put(moefold.moe.load_balancing, "_without_pads", lambda x_tE, real_t: x_tE)
+    put(moefold.moe.load_balancing, "_without_padding", lambda x_tE, real_t: x_tE)
 
 
 def padding_sent_to_experts() -> None:
