@@ -4,7 +4,7 @@ Accelerators have data sheets; the computer on the desk has none that helps. `mo
 writes this table as JSON, and the planner reads it in place of nominal figures and fitted shares. Nothing here runs
 beside anything else: a rank computes, then waits for its collective, then computes on.
 
-    gemm       a product takes arithmetic / gemm_gflops + bytes of its operands / gemm_gb_s
+    gemm       a matmul takes arithmetic / gemm_gflops + bytes of its operands / gemm_gb_s
     traffic    what only moves memory, counted as `plan/op_costs.py` counts it, and a fixed time per operation
     wires      how long messages of some sizes take, by operation, group and how many ranks are at work
     crowds     so many ranks at once slow each other down by this factor: they share cores
@@ -72,7 +72,7 @@ class Wire:
 class Crowd:
     """How many times longer everything takes when so many ranks compute at once, and how long the reference then does.
 
-    The reference is a product of 512 x 512 x 512: hold it against this to know how busy the machine is.
+    The reference is a matmul of 512 x 512 x 512: hold it against this to know how busy the machine is.
     """
 
     __pydantic_config__ = STRICT

@@ -6,7 +6,7 @@ neighbours have the rows of each framework; this file adds them up for a layer u
 
     kind       bytes of an element
     word       2 (4 in float32): the tensor as it is computed
-    operand    as a product reads it: a word, or one byte and a share of a scale in FP8, half a byte in FP4
+    operand    as a matmul reads it: a word, or one byte and a share of a scale in FP8, half a byte in FP4
     copy       an operand whose word is kept anyway, so it costs nothing unless the format is narrow
     single     4
     byte       1

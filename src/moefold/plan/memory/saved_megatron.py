@@ -97,7 +97,7 @@ FSDP2: tuple[Saved, ...] = (
     Saved("attention", "normed input", lambda s: s.D, dropped=_NORM),
     Saved("attention", "latents", lambda s: s.q_latent + s.kv_latent + s.rope * (s.kv_latent > 0), dropped=_BLOCK),
     Saved("attention", "normed latents", lambda s: s.q_latent + s.kv_latent, dropped=_NORM),
-    # A product of its own kind is not on the list of what is kept.
+    # A matmul of its own kind is not on the list of what is kept.
     Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_BLOCK, lacks="own_products"),
     Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_drops("attention", "activation")),
     Saved("attention", "values", lambda s: s.value, cut="heads", dropped=_BLOCK, lacks="own_products"),

@@ -178,7 +178,7 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
         return []
     tokens, dim = workload.context_tokens, workload.model.dim
     rows = min(CHUNK, workload.model.vocab / workload.parallel.tp)
-    # Wide, beside the product that they were or the gradient that they become.
+    # Wide, beside the matmul result that they were or the gradient that they become.
     each = 6.0 if workload.format != "float32" else 4.0
     chunk = tokens * rows * each + tokens * dim * 6.0 + rows * dim * 2.0
     return [

@@ -44,7 +44,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("compiled", 0.75, 0.2, "traffic that is left after a compiler fused elementwise work"),
     # ---- host ----
     Meaning("launch_us", 40.0, 0.4, "host time per kernel, framework included, x86, in microseconds"),
-    Meaning("loop_us", 10.0, 0.5, "host time per expert and product in loops that leave Python aside"),
+    Meaning("loop_us", 10.0, 0.5, "host time per expert and matmul in loops that leave Python aside"),
     Meaning("launch_grace", 1.15, 0.2, "the same on Grace hosts, as a factor"),
     Meaning("gap_us", 1.0, 0.3, "device time lost between two kernels"),
     Meaning("sync_us", 150.0, 0.5, "idle time per forward pass of an MoE layer whose row counts the host must know"),
