@@ -41,6 +41,23 @@ def with_value(run: RunConfig, path: str, value: object) -> RunConfig:
     return replace(run, **{section: replace(before, **{key: wanted})})
 
 
+# Written out, so that a row that is missing from the table is missed.
+MUST_BE_REFUSED: dict[str, object] = {
+    "parallel.dispatcher": "deepep",
+    "parallel.sharding": "zero1",
+    "parallel.overlap": "ep",
+    "precision.compute": "mxfp8",
+    "precision.params": "float8",
+    "precision.gradients": "bfloat16",
+    "precision.master": "float32",
+    "precision.moments": "bfloat16",
+    "memory.recompute": "norms",
+    "memory.offload": "moe_act",
+    "memory.offload_layers": 1,
+    "memory.optimizer": "host",
+    "kernels.graphs": "full",
+    "optim.trained": "adapters",
+}
 VALUES = [(row, value) for row in PLANNED_ONLY for value in offered(row)]
 
 
@@ -54,6 +71,13 @@ def test_a_value_is_trained_or_refused_with_what_would_work(row: PlannedOnly, va
         return
     (problem,) = refused
     assert problem.path == row.path and str(value) in problem.message and problem.fix.startswith("use ")
+
+
+@pytest.mark.parametrize(("path", "value"), MUST_BE_REFUSED.items())
+def test_every_key_of_other_frameworks_is_refused(path: str, value: object) -> None:
+    (problem,) = problems(with_value(recipe("debug_tiny"), path, value))
+    assert problem.path == path and "plan only" in problem.message
+    assert {row.path for row in PLANNED_ONLY} == set(MUST_BE_REFUSED)
 
 
 def test_the_table_names_values_that_exist_and_the_defaults_are_trained() -> None:

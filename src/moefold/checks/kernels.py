@@ -16,7 +16,7 @@ _TRAINED: tuple[Format, ...] = get_args(Format)
 
 def compute_is_not_wider_than_params(run: RunConfig) -> Problem | None:
     params, compute = run.precision.params, run.precision.compute
-    if compute not in _TRAINED or BYTES[compute] <= BYTES[params]:
+    if compute not in _TRAINED or params not in _TRAINED or BYTES[compute] <= BYTES[params]:
         return None
     return Problem(
         "precision.compute", f"{compute} is wider than the parameters' {params}", f"use {params}, or params {compute}"
