@@ -43,11 +43,24 @@ PLANNED_ONLY = (
     PlannedOnly("parallel.dispatcher", get_args(DispatcherName), "the {} dispatcher"),
     PlannedOnly("precision.compute", get_args(Format), "matmuls in {}"),
     PlannedOnly("precision.params", get_args(Format), "weights in {}"),
-    PlannedOnly("precision.gradients", (None,), "gradients in {}", "use null: gradients are in precision.params"),
     PlannedOnly(
-        "precision.master", (None,), "master weights in {}", "use null: weights of precision.params are their own"
+        "precision.gradients",
+        (None,),
+        "gradients in a format of their own ({})",
+        "use null: gradients are in precision.params",
     ),
-    PlannedOnly("precision.moments", (None,), "moments in {}", "use null: moments are in precision.params"),
+    PlannedOnly(
+        "precision.master",
+        (None,),
+        "master weights ({}) beside the weights",
+        "use null: weights of precision.params are their own",
+    ),
+    PlannedOnly(
+        "precision.moments",
+        (None,),
+        "moments in a format of their own ({})",
+        "use null: moments are in precision.params",
+    ),
     PlannedOnly("optim.trained", ("all",), "training {} alone"),
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
     PlannedOnly("memory.offload", (), "offloading {} to the host", "use [], or recompute phases with memory.recompute"),
