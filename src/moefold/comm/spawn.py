@@ -35,6 +35,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from moefold.comm.launchers import place_of
 from moefold.errors import MoefoldError, RankError
 from moefold.ops.malloc import disable_malloc_trim
 
@@ -112,27 +113,42 @@ def spawn_ranks(
 
 
 def join_world(seconds: float) -> tuple[int, int]:
-    """Join the ranks that torchrun or a cluster's launcher has started; returns (rank, world).
+    """Join the ranks that torchrun, srun or mpirun has started; returns (rank, world).
 
-    Only this function and ``this_device`` read a launcher's environment. Without one the world is this process, and no
-    process group is made. On a CPU, freed memory is kept by the process: see ``ops/malloc.py``.
+    Without a launcher the world is this process, and no process group is made. On a GPU the rank's device becomes the
+    current one and every group's communicators are made at once: FSDP, Triton and events use the current device, and
+    NCCL then makes subgroups by splitting the world's communicator. On a CPU, freed memory is kept by the process: see
+    ``ops/malloc.py``.
     """
-    if not torch.cuda.is_available():
+    place, device = place_of(os.environ), this_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
         disable_malloc_trim()
-    if "RANK" not in os.environ:
+    if place is None:
         return 0, 1
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     # A script may train several runs, one after the other.
     if not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
-    return dist.get_rank(), dist.get_world_size()
+        if place.address is not None:
+            # torch's own rendezvous reads these four; torchrun has set them itself.
+            os.environ |= {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}
+            os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world)}
+        timeout = timedelta(seconds=seconds)
+        if device.type == "cuda":
+            dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+    return place.rank, place.world
 
 
 def this_device() -> torch.device:
     """The GPU that the launcher gave this rank, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    place = place_of(os.environ)
+    local_rank = 0 if place is None else place.local_rank
+    # Where each task sees one GPU only (srun --gpus-per-task 1), it is number 0 for all of them.
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 @contextmanager

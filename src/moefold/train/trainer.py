@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moefold.checks.run_all import problems_to_train
+from moefold.comm.launchers import place_of
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.train.callback import Callback
@@ -54,12 +55,14 @@ class Trainer:
         patience: float = 600.0,
         routing_policy: PolicyOrName | None = None,
     ) -> None:
-        self.launched = "RANK" in os.environ
+        # With nproc, this process starts its ranks itself, also inside a job that counts more tasks.
+        place = place_of(os.environ) if nproc is None or "RANK" in os.environ else None
+        self.launched = place is not None
         if self.launched and nproc is not None:
             raise MoefoldError(
                 "nproc starts ranks itself, but a launcher has started this one already; leave nproc out"
             )
-        self.world = int(os.environ["WORLD_SIZE"]) if self.launched else nproc or 1
+        self.world = nproc or 1 if place is None else place.world
         if found := problems_to_train(run, self.world):
             raise ConfigError(*found)
         self.run, self.patience, self.routing_policy = run, patience, routing_policy

@@ -1,0 +1,118 @@
+"""Which rank this process is, as the launcher that started it says.
+
+torchrun sets RANK and its companions. srun and mpirun have variables of their own, and no address to meet at. All are
+read here, from data: one `Launcher` per program, the first that has set its variables counts. A process that finds
+itself alone where the environment speaks of others is refused, because 256 tasks that each train alone, in one run
+directory, is the worst thing a missing variable can do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moefold.errors import ConfigError, Problem
+
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The names of a launcher's variables."""
+
+    name: str
+    rank: str
+    world: str
+    local_rank: str
+    # Where rank 0 is: an address, or a list of hosts in SLURM's notation whose first has rank 0.
+    address: str | None = None
+    hosts: str | None = None
+
+
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", address="MASTER_ADDR"),
+    # A step's variables: in a batch script, outside of srun, SLURM_PROCID is 0 and says nothing.
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", hosts="SLURM_STEP_NODELIST"),
+    Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
+# Variables that count the tasks of a job; more than one means that this process should not be alone.
+_TASK_COUNTS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of its job."""
+
+    launcher: str
+    rank: int
+    world: int
+    local_rank: int
+    # For torch's environment rendezvous; None where torchrun has set it.
+    address: str | None = None
+    port: int | None = None
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """None if no launcher started this process; a `ConfigError` if one did and did not say enough."""
+    for launcher in LAUNCHERS:
+        if launcher.rank in environment and launcher.world in environment:
+            return _read(launcher, environment)
+    others = [(name, environment[name]) for name in _TASK_COUNTS if environment.get(name, "1") not in ("", "1")]
+    if others:
+        name, count = others[0]
+        ways = "start it with srun or torchrun, or unset the variable if one process is what you want"
+        raise ConfigError(Problem(f"${name}", f"the job has {count} tasks, but nothing says which this one is", ways))
+    return None
+
+
+def _read(launcher: Launcher, environment: Mapping[str, str]) -> Place:
+    numbers: dict[str, int] = {}
+    problems: list[Problem] = []
+    for key in (launcher.rank, launcher.world, launcher.local_rank):
+        value = environment.get(key, "")
+        if value.isdecimal():
+            numbers[key] = int(value)
+        else:
+            problems.append(Problem(f"${key}", f"{value!r} is not a number", f"{launcher.name} sets it"))
+    if problems:
+        raise ConfigError(*problems)
+    rank, world, local_rank = (numbers[key] for key in (launcher.rank, launcher.world, launcher.local_rank))
+    if rank >= world:
+        raise ConfigError(Problem(f"${launcher.rank}", f"there is no rank {rank} among {world}", "start all of them"))
+    if launcher.address is not None:
+        return Place(launcher.name, rank, world, local_rank)
+    return Place(launcher.name, rank, world, local_rank, _address(launcher, environment, world), _port(environment))
+
+
+def _address(launcher: Launcher, environment: Mapping[str, str], world: int) -> str:
+    """MASTER_ADDR if the user has set it; else the first host of the job."""
+    if address := environment.get("MASTER_ADDR"):
+        return address
+    listed = environment.get(launcher.hosts or "", "")
+    if listed:
+        return first_host(listed)
+    if world == 1 or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world):
+        return "localhost"
+    ways = "export MASTER_ADDR with the name of the host of rank 0"
+    raise ConfigError(Problem("$MASTER_ADDR", f"{launcher.name} does not say where {world} ranks meet", ways))
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """MASTER_PORT, or one that follows from the job's number: jobs that share a host must not meet each other."""
+    if environment.get("MASTER_PORT", "").isdecimal():
+        return int(environment["MASTER_PORT"])
+    job = environment.get("SLURM_JOB_ID", "")
+    return DEFAULT_PORT + (int(job) % 1000 if job.isdecimal() else 0)
+
+
+def first_host(hosts: str) -> str:
+    """The first of SLURM's list: `node[003-006,9],gpu1` -> `node003`."""
+    name = re.match(r"[^\[,]*", hosts)
+    assert name is not None
+    rest = hosts[name.end() :]
+    if not rest.startswith("["):
+        return name[0]
+    inside, _, after = rest[1:].partition("]")
+    # A suffix after the bracket belongs to the name; a comma begins the next host.
+    return name[0] + re.split(r"[-,]", inside)[0] + after.partition(",")[0]
