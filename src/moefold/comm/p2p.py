@@ -1,8 +1,8 @@
 """Point-to-point transfers: pipeline messages, and shifts around a ring.
 
-``P2PChannels``: messages carry no tags. Between two ranks they arrive in the order of sending, and the schedule has
-ordered the receives to match. A send does not wait for its receiver. Receives are posted a few messages ahead of their
-use, in the same order, so that a transfer overlaps with computation.
+``P2PChannels``: messages carry no tags. In each direction between two ranks they arrive in the order of sending, and
+the schedule has ordered the receives to match. A send does not wait for its receiver. Receives are posted a few
+messages ahead of their use, in the same order, so that a transfer overlaps with computation.
 
 ``shift``: every rank of a ring sends to the rank ``distance`` after it and receives from the one ``distance`` before
 it. The call starts the transfer and returns; ``Shift.wait`` returns the received rows. All ranks shift in the same
@@ -50,7 +50,8 @@ class P2PChannels:
             tensor = tensor.detach().contiguous()
             self.group.ledger.record("send", self.group.name, tensor)
             if tensor.numel():
-                work = _started(dist.isend(tensor, self.group.ranks[peer], group=self.group.connected))
+                channel = self.group.channel(self.group.index, peer)
+                work = _started(dist.isend(tensor, self.group.ranks[peer], group=channel))
                 self._pending_sends.append((tensor, work))
         self._pending_sends = [(tensor, work) for tensor, work in self._pending_sends if not work.is_completed()]
 
@@ -79,7 +80,8 @@ class P2PChannels:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         if not tensor.numel():
             return tensor, None
-        return tensor, dist.irecv(tensor, self.group.ranks[peer], group=self.group.connected)
+        channel = self.group.channel(peer, self.group.index)
+        return tensor, dist.irecv(tensor, self.group.ranks[peer], group=channel)
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -91,16 +93,17 @@ def all_reduce_p2p(x: Tensor, members: Sequence[int], group: Group) -> Tensor:
     """The sum over some members of a group, added in member order so that all of them get the same bits."""
     x = x.contiguous()
     parts: list[Tensor] = []
-    works: list[dist.Work] = []
+    transfers: list[dist.P2POp] = []
     for member in members:
         if member == group.index:
             parts.append(x)
             continue
         group.ledger.record("send", group.name, x)
         parts.append(torch.empty_like(x))
-        works.append(_started(dist.isend(x, group.ranks[member], group=group.connected)))
-        works.append(_started(dist.irecv(parts[-1], group.ranks[member], group=group.connected)))
-    for work in works:
+        transfers.append(dist.P2POp(dist.isend, x, group.ranks[member], group.connected))
+        transfers.append(dist.P2POp(dist.irecv, parts[-1], group.ranks[member], group.connected))
+    # In one launch: under NCCL, two ends that both send first would wait for each other.
+    for work in dist.batch_isend_irecv(transfers) if transfers else []:
         work.wait()
     total = upcast(parts[0])
     for part in parts[1:]:

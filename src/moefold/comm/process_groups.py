@@ -10,7 +10,8 @@ operation and group. The planner's communication formulas are tested against the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -56,6 +57,8 @@ class Group:
     index: int
     handle: ProcessGroup | None
     ledger: Ledger
+    # Of a pipeline's group: a process group for each pair of neighbours and direction, by (sender, receiver).
+    channels: Mapping[tuple[int, int], ProcessGroup] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -70,6 +73,14 @@ class Group:
     @property
     def alone(self) -> bool:
         return len(self.ranks) == 1
+
+    def channel(self, sender: int, receiver: int) -> ProcessGroup:
+        """The process group for messages from one member (by index) to its neighbour in the ring of stages.
+
+        NCCL runs the transfers of a communicator in the order of their launches. The two ends of a pipeline's boundary
+        launch sends and receives in different orders, so each direction has a communicator of its own.
+        """
+        return self.channels[self.ranks[sender], self.ranks[receiver]]
 
 
 # The groups of dispatchers. ep_across: one rank of each host of an ep group; ep_inside: its ranks on one host.
@@ -104,6 +115,7 @@ class Groups:
         for name in GROUPS:
             stream = on_stream if own_stream and name in TOKEN_GROUPS else made
             self._groups[name] = self._group(name, layout.ranks(name, rank), stream, shared=stream is made)
+        self._groups["pp"] = replace(self["pp"], channels=self._channels(self["pp"]))
         across, inside = levels(layout.ranks("ep", rank), rank, ep_inner)
         for name, ranks in (("ep_across", across), ("ep_inside", inside)):
             stream = on_stream if own_stream else made
@@ -131,6 +143,24 @@ class Groups:
             made[ranks] = _new_group(ranks, self.layout.world if shared else None, self._timeout)
         return Group(name, ranks, ranks.index(self.rank), made.get(ranks), self._ledger)
 
+    def _channels(self, pp: Group) -> dict[tuple[int, int], ProcessGroup]:
+        """Both directions of both boundaries of this rank.
+
+        All ranks of the world make the same number of groups, in the same order: NCCL splits them from the world's
+        communicator, in which every rank takes part. A rank without a boundary in a round makes a group of its own.
+        """
+        found: dict[tuple[int, int], ProcessGroup] = {}
+        if pp.alone:
+            return found
+        for pairs in boundary_rounds(pp.size):
+            mine = next((pair for pair in pairs if pp.index in pair), None)
+            ranks = (self.rank,) if mine is None else tuple(pp.ranks[index] for index in mine)
+            for ends in (ranks, ranks[::-1]):
+                made = _new_group(tuple(sorted(ranks)), None, self._timeout)
+                if mine is not None:
+                    found[ends[0], ends[1]] = made
+        return found
+
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]
 
@@ -150,6 +180,13 @@ class Groups:
         return DeviceMesh.from_group(
             [outer.connected, inner.connected], device_type, ranks, mesh_dim_names=(replicate, shard)
         )
+
+
+def boundary_rounds(size: int) -> list[list[tuple[int, int]]]:
+    """The neighbours in a ring of ``size`` members, in rounds such that a member is in one pair per round at most."""
+    pairs = [(index, (index + 1) % size) for index in range(size if size > 2 else 1)]
+    last = [pairs.pop()] if size > 2 and size % 2 else []
+    return [each for each in (pairs[::2], pairs[1::2], last) if each]
 
 
 def _new_group(ranks: tuple[int, ...], world: int | None, timeout: timedelta) -> dist.ProcessGroup:

@@ -20,7 +20,7 @@ from torch import Tensor
 from moefold.attention.core import AttentionCore, LocalCore
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
-from moefold.comm.comm_stream import CommStream
+from moefold.comm.comm_stream import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.parallel import NamedDispatcher
 from moefold.config.run import RunConfig
@@ -116,7 +116,7 @@ def build_on_meta(
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards)
     shard_over_data(model, groups, device.type, run_reshards_per_step(run.parallel))
-    stream = CommStream(device) if schedule.overlaps else None
+    stream = comm_stream(device) if schedule.overlaps else None
     return LocalModel(
         run, groups, model, param_shards, stages_of(run.model, run.parallel), device, weight_grads, stream
     )

@@ -196,7 +196,7 @@ def norm_misses_a_shard() -> None:
 
 
 def norm_of_this_rank_only() -> None:
-    def norm(primary_shards: list[Tensor], world: Group) -> Tensor:
+    def norm(primary_shards: list[Tensor], world: Group, device: torch.device) -> Tensor:
         return torch.stack([part.double().square().sum() for part in primary_shards]).sum().sqrt()
 
     put(moefold.pipeline.step, "grad_norm_of", norm)
