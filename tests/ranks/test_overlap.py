@@ -90,7 +90,7 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
             pass
         return exposed.timed(future.result)()
 
-    moefold.comm.comm_stream.CommStream.wait = wait  # type: ignore[method-assign]
+    moefold.comm.comm_stream.ThreadCommStream.wait = wait  # type: ignore[method-assign]
     local_model = build_local_model(run, groups_of(run, 4, rank, timedelta(seconds=120)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     batches = []

@@ -10,7 +10,6 @@ first, so that their sums do not depend on timing either.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,7 +102,8 @@ class _Running:
 
     def __init__(self, phases: _ForwardPhases | _BackwardPhases, ready: Iterator[ReadyPhase]) -> None:
         self.phases, self.ready = phases, ready
-        self.pending: Future[Any] | None = None
+        # The handle of the communication stream.
+        self.pending: Any = None
 
 
 class _ForwardPhases:

@@ -54,7 +54,8 @@ def run_step(
     gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
     if on_gradients is not None:
         on_gradients(gradients)
-    grad_norm = grad_norm_of(primary_shards(gradients, local_model.param_shards), local_model.groups["world"])
+    primary = primary_shards(gradients, local_model.param_shards)
+    grad_norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
     reason = None if skip_reason is None else skip_reason(sums, grad_norm)
     if reason is not None:
         return StepResult(sums, grad_norm, reason)
