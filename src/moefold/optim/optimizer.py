@@ -27,10 +27,13 @@ _SPAN = 4096
 
 
 @torch.no_grad()
-def grad_norm_of(primary_shards: Iterable[Tensor], world: Group) -> Tensor:
-    """The norm of the whole model's gradient, from the shards for which this rank is the primary replica."""
+def grad_norm_of(primary_shards: Iterable[Tensor], world: Group, device: torch.device) -> Tensor:
+    """The norm of the whole model's gradient, from the shards for which this rank is the primary replica.
+
+    A rank may be primary for none; its zero is on the device all the same, where the others' all-reduce is.
+    """
     squares = [sum_of_squares(shard) for shard in primary_shards]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     return all_reduce_no_grad(total, world).sqrt()
 
 
