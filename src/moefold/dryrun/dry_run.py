@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from moefold.checks.run_all import problems
 from moefold.comm.comm_stream import SynchronousStream
-from moefold.comm.process_groups import Traffic
+from moefold.comm.process_groups import Groups, Traffic
 from moefold.config.run import RunConfig
 from moefold.data.samples import Sample
 from moefold.dryrun.balanced_splits import BalancedSplitSizes
@@ -85,25 +86,39 @@ def dry_run(
     experts receive ``imbalance`` times the average number of rows.
     """
     refuse(run, world, rank, microbatches, imbalance)
-    began = time.perf_counter()
+    # Kernels need a GPU and real memory; their references have the same shapes.
+    in_torch = replace(run, kernels=replace(run.kernels, backend="torch"))
     with fake_world(world, rank):
         groups = groups_of(run, world, rank, timedelta(seconds=1))
-        batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
-        shape = batches[0]
-        split_sizes = BalancedSplitSizes(run, groups.layout, rank, shape.lengths, shape.context_size, imbalance)
-        # Kernels need a GPU and real memory; their references have the same shapes.
-        in_torch = replace(run, kernels=replace(run.kernels, backend="torch"))
-        local_model = build_on_meta(in_torch, groups, CPU, split_sizes)
-        if local_model.comm_stream is not None:
-            local_model = replace(local_model, comm_stream=SynchronousStream())
-        whole, here = microbatches or len(batches), groups["pp"].index
-        executed = microbatches or enough_microbatches(run, here, whole)
-        with CachedFakeMode() as mode:
-            materialize_fake(local_model.model, CPU)
-            optimizer = make_optimizer(local_model)
-            fakes = [fake_batch(batches[number % len(batches)], mode) for number in range(executed)]
-            trace = second_step(local_model, optimizer, fakes, progress)
-        return dry_run_of(local_model, whole, executed, imbalance, trace, time.perf_counter() - began)
+        return dry_run_of_rank(in_torch, groups, CPU, microbatches, imbalance=imbalance, progress=progress)
+
+
+def dry_run_of_rank(
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    microbatches: int | None = None,
+    *,
+    imbalance: float = 1.0,
+    progress: Progress | None = None,
+    under: AbstractContextManager[object] | None = None,
+) -> DryRun:
+    """The same inside a world of fake ranks; ``under`` is a context for everything that touches the device."""
+    began = time.perf_counter()
+    batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
+    shape = batches[0]
+    split_sizes = BalancedSplitSizes(run, groups.layout, groups.rank, shape.lengths, shape.context_size, imbalance)
+    local_model = build_on_meta(run, groups, device, split_sizes)
+    if local_model.comm_stream is not None and device.type == "cpu":
+        local_model = replace(local_model, comm_stream=SynchronousStream())
+    whole, here = microbatches or len(batches), groups["pp"].index
+    executed = microbatches or enough_microbatches(run, here, whole)
+    with CachedFakeMode() as mode, under or nullcontext():
+        materialize_fake(local_model.model, device)
+        optimizer = make_optimizer(local_model)
+        fakes = [fake_batch(batches[number % len(batches)], mode, device) for number in range(executed)]
+        trace = second_step(local_model, optimizer, fakes, progress)
+    return dry_run_of(local_model, whole, executed, imbalance, trace, time.perf_counter() - began)
 
 
 def second_step(
@@ -167,9 +182,9 @@ class FullDocuments:
         return Sample(np.zeros(self.seq_len + 1, np.int64), (0,), f"dry:{index}")
 
 
-def fake_batch(batch: Batch, mode: CachedFakeMode) -> Batch:
+def fake_batch(batch: Batch, mode: CachedFakeMode, device: torch.device = CPU) -> Batch:
     def fake(tensor: Tensor) -> Tensor:
-        return mode.from_tensor(tensor)
+        return mode.from_tensor(tensor).to(device)
 
     return replace(
         batch,

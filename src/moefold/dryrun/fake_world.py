@@ -41,6 +41,11 @@ class CachedFakeMode(FakeTensorMode):
         super().__init__()
         self._cache = FakeOpCache(self)
 
+    @property
+    def avoid_device_init(self) -> bool:
+        """No real memory on a GPU, even where torch believes that there is one."""
+        return True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled here, and disabling dynamo for every operation takes time."""
@@ -143,6 +148,7 @@ class _Made(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     offset: int
     source: int | None
 
@@ -188,7 +194,7 @@ class FakeOpCache:
         else:
             bare = torch.empty(0, dtype=part.dtype, device="meta")
             bare.set_(given[part.source].untyped_storage(), part.offset, part.shape, part.stride)  # type: ignore[call-overload]
-        return FakeTensor(self.mode, bare, torch.device("cpu"))
+        return FakeTensor(self.mode, bare, part.device)
 
 
 def _key(value: Any) -> Any:
@@ -196,7 +202,7 @@ def _key(value: Any) -> Any:
         # torch propagates constant values itself.
         if not isinstance(value, FakeTensor) or value.constant is not None:
             raise Unhashable
-        return value.shape, value.stride(), value.dtype, value.storage_offset()
+        return value.shape, value.stride(), value.dtype, value.fake_device, value.storage_offset()
     if isinstance(value, (tuple, list)):
         return tuple([_key(part) for part in value])
     if isinstance(value, _PLAIN):
@@ -233,14 +239,14 @@ def _borrows(made: _Same | _Made | None) -> bool:
 
 
 def _describe(part: Tensor, given: list[Tensor]) -> _Same | _Made | None:
-    if type(part) is not FakeTensor or part.constant is not None or part.fake_device.type != "cpu":
+    if type(part) is not FakeTensor or part.constant is not None:
         return None
     address = part.untyped_storage()._cdata
     for number, tensor in enumerate(given):
         if tensor is part:
             return _Same(number)
         if tensor.untyped_storage()._cdata == address:
-            return _Made(part.shape, part.stride(), part.dtype, int(part.storage_offset()), number)
+            return _Made(part.shape, part.stride(), part.dtype, part.fake_device, int(part.storage_offset()), number)
     spans = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride())) if part.numel() else 0
     whole = part.storage_offset() == 0 and part.untyped_storage().nbytes() == spans * part.element_size()
-    return _Made(part.shape, part.stride(), part.dtype, 0, None) if whole else None
+    return _Made(part.shape, part.stride(), part.dtype, part.fake_device, 0, None) if whole else None
