@@ -16,6 +16,7 @@ from benchmarks.timed_layer import saved_for_backward
 from moefold.attention.sdpa import attend
 from moefold.bench.step_bench import run_for_bench, step_tokens
 from moefold.blueprint.parameters import init_std, parameters
+from moefold.checks.kernels import experts_in_use
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import ExpertInput, Routing
@@ -58,7 +59,7 @@ class StepByHand:
         self.dtype = TORCH_FORMATS[run.precision.compute]
         self.w = {name: nn.Parameter(value) for name, value in initial_parameters(run).items()}
         kernels = kernels_for(run, "cpu")
-        self.experts = expert_backend(run.kernels.experts, NativeMatmul(), kernels=kernels)(moe)
+        self.experts = expert_backend(experts_in_use(run, "cpu"), NativeMatmul(), kernels=kernels)(moe)
         self.optimizer = _adamw(run, self.w)
         self.loss = self.norm = 0.0
 

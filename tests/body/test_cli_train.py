@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from moefold.cli.main import main
 
@@ -41,6 +42,7 @@ def test_a_run_ends_can_be_named_and_goes_on(tmp_path: Path, capsys: pytest.Capt
         (["--parallel.pp", "2", "--parallel.vpp", "2", "--nproc", "2"], "parallel.vpp"),
         (["--train.stps", "3"], "did you mean 'steps'"),
         (["--name", "../elsewhere"], "name"),
+        (["--device", "cuda", "--nproc", "2"], "torchrun --nproc-per-node 2"),
     ],
 )
 def test_what_cannot_start_is_said_before_anything_is_written(
@@ -49,6 +51,20 @@ def test_what_cannot_start_is_said_before_anything_is_written(
     assert main(command(tmp_path / "runs", *words)) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path / "runs", "--device", "cuda")) == 2
+    assert "device cuda: torch sees no GPU here" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_first_line_says_device_and_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(tmp_path, "--device", "cpu", "--train.steps", "1")) == 0
+    assert " device=cpu " in (first := capsys.readouterr().out.splitlines()[0]) and " experts=auto:fused " in first
+    start = json.loads((tmp_path / "debug_tiny" / "metrics.jsonl").read_text().splitlines()[0])
+    assert (start["device"], start["experts"]) == ("CPU", "fused")
 
 
 def test_a_recipe_without_data_is_not_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

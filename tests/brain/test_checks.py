@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -246,6 +247,35 @@ CASES = [
         "kernels.backend",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("moe", "compute", "cpu", "cuda"),
+    [
+        (MoEConfig(), "float32", "fused", "sequential"),
+        (MoEConfig(), "bfloat16", "fused", "grouped"),
+        (MoEConfig(), "float64", "fused", "sequential"),
+        (MoEConfig(weight_at="output"), "float32", "grouped", "sequential"),
+        (MoEConfig(weight_at="output"), "float64", "sequential", "sequential"),
+        (MoEConfig(capacity=CapacityConfig(pad=True)), "bfloat16", "grouped", "grouped"),
+        (MoEConfig(expert_hidden_dim=12), "bfloat16", "fused", "sequential"),
+        (MoEConfig(expert_hidden_dim=12, weight_at="output"), "bfloat16", "sequential", "sequential"),
+        (MoEConfig(), "mxfp8", "sequential", "sequential"),
+    ],
+)
+def test_auto_stands_for_experts_that_no_rule_refuses(moe: MoEConfig, compute: Any, cpu: str, cuda: str) -> None:
+    run = in_formats(moe, compute=compute, params="float64" if compute == "float64" else "float32", experts="auto")
+    assert [kernels.experts_in_use(run, device) for device in ("cpu", "cuda")] == [cpu, cuda]
+    assert kernels.native_needs_fused_experts(replace(run, kernels=KernelsConfig("auto", "native"))) is None or (
+        cpu != "fused"
+    )
+
+
+def test_experts_by_name_stay_what_they_are() -> None:
+    assert KernelsConfig().experts == "grouped"
+    for name in ("sequential", "grouped", "fused"):
+        run = in_formats(experts=name)
+        assert {kernels.experts_in_use(run, device) for device in ("cpu", "cuda")} == {name}
 
 
 @pytest.mark.parametrize(("rule", "good", "bad", "path"), CASES, ids=[case[0].__name__ for case in CASES])

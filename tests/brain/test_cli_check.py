@@ -173,3 +173,12 @@ def test_the_largest_share_of_one_rank_is_everything() -> None:
     assert share.computed == share.at_rest == sum(spec.size for spec in parameters(model))
     halves = largest_rank_params(model, fold(ParallelConfig(ep=2), 2), whole)
     assert halves.computed < share.computed and halves.at_rest * 2 == share.at_rest
+
+
+def test_what_auto_stands_for_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "debug_50m"]) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("experts in bfloat16") :].splitlines()
+    assert [line.split() for line in table[2:4]] == [["cpu", "fused"], ["cuda", "grouped"]]
+    assert main(["check", "debug_small", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["experts"] == {"cpu": "fused", "cuda": "sequential"}

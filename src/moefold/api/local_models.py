@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.blueprint.parameters import buffers, init_std, parameters
+from moefold.checks.kernels import experts_in_use
 from moefold.checks.run_all import problems
 from moefold.config.loading import override
 from moefold.config.model import ModelConfig
@@ -163,8 +164,9 @@ class MoELayer(nn.Module):
     ) -> MoELayer:
         """A layer of model dim `dim`, from a `MoEConfig` such as `run.model.moe`, with some of its `fields` changed.
 
-        A section is a dict: `router={"score": "sigmoid"}`. `experts` names who runs the experts: sequential, grouped or
-        fused. Every problem is raised at once, as `ConfigError`. `routing_policy` is as for `build_model`.
+        A section is a dict: `router={"score": "sigmoid"}`. `experts` names who runs the experts: sequential, grouped,
+        fused, or auto, which is what suits torch's default device. Every problem is raised at once, as `ConfigError`.
+        `routing_policy` is as for `build_model`.
         """
         run = RunConfig(model=ModelConfig(dim=dim, num_layers=1, moe=config or MoEConfig(), init_std=init_std))
         changes = {f"model.moe.{name}": value for name, value in fields.items()}
@@ -173,7 +175,8 @@ class MoELayer(nn.Module):
             raise ConfigError(*found)
         model, moe = run.model, run.model.moe
         assert moe is not None
-        seams = replace(local_interfaces(experts), routing_policy=policy_maker(routing_policy))
+        in_use = experts_in_use(run, torch.get_default_device().type)
+        seams = replace(local_interfaces(in_use), routing_policy=policy_maker(routing_policy))
         layer = build_moe_layer(moe, dim, seams).to(dtype)
         _init_layer(layer, model, seed)
         return cls(layer)

@@ -117,21 +117,30 @@ class Timing:
         return self.cpu if clock == "cpu" else self.wall
 
 
+def wait_for(device: str) -> None:
+    """Until a GPU has done all that was launched; a CPU has."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def alternate(
     trials: Mapping[str, tuple[Callable[[int], Any], Callable[[Any], object]]],
     rounds: int,
     warm: int,
     what: str,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> dict[str, Timing]:
     """Each trial once per round. A trial is (prepare, run): ``prepare(seed)`` is not timed and makes the input of
-    ``run``; the seed changes every round."""
+    ``run``; the seed changes every round. On a GPU, the time ends when the GPU is done."""
     found = {name: Timing() for name in trials}
     for number in range(warm + rounds):
         for name, (prepare, run) in trials.items():
             prepared = prepare(number)
+            wait_for(device)
             wall, cpu = time.perf_counter(), time.process_time()
             run(prepared)
+            wait_for(device)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             if number >= warm:
                 found[name].wall.append(wall)

@@ -23,8 +23,11 @@ from moefold.bench.layer_workload import (
     draw_weights,
 )
 from moefold.blueprint.stage_modules import Parts
+from moefold.checks.kernels import experts_in_use
+from moefold.config.loading import override
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
+from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder, local_interfaces
 from moefold.moe.layer import MoELayer
 from moefold.moe.moe_kernels import kernels_named
@@ -38,9 +41,9 @@ LAYER, DENSE = "moefold", "dense matmuls"
 class DenseMatmuls:
     """Gate, up and down of one expert over ``rows`` rows, forward and backward: nine matmuls."""
 
-    def __init__(self, rows: int, shape: LayerShape, dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, shape: LayerShape, dtype: torch.dtype, device: str = "cpu") -> None:
         def draw(*sizes: int) -> Tensor:
-            return (torch.randn(*sizes) / sizes[-1] ** 0.5).to(dtype)
+            return (torch.randn(*sizes) / sizes[-1] ** 0.5).to(device, dtype)
 
         D, hidden = shape.dim, shape.hidden
         self.x_ND, self.dy_ND = draw(rows, D), draw(rows, D)
@@ -50,9 +53,9 @@ class DenseMatmuls:
         self.d_gate_DF, self.d_up_DF, self.d_down_FD = draw(D, hidden), draw(D, hidden), draw(hidden, D)
 
     @classmethod
-    def of_layer(cls, shape: LayerShape, dtype: torch.dtype) -> DenseMatmuls:
+    def of_layer(cls, shape: LayerShape, dtype: torch.dtype, device: str = "cpu") -> DenseMatmuls:
         """All rows of the routed experts; the shared expert counts as further rows."""
-        return cls(shape.rows + shape.tokens * shape.shared // shape.hidden, shape, dtype)
+        return cls(shape.rows + shape.tokens * shape.shared // shape.hidden, shape, dtype, device)
 
     def run(self) -> None:
         torch.mm(self.x_ND, self.gate_DF, out=self.h_gate_NF)
@@ -67,24 +70,32 @@ class DenseMatmuls:
 
 
 def bench_layer(
-    shape: LayerShape, dtype: str, rounds: int, warm: int, progress: Progress | None = None
+    shape: LayerShape, dtype: str, rounds: int, warm: int, progress: Progress | None = None, device: str = "cpu"
 ) -> dict[str, Timing]:
     """Every round has new tokens, so that the routing changes as in training."""
     torch_dtype = DTYPES[dtype]
-    dense = DenseMatmuls.of_layer(shape, torch_dtype)
+    dense = DenseMatmuls.of_layer(shape, torch_dtype, device)
     weights = draw_weights(shape, torch_dtype)
-    layer = filled_layer(shape, weights, local_interfaces("fused", kernels_named("native", "cpu")))
-    batch, dy_TD = batch_of(shape.tokens), draw_output_grad(shape, torch_dtype)
+    layer = filled_layer(shape, weights, interfaces_for(dtype, device)).to(device)
+    batch, dy_TD = batch_of(shape.tokens, device), draw_output_grad(shape, torch_dtype).to(device)
 
     def prepare(seed: int) -> Tensor:
         layer.zero_grad()
-        return draw_input(shape, torch_dtype, seed).requires_grad_()
+        return draw_input(shape, torch_dtype, seed).to(device).requires_grad_()
 
     trials = {
         LAYER: (prepare, lambda x_TD: layer(x_TD, batch, None)[0].backward(dy_TD)),
         DENSE: (lambda seed: None, lambda nothing: dense.run()),
     }
-    return alternate(trials, rounds, warm, "rounds", progress)
+    return alternate(trials, rounds, warm, "rounds", progress, device)
+
+
+def interfaces_for(dtype: str, device: str) -> ParallelInterfaces:
+    """The fastest kernels of a CPU; on a GPU torch's, and the experts that `auto` stands for."""
+    if device == "cpu":
+        return local_interfaces("fused", kernels_named("native", "cpu"))
+    run: RunConfig = override(RunConfig(), {"precision.compute": dtype, "kernels.experts": "auto"})
+    return local_interfaces(experts_in_use(run, device), kernels_named("torch", device, dtype))
 
 
 def filled_layer(shape: LayerShape, weights: Weights, seams: ParallelInterfaces) -> MoELayer:
@@ -113,9 +124,9 @@ def moe_config(shape: LayerShape) -> MoEConfig:
     )
 
 
-def batch_of(tokens: int) -> Batch:
+def batch_of(tokens: int, device: str = "cpu") -> Batch:
     """One document; a MoE layer reads nothing of it but its sizes."""
-    ids = torch.zeros(tokens, dtype=torch.int64)
+    ids = torch.zeros(tokens, dtype=torch.int64, device=device)
     return whole_batch(ids, ids, (tokens,), step_labels=tokens, step_tokens=tokens, step_sequences=1)
 
 

@@ -113,9 +113,9 @@ def _whole_runs() -> dict[str, Trial]:
     return trials
 
 
-def single_rank_model(run: RunConfig) -> LocalModel:
+def single_rank_model(run: RunConfig, device: str = "cpu") -> LocalModel:
     """The whole model on one rank."""
-    return build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device("cpu"))
+    return build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device(device))
 
 
 def optimizer_of(local_model: LocalModel) -> Optimizer:

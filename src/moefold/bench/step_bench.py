@@ -32,13 +32,21 @@ MATMUL_SIZE = 2048
 
 
 def run_for_bench(
-    dtype: str, changes: Mapping[str, str] | None = None, name: str = RECIPE, experts: str = "fused"
+    dtype: str,
+    changes: Mapping[str, str] | None = None,
+    name: str = RECIPE,
+    experts: str = "fused",
+    device: str = "cpu",
 ) -> RunConfig:
-    """The recipe in this format with the fastest kernels of a CPU; ``changes`` are dotted keys and their values."""
+    """The recipe in this format; ``changes`` are dotted keys and their values.
+
+    On a CPU with its fastest kernels; on a GPU with torch's, because Triton's have not been run on one: change
+    kernels.backend to time them.
+    """
     fixed = {
         "precision.compute": dtype,
-        "kernels.experts": experts,
-        "kernels.backend": "native" if experts == "fused" else "torch",
+        "kernels.experts": experts if device == "cpu" else "auto",
+        "kernels.backend": "native" if device == "cpu" and experts == "fused" else "torch",
     }
     run: RunConfig = override(recipe(name), fixed | dict(changes or {}))
     return run
@@ -54,14 +62,14 @@ def step_tokens(run: RunConfig, seed: int) -> Tensor:
 class TrainStep:
     """A model on one rank with its optimizer, and one step of both."""
 
-    def __init__(self, run: RunConfig) -> None:
-        self.run_config = run
-        self.local_model = single_rank_model(run)
+    def __init__(self, run: RunConfig, device: str = "cpu") -> None:
+        self.run_config, self.device = run, device
+        self.local_model = single_rank_model(run, device)
         self.optimizer = optimizer_of(self.local_model)
         self.last: StepResult | None = None
 
     def prepare(self, seed: int) -> list[Batch]:
-        tokens = step_tokens(self.run_config, seed)
+        tokens = step_tokens(self.run_config, seed).to(self.device)
         total = tokens[..., 1:].numel()
         return [
             whole_batch(
@@ -84,13 +92,15 @@ def _read_sums(sums: StepSums, norm: Tensor) -> None:
     float(sums.loss), float(norm), [float(each) for each in sums.balance]
 
 
-def bench_step(run: RunConfig, rounds: int, warm: int, progress: Progress | None = None) -> dict[str, Timing]:
+def bench_step(
+    run: RunConfig, rounds: int, warm: int, progress: Progress | None = None, device: str = "cpu"
+) -> dict[str, Timing]:
     """Every round has a new batch, so that the routing changes as in training."""
-    step = TrainStep(run)
+    step = TrainStep(run, device)
     size, dtype = (MATMUL_SIZE, MATMUL_SIZE), TORCH_FORMATS[run.precision.compute]
-    a, b, out = (torch.randn(size).to(dtype) for _ in range(3))
+    a, b, out = (torch.randn(size).to(device, dtype) for _ in range(3))
     trials = {
         STEP: (step.prepare, step.run),
         MATMUL: (lambda seed: None, lambda nothing: torch.mm(a, b, out=out)),
     }
-    return alternate(trials, rounds, warm, "rounds", progress)
+    return alternate(trials, rounds, warm, "rounds", progress, device)

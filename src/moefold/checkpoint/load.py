@@ -22,7 +22,8 @@ from moefold.checkpoint.state_dict import copy_into_live, fresh_seed, needed_chu
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, volume, whole
 from moefold.checkpoint.verify import check_files, quick_check
-from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
+from moefold.comm.collectives import all_gather_no_grad
+from moefold.comm.host_numbers import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import LocalModel
@@ -219,7 +220,7 @@ def _agree(path: Path, error: CheckpointError | None, world: Group, device: torc
 
 def from_rank_0(value: int, world: Group) -> int:
     """Rank 0's number on every rank."""
-    return int(all_reduce_no_grad(torch.tensor(value if world.index == 0 else 0), world))
+    return all_reduce_ints((value if world.index == 0 else 0,), world)[0]
 
 
 def _device(local_model: LocalModel) -> torch.device:

@@ -1,10 +1,17 @@
-"""Rules about number formats and kernel backends: which backend computes which format on which device."""
+"""Rules about number formats and kernel backends, and what `kernels.experts: auto` stands for.
+
+`AUTO_EXPERTS` is a table by device and compute format. The first row counts whose backend no rule refuses for this run.
+The choice depends on the run and the kind of device only, so that it can be said before a job starts, and on a machine
+without a GPU.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import get_args
 
-from moefold.config.precision import BYTES, Format
+from moefold.config.kernels import NamedExperts
+from moefold.config.precision import BYTES, ComputeFormat, Format
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -97,13 +104,54 @@ def triton_is_not_combined_with_fused_experts(run: RunConfig) -> Problem | None:
 
 
 def native_needs_fused_experts(run: RunConfig) -> Problem | None:
-    if run.model.moe is None or run.kernels.backend != "native" or run.kernels.experts == "fused":
+    """Native kernels run on CPUs only, so `auto` is what it stands for there."""
+    if run.model.moe is None or run.kernels.backend != "native" or (experts := experts_in_use(run, "cpu")) == "fused":
         return None
     return Problem(
         "kernels.backend",
-        f"native has an activation for dense layers and fused experts, but kernels.experts is {run.kernels.experts}",
+        f"native has an activation for dense layers and fused experts, but kernels.experts is {experts}",
         "use torch, or kernels.experts fused",
     )
+
+
+# ---- auto ----
+
+
+@dataclass(frozen=True)
+class AutoExperts:
+    """On this device, with these compute formats, `auto` stands for ``experts`` unless a rule refuses it."""
+
+    device: str
+    formats: tuple[ComputeFormat, ...]
+    experts: NamedExperts
+    why: str
+
+
+AUTO_EXPERTS = (
+    AutoExperts("cpu", _TRAINED, "fused", "fastest on a CPU"),
+    AutoExperts("cpu", ("float32", "bfloat16"), "grouped", "padded rows, and probs elsewhere than at the activation"),
+    AutoExperts("cpu", _TRAINED, "sequential", "any run"),
+    AutoExperts("cuda", ("bfloat16",), "grouped", "torch's grouped GEMM, which takes bfloat16 only on a GPU"),
+    AutoExperts("cuda", _TRAINED, "sequential", "any run"),
+)
+_EXPERTS_RULES = (
+    grouped_experts_are_not_float64,
+    grouped_rows_are_aligned,
+    fused_experts_have_no_padded_rows,
+    fused_experts_scale_activations,
+)
+
+
+def experts_in_use(run: RunConfig, device: str) -> NamedExperts:
+    """The backend that runs the experts on this kind of device: the one that the run names, or what auto stands for."""
+    if run.kernels.experts != "auto":
+        return run.kernels.experts
+    for row in AUTO_EXPERTS:
+        named = replace(run, kernels=replace(run.kernels, experts=row.experts))
+        fits = row.device == device and run.precision.compute in row.formats
+        if fits and not any(rule(named) for rule in _EXPERTS_RULES):
+            return row.experts
+    return "sequential"
 
 
 RULES = (

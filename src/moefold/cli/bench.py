@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.cli.run_argument import Subparsers, add_device_option
 from moefold.errors import ConfigError, MoefoldError, Problem, UnknownNameError
 from moefold.tables import text_table
 from moefold.units import format_seconds
@@ -21,7 +22,6 @@ from moefold.units import format_seconds
 if TYPE_CHECKING:
     from moefold.bench.clock import Timing
     from moefold.bench.layer_workload import LayerShape
-    from moefold.cli.run_argument import Subparsers
 
 EXAMPLES = """examples:
   moefold bench layer b
@@ -35,12 +35,13 @@ CALIBRATE = """examples:
   moefold bench calibrate --out machine.json
   moefold bench calibrate --world 2 --json
 
-Takes a minute or two. Every measurement is divided by the time of a small matmul that runs just before it, so other
-processes disturb it little; an idle machine is still better.
+On CPUs only. Takes a minute or two. Every measurement is divided by the time of a small matmul that runs just before
+it, so other processes disturb it little; an idle machine is still better.
 Exits with 0 when the table was made, 2 when the command cannot be understood."""
 
 LAYER = """examples:
   moefold bench layer                                     # shapes a, b and c
+  moefold bench layer b --device cuda
   moefold bench layer --tokens 512 --dim 256 --hidden 64 --experts 16 --top-k 4 --dtype float32 --json
 
 Layer and dense matmuls alternate, one run each per round; ratios are taken round by round.
@@ -48,6 +49,7 @@ Exits with 0 when it was measured, 2 when the command cannot be understood."""
 
 STEP = """examples:
   moefold bench step
+  moefold bench step --device cuda --set kernels.backend=triton
   moefold bench step --set data.seq_len=128 --set model.num_layers=2 --json
 
 Exits with 0 when it was measured, 2 when the command cannot be understood."""
@@ -91,12 +93,12 @@ def _add_layer(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
         "layer",
         help="one MoE layer beside dense matmuls of the same FLOPs",
-        description="Forward and backward of one MoE layer beside dense matmuls of the same FLOPs, on this CPU.",
+        description="Forward and backward of one MoE layer beside dense matmuls of the same FLOPs, on a CPU or a GPU.",
         epilog=LAYER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_shapes(parser)
-    add_timing_options(parser)
+    add_timing_options(parser, devices=True)
     parser.set_defaults(run=layer)
 
 
@@ -104,13 +106,13 @@ def _add_step(kinds: Subparsers) -> None:
     parser = kinds.add_parser(
         "step",
         help="a whole training step beside a matmul",
-        description="One training step of the recipe debug_50m on this CPU: time, tokens per second, and model FLOP/s "
-        "as a part of what a matmul reaches.",
+        description="One training step of the recipe debug_50m on a CPU or a GPU: time, tokens per second, and model "
+        "FLOP/s as a part of what a matmul reaches.",
         epilog=STEP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_changes(parser)
-    add_timing_options(parser)
+    add_timing_options(parser, devices=True)
     parser.set_defaults(run=step)
 
 
@@ -134,10 +136,12 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_timing_options(parser: argparse.ArgumentParser, threads: bool = True) -> None:
+def add_timing_options(parser: argparse.ArgumentParser, threads: bool = True, devices: bool = False) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
     if threads:
         parser.add_argument("--threads", type=int, default=1, metavar="N", help="per process (default 1)")
+    if devices:
+        add_device_option(parser)
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="rounds that count (default 9)")
     parser.add_argument("--warm", type=int, default=8, metavar="N", help="rounds before those (default 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -213,12 +217,14 @@ def calibrate(args: argparse.Namespace) -> int:
 
 
 def layer(args: argparse.Namespace) -> int:
-    _start(args)
+    device = _start(args)
     from moefold.bench.layer_bench import DENSE, bench_layer
 
     shapes = shapes_of(args)
-    found = [_timings_json(args, str(shape), bench_layer(shape, args.dtype, args.rounds, args.warm, progress_line()))
-             for shape in shapes]  # fmt: skip
+    found = []
+    for shape in shapes:
+        timings = bench_layer(shape, args.dtype, args.rounds, args.warm, progress_line(), device)
+        found.append(_timings_json(args, device, str(shape), timings))
     for each, shape in zip(found, shapes):
         for timing in each["timings"].values():
             timing["gflops"] = shape.flops() / timing["seconds"]["median"] / 1e9
@@ -230,14 +236,14 @@ def layer(args: argparse.Namespace) -> int:
 
 
 def step(args: argparse.Namespace) -> int:
-    _start(args)
+    device = _start(args)
     from moefold.bench.step_bench import MATMUL, MATMUL_SIZE, RECIPE, STEP, bench_step, run_for_bench
     from moefold.blueprint.flops import training_flops_per_token
 
     changes = changes_of(args)
-    run = run_for_bench(args.dtype, changes)
-    timings = bench_step(run, args.rounds, args.warm, progress_line())
-    found = _timings_json(args, f"training step of {RECIPE}{' with changes' if changes else ''}", timings)
+    run = run_for_bench(args.dtype, changes, device=device)
+    timings = bench_step(run, args.rounds, args.warm, progress_line(), device)
+    found = _timings_json(args, device, f"training step of {RECIPE}{' with changes' if changes else ''}", timings)
     tokens = run.data.global_batch * run.data.seq_len
     seconds = {name: timing["seconds"]["median"] for name, timing in found["timings"].items()}
     flops = {STEP: tokens * training_flops_per_token(run.model, run.data.seq_len), MATMUL: 2.0 * MATMUL_SIZE**3}
@@ -254,26 +260,34 @@ def step(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(args: argparse.Namespace) -> None:
-    """Refuses bad options; then sets threads and allocator as the launcher of `moefold train` does."""
+def _start(args: argparse.Namespace) -> str:
+    """Refuses bad options; then sets threads and allocator as the launcher of `moefold train` does. Returns the device:
+    cpu or cuda."""
     if problems := timing_problems(args):
         raise ConfigError(*problems)
     import torch
 
+    from moefold.comm.spawn import this_device
     from moefold.ops.malloc import disable_malloc_trim
 
+    device = this_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     disable_malloc_trim()
     torch.set_num_threads(args.threads)
+    return device.type
 
 
-def _timings_json(args: argparse.Namespace, title: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
-    """CPU time with one thread, wall time with more."""
+def _timings_json(args: argparse.Namespace, device: str, title: str, timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """CPU time with one thread, wall time with more and on a GPU."""
     from moefold.bench.clock import spread
 
-    clock = "cpu" if args.threads == 1 else "wall"
+    clock = "cpu" if args.threads == 1 and device == "cpu" else "wall"
+    where = f"{args.threads} thread{'s' * (args.threads > 1)}" if device == "cpu" else "one GPU"
     base = list(timings)[-1]
     return {
-        "title": f"{title}, {args.dtype}, {args.threads} thread{'s' * (args.threads > 1)}",
+        "title": f"{title}, {args.dtype}, {where}",
+        "device": device,
         "clock": clock,
         "rounds": args.rounds,
         "timings": {

@@ -12,6 +12,7 @@ from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.blueprint.stage_modules import RankParams, largest_rank_params
 from moefold.blueprint.stage_ranks import stage_table
+from moefold.checks.kernels import experts_in_use
 from moefold.cli.run_argument import Subparsers, add_run_argument
 from moefold.config.model import ModelConfig
 from moefold.config.precision import BYTES
@@ -111,6 +112,9 @@ def _report(run: RunConfig, world: int | None, largest: RankParams | None) -> It
     kinds = sorted(counts.by_kind.items(), key=lambda item: -item[1])
     yield text_table(("kind", "parameters", "share"), [(kind, f"{n:,}", _percent(n, counts)) for kind, n in kinds])
     yield text_table(("layers", "feed-forward", "parameters of each", "active"), list(_layer_rows(run.model)))
+    if run.kernels.experts == "auto" and run.model.moe is not None:
+        rows = [(device, name) for device, name in _experts(run).items()]
+        yield text_table((f"experts in {run.precision.compute}", "kernels.experts auto stands for"), rows)
     if run.parallel.dispatcher == "adaptive" and run.model.moe is not None:
         yield _dispatcher_table(run)
     if largest is not None and world is not None:
@@ -176,6 +180,11 @@ def _dispatcher_table(run: RunConfig) -> str:
     return text_table(("dispatcher", "dispatch and combine, expected", ""), rows)
 
 
+def _experts(run: RunConfig) -> dict[str, str]:
+    """The backend of the experts by kind of device."""
+    return {device: experts_in_use(run, device) for device in ("cpu", "cuda")}
+
+
 def _percent(part: int, counts: Counts) -> str:
     return f"{100 * part / counts.total:.2f} %"
 
@@ -190,5 +199,6 @@ def _as_dict(run: RunConfig, world: int | None, largest: RankParams | None) -> d
         "bytes": {run.precision.params: counts.total * BYTES[run.precision.params]},
         "world": world,
         "dispatcher": dispatcher_in_use(run) if run.model.moe is not None else None,
+        "experts": _experts(run) if run.model.moe is not None else None,
         "largest_rank": asdict(largest) if largest else None,
     }

@@ -35,6 +35,10 @@ def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False)
     parser.parse_known_args = without_changes  # type: ignore[method-assign, assignment]
 
 
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU, else cpu")
+
+
 def split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(other words, the words of `--dotted.key VALUE` and `--dotted.key=VALUE`)."""
     others: list[str] = []

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from moefold.api.runs import load_run
-from moefold.cli.run_argument import Subparsers, add_run_argument
+from moefold.cli.run_argument import Subparsers, add_device_option, add_run_argument
 from moefold.train.signals import INTERRUPTED
 
 EXAMPLES = """examples:
@@ -32,7 +32,8 @@ def add_to(commands: Subparsers) -> None:
     )
     add_run_argument(parser)
     parser.add_argument("--name", dest="called", metavar="NAME", help="call the run NAME, in a directory of its own")
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default 1)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="CPU ranks to start on this machine (default 1)")
+    add_device_option(parser)
     parser.add_argument(
         "--patience",
         type=float,
@@ -53,5 +54,6 @@ def run(args: argparse.Namespace) -> int:
     from moefold.train.callbacks.registry import default_callbacks
     from moefold.train.trainer import Trainer
 
-    trainer = Trainer(asked, reporters=default_callbacks(args.json), nproc=args.nproc, patience=args.patience)
+    reporters = default_callbacks(args.json)
+    trainer = Trainer(asked, reporters=reporters, nproc=args.nproc, patience=args.patience, device=args.device)
     return INTERRUPTED if trainer.fit(args.stop) == "interrupted" else 0

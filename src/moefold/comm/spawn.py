@@ -36,7 +36,7 @@ import torch.distributed.tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moefold.comm.launchers import place_of
-from moefold.errors import MoefoldError, RankError
+from moefold.errors import BackendError, MoefoldError, RankError
 from moefold.ops.malloc import disable_malloc_trim
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
@@ -112,15 +112,16 @@ def spawn_ranks(
     return [json.loads(rank.result)["result"] for rank in ranks]
 
 
-def join_world(seconds: float) -> tuple[int, int]:
-    """Join the ranks that torchrun, srun or mpirun has started; returns (rank, world).
+def join_world(seconds: float, device_type: str | None = None) -> tuple[int, int]:
+    """Join the ranks that torchrun, srun or mpirun has started; returns (rank, world). ``device_type``: see
+    ``this_device``.
 
     Without a launcher the world is this process, and no process group is made. On a GPU the rank's device becomes the
     current one and every group's communicators are made at once: FSDP, Triton and events use the current device, and
     NCCL then makes subgroups by splitting the world's communicator. On a CPU, freed memory is kept by the process: see
     ``ops/malloc.py``.
     """
-    place, device = place_of(os.environ), this_device()
+    place, device = place_of(os.environ), this_device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -141,9 +142,16 @@ def join_world(seconds: float) -> tuple[int, int]:
     return place.rank, place.world
 
 
-def this_device() -> torch.device:
-    """The GPU that the launcher gave this rank, or the CPU."""
-    if not torch.cuda.is_available():
+def this_device(device_type: str | None = None) -> torch.device:
+    """The GPU that the launcher gave this rank, or the CPU. ``device_type`` is cpu or cuda; None is cuda if there is a
+    GPU."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        built = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build for CPUs only"
+        raise BackendError(
+            f"device cuda: torch sees no GPU here (torch {torch.__version__} {built}); use --device cpu, or see what "
+            "`moefold doctor --gpus` misses"
+        )
+    if device_type == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     place = place_of(os.environ)
     local_rank = 0 if place is None else place.local_rank

@@ -58,7 +58,7 @@ class CachedFakeMode(FakeTensorMode):
             return args[0].fake_device
         if op is torch.ops.c10d.send.default:
             return completed_work()
-        if op is torch.ops.aten._grouped_mm.default:
+        if op is torch.ops.aten._grouped_mm.default and args[0].device.type == "cpu":
             return _grouped_matmul(*args, **kwargs)
         infer = super().__torch_dispatch__
         return self._cache.result(op, args, kwargs, lambda: infer(op, types, args, kwargs))
@@ -72,7 +72,7 @@ def completed_work() -> Any:
 
 
 def _grouped_matmul(rows: Tensor, weight: Tensor, offs: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """torch's meta function takes bfloat16 only; the CPU kernel takes more dtypes."""
+    """On a CPU. torch's meta function is that of GPUs and takes bfloat16 only; the CPU kernel takes more dtypes."""
     if weight.dim() == 3:
         return rows.new_empty(rows.shape[0], weight.shape[2])
     return rows.new_empty(offs.shape[0], rows.shape[0], weight.shape[1])

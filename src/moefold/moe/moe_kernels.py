@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moefold.checks.kernels import experts_in_use
 from moefold.config.run import RunConfig
 from moefold.moe.kernels import router_reference as balance_torch
 from moefold.moe.kernels import router_reference as router_torch
@@ -78,5 +79,5 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
 def kernels_for(run: RunConfig, device: str) -> MoEKernels:
     """The kernels of `run.kernels`; raises where this machine cannot run one of them in `precision.compute`."""
     here, dtype = probe_host(), run.precision.compute
-    resolve("experts", run.kernels.experts, device, here, dtype)
+    resolve("experts", experts_in_use(run, device), device, here, dtype)
     return kernels_named(run.kernels.backend, device, dtype, here)

@@ -35,12 +35,17 @@ class Backend:
     setting: str
     devices: tuple[str, ...]
     formats: tuple[str, ...]
+    # Formats on a GPU, where they differ.
+    gpu_formats: tuple[str, ...] | None = None
     # Packages that must be installed, and the minimum compute capability of a GPU.
     packages: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
     # Whether it needs a C compiler.
     compiles: bool = False
     note: str = ""
+
+    def formats_on(self, device: str) -> tuple[str, ...]:
+        return self.formats if device != "cuda" or self.gpu_formats is None else self.gpu_formats
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ _BOTH = ("cpu", "cuda")
 
 BACKENDS = (
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one GEMM per expert: the reference"),
-    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM"),
+    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, ("bfloat16",), note="torch's grouped GEMM"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
     Backend("glu", "torch", _KERNELS, ("cpu",), ALL, note="the reference"),
     Backend("glu", "native", _KERNELS, ("cpu",), NARROW, compiles=True, note="C in one pass, compiled on first use"),
@@ -76,7 +81,7 @@ BACKENDS = (
         for job in JOBS
         for backend in (
             Backend(job, "torch", _KERNELS, _BOTH, ALL, note="the reference"),
-            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, ("triton",), AMPERE, note="one pass over memory"),
+            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, None, ("triton",), AMPERE, note="one pass over memory"),
         )
     ),
 )
@@ -98,8 +103,10 @@ def why_not(backend: Backend, device: str, host: HostInfo, number_format: str | 
     reasons += [f"{package} is not installed" for package in backend.packages if package not in host.packages]
     if backend.compiles and host.compiler is None:
         reasons.append("there is no C compiler (no cc, no $CC)")
-    if number_format is not None and number_format not in backend.formats:
-        reasons.append(f"takes {' and '.join(backend.formats)}, not {number_format}")
+    formats = backend.formats_on(device)
+    if number_format is not None and number_format not in formats:
+        where = " on a GPU" if formats != backend.formats else ""
+        reasons.append(f"takes {' and '.join(formats)}{where}, not {number_format}")
     return "; ".join(reasons)
 
 
@@ -108,8 +115,9 @@ def resolve(job: str, name: str, device: str, host: HostInfo, number_format: str
     known = {backend.name: backend for backend in BACKENDS if backend.job == job}
     assert known, f"no backend for {job!r}"
     works = [other for other, backend in known.items() if not why_not(backend, device, host, number_format)]
-    instead = f"what works here on {device}: {', '.join(works) or 'nothing'}; `moefold doctor` shows all"
     setting = next(iter(known.values())).setting
+    auto = "auto chooses among them; " if setting == _EXPERTS and len(works) > 0 else ""
+    instead = f"what works here on {device}: {', '.join(works) or 'nothing'}; {auto}`moefold doctor` shows all"
     if name not in known:
         raise BackendError(f"{setting}: no backend {name[:64]!r} for {job}; {did_you_mean(name, known)}{instead}")
     reason = why_not(known[name], device, host, number_format)
@@ -159,7 +167,7 @@ def as_rows(device: str, host: HostInfo) -> list[dict[str, Any]]:
             "setting": backend.setting,
             "works": not (reason := why_not(backend, device, host)),
             "reason": reason or backend.note,
-            "formats": list(backend.formats),
+            "formats": list(backend.formats_on(device)),
         }
         for backend in BACKENDS
     ]

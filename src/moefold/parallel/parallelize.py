@@ -20,6 +20,7 @@ from torch import Tensor
 from moefold.attention.core import AttentionCore, LocalCore
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
+from moefold.checks.kernels import experts_in_use
 from moefold.comm.comm_stream import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.parallel import NamedDispatcher
@@ -108,7 +109,7 @@ def build_on_meta(
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels)
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
@@ -128,6 +129,7 @@ def parallel_interfaces_of(
     weight_grads: WeightGradQueue | None,
     host: SplitSizeSource,
     kernels: MoEKernels = MOE_IN_TORCH,
+    device: str = "cpu",
 ) -> ParallelInterfaces:
     matmul_policy = NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
     return ParallelInterfaces(
@@ -135,7 +137,7 @@ def parallel_interfaces_of(
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         matmul_policy=matmul_policy,
-        experts=expert_backend(run.kernels.experts, matmul_policy, weight_grads, kernels),
+        experts=expert_backend(experts_in_use(run, device), matmul_policy, weight_grads, kernels),
         # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
         core=core_for(run, groups),

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.host_numbers import all_reduce_ints
 from moefold.comm.process_groups import Groups
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
@@ -116,4 +117,4 @@ def count_step_labels(mine: int, groups: Groups) -> int:
 
 def count_over_step(mine: Sequence[int], groups: Groups) -> tuple[int, ...]:
     """Counts of the whole step, summed over dp and cp in one call each."""
-    return tuple(all_reduce_no_grad(all_reduce_no_grad(torch.tensor(mine), groups["dp"]), groups["cp"]).tolist())
+    return tuple(all_reduce_ints(all_reduce_ints(mine, groups["dp"]), groups["cp"]))

@@ -17,8 +17,8 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
-# For machines without a GPU.
-ON_CPU = KernelsConfig(experts="fused")
+# Fused on a CPU; on a GPU grouped in bfloat16, else sequential.
+ANY_DEVICE = KernelsConfig(experts="auto")
 _BYTES = DataConfig(train=BUILTIN, validation=BUILTIN)
 
 
@@ -26,7 +26,7 @@ def debug_tiny() -> RunConfig:
     """Two layers and eight experts: the smallest MoE run."""
     return RunConfig(
         name="debug_tiny",
-        kernels=ON_CPU,
+        kernels=ANY_DEVICE,
         model=ModelConfig(moe=MoEConfig(router=RouterConfig(normalize=True), balance=BalanceConfig(microbatch=0.01))),
         data=_BYTES,
     )
@@ -36,7 +36,7 @@ def debug_small() -> RunConfig:
     """A few million parameters: large enough to learn something on a laptop."""
     return RunConfig(
         name="debug_small",
-        kernels=ON_CPU,
+        kernels=ANY_DEVICE,
         model=ModelConfig(
             vocab_size=512,
             dim=128,
@@ -64,7 +64,7 @@ def debug_10m() -> RunConfig:
     """
     return RunConfig(
         name="debug_10m",
-        kernels=ON_CPU,
+        kernels=ANY_DEVICE,
         model=ModelConfig(
             dim=192,
             num_layers=4,
@@ -107,7 +107,7 @@ def debug_50m() -> RunConfig:
             dense_hidden_dim=1536,
         ),
         precision=PrecisionConfig(compute="bfloat16"),
-        kernels=ON_CPU,
+        kernels=ANY_DEVICE,
         data=replace(_BYTES, seq_len=512, global_batch=4, micro_batch=4),
         optim=OptimConfig(lr=1e-3, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
     )
@@ -117,6 +117,7 @@ def debug_mla() -> RunConfig:
     """MLA, a dense layer, a shared expert, expert groups and the loss-free bias, at the smallest size."""
     return RunConfig(
         name="debug_mla",
+        kernels=ANY_DEVICE,
         model=ModelConfig(
             num_layers=3,
             attention=MLAConfig(),

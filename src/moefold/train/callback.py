@@ -45,6 +45,8 @@ class RunInfo:
     directory: Path
     resumed_from: int | None
     parameters: Counts
+    # cpu or cuda.
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

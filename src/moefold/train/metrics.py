@@ -95,11 +95,11 @@ def as_data(record: StepRecord, speed: Speed) -> dict[str, object]:
     return plain | finite(asdict(record)) | {"speed": finite(asdict(speed))}
 
 
-def device_name() -> str:
-    """As torch names it; "CPU" where there is no accelerator."""
+def device_name(device: str = "cuda") -> str:
+    """As torch names it; "CPU" where the run or the machine has no accelerator."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "CPU"
 
 
 def _fraction(records: Sequence[StepRecord], name: str, seconds: float) -> float:

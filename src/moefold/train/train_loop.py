@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
-from moefold.comm.collectives import all_reduce_no_grad
+from moefold.comm.host_numbers import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
@@ -123,8 +123,8 @@ def _loop(context: TrainContext, state: TrainState, hooks: Hooks, stop: StopRequ
 def agreed_requests(context: TrainContext, control: LoopControl, stop: StopRequest) -> tuple[bool, str | None]:
     """Whether to save and why to stop: what any rank was asked for, the same on all ranks."""
     save, reason = control.take_requests()
-    asked = torch.tensor([int(bool(stop)), int(reason is not None), int(save)])
-    signalled, stopped, save_count = all_reduce_no_grad(asked, context.groups["world"]).tolist()
+    asked = (int(bool(stop)), int(reason is not None), int(save))
+    signalled, stopped, save_count = all_reduce_ints(asked, context.groups["world"])
     if signalled:
         return bool(save_count), "interrupted"
     if stopped:
@@ -163,7 +163,7 @@ def _step(context: TrainContext, state: TrainState, began: float, hooks: Hooks) 
 
 def agreed_skip_reason(local: str | None, world: Group) -> str | None:
     """All ranks skip where one of them does: a number that differs on one rank must not make it take another path."""
-    objecting = int(all_reduce_no_grad(torch.tensor(int(local is not None)), world))
+    (objecting,) = all_reduce_ints((int(local is not None),), world)
     return local if local is not None or not objecting else f"{objecting} other rank(s) objected"
 
 
@@ -243,7 +243,7 @@ def _report_committed(context: TrainContext, hooks: Callback, step: int | None) 
 
 def asked_to_stop(context: TrainContext, stop: StopRequest) -> bool:
     """Whether a signal asked any rank to stop; the same on all ranks."""
-    return int(all_reduce_no_grad(torch.tensor(int(bool(stop))), context.groups["world"])) > 0
+    return all_reduce_ints((int(bool(stop)),), context.groups["world"]) != [0]
 
 
 def _info(context: TrainContext, state: TrainState) -> RunInfo:
@@ -253,4 +253,5 @@ def _info(context: TrainContext, state: TrainState) -> RunInfo:
         directory=context.directory,
         resumed_from=state.step or None,
         parameters=count_parameters(context.run.model),
+        device=context.device.type,
     )

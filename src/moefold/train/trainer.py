@@ -35,7 +35,7 @@ class Trainer:
     `callbacks` run first and `reporters` after them, so that reporters see the metrics that callbacks add. `reporters`
     are those of `moefold train` unless given: `metrics.jsonl`, console lines, a progress bar on a terminal,
     TensorBoard and Weights & Biases as the run says. A collective waits `patience` seconds for its peers.
-    `routing_policy` is as for `build_model`.
+    `routing_policy` is as for `build_model`. `device` is "cpu" or "cuda"; by default cuda if there is a GPU.
 
     Raises `ConfigError` with every problem of the run if it has any.
 
@@ -54,6 +54,7 @@ class Trainer:
         nproc: int | None = None,
         patience: float = 600.0,
         routing_policy: PolicyOrName | None = None,
+        device: str | None = None,
     ) -> None:
         # With nproc, this process starts its ranks itself, also inside a job that counts more tasks.
         place = place_of(os.environ) if nproc is None or "RANK" in os.environ else None
@@ -62,10 +63,16 @@ class Trainer:
             raise MoefoldError(
                 "nproc starts ranks itself, but a launcher has started this one already; leave nproc out"
             )
+        if device == "cuda" and nproc is not None:
+            raise MoefoldError(
+                f"nproc starts ranks on CPUs; on GPUs, start {nproc} ranks by "
+                f"`torchrun --nproc-per-node {nproc} -m moefold.cli.main train ...`"
+            )
         self.world = nproc or 1 if place is None else place.world
         if found := problems_to_train(run, self.world):
             raise ConfigError(*found)
         self.run, self.patience, self.routing_policy = run, patience, routing_policy
+        self.device = device
         self.callbacks, self._reporters = tuple(callbacks), None if reporters is None else tuple(reporters)
         _require_services(run)
 
@@ -90,8 +97,8 @@ class Trainer:
         """This process is one rank of a launched world, or all of it."""
         from moefold.comm.spawn import join_world, this_device
 
-        rank, world = join_world(self.patience)
-        return self._fit_rank(rank, world, this_device(), stop)
+        rank, world = join_world(self.patience, self.device)
+        return self._fit_rank(rank, world, this_device(self.device), stop)
 
     def _fit_on_local_ranks(self, stop: StopRequest) -> int:
         import torch

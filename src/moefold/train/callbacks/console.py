@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from moefold.checks.kernels import experts_in_use
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.metrics import Meter, device_name, router_stats
@@ -37,12 +38,17 @@ class ConsoleLines(Callback):
         self._pending: list[StepRecord] = []
 
     def on_start(self, info: RunInfo) -> None:
-        self._meter = Meter(info, self._device or device_name())
+        self._meter = Meter(info, self._device or device_name(info.device))
         self._every = max(info.run.train.log_every, 1)
         resumed = "" if info.resumed_from is None else f" resumed_from={info.resumed_from}"
         size = f"parameters={format_count(info.parameters.total)} active={format_count(info.parameters.active)}"
         chosen = f" dispatcher=adaptive:{dispatcher_in_use(info.run)}" * _is_adaptive(info)
-        self._print(f"run={info.run.name} world={info.world} {size}{chosen} directory={info.directory}{resumed}")
+        if info.run.model.moe is not None and info.run.kernels.experts == "auto":
+            chosen += f" experts=auto:{experts_in_use(info.run, info.device)}"
+        self._print(
+            f"run={info.run.name} world={info.world} device={info.device} {size}{chosen} "
+            f"directory={info.directory}{resumed}"
+        )
         flops = format_count(self._meter.flops_per_token)
         self._print(f"flops/token={flops} (3 x forward, causal attention as half, no router) {self._meter.mfu_note}")
 
@@ -157,7 +163,7 @@ class ProgressBar(Callback):
         self._task: TaskID | None = None
 
     def on_start(self, info: RunInfo) -> None:
-        self._meter = Meter(info, self._device or device_name())
+        self._meter = Meter(info, self._device or device_name(info.device))
         done, total = info.resumed_from or 0, info.run.train.steps
         self._task = self._progress.add_task(info.run.name, completed=done, total=total, now="")
         self._progress.start()

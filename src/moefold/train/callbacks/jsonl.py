@@ -24,6 +24,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from moefold.checks.kernels import experts_in_use
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.metrics import Meter, as_data, device_name, finite, router_stats
 
@@ -49,7 +50,7 @@ class JsonLines(Callback):
         self._last_step = info.resumed_from or 0
         forget_after(path, self._last_step)
         self._file = path.open("ab")
-        self._meter = Meter(info, self._device or device_name())
+        self._meter = Meter(info, self._device or device_name(info.device))
         self._every = max(info.run.train.log_every, 1)
         self._write("start", self._last_step, **_about(info, self._meter))
 
@@ -153,6 +154,7 @@ def _about(info: RunInfo, meter: Meter) -> dict[str, object]:
         "flops_per_token": meter.flops_per_token,
         "flops_convention": "3 x forward; causal attention as half; head and shared experts counted, router not",
         "device": meter.device,
+        "experts": None if info.run.model.moe is None else experts_in_use(info.run, info.device),
         "mfu_note": meter.mfu_note,
         "config": asdict(info.run),
     }
