@@ -33,6 +33,7 @@ VERBS = {
     "convert": "moefold.cli.convert",
     "inspect": "moefold.cli.inspect",
     "doctor": "moefold.cli.doctor",
+    "support-bundle": "moefold.cli.support_bundle",
 }
 # Verbs that handle signals themselves, through `args.stop`.
 STOPPED_BY_REQUEST = ("train",)

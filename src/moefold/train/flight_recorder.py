@@ -1,0 +1,143 @@
+"""Read the dumps of torch's NCCL flight recorder without executing them.
+
+torch writes a dump per rank when a collective times out: which collectives were enqueued, started and finished. The
+file is a pickle, and unpickling runs whatever a pickle names. A dump needs none of that: it is dicts, lists, text and
+numbers. So a few opcodes are interpreted here, and a file that has any other is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import pickletools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from moefold.errors import MoefoldError
+
+# Plain data, and marks between them.
+Stack = list[Any]
+_MARK = object()
+MAX_BYTES = 64 << 20
+# Opcodes whose argument is the value.
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_IGNORED = {"PROTO", "FRAME"}
+
+
+def dump_files(environment: Mapping[str, str]) -> list[Path]:
+    """Dumps of all ranks on this host: where the variables say, or where torch writes them by default."""
+    home = environment.get("HOME", "/tmp")
+    cache = environment.get("XDG_CACHE_HOME", f"{home}/.cache")
+    prefixes = [environment.get(name) for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")]
+    prefixes += [f"{cache}/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"]
+    found: dict[Path, None] = {}
+    for prefix in filter(None, prefixes):
+        folder, name = os.path.split(prefix)
+        for path in sorted(Path(folder or ".").glob(f"{name}[0-9]*")):
+            if path.is_file() and path.name[len(name) :].isdecimal():
+                found[path] = None
+    return list(found)
+
+
+def read_dump(path: Path) -> object:
+    """The dump as plain data; a `MoefoldError` if it is more than that, or damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise MoefoldError(f"{path.name}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_BYTES:
+        raise MoefoldError(f"{path.name}: {len(data):,} bytes, and dumps have at most {MAX_BYTES:,}")
+    try:
+        return plain_pickle(data)
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise MoefoldError(f"{path.name}: not plain data: {error}") from None
+
+
+def plain_pickle(data: bytes) -> object:
+    """The value of a pickle that has only dicts, lists, tuples, text, numbers, booleans and None."""
+    stack: Stack = []
+    memo: dict[object, object] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _BUILDERS:
+            _BUILDERS[name](stack)
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "STOP":
+            (value,) = stack
+            return value
+        elif name not in _IGNORED:
+            raise ValueError(f"has the opcode {name}")
+    raise ValueError("has no end")
+
+
+def _marked(stack: Stack) -> Stack:
+    """Everything above the last mark, which is removed with it."""
+    place = len(stack) - 1 - next(i for i, value in enumerate(reversed(stack)) if value is _MARK)
+    items = stack[place + 1 :]
+    del stack[place:]
+    return items
+
+
+def _pairs(items: Stack) -> Iterator[tuple[object, object]]:
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _top(kind: type, stack: Stack) -> Any:
+    if not isinstance(stack[-1], kind):
+        raise ValueError(f"has items for a {type(stack[-1]).__name__}")
+    return stack[-1]
+
+
+def _append(stack: Stack) -> None:
+    item = stack.pop()
+    _top(list, stack).append(item)
+
+
+def _appends(stack: Stack) -> None:
+    items = _marked(stack)
+    _top(list, stack).extend(items)
+
+
+def _set_item(stack: Stack) -> None:
+    value, key = stack.pop(), stack.pop()
+    _top(dict, stack)[key] = value
+
+
+def _set_items(stack: Stack) -> None:
+    items = _marked(stack)
+    _top(dict, stack).update(_pairs(items))
+
+
+def _tuple_of(count: int) -> Callable[[Stack], None]:
+    def build(stack: Stack) -> None:
+        items = stack[-count:]
+        del stack[-count:]
+        stack.append(tuple(items))
+
+    return build
+
+
+_BUILDERS: dict[str, Callable[[Stack], None]] = {
+    "MARK": lambda stack: stack.append(_MARK),
+    "EMPTY_LIST": lambda stack: stack.append([]),
+    "EMPTY_DICT": lambda stack: stack.append({}),
+    "EMPTY_TUPLE": lambda stack: stack.append(()),
+    "TUPLE": lambda stack: stack.append(tuple(_marked(stack))),
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "APPEND": _append,
+    "APPENDS": _appends,
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+}
