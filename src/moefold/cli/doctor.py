@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   moefold doctor
   moefold doctor --device cuda --json
+  moefold doctor --gpus
+  torchrun --nproc-per-node 8 -m moefold.cli.main doctor --gpus
+  srun --ntasks-per-node 8 --gpus-per-node 8 moefold doctor --gpus --seconds 30
 
 A backend is chosen by name in the run's configuration (kernels.backend, kernels.experts); one that cannot run is
-refused at the start, never replaced. Always exits with 0."""
+refused at the start, never replaced.
+--gpus shows GPUs, driver, NCCL, links and settings that slow them down; under torchrun or srun it also measures the
+links between all ranks, and rank 0 prints a row per rank.
+Exits with 0; with --gpus and without a launcher, with 1 when something that a run on GPUs needs is missing."""
 
 
 def add_to(commands: Subparsers) -> None:
@@ -35,6 +41,10 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="backends of this device (default: cuda if there is a GPU)"
     )
+    parser.add_argument("--gpus", action="store_true", help="GPUs, driver, NCCL, links, and what slows them down")
+    parser.add_argument(
+        "--seconds", type=float, default=30.0, metavar="S", help="about how long links are measured (default 30)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -43,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from moefold.ops.backends import as_rows
     from moefold.ops.host_probe import CPU_FEATURES, PACKAGES, probe_host
 
+    if args.gpus:
+        from moefold.cli.doctor_gpus import examine_gpus
+
+        return examine_gpus(args.seconds, args.json, args.device)
     host = probe_host()
     device = args.device or host.device
     rows = as_rows(device, host)
