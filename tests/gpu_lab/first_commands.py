@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import get_args
 
 from moefold.dryrun.fake_cuda.load_guard import load_guard
 
@@ -27,15 +28,20 @@ def main() -> None:
     from moefold.bench.step_bench import run_for_bench
     from moefold.checks.kernels import experts_in_use
     from moefold.config.kernels import KernelsConfig
+    from moefold.config.precision import Format
     from moefold.config.run import RunConfig
     from moefold.dryrun.fake_cuda.fake_device import fake_cuda
     from moefold.dryrun.fake_cuda.laboratory import compare, run_ranks
     from moefold.dryrun.fake_world import CachedFakeMode
     from moefold.errors import BackendError
     from moefold.moe.moe_kernels import kernels_for
+    from moefold.prove.device_proof import device_case
 
     runs = {f"{name} on {world}": (load_run(name, {"parallel.ep": world}), world) for name, world in RUNS}
     runs["bench step"] = (run_for_bench("bfloat16", {"model.num_layers": "2"}, device="cuda"), 1)
+    for dtype in get_args(Format):
+        case = device_case(load_run("debug_small", {"parallel.ep": 2}), 2, dtype, "cuda")
+        runs[f"prove in {dtype}"] = (case.run, 2)
     found = {}
     for name, (run, world) in runs.items():
         findings = [str(finding) for finding in compare(run_ranks(run, world, 1))]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moefold.cli.run_argument import Subparsers, add_run_argument, with_progress
+from moefold.comm.launchers import place_of
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 
@@ -24,7 +26,11 @@ EXAMPLES = """examples:
   moefold prove --case 77702387 --max-world 8
   moefold prove --kept tests/ranks/failed_cases.jsonl
   moefold prove --mutants
+  torchrun --nproc-per-node 8 -m moefold.cli.main prove deepseek_v3_proxy --device cuda --parallel.ep 8 --dtype bfloat16
 
+A proof runs on CPU processes that it starts itself. With --device, or under torchrun or srun, it runs on the ranks that
+were launched, one GPU each over NCCL (--device cpu: over gloo), against a float64 reference on the CPU, with the run's
+kernels and the tolerances of --dtype; rank 0 prints.
 A run's sizes are reduced to what a laptop can run; its structure, routing and layout stay.
 A random case that fails prints the command that repeats it, and the line that adds it to a --kept file.
 Exits with 0 when every comparison holds, 1 when one does not, 2 when the command is wrong."""
@@ -40,7 +46,12 @@ def add_to(commands: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_run_argument(parser, optional=True)
-    parser.add_argument("--world", type=int, default=4, metavar="N", help="processes to run on (default 4)")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help="processes to run on (default 4; under a launcher, those it started)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="prove on the launched ranks (default: on CPU processes started here)"
+    )
     parser.add_argument("--cases", type=int, metavar="N", help="N random valid cases instead of a run")
     parser.add_argument("--case", type=int, metavar="NUMBER", help="one random case again, by its number")
     parser.add_argument("--kept", type=Path, metavar="FILE", help="the cases of a file, one line of JSON each")
@@ -60,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
     asked = [given is not None for given in (args.name, args.cases, args.case, args.kept)] + [args.mutants]
     if sum(asked) != 1:
         raise MoefoldError("give one of RUN, --cases N, --case NUMBER, --kept FILE and --mutants; see `prove --help`")
+    if args.device is not None or place_of(os.environ) is not None:
+        if args.name is None:
+            raise MoefoldError(
+                "on launched ranks, a proof is of a RUN; random cases, kept ones and faults are for CPUs"
+            )
+        return prove_launched(args.name, args.changes, args.world, args.dtype, args.device, args.json)
     if args.mutants:
         return prove_mutants(args.json)
     if args.cases is not None:
@@ -68,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         return prove_case(args.case, args.max_world, args.dtype, args.json)
     if args.kept is not None:
         return prove_kept(args.kept, args.json)
-    return prove_run(args.name, args.changes, args.world, args.dtype, args.json)
+    return prove_run(args.name, args.changes, 4 if args.world is None else args.world, args.dtype, args.json)
 
 
 def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json: bool) -> int:
@@ -79,6 +96,32 @@ def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json:
     verdict = prove(load_run(name, changes), world, dtype=dtype)
     print(json.dumps(verdict_json(verdict)) if as_json else case_report(verdict))
     return 0 if verdict.holds else 1
+
+
+def prove_launched(
+    name: str, changes: list[str], world: int | None, dtype: Format, device: str | None, as_json: bool
+) -> int:
+    """On the ranks of torchrun or srun, or on this process alone."""
+    from moefold.api.proofs import prove_on_launched_ranks
+    from moefold.api.runs import load_run
+    from moefold.prove.proof_report import case_report, verdict_json
+
+    place = place_of(os.environ)
+    started = 1 if place is None else place.world
+    if world not in (None, started):
+        start = f"start {world} ranks: torchrun --nproc-per-node {world} -m moefold.cli.main prove ..."
+        raise MoefoldError(f"--world {world}, but {started} rank{'s' * (started > 1)} was started; {start}")
+    verdict, rank, on = prove_on_launched_ranks(load_run(name, changes), dtype=dtype, device=device)
+    if rank == 0:
+        kernels = verdict.case.run.kernels
+        if as_json:
+            about = {"device": on, "dtype": dtype, "experts": kernels.experts, "backend": kernels.backend}
+            print(json.dumps(verdict_json(verdict) | about))
+        else:
+            print(f"on {on}, {dtype}, experts {kernels.experts}, kernels {kernels.backend}; reference: CPU, float64")
+            print(case_report(verdict))
+    # A launcher ends all ranks when one fails, also rank 0 while it prints.
+    return 0 if verdict.holds or rank > 0 else 1
 
 
 def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int:
@@ -168,4 +211,6 @@ def _tolerance_note(dtype: str) -> str:
             "bfloat16: errors are relative in norm; allowed are 6 * 2^-9/sqrt(3) * sqrt(36 roundings per layer + 12) * "
             "(tokens)^(1/4), twice that for squared gradients, 0 for counts; routing is replayed from the reference"
         )
+    if dtype == "float32":
+        return "float32: as in bfloat16, with 8 * 2^-25 for 2^-9; routing is replayed from the reference"
     return f"{dtype}: the largest difference relative to the largest entry; tolerance 1e-9"

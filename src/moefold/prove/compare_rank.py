@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,9 +23,10 @@ from moefold.parallel.parallelize import LocalModel, build_local_model, groups_o
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import StepResult, count_step_labels, run_step
 from moefold.prove.cases import Case
-from moefold.prove.proof_inputs import labels_of_rank, proof_init, rank_batch
+from moefold.prove.proof_inputs import labels_of_rank, on_device, proof_init, rank_batch, rows_in_wave
 from moefold.prove.routing_replay import replay_routing
 
+CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=60)
 # Gradients below this fraction of the model's largest gradient count as zero up to rounding.
 _NOISE = 1e-6
@@ -55,7 +54,7 @@ class ReferenceSize:
 def difference(actual: Tensor, expected: Tensor, is_primary: bool) -> Difference:
     if actual.shape != expected.shape:
         return Difference(float("inf"), float("inf"), actual.numel(), is_primary)
-    diff = actual.double() - expected.double()
+    diff = actual.cpu().double() - expected.double()
     if diff.numel() == 0:
         return Difference(0.0, 0.0, 0, is_primary)
     largest = diff.abs().max().item()
@@ -102,19 +101,25 @@ def uncovered(differences: list[Difference], size: ReferenceSize) -> int:
 # ---- one rank ----
 
 
-def compare_rank(case: Case, reference: Path, rank: int, routing_policy: PolicyOrName | None = None) -> dict[str, Any]:
-    """Differences by quantity, as plain JSON."""
-    expected = load_file(reference)
+def compare_rank(
+    case: Case,
+    expected: dict[str, Tensor],
+    rank: int,
+    routing_policy: PolicyOrName | None = None,
+    device: torch.device = CPU,
+) -> dict[str, Any]:
+    """Differences from the reference's quantities, by name, as plain JSON."""
     groups = groups_of(case.run, case.world, rank, _TIMEOUT)
-    local_model = build_local_model(case.run, groups, torch.device("cpu"), proof_init, routing_policy)
+    local_model = build_local_model(case.run, groups, device, proof_init, routing_policy)
     kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
     optimizer = adamw(
         ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), case.run.optim
     )
     labels = tuple(count_step_labels(count, groups) for count in labels_of_rank(case, rank))
-    batches = [rank_batch(case, wave, rank, labels) for wave in range(case.num_waves)]
-    if case.run.precision.compute == "bfloat16":
-        replay_routing(local_model.model, expected, groups["dp"].index, batches)
+    batches = [on_device(rank_batch(case, wave, rank, labels), device) for wave in range(case.num_waves)]
+    if case.run.precision.compute != "float64":
+        rows = [rows_in_wave(case, wave, rank) for wave in range(case.num_waves)]
+        replay_routing(local_model.model, expected, rows, batches)
     seen: dict[str, Difference] = {}
 
     def on_gradients(gradients: dict[str, Tensor]) -> None:

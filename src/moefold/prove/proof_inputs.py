@@ -8,13 +8,14 @@ concatenates the microbatches of a wave.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.nn.batch import IGNORED, Batch, context_shard, whole_batch
+from moefold.nn.batch import IGNORED, Ahead, Batch, context_shard, whole_batch
 from moefold.nn.init import Box, normal_part
 from moefold.prove.cases import Case
 
@@ -90,6 +91,25 @@ def rank_batch(case: Case, wave: int, rank: int, labels: StepLabels) -> Batch:
     context = case.plan.waves[wave].context
     group, index = divmod(case.layout.context_place(rank), context)
     return context_shard(_batch(case, wave, (case.plan.waves[wave].documents[group],), labels), index)
+
+
+def rows_in_wave(case: Case, wave: int, rank: int) -> slice:
+    """The tokens of this rank's microbatch in ``wave_batch``, before they are sharded over context ranks."""
+    made, groups = samples(case), case.plan.waves[wave]
+    sizes = [sum(len(made[number].tokens_N) for number in numbers) for numbers in groups.documents]
+    group = case.layout.context_place(rank) // groups.context
+    return slice(sum(sizes[:group]), sum(sizes[: group + 1]))
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    return replace(
+        batch,
+        tokens_S=batch.tokens_S.to(device),
+        labels_S=batch.labels_S.to(device),
+        positions_S=batch.positions_S.to(device),
+        real_S=None if batch.real_S is None else batch.real_S.to(device),
+        ahead=tuple(Ahead(further.tokens_S.to(device), further.labels_S.to(device)) for further in batch.ahead),
+    )
 
 
 def labels_of_rank(case: Case, rank: int) -> StepLabels:

@@ -22,7 +22,7 @@ from moefold.optim.optimizer import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proof_kernels
 from moefold.prove.proof_inputs import labels_of_batch, proof_init, wave_batch
-from moefold.prove.routing_replay import record_routing
+from moefold.prove.routing_replay import record_routing, replay_in_order
 
 # By name of the quantity.
 Quantities = dict[str, Tensor]
@@ -32,9 +32,11 @@ def write_reference(case: Case, path: Path, routing_policy: PolicyOrName | None 
     save_file({name: tensor.contiguous() for name, tensor in reference(case, routing_policy).items()}, path)
 
 
-def reference(case: Case, routing_policy: PolicyOrName | None = None) -> Quantities:
-    """Every compared quantity of one clipped step on the whole global batch."""
+def reference(case: Case, routing_policy: PolicyOrName | None = None, routing: Quantities | None = None) -> Quantities:
+    """Every compared quantity of one clipped step on the whole global batch; with the ``routing`` of another one."""
     model = reference_model(case, routing_policy)
+    if routing is not None:
+        replay_in_order(model, routing)
     found: Quantities = {}
     with record_routing(model) as routings:
         found |= _forward_and_backward(case, model)
