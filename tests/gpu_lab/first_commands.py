@@ -25,6 +25,7 @@ def main() -> None:
     from torch.nn import functional as F
 
     from moefold.api.runs import load_run
+    from moefold.bench.layer_bench import interfaces_for
     from moefold.bench.step_bench import run_for_bench
     from moefold.checks.kernels import experts_in_use
     from moefold.config.kernels import KernelsConfig
@@ -70,7 +71,9 @@ def main() -> None:
         for device in ("cpu", "cuda:0")
         for dtype in (torch.float32, torch.bfloat16)
     }
-    print(json.dumps({"runs": found, "grouped_mm": judged, "refused": refused()}))
+    with fake_cuda():
+        layers = [type(interfaces_for(dtype, "cuda")).__name__ for dtype in ("bfloat16", "float32")]
+    print(json.dumps({"layers": layers, "runs": found, "grouped_mm": judged, "refused": refused()}))
 
 
 if __name__ == "__main__":

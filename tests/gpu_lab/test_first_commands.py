@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(330)
+# Half a minute on an idle core: every rank of nine runs.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(330)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,6 +33,7 @@ def found() -> Any:
 def test_every_run_takes_a_step_without_a_finding(found: Any) -> None:
     assert len(found["runs"]) == 9
     assert not [name for name, run in found["runs"].items() if run["findings"]]
+    assert found["layers"] == ["ParallelInterfaces"] * 2
 
 
 def test_experts_suit_the_format(found: Any) -> None:

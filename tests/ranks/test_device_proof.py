@@ -14,6 +14,7 @@ import torch
 
 from moefold.api.runs import load_run
 from moefold.cli.main import main
+from moefold.cli.run_argument import launched_ranks
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.precision import Format
 from moefold.prove import compare_rank
@@ -90,6 +91,16 @@ def test_without_a_gpu_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 def test_what_cannot_be_proven_there_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prove", *words, "--device", "cpu"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_shell_of_a_job_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert launched_ranks() == 1
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[3-4]")
+    assert launched_ranks() == 4
 
 
 def test_one_process_is_a_world(capsys: pytest.CaptureFixture[str]) -> None:

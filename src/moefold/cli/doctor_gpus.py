@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from moefold import __version__
 from moefold.bench.link_bench import TRIALS, WARNINGS, LinkReport, measure_links
+from moefold.cli.run_argument import launched_ranks
 from moefold.comm.launchers import place_of
 from moefold.comm.spawn import join_world, this_device
 from moefold.errors import ConfigError, Problem
@@ -38,8 +39,8 @@ def examine_gpus(seconds: float, as_json: bool, device: str | None = None) -> in
 
 def _links(host: HostInfo, report: GpuReport, seconds: float, device: str | None) -> tuple[int, LinkReport | None]:
     """(this rank, the measurement); without a launcher there is nothing to measure."""
-    place = place_of(os.environ)
-    if place is None or place.world == 1:
+    place = place_of(os.environ) if launched_ranks() > 1 else None
+    if place is None:
         return 0, None
     if 1 < len(host.gpus) <= place.local_rank:
         message = f"{place.launcher} started more ranks on this host than the {len(host.gpus)} GPUs that it has"

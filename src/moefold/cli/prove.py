@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.cli.run_argument import Subparsers, add_run_argument, with_progress
-from moefold.comm.launchers import place_of
+from moefold.cli.run_argument import Subparsers, add_run_argument, launched_ranks, with_progress
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     asked = [given is not None for given in (args.name, args.cases, args.case, args.kept)] + [args.mutants]
     if sum(asked) != 1:
         raise MoefoldError("give one of RUN, --cases N, --case NUMBER, --kept FILE and --mutants; see `prove --help`")
-    if args.device is not None or place_of(os.environ) is not None:
+    if args.device is not None or launched_ranks() > 1:
         if args.name is None:
             raise MoefoldError(
                 "on launched ranks, a proof is of a RUN; random cases, kept ones and faults are for CPUs"
@@ -106,8 +104,7 @@ def prove_launched(
     from moefold.api.runs import load_run
     from moefold.prove.proof_report import case_report, verdict_json
 
-    place = place_of(os.environ)
-    started = 1 if place is None else place.world
+    started = launched_ranks()
     if world not in (None, started):
         start = f"start {world} ranks: torchrun --nproc-per-node {world} -m moefold.cli.main prove ..."
         raise MoefoldError(f"--world {world}, but {started} rank{'s' * (started > 1)} was started; {start}")

@@ -6,6 +6,7 @@ RUN is a recipe's name or a YAML file: `moefold check deepseek_v3 --parallel.ep 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
@@ -37,6 +38,17 @@ def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False)
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees a GPU, else cpu")
+
+
+def launched_ranks() -> int:
+    """How many ranks torchrun, srun or mpirun started with this one; 1 without a launcher, also in a job of many tasks:
+    a verb that needs no ranks may be typed in its shell."""
+    from moefold.comm.launchers import LAUNCHERS, place_of
+
+    if not any(each.rank in os.environ and each.world in os.environ for each in LAUNCHERS):
+        return 1
+    place = place_of(os.environ)
+    return 1 if place is None else place.world
 
 
 def split_changes(words: Sequence[str]) -> tuple[list[str], list[str]]:
