@@ -144,3 +144,8 @@ def most_microbatch_tokens(run: RunConfig, dp: int) -> int:
     """With dynamic context sizes ``micro_batch`` bounds one rank, and a microbatch may be cut over all of them."""
     tokens = run.data.micro_batch * run.data.seq_len
     return tokens * dp if run.parallel.dynamic_cp else tokens
+
+
+def most_rank_tokens(run: RunConfig, dp: int) -> int:
+    """The most tokens of a microbatch that any rank holds, the same on every rank: for buffers of a fixed size."""
+    return max(map(max, tokens_by_shard(run))) if shapes_are_fixed(run) else most_microbatch_tokens(run, dp)

@@ -1,0 +1,270 @@
+"""One row per assignment over torch's symmetric memory: the splits of the all-to-all stay on the device.
+
+``all_to_all_vdev_2d`` takes rows sorted by expert, with counts on the device, and leaves them on each rank by expert
+and then by source; ``all_to_all_vdev_2d_offset`` is its way back. No rank waits for a count before it sends. The host
+reads once per layer, after the rows are on their way: how many rows came for each expert, for the shapes of the GEMMs.
+
+A message is the bytes of a row, then of its prob, so both travel in one exchange. An expert without rows occupies one
+row of the output all the same, so received rows are gathered by offset and not sliced.
+
+Peers read a rank's input where it lies, until an unknown time after the call; and they write their counts into a rank's
+output counts at the beginning of the next one. So there are two sets of buffers, used in turn. Every call begins with
+a barrier of all ranks: when a set's turn comes again, the other set's call has passed its barrier, and every rank has
+then finished the call before it. Nothing that is returned lies in a buffer.
+
+NVSHMEM allocates and synchronises over all ranks of the job, so all of them must dispatch at the same time: there can
+be no pipeline. Buffers hold the worst case, every rank's tokens all for this rank's experts, because rows beyond the
+end of a buffer would be written all the same.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.run import RunConfig
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, most_rank_tokens
+from moefold.moe.permute import count_assignments, flat_experts
+from moefold.ops.engines import load_engine
+from moefold.ops.segments import stable_order
+from moefold.precision.dtypes import TORCH_FORMATS
+
+# Of a message: rows start at multiples of it.
+_ALIGNMENT = 16
+
+
+class Sizes(NamedTuple):
+    """Of the buffers of a rank; the same on every rank."""
+
+    num_experts: int
+    sent_rows: int
+    received_rows: int
+    message_bytes: int
+
+
+def buffer_sizes(num_experts: int, ep: int, top_k: int, most_tokens: int, row_bytes: int, prob_bytes: int) -> Sizes:
+    """``most_tokens``: of any rank in any microbatch."""
+    num_local = num_experts // ep
+    # One more row per expert, for experts without rows.
+    received = ep * most_tokens * min(top_k, num_local) + num_local
+    message = -(-(row_bytes + prob_bytes) // _ALIGNMENT) * _ALIGNMENT
+    return Sizes(num_experts, most_tokens * top_k, received, message)
+
+
+class _BufferSet(NamedTuple):
+    """Messages by expert as sent and as received, and counts: [E] sent; [2, E] of counts and offsets on either way."""
+
+    sent: Tensor
+    received: Tensor
+    splits_E: Tensor
+    splits_there: Tensor
+    splits_back: Tensor
+
+
+class SymmetricExchange:
+    """``library`` is torch.distributed._symmetric_memory, ``ops`` are torch.ops.symm_mem."""
+
+    def __init__(self, library: ModuleType, ops: ModuleType, group: Group, sizes: Sizes) -> None:
+        self.library, self.ops, self.group, self.sizes = library, ops, group, sizes
+        self._sets: list[_BufferSet] = []
+        self._calls = 0
+
+    def there(self, message_NB: Tensor, rows_per_expert_E: Tensor) -> tuple[Tensor, Tensor]:
+        """To the experts. Returns the received messages, valid until the next call, and their counts and offsets."""
+        buffers, ops = self._next_set(message_NB.device), self.ops
+        buffers.sent[: len(message_NB)].copy_(message_NB)
+        buffers.splits_E.copy_(rows_per_expert_E)
+        ops.all_to_all_vdev_2d(
+            buffers.sent, buffers.received, buffers.splits_E, buffers.splits_there, self.group.connected.group_name
+        )
+        return buffers.received, buffers.splits_there.clone()
+
+    def back(self, message_RB: Tensor, place_R: Tensor, splits_there: Tensor, num_rows: int) -> Tensor:
+        """From the experts: messages at the places where their rows had been received. [N, B], as they were sent."""
+        buffers, ops = self._next_set(message_RB.device), self.ops
+        buffers.received.index_copy_(0, place_R, message_RB)
+        buffers.splits_there.copy_(splits_there)
+        ops.all_to_all_vdev_2d_offset(
+            buffers.received, buffers.sent, buffers.splits_there, buffers.splits_back, self.group.connected.group_name
+        )
+        return buffers.sent[:num_rows].clone()
+
+    def _next_set(self, device: torch.device) -> _BufferSet:
+        if not self._sets:
+            self._sets = self._allocate(device)
+        self._calls += 1
+        return self._sets[self._calls % 2]
+
+    def _allocate(self, device: torch.device) -> list[_BufferSet]:
+        """By the first dispatch: a collective of all ranks of the job."""
+        library, sizes = self.library, self.sizes
+        library.set_backend("NVSHMEM")
+        shapes = {
+            "sent": ((sizes.sent_rows, sizes.message_bytes), torch.uint8),
+            "received": ((sizes.received_rows, sizes.message_bytes), torch.uint8),
+            "splits_E": ((sizes.num_experts,), torch.int64),
+            "splits_there": ((2, sizes.num_experts), torch.int64),
+            "splits_back": ((2, sizes.num_experts), torch.int64),
+        }
+        made = []
+        for _ in range(2):
+            tensors = {
+                name: library.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()
+            }
+            for tensor in tensors.values():
+                library.rendezvous(tensor, self.group.connected)
+            made.append(_BufferSet(**tensors))
+        return made
+
+
+class _Route(NamedTuple):
+    """Assignments in the order sent, and where each is in it; how many go to each expert; how they came."""
+
+    assignment_N: Tensor
+    position_N: Tensor
+    sent_N: Tensor
+    rows_per_expert_E: Tensor
+    splits_there: Tensor
+    place_R: Tensor
+    top_k: int
+
+
+class SymmetricMemoryDispatcher:
+    def __init__(
+        self, num_experts: int, ep: int, exchange: SymmetricExchange, host: SplitSizeSource = SYNC_SPLIT_SIZES
+    ) -> None:
+        self.num_experts, self.ep, self.exchange, self.host = num_experts, ep, exchange, host
+
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+        rows_RL, prob_R, expert_R, rows_per_expert, route = _Dispatch.apply(x_tL, routing.probs, routing, self)
+        rows_per_expert_e = route.splits_there[0].view(-1, self.ep).sum(1)
+        assignments = Routing(expert_R[:, None], prob_R[:, None])
+        return ExpertInput(rows_RL, assignments, rows_per_expert_e, rows_per_expert, capacity=None, ticket=route)
+
+    def combine(self, expert_out_RL: Tensor, ticket: _Route) -> Tensor:
+        combined: Tensor = _Combine.apply(expert_out_RL, ticket, self.exchange)
+        return combined
+
+    def send(self, x_tL: Tensor, prob_tK: Tensor, routing: Routing) -> tuple[Tensor, Tensor, list[int], _Route]:
+        """The received messages, each one's expert, rows per expert, and the route of the way back."""
+        key_N, top_k = flat_experts(routing, self.num_experts), routing.experts.shape[1]
+        assignment_N = stable_order(key_N, self.num_experts + 1)
+        counts_E = count_assignments(routing, self.num_experts)
+        places_N = torch.arange(len(key_N), device=key_N.device)
+        position_N = torch.empty_like(assignment_N).scatter_(0, assignment_N, places_N)
+        message_NB = _pack(self.exchange.sizes, x_tL[assignment_N // top_k], prob_tK.flatten()[assignment_N])
+        received, splits_there = self.exchange.there(message_NB, counts_E)
+        counts_eW, offsets_eW = splits_there.view(2, -1, self.ep)
+        rows_per_expert = [sum(rows) for rows in zip(*self.host.arriving(counts_eW.t()), strict=True)]
+        num_rows = sum(rows_per_expert)
+        place_R = _places(counts_eW.flatten(), offsets_eW.flatten(), num_rows)
+        local = torch.arange(counts_eW.shape[0], device=key_N.device)
+        expert_R = local.repeat_interleave(counts_eW.sum(1), output_size=num_rows)
+        route = _Route(assignment_N, position_N, key_N < self.num_experts, counts_E, splits_there, place_R, top_k)
+        return received[place_R], expert_R, rows_per_expert, route
+
+
+def _places(counts_S: Tensor, offsets_S: Tensor, num_rows: int) -> Tensor:
+    """[R]: where the rows of segments with these offsets lie, one segment after the other."""
+    starts_S = counts_S.cumsum(0) - counts_S
+    shift_R = (offsets_S - starts_S).repeat_interleave(counts_S, output_size=num_rows)
+    return shift_R + torch.arange(num_rows, device=counts_S.device)
+
+
+def _pack(sizes: Sizes, rows: Tensor, probs: Tensor | None) -> Tensor:
+    """Messages: the bytes of each row, of its prob, and what is missing to the size of a message."""
+    parts = [rows.contiguous().view(torch.uint8)]
+    if probs is not None:
+        parts.append(probs.contiguous()[:, None].view(torch.uint8))
+    missing = sizes.message_bytes - sum(part.shape[1] for part in parts)
+    return torch.cat([*parts, parts[0].new_zeros(len(rows), missing)], 1)
+
+
+def _unpack(message: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return message[:, : dim * dtype.itemsize].contiguous().view(dtype)
+
+
+def _unpack_probs(message: Tensor, dim: int, dtype: torch.dtype, prob_dtype: torch.dtype) -> Tensor:
+    start = dim * dtype.itemsize
+    # Copied: a slice of columns of one row counts as contiguous and may start where the dtype may not.
+    part = message[:, start : start + prob_dtype.itemsize].clone(memory_format=torch.contiguous_format)
+    return part.view(prob_dtype).flatten()
+
+
+def _sum_per_token(rows_NL: Tensor, route: _Route) -> Tensor:
+    """[t, L]: rows in the order sent, summed over a token's kept assignments in their order."""
+    back_NL = rows_NL[route.position_N].where(route.sent_N[:, None], 0)
+    return back_NL.view(-1, route.top_k, rows_NL.shape[1]).sum(1)
+
+
+class _Kept(Protocol):
+    """What a backward pass needs."""
+
+    exchange: SymmetricExchange
+    route: _Route
+    dim: int
+    dtype: torch.dtype
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None: ...
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: _Kept, x_tL: Tensor, prob_tK: Tensor, routing: Routing, dispatcher: SymmetricMemoryDispatcher
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], _Route]:
+        message_RB, expert_R, rows_per_expert, route = dispatcher.send(x_tL, prob_tK, routing)
+        ctx.exchange, ctx.route, ctx.dim, ctx.dtype = dispatcher.exchange, route, x_tL.shape[1], x_tL.dtype
+        ctx.mark_non_differentiable(expert_R)
+        rows_RL = _unpack(message_RB, ctx.dim, ctx.dtype)
+        prob_R = _unpack_probs(message_RB, ctx.dim, ctx.dtype, prob_tK.dtype)
+        return rows_RL, prob_R, expert_R, rows_per_expert, route
+
+    @staticmethod
+    def backward(ctx: _Kept, grad_RL: Tensor, grad_R: Tensor, *_: object) -> tuple[Tensor | None, ...]:
+        route, num_sent = ctx.route, len(ctx.route.assignment_N)
+        message_RB = _pack(ctx.exchange.sizes, grad_RL, grad_R)
+        message_NB = ctx.exchange.back(message_RB, route.place_R, route.splits_there, num_sent)
+        prob_N = _unpack_probs(message_NB, ctx.dim, ctx.dtype, grad_R.dtype)[route.position_N]
+        grad_tK = prob_N.where(route.sent_N, 0).view(-1, route.top_k)
+        return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), route), grad_tK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Kept, expert_out_RL: Tensor, route: _Route, exchange: SymmetricExchange) -> Tensor:
+        ctx.exchange, ctx.route, ctx.dim, ctx.dtype = exchange, route, expert_out_RL.shape[1], expert_out_RL.dtype
+        message_RB = _pack(exchange.sizes, expert_out_RL, None)
+        message_NB = exchange.back(message_RB, route.place_R, route.splits_there, len(route.assignment_N))
+        return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), route)
+
+    @staticmethod
+    def backward(ctx: _Kept, grad_tL: Tensor) -> tuple[Tensor, None, None]:
+        """Along the same routes, so received rows lie where they lay before."""
+        route = ctx.route
+        message_NB = _pack(ctx.exchange.sizes, grad_tL[route.assignment_N // route.top_k], None)
+        received, _ = ctx.exchange.there(message_NB, route.rows_per_expert_E)
+        return _unpack(received[route.place_R], ctx.dim, ctx.dtype), None, None
+
+
+# One for all layers of a rank.
+_EXCHANGES: WeakKeyDictionary[Groups, SymmetricExchange] = WeakKeyDictionary()
+
+
+def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> SymmetricMemoryDispatcher:
+    moe, ep = run.model.moe, groups["ep"]
+    assert moe is not None
+    if groups not in _EXCHANGES:
+        dtype, dim = TORCH_FORMATS[run.precision.compute], moe.latent_dim or run.model.dim
+        most_tokens = most_rank_tokens(run, groups.layout.size("dp"))
+        # The router's probs are in float32, or wider where everything is.
+        prob_bytes = max(dtype.itemsize, torch.float32.itemsize)
+        sizes = buffer_sizes(moe.num_experts, ep.size, moe.top_k, most_tokens, dim * dtype.itemsize, prob_bytes)
+        library = load_engine("symmetric_memory")
+        _EXCHANGES[groups] = SymmetricExchange(library, torch.ops.symm_mem, ep, sizes)
+    return SymmetricMemoryDispatcher(moe.num_experts, ep.size, _EXCHANGES[groups], host)
