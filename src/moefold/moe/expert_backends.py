@@ -13,7 +13,7 @@ from moefold.moe.grouped_experts import (
     torch_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
-from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy, WeightGradQueue, grouped, sequential
+from moefold.nn.matmul_policy import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul, MatmulPolicy, WeightGradQueue
 
 
 def expert_backend(
@@ -25,12 +25,9 @@ def expert_backend(
     """``weight_grads``: where deferred weight gradients wait, if the schedule defers them."""
 
     def make(config: MoEConfig) -> ExpertBackend:
-        makers: dict[str, ExpertBackendMaker] = {
-            "sequential": lambda moe: grouped_experts(moe, matmul_policy, sequential, kernels),
-            "grouped": lambda moe: grouped_experts(moe, matmul_policy, grouped, kernels),
-            "fused": lambda moe: CpuFusedExperts(kernels.glu(moe.activation), weight_grads),
-        }
-        return makers[name](config)
+        if name == "fused":
+            return CpuFusedExperts(kernels.glu(config.activation), weight_grads)
+        return grouped_experts(config, matmul_policy, (GROUPED_MATMULS | ENGINE_MATMULS)[name], kernels)
 
     return make
 

@@ -24,8 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moefold.nn.grouped_deepgemm import deepgemm, deepgemm_weight_grad
+from moefold.nn.grouped_mxfp8 import mxfp8
+
 # rows_PX, weight_eYX as [out, in], rows per expert on the device, the same on the host if known there.
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
+# grad_PY, rows_PX, rows per expert on the device and on the host, to [e, Y, X].
+GroupedWeightGrad = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
 
 
 def sequential(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
@@ -39,19 +44,38 @@ def grouped(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host
     return F.grouped_mm(rows_PX, weight_eYX.transpose(-2, -1), offs=ends_e)
 
 
-def grouped_weight_grad(
-    matmul: GroupedMatmul, grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+def sequential_weight_grad(
+    grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
 ) -> Tensor:
-    """[e, Y, X]: each expert's weight gradient, from its rows and their outputs' gradients."""
-    if matmul is grouped:
-        ends_e = rows_per_expert_e.cumsum(0).to(torch.int32)
-        return F.grouped_mm(grad_PY.t(), rows_PX, offs=ends_e)
     sizes = rows_per_expert_e.tolist() if host is None else host
     pairs = zip(grad_PY.split(sizes), rows_PX.split(sizes), strict=True)
     return torch.stack([grad.t() @ rows for grad, rows in pairs])
 
 
+def torch_grouped_weight_grad(
+    grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+) -> Tensor:
+    ends_e = rows_per_expert_e.cumsum(0).to(torch.int32)
+    return F.grouped_mm(grad_PY.t(), rows_PX, offs=ends_e)
+
+
+def grouped_weight_grad(
+    matmul: GroupedMatmul, grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
+) -> Tensor:
+    """[e, Y, X]: each expert's weight gradient, from its rows and their outputs' gradients."""
+    return WEIGHT_GRADS[matmul](grad_PY, rows_PX, rows_per_expert_e, host)
+
+
 GROUPED_MATMULS: dict[str, GroupedMatmul] = {"sequential": sequential, "grouped": grouped}
+# Of other libraries, imported when first called: on GPUs, and not in tests that run every grouped GEMM.
+ENGINE_MATMULS: dict[str, GroupedMatmul] = {"deepgemm": deepgemm, "mxfp8": mxfp8}
+WEIGHT_GRADS: dict[GroupedMatmul, GroupedWeightGrad] = {
+    sequential: sequential_weight_grad,
+    grouped: torch_grouped_weight_grad,
+    deepgemm: deepgemm_weight_grad,
+    # torchao computes it in bfloat16 too (``wgrad_with_hp``).
+    mxfp8: torch_grouped_weight_grad,
+}
 
 
 class MatmulPolicy(Protocol):
