@@ -43,7 +43,7 @@ def with_value(run: RunConfig, path: str, value: object) -> RunConfig:
 
 # Written out, so that a row that is missing from the table is missed.
 MUST_BE_REFUSED: dict[str, object] = {
-    "parallel.dispatcher": "deepep",
+    "parallel.dispatcher": "hybridep",
     "parallel.sharding": "zero1",
     "parallel.overlap": "ep",
     "precision.compute": "mxfp8",

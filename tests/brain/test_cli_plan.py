@@ -80,10 +80,10 @@ def test_a_layout_that_cannot_be_is_explained_and_the_search_goes_on(capsys: Out
 
 
 def test_what_moefold_cannot_start_is_said(capsys: Output) -> None:
-    assert main([*PINNED, "--framework", "megatron", "--fix", "tp=1,pp=1,ep=8,sequences=1,dispatcher=deepep"]) == 0
+    assert main([*PINNED, "--framework", "megatron", "--fix", "tp=1,pp=1,ep=8,sequences=1,dispatcher=hybridep"]) == 0
     # Lines are folded at the terminal's width.
     said = " ".join(capsys.readouterr().out.split())
-    assert "moefold does not have yet: the deepep dispatcher" in said and "nearest run that it can start" in said
+    assert "moefold does not have yet: the hybridep dispatcher" in said and "nearest run that it can start" in said
 
 
 @pytest.mark.parametrize(

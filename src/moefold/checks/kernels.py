@@ -43,7 +43,8 @@ def grouped_experts_are_not_float64(run: RunConfig) -> Problem | None:
 def grouped_rows_are_aligned(run: RunConfig) -> list[Problem]:
     """A row of an expert's weights has the (latent) dim of its input, or this etp rank's part of the hidden dim."""
     moe, compute = run.model.moe, run.precision.compute
-    if moe is None or run.kernels.experts != "grouped" or compute == "float64" or compute not in _TRAINED:
+    grouped = run.kernels.experts in ("grouped", "deepgemm")
+    if moe is None or not grouped or compute == "float64" or compute not in _TRAINED:
         return []
     multiple = ROW_BYTES // BYTES[compute]
     inner = "model.dim" if moe.latent_dim is None else "model.moe.latent_dim"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from moefold.config.parallel import DispatcherName
+from moefold.config.parallel import DispatcherName, EngineDispatcher
 from moefold.config.precision import Format, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -40,7 +40,7 @@ class PlannedOnly:
 
 
 PLANNED_ONLY = (
-    PlannedOnly("parallel.dispatcher", get_args(DispatcherName), "the {} dispatcher"),
+    PlannedOnly("parallel.dispatcher", get_args(DispatcherName) + get_args(EngineDispatcher), "the {} dispatcher"),
     PlannedOnly("precision.compute", get_args(Format), "matmuls in {}"),
     PlannedOnly("precision.params", get_args(Format), "weights in {}"),
     PlannedOnly(

@@ -7,9 +7,7 @@ from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
 
-# Those that run experts; `auto` stands for one of them, chosen by device and format (`checks/kernels.py`).
-NamedExperts = Literal["sequential", "grouped", "fused"]
-ExpertBackend = Literal["auto", NamedExperts]
+ExpertBackend = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8"]
 KernelBackend = Literal["torch", "triton", "native"]
 Graphs = Literal["none", "partial", "full"]
 
@@ -21,8 +19,8 @@ class KernelsConfig:
     __pydantic_config__: ClassVar = STRICT
 
     # sequential: one matmul per expert, the reference. grouped: one grouped GEMM for all experts of the rank, for GPUs.
-    # fused: permute, both matmuls, activation and combine as one operation, for CPUs.
-    # auto: one of these by device and compute format, said by `moefold check` and by the first line of a run.
+    # fused: permute, both matmuls, activation and combine as one operation, for CPUs. deepgemm, mxfp8: grouped GEMMs of
+    # other libraries (DeepGEMM, torchao), for GPUs: docs/engines.md.
     experts: ExpertBackend = "grouped"
     # Operations between matmuls. torch: torch's own, on any device. triton: one kernel per operation, on GPUs.
     # native: for CPUs; torch's, with the activation in C, compiled on first use.

@@ -11,7 +11,9 @@ ContextMode = Literal["ring", "all_to_all", "hierarchical"]
 # The dispatchers. Each is a module of that name in moe/dispatch; docs/how-to-add/dispatcher.md says what else it needs.
 NamedDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level", "all_to_all_aligned"]
 DispatcherName = Literal[NamedDispatcher, "adaptive"]
-# Planned only, as other frameworks have them: `checks/planned_only.py` refuses to train them.
+# Of other libraries, on GPUs, installed apart: docs/engines.md. Modules of these names in moe/dispatch call them.
+EngineDispatcher = Literal["deepep", "deepep_elastic", "symmetric_memory"]
+# As the planner knows them. hybridep is planned only: `checks/planned_only.py` refuses to train it.
 PlannedDispatcherName = Literal["deepep", "hybridep"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp"]
 Overlap = Literal["ep", "wgrad"]
@@ -81,8 +83,8 @@ class ParallelConfig:
     dp_replicate: int = 1
     edp_replicate: int = 1
     # How tokens are dispatched to experts on other ranks; adaptive takes the cheapest by `link`.
-    # Planned only: deepep, hybridep.
-    dispatcher: Literal[DispatcherName, PlannedDispatcherName] = "all_to_all"
+    # By other libraries on GPUs: deepep, deepep_elastic, symmetric_memory. Planned only: hybridep.
+    dispatcher: Literal[DispatcherName, EngineDispatcher, PlannedDispatcherName] = "all_to_all"
     link: LinkConfig = field(default_factory=LinkConfig)
     # two_level: this many neighbouring ranks of an ep group share a host.
     ep_inner: int = 1

@@ -17,13 +17,17 @@ from torch import Tensor
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm, rope
+from moefold.ops.engines import install_hint
 from moefold.ops.glu import GLU, glu_named
 from moefold.ops.host_probe import HostInfo
 
 NARROW = ("float32", "bfloat16")
 ALL = ("float64", *NARROW)
+BF16 = ("bfloat16",)
 # The first GPUs with bfloat16. The kernels are compiled for Hopper and Blackwell; others are untested.
 AMPERE = (8, 0)
+# Of other libraries' grouped GEMMs.
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ _BOTH = ("cpu", "cuda")
 
 BACKENDS = (
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one GEMM per expert: the reference"),
-    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, ("bfloat16",), note="torch's grouped GEMM"),
+    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM"),
+    Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, ("deep_gemm",), HOPPER, note="DeepGEMM's grouped GEMM"),
+    Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, ("torchao",), BLACKWELL, note="torchao's, in MXFP8"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
     Backend("glu", "torch", _KERNELS, ("cpu",), ALL, note="the reference"),
     Backend("glu", "native", _KERNELS, ("cpu",), NARROW, compiles=True, note="C in one pass, compiled on first use"),
@@ -100,7 +106,7 @@ def why_not(backend: Backend, device: str, host: HostInfo, number_format: str | 
             for gpu in dict.fromkeys(host.gpus)
             if gpu.capability < backend.capability
         ]
-    reasons += [f"{package} is not installed" for package in backend.packages if package not in host.packages]
+    reasons += [_not_installed(package) for package in backend.packages if package not in host.packages]
     if backend.compiles and host.compiler is None:
         reasons.append("there is no C compiler (no cc, no $CC)")
     formats = backend.formats_on(device)
@@ -171,6 +177,11 @@ def as_rows(device: str, host: HostInfo) -> list[dict[str, Any]]:
         }
         for backend in BACKENDS
     ]
+
+
+def _not_installed(package: str) -> str:
+    hint = install_hint(package)
+    return f"{package} is not installed" + (f" ({hint})" if hint else "")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -23,11 +23,20 @@ from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
 from moefold.comm.comm_stream import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
-from moefold.config.parallel import NamedDispatcher
+from moefold.config.parallel import EngineDispatcher, NamedDispatcher
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder
-from moefold.moe.dispatch import all_gather, all_to_all, all_to_all_aligned, deduplicated, two_level
+from moefold.moe.dispatch import (
+    all_gather,
+    all_to_all,
+    all_to_all_aligned,
+    deduplicated,
+    deepep,
+    deepep_elastic,
+    symmetric_memory,
+    two_level,
+)
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, SplitSizeSource, padded_rows
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.expert_backends import expert_backend
@@ -183,13 +192,20 @@ def core_for(run: RunConfig, groups: Groups) -> AttentionCore:
     return PerLayerCore(cores[context.full], cores[context.windowed])
 
 
+BuildDispatcher = Callable[[RunConfig, Groups, SplitSizeSource], Dispatcher]
 # From the names of ``parallel.dispatcher`` (``config.parallel.NamedDispatcher``).
-DISPATCHERS: dict[NamedDispatcher, Callable[[RunConfig, Groups, SplitSizeSource], Dispatcher]] = {
+DISPATCHERS: dict[NamedDispatcher, BuildDispatcher] = {
     "all_gather": all_gather.build,
     "all_to_all": all_to_all.build,
     "all_to_all_aligned": all_to_all_aligned.build,
     "deduplicated": deduplicated.build,
     "two_level": two_level.build,
+}
+# Of other libraries, imported when they are built.
+ENGINE_DISPATCHERS: dict[EngineDispatcher, BuildDispatcher] = {
+    "deepep": deepep.build,
+    "deepep_elastic": deepep_elastic.build,
+    "symmetric_memory": symmetric_memory.build,
 }
 
 
@@ -199,4 +215,4 @@ def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_
     assert moe is not None
     if groups["expert_block"].alone:
         return LocalDispatcher(moe.num_experts, padded_rows(run, groups.layout.size("dp")), host.leaving)
-    return DISPATCHERS[dispatcher_in_use(run)](run, groups, host)
+    return (DISPATCHERS | ENGINE_DISPATCHERS)[dispatcher_in_use(run)](run, groups, host)

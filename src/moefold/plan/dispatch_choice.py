@@ -19,16 +19,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
-from moefold.config.parallel import LinkConfig, NamedDispatcher, PlannedDispatcherName
+from moefold.config.parallel import EngineDispatcher, LinkConfig, NamedDispatcher, PlannedDispatcherName
 from moefold.config.precision import BYTES, KeptFormat
 from moefold.config.run import RunConfig
 
 # The dispatchers that have formulas of their own (`expert_messages.py`, `traffic.py`), and variants that share them.
 OwnDispatcher = Literal["all_to_all", "all_gather", "deduplicated", "two_level"]
 PlannedDispatcher = Literal[OwnDispatcher, PlannedDispatcherName]
-_VARIANT_OF: dict[str, OwnDispatcher] = {"all_to_all_aligned": "all_to_all"}
+_VARIANT_OF: dict[str, PlannedDispatcher] = {
+    "all_to_all_aligned": "all_to_all",
+    "deepep_elastic": "deepep",
+    # One host read where all_to_all has two (`timing/layer_time.py`).
+    "symmetric_memory": "all_to_all",
+}
+ENGINE_DISPATCHERS: tuple[EngineDispatcher, ...] = get_args(EngineDispatcher)
 
 # Of a prob, an expert's number with a row, and one that is gathered.
 _WEIGHT, _NUMBER, _GATHERED_NUMBER = 4, 2, 8
@@ -97,10 +103,10 @@ def estimates(run: RunConfig) -> dict[NamedDispatcher, float]:
     return found
 
 
-def dispatcher_in_use(run: RunConfig) -> NamedDispatcher:
-    """The one that is named, or the cheapest; of a run that can be trained."""
+def dispatcher_in_use(run: RunConfig) -> NamedDispatcher | EngineDispatcher:
+    """The one that is named, or the cheapest of our own; of a run that can be trained."""
     if run.parallel.dispatcher != "adaptive":
-        return cast(NamedDispatcher, run.parallel.dispatcher)
+        return cast(NamedDispatcher | EngineDispatcher, run.parallel.dispatcher)
     found = estimates(run)
     return min(found, key=lambda name: found[name])
 

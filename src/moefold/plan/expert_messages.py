@@ -23,7 +23,7 @@ from moefold.batching.zigzag import held_spans
 from moefold.config.moe import MoEConfig
 from moefold.config.precision import BYTES, Format
 from moefold.config.run import RunConfig
-from moefold.plan.dispatch_choice import planned_as
+from moefold.plan.dispatch_choice import ENGINE_DISPATCHERS, dispatcher_in_use, planned_as
 from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 # Bytes of a prob, of an expert number in a message, and of a count.
@@ -68,7 +68,8 @@ def tokens_of(run: RunConfig, layout: FoldedLayout) -> Tokens:
 
 def expert_messages(run: RunConfig, layout: FoldedLayout, rank: int, moe: MoEConfig, times: int, tally: Tally) -> None:
     """``times``: layers and microbatches together."""
-    if layout.size("expert_block") > 1:
+    # Other libraries do not send through our process groups, so nothing of theirs is counted.
+    if layout.size("expert_block") > 1 and dispatcher_in_use(run) not in ENGINE_DISPATCHERS:
         _SENDERS[planned_as(run)](run, layout, rank, moe, times, tally)
 
 

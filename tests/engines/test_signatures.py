@@ -1,0 +1,231 @@
+"""Every call of another library that an adapter makes fits the library's own signatures, as they were recorded.
+
+Calls are found in the adapters' source and held against `tests/engines/signatures`, so that this needs no library and
+no GPU. The fakes of the contract tests are held against the same files: they take nothing that the library does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines import fake_deepgemm
+from tests.engines.fake_deepep import Buffer
+from tests.engines.fake_deepep_elastic import ElasticBuffer
+from tests.engines.fake_symm_mem import FakeSymmetricMemory
+from tests.engines.record_signatures import (
+    FOLDER,
+    SOURCES,
+    cpp_signature,
+    pybind_signature,
+    python_signature,
+    record_torch,
+)
+from tests.engines.test_mxfp8 import to_mxfp8_then_scaled_grouped_mm
+
+from moefold.ops.engines import ENGINES, _numbers
+
+PACKAGE = Path(__file__).parents[2] / "src" / "moefold"
+RECORDED: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A file, the signatures that its calls must fit, and what its names for the library's objects stand for.
+
+    `buffer.dispatch` with {"buffer": "Buffer"} is Buffer.dispatch; an empty name is the module itself.
+    """
+
+    file: str
+    recorded: tuple[str, ...]
+    objects: dict[str, str]
+    # Objects whose attributes are read, and their classes.
+    read: dict[str, str]
+
+
+ADAPTERS = {
+    "deepep": Adapter(
+        "moe/dispatch/deepep.py",
+        ("deepep-1.2.1", "deepep-2.1.0"),
+        {"library": "", "buffer": "Buffer", "config": "Config"},
+        {},
+    ),
+    "deepep_elastic": Adapter(
+        "moe/dispatch/deepep_elastic.py",
+        ("deepep_elastic-2.1.0",),
+        {"library": "", "buffer": "ElasticBuffer"},
+        {"handle": "EPHandle"},
+    ),
+    "deepgemm": Adapter("nn/grouped_deepgemm.py", ("deepgemm-2.6.1",), {"library": ""}, {}),
+    "mxfp8": Adapter("nn/grouped_mxfp8.py", ("mxfp8-0.18.0", "mxfp8-0.19.0"), {"library": ""}, {}),
+    "symmetric_memory": Adapter(
+        "moe/dispatch/symmetric_memory.py", ("symmetric_memory-2.13.0",), {"library": "", "ops": ""}, {}
+    ),
+}
+CASES = [(name, version) for name, adapter in ADAPTERS.items() for version in adapter.recorded]
+
+
+# ---- calls in a source ----
+
+
+def calls_of(source: str, objects: dict[str, str]) -> Iterator[tuple[str, ast.Call, int | None]]:
+    """Every call on one of these objects: the library's name of it, the call, and how many values are unpacked."""
+    unpacked: dict[int, int] = {}
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            unpacked[id(node.value)] = len(node.targets[0].elts)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        root, _, rest = ast.unparse(node.func).removeprefix("self.").partition(".")
+        if root in objects:
+            yield ".".join(filter(None, (objects[root], rest))), node, unpacked.get(id(node))
+
+
+def misfits(call: ast.Call, signature: dict[str, Any], unpacked: int | None) -> list[str]:
+    """Why a call does not fit a recorded signature; empty if it does."""
+    parameters: list[dict[str, str]] = signature["parameters"]
+    by_position = [each["name"] for each in parameters if each["how"] in ("any", "position")]
+    by_name = {each["name"] for each in parameters if each["how"] in ("any", "keyword")}
+    rest = [each["name"] for each in parameters if each["how"] == "rest"]
+    assert not any(isinstance(each, ast.Starred) for each in call.args), "the number of arguments must be in the source"
+    names = [keyword.arg for keyword in call.keywords]
+    given = [*by_position[: len(call.args)], *(each for each in names if each is not None)]
+    found = [f"no argument {each}" for each in names if each not in by_name]
+    if len(call.args) > len(by_position) and not rest:
+        found.append(f"{len(call.args)} arguments by position, of {len(by_position)}")
+    found += [f"{each} is given twice" for each in set(given) if given.count(each) > 1]
+    needed = [each["name"] for each in parameters if "default" not in each and each["how"] != "rest"]
+    found += [f"{each} is missing" for each in needed if each not in given]
+    if unpacked is not None and signature["returns"] not in (None, unpacked):
+        found.append(f"{unpacked} values are unpacked, of {signature['returns']}")
+    return found
+
+
+def constructors(name: str, functions: dict[str, Any]) -> str:
+    return f"{name}.__init__" if f"{name}.__init__" in functions else name
+
+
+@pytest.mark.parametrize(("name", "version"), CASES)
+def test_every_call_fits_the_recorded_signature(name: str, version: str) -> None:
+    adapter, recorded = ADAPTERS[name], RECORDED[version]
+    offenders, seen = [], 0
+    for what, call, unpacked in calls_of((PACKAGE / adapter.file).read_text(), adapter.objects):
+        signature = recorded["functions"].get(constructors(what, recorded["functions"]))
+        words = ["not recorded"] if signature is None else misfits(call, signature, unpacked)
+        offenders += [f"{adapter.file}:{call.lineno}: {what}: {each}" for each in words]
+        seen += 1
+    assert not offenders, "\n".join(offenders)
+    assert seen >= (1 if name == "mxfp8" else 4)
+
+
+@pytest.mark.parametrize(("name", "version"), CASES)
+def test_every_name_that_is_read_exists(name: str, version: str) -> None:
+    adapter, recorded = ADAPTERS[name], RECORDED[version]
+    for node in ast.walk(ast.parse((PACKAGE / adapter.file).read_text())):
+        if not isinstance(node, ast.Attribute):
+            continue
+        root = ast.unparse(node.value).removeprefix("self.")
+        if root == "library":
+            assert node.attr in recorded["module"], f"{version} has no {node.attr}"
+        elif root in adapter.read:
+            assert node.attr in recorded["attributes"][adapter.read[root]], f"{version}: {root} has no {node.attr}"
+
+
+def test_every_engine_has_an_adapter_and_versions_that_were_recorded() -> None:
+    assert ADAPTERS.keys() == ENGINES.keys() == SOURCES.keys() | {"symmetric_memory"}
+    for path, recorded in RECORDED.items():
+        engine = ENGINES[recorded["library"]]
+        assert path == f"{engine.name}-{recorded['version']}" and path in ADAPTERS[engine.name].recorded
+        assert _numbers(engine.since) <= _numbers(recorded["version"]) < _numbers(engine.below)
+        assert len(recorded["commit"]) == 40 and recorded["recorded"] >= "2026-11-15"
+
+
+def test_the_recorded_signatures_of_torch_are_those_of_the_installed_one() -> None:
+    """Every other library is absent here; torch is not."""
+    assert record_torch()["functions"] == RECORDED["symmetric_memory-2.13.0"]["functions"]
+
+
+# ---- the fakes ----
+
+FAKES: list[tuple[str, str, Callable[..., Any]]] = [
+    *(
+        (version, f"Buffer.{name}", getattr(Buffer, name))
+        for version in ("deepep-1.2.1", "deepep-2.1.0")
+        for name in ("__init__", "get_dispatch_config", "get_dispatch_layout", "dispatch", "combine")
+    ),
+    *(
+        ("deepep_elastic-2.1.0", f"ElasticBuffer.{name}", getattr(ElasticBuffer, name))
+        for name in ("__init__", "dispatch", "combine")
+    ),
+    *(("deepgemm-2.6.1", name, getattr(fake_deepgemm, name)) for name in RECORDED["deepgemm-2.6.1"]["functions"]),
+    ("mxfp8-0.18.0", "_to_mxfp8_then_scaled_grouped_mm", to_mxfp8_then_scaled_grouped_mm),
+    *(
+        ("symmetric_memory-2.13.0", name, getattr(FakeSymmetricMemory, name))
+        for name in ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset", "set_backend", "rendezvous")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "function"), FAKES, ids=lambda each: str(each) if isinstance(each, str) else ""
+)
+def test_a_fake_takes_arguments_of_the_library_in_its_order(
+    version: str, name: str, function: Callable[..., Any]
+) -> None:
+    theirs = {each["name"]: each for each in RECORDED[version]["functions"][name]["parameters"]}
+    ours = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    order = [list(theirs).index(each.name) for each in ours]
+    assert order == sorted(order)
+    for each in ours:
+        needed = each.default is inspect.Parameter.empty
+        assert needed == ("default" not in theirs[each.name]), each.name
+    missing = theirs.keys() - {each.name for each in ours}
+    assert all("default" in theirs[each] for each in missing)
+
+
+# ---- the checker and the parsers ----
+
+SIGNATURE = python_signature(
+    "class B:\n def f(self, x, handle=None, *, fast=False) -> Tuple[int, Tuple[int, int]]: ...", "B.f"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("a, b = buffer.f(1)", []),
+        ("a, b = buffer.f(x=1, handle=2, fast=True)", []),
+        ("buffer.f()", ["x is missing"]),
+        ("buffer.f(1, 2, 3)", ["3 arguments by position, of 2"]),
+        ("buffer.f(1, slow=2)", ["no argument slow"]),
+        ("buffer.f(1, x=2)", ["x is given twice"]),
+        ("a, b, c = self.buffer.f(1)", ["3 values are unpacked, of 2"]),
+    ],
+)
+def test_a_call_that_does_not_fit_is_noticed(source: str, expected: list[str]) -> None:
+    ((what, call, unpacked),) = calls_of(source, {"buffer": "B"})
+    assert what == "B.f" and misfits(call, SIGNATURE, unpacked) == expected
+
+
+def test_cpp_declarations_are_read() -> None:
+    bound = 'm.def("gemm", &gemm,\n py::arg("a"), py::arg("c") = std::nullopt,\n py::arg("dims") = "nk");'
+    assert pybind_signature(bound, "gemm")["parameters"] == [
+        {"name": "a", "how": "any"},
+        {"name": "c", "how": "any", "default": "std::nullopt"},
+        {"name": "dims", "how": "any", "default": '"nk"'},
+    ]
+    assert pybind_signature('m.def("block", [&]() {\n return 128;\n });', "block")["parameters"] == []
+    with pytest.raises(AssertionError, match="arguments without names"):
+        pybind_signature('m.def("gemm", &gemm);', "gemm")
+    hint = "size_t hint(size_t hidden_bytes, const int& ranks) const {"
+    assert [each["name"] for each in cpp_signature(hint, "Config.hint")["parameters"]] == ["hidden_bytes", "ranks"]
