@@ -79,9 +79,9 @@ def test_what_fits_is_not_refused(words: tuple[str, ...]) -> None:
     assert not [problem for problem in problems(run) if problem.path.startswith(("parallel", "kernels"))]
 
 
-def test_padded_capacities_are_refused_as_rows_are_counted() -> None:
+def test_padded_capacities_are_refused_where_rows_are_counted() -> None:
     words = ("model.moe.capacity.factor=2", "model.moe.capacity.pad=true")
-    for name in ("deepep", "deepep_elastic", "symmetric_memory"):
+    for name in ("deepep", "deepep_elastic"):
         found = problems(run_of("precision.compute=bfloat16", f"parallel.dispatcher={name}", "parallel.ep=16", *words))
         assert any(each.path == "parallel.dispatcher" and "counts the rows" in each.message for each in found)
 

@@ -12,7 +12,7 @@ from moefold.errors import LayoutError, Problem
 from moefold.topology.folded_layout import FoldedLayout, fold
 
 # Dispatchers that count the rows of every microbatch.
-COUNT_ROWS = ("deduplicated", "two_level", "deepep", "deepep_elastic", "symmetric_memory")
+COUNT_ROWS = ("deduplicated", "two_level", "deepep", "deepep_elastic")
 
 
 def heads_divide_over_tp(run: RunConfig) -> Problem | None:

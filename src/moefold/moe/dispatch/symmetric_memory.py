@@ -3,6 +3,7 @@
 ``all_to_all_vdev_2d`` takes rows sorted by expert, with counts on the device, and leaves them on each rank by expert
 and then by source; ``all_to_all_vdev_2d_offset`` is its way back. No rank waits for a count before it sends. The host
 reads once per layer, after the rows are on their way: how many rows came for each expert, for the shapes of the GEMMs.
+With a ``capacity`` every rank sends exactly that many rows per expert, padding included, and the host reads nothing.
 
 A message is the bytes of a row, then of its prob, so both travel in one exchange. An expert without rows occupies one
 row of the output all the same, so received rows are gathered by offset and not sliced.
@@ -10,11 +11,11 @@ row of the output all the same, so received rows are gathered by offset and not 
 Peers read a rank's input where it lies, until an unknown time after the call; and they write their counts into a rank's
 output counts at the beginning of the next one. So there are two sets of buffers, used in turn. Every call begins with
 a barrier of all ranks: when a set's turn comes again, the other set's call has passed its barrier, and every rank has
-then finished the call before it. Nothing that is returned lies in a buffer.
+then finished the call before it. Received messages are copied out of the buffers before the next call.
 
 NVSHMEM allocates and synchronises over all ranks of the job, so all of them must dispatch at the same time: there can
-be no pipeline. Buffers hold the worst case, every rank's tokens all for this rank's experts, because rows beyond the
-end of a buffer would be written all the same.
+be no pipeline. Without a capacity, buffers hold the worst case, every rank's tokens all for this rank's experts,
+because rows beyond the end of a buffer would be written all the same.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ from torch import Tensor
 
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, most_rank_tokens
-from moefold.moe.permute import count_assignments, flat_experts
+from moefold.moe.dispatch.base import (
+    SYNC_SPLIT_SIZES,
+    ExpertInput,
+    Routing,
+    SplitSizeSource,
+    most_rank_tokens,
+    padded_rows,
+)
+from moefold.moe.permute import count_assignments, gather_probs, gather_rows, group_by_expert, group_padded
 from moefold.ops.engines import load_engine
-from moefold.ops.segments import stable_order
 from moefold.precision.dtypes import TORCH_FORMATS
 
 # Of a message: rows start at multiples of it.
@@ -47,12 +54,16 @@ class Sizes(NamedTuple):
     message_bytes: int
 
 
-def buffer_sizes(num_experts: int, ep: int, top_k: int, most_tokens: int, row_bytes: int, prob_bytes: int) -> Sizes:
+def buffer_sizes(
+    num_experts: int, ep: int, top_k: int, most_tokens: int, capacity: int | None, row_bytes: int, prob_bytes: int
+) -> Sizes:
     """``most_tokens``: of any rank in any microbatch."""
     num_local = num_experts // ep
+    message = -(-(row_bytes + prob_bytes) // _ALIGNMENT) * _ALIGNMENT
+    if capacity is not None:
+        return Sizes(num_experts, num_experts * capacity, ep * num_local * capacity, message)
     # One more row per expert, for experts without rows.
     received = ep * most_tokens * min(top_k, num_local) + num_local
-    message = -(-(row_bytes + prob_bytes) // _ALIGNMENT) * _ALIGNMENT
     return Sizes(num_experts, most_tokens * top_k, received, message)
 
 
@@ -85,14 +96,15 @@ class SymmetricExchange:
         return buffers.received, buffers.splits_there.clone()
 
     def back(self, message_RB: Tensor, place_R: Tensor, splits_there: Tensor, num_rows: int) -> Tensor:
-        """From the experts: messages at the places where their rows had been received. [N, B], as they were sent."""
+        """From the experts: messages at the places where their rows had been received. Returns [N, B] in the order in
+        which they were sent, valid until the next call."""
         buffers, ops = self._next_set(message_RB.device), self.ops
         buffers.received.index_copy_(0, place_R, message_RB)
         buffers.splits_there.copy_(splits_there)
         ops.all_to_all_vdev_2d_offset(
             buffers.received, buffers.sent, buffers.splits_there, buffers.splits_back, self.group.connected.group_name
         )
-        return buffers.sent[:num_rows].clone()
+        return buffers.sent[:num_rows]
 
     def _next_set(self, device: torch.device) -> _BufferSet:
         if not self._sets:
@@ -122,29 +134,50 @@ class SymmetricExchange:
         return made
 
 
-class _Route(NamedTuple):
-    """Assignments in the order sent, and where each is in it; how many go to each expert; how they came."""
+class _Sorted(NamedTuple):
+    """Messages sorted by expert: each one's token, and one past the last for padding; rows per expert.
+
+    And of every assignment [t, K]: its message, and whether it has one.
+    """
 
     assignment_N: Tensor
-    position_N: Tensor
-    sent_N: Tensor
+    token_N: Tensor
     rows_per_expert_E: Tensor
+    message_tK: Tensor
+    sent_tK: Tensor
+    padded: bool
+
+
+class _Route(NamedTuple):
+    """How messages were sorted, their counts and offsets at the receiver, and where received rows lay."""
+
+    order: _Sorted
     splits_there: Tensor
     place_R: Tensor
-    top_k: int
 
 
 class SymmetricMemoryDispatcher:
     def __init__(
-        self, num_experts: int, ep: int, exchange: SymmetricExchange, host: SplitSizeSource = SYNC_SPLIT_SIZES
+        self,
+        num_experts: int,
+        ep: int,
+        exchange: SymmetricExchange,
+        capacity: int | None = None,
+        host: SplitSizeSource = SYNC_SPLIT_SIZES,
     ) -> None:
-        self.num_experts, self.ep, self.exchange, self.host = num_experts, ep, exchange, host
+        self.num_experts, self.num_local, self.ep = num_experts, num_experts // ep, ep
+        self.exchange, self.capacity, self.host = exchange, capacity, host
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
         rows_RL, prob_R, expert_R, rows_per_expert, route = _Dispatch.apply(x_tL, routing.probs, routing, self)
-        rows_per_expert_e = route.splits_there[0].view(-1, self.ep).sum(1)
-        assignments = Routing(expert_R[:, None], prob_R[:, None])
-        return ExpertInput(rows_RL, assignments, rows_per_expert_e, rows_per_expert, capacity=None, ticket=route)
+        return ExpertInput(
+            rows_RL,
+            Routing(expert_R[:, None], prob_R[:, None]),
+            route.splits_there[0].view(-1, self.ep).sum(1),
+            rows_per_expert,
+            None if self.capacity is None else self.capacity * self.ep,
+            route,
+        )
 
     def combine(self, expert_out_RL: Tensor, ticket: _Route) -> Tensor:
         combined: Tensor = _Combine.apply(expert_out_RL, ticket, self.exchange)
@@ -152,21 +185,40 @@ class SymmetricMemoryDispatcher:
 
     def send(self, x_tL: Tensor, prob_tK: Tensor, routing: Routing) -> tuple[Tensor, Tensor, list[int], _Route]:
         """The received messages, each one's expert, rows per expert, and the route of the way back."""
-        key_N, top_k = flat_experts(routing, self.num_experts), routing.experts.shape[1]
-        assignment_N = stable_order(key_N, self.num_experts + 1)
-        counts_E = count_assignments(routing, self.num_experts)
-        places_N = torch.arange(len(key_N), device=key_N.device)
-        position_N = torch.empty_like(assignment_N).scatter_(0, assignment_N, places_N)
-        message_NB = _pack(self.exchange.sizes, x_tL[assignment_N // top_k], prob_tK.flatten()[assignment_N])
-        received, splits_there = self.exchange.there(message_NB, counts_E)
-        counts_eW, offsets_eW = splits_there.view(2, -1, self.ep)
-        rows_per_expert = [sum(rows) for rows in zip(*self.host.arriving(counts_eW.t()), strict=True)]
+        order = self._sort(routing)
+        rows_NL = gather_rows(x_tL, order.token_N, order.padded)
+        prob_N = gather_probs(prob_tK, order.assignment_N, order.padded)
+        received, splits_there = self.exchange.there(
+            _pack(self.exchange.sizes, rows_NL, prob_N), order.rows_per_expert_E
+        )
+        counts_eW, offsets_eW = splits_there.view(2, self.num_local, self.ep)
+        if self.capacity is None:
+            rows_per_expert = [sum(rows) for rows in zip(*self.host.arriving(counts_eW.t()), strict=True)]
+        else:
+            rows_per_expert = [self.capacity * self.ep] * self.num_local
         num_rows = sum(rows_per_expert)
         place_R = _places(counts_eW.flatten(), offsets_eW.flatten(), num_rows)
-        local = torch.arange(counts_eW.shape[0], device=key_N.device)
-        expert_R = local.repeat_interleave(counts_eW.sum(1), output_size=num_rows)
-        route = _Route(assignment_N, position_N, key_N < self.num_experts, counts_E, splits_there, place_R, top_k)
-        return received[place_R], expert_R, rows_per_expert, route
+        local_e = torch.arange(self.num_local, device=counts_eW.device)
+        expert_R = local_e.repeat_interleave(counts_eW.sum(1), output_size=num_rows)
+        return received[place_R], expert_R, rows_per_expert, _Route(order, splits_there, place_R)
+
+    def _sort(self, routing: Routing) -> _Sorted:
+        """No shape depends on data: dropped assignments are sorted behind all others and belong to no expert."""
+        num_assignments, device = routing.experts.numel(), routing.experts.device
+        if self.capacity is None:
+            assignment_N, token_N = group_by_expert(routing, self.num_experts, num_assignments)
+            counts_E = count_assignments(routing, self.num_experts)
+        else:
+            assignment_N, token_N = group_padded(routing, self.num_experts, self.capacity)
+            counts_E = torch.full((self.num_experts,), self.capacity, device=device)
+        places_N = torch.arange(len(assignment_N), device=device)
+        # One more than there are assignments, for padding; it is cut off.
+        message = torch.full((num_assignments + 1,), -1, device=device).scatter(0, assignment_N, places_N)
+        message_tK = message[:num_assignments].view_as(routing.experts)
+        sent_tK = message_tK >= 0
+        if routing.kept is not None:
+            sent_tK = sent_tK & routing.kept
+        return _Sorted(assignment_N, token_N, counts_E, message_tK.clamp(min=0), sent_tK, self.capacity is not None)
 
 
 def _places(counts_S: Tensor, offsets_S: Tensor, num_rows: int) -> Tensor:
@@ -196,10 +248,10 @@ def _unpack_probs(message: Tensor, dim: int, dtype: torch.dtype, prob_dtype: tor
     return part.view(prob_dtype).flatten()
 
 
-def _sum_per_token(rows_NL: Tensor, route: _Route) -> Tensor:
-    """[t, L]: rows in the order sent, summed over a token's kept assignments in their order."""
-    back_NL = rows_NL[route.position_N].where(route.sent_N[:, None], 0)
-    return back_NL.view(-1, route.top_k, rows_NL.shape[1]).sum(1)
+def _sum_per_token(rows_NL: Tensor, order: _Sorted) -> Tensor:
+    """[t, L]: the rows of a token's assignments, summed in their order."""
+    rows_tKL = rows_NL[order.message_tK].where(order.sent_tK[..., None], 0)
+    return rows_tKL.sum(1)
 
 
 class _Kept(Protocol):
@@ -227,29 +279,31 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Kept, grad_RL: Tensor, grad_R: Tensor, *_: object) -> tuple[Tensor | None, ...]:
-        route, num_sent = ctx.route, len(ctx.route.assignment_N)
-        message_RB = _pack(ctx.exchange.sizes, grad_RL, grad_R)
-        message_NB = ctx.exchange.back(message_RB, route.place_R, route.splits_there, num_sent)
-        prob_N = _unpack_probs(message_NB, ctx.dim, ctx.dtype, grad_R.dtype)[route.position_N]
-        grad_tK = prob_N.where(route.sent_N, 0).view(-1, route.top_k)
-        return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), route), grad_tK, None, None
+        message_NB = _send_back(ctx.exchange, ctx.route, _pack(ctx.exchange.sizes, grad_RL, grad_R))
+        order = ctx.route.order
+        grad_N = _unpack_probs(message_NB, ctx.dim, ctx.dtype, grad_R.dtype)
+        grad_tK = grad_N[order.message_tK].where(order.sent_tK, 0)
+        return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), order), grad_tK, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Kept, expert_out_RL: Tensor, route: _Route, exchange: SymmetricExchange) -> Tensor:
         ctx.exchange, ctx.route, ctx.dim, ctx.dtype = exchange, route, expert_out_RL.shape[1], expert_out_RL.dtype
-        message_RB = _pack(exchange.sizes, expert_out_RL, None)
-        message_NB = exchange.back(message_RB, route.place_R, route.splits_there, len(route.assignment_N))
-        return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), route)
+        message_NB = _send_back(exchange, route, _pack(exchange.sizes, expert_out_RL, None))
+        return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), route.order)
 
     @staticmethod
     def backward(ctx: _Kept, grad_tL: Tensor) -> tuple[Tensor, None, None]:
         """Along the same routes, so received rows lie where they lay before."""
-        route = ctx.route
-        message_NB = _pack(ctx.exchange.sizes, grad_tL[route.assignment_N // route.top_k], None)
-        received, _ = ctx.exchange.there(message_NB, route.rows_per_expert_E)
-        return _unpack(received[route.place_R], ctx.dim, ctx.dtype), None, None
+        order = ctx.route.order
+        message_NB = _pack(ctx.exchange.sizes, gather_rows(grad_tL, order.token_N, order.padded), None)
+        received, _ = ctx.exchange.there(message_NB, order.rows_per_expert_E)
+        return _unpack(received[ctx.route.place_R], ctx.dim, ctx.dtype), None, None
+
+
+def _send_back(exchange: SymmetricExchange, route: _Route, message_RB: Tensor) -> Tensor:
+    return exchange.back(message_RB, route.place_R, route.splits_there, len(route.order.assignment_N))
 
 
 # One for all layers of a rank.
@@ -257,14 +311,17 @@ _EXCHANGES: WeakKeyDictionary[Groups, SymmetricExchange] = WeakKeyDictionary()
 
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> SymmetricMemoryDispatcher:
-    moe, ep = run.model.moe, groups["ep"]
+    moe, ep, dp = run.model.moe, groups["ep"], groups.layout.size("dp")
     assert moe is not None
+    capacity = padded_rows(run, dp)
     if groups not in _EXCHANGES:
         dtype, dim = TORCH_FORMATS[run.precision.compute], moe.latent_dim or run.model.dim
-        most_tokens = most_rank_tokens(run, groups.layout.size("dp"))
+        most_tokens = most_rank_tokens(run, dp)
         # The router's probs are in float32, or wider where everything is.
         prob_bytes = max(dtype.itemsize, torch.float32.itemsize)
-        sizes = buffer_sizes(moe.num_experts, ep.size, moe.top_k, most_tokens, dim * dtype.itemsize, prob_bytes)
+        sizes = buffer_sizes(
+            moe.num_experts, ep.size, moe.top_k, most_tokens, capacity, dim * dtype.itemsize, prob_bytes
+        )
         library = load_engine("symmetric_memory")
         _EXCHANGES[groups] = SymmetricExchange(library, torch.ops.symm_mem, ep, sizes)
-    return SymmetricMemoryDispatcher(moe.num_experts, ep.size, _EXCHANGES[groups], host)
+    return SymmetricMemoryDispatcher(moe.num_experts, ep.size, _EXCHANGES[groups], capacity, host)
