@@ -17,45 +17,45 @@ def run_of(*words: str) -> RunConfig:
     return override(recipe("qwen3_30b_a3b"), [f"--{word}" for word in words])
 
 
-@pytest.mark.parametrize(
-    ("words", "path", "message", "fix"),
-    [
-        (("parallel.dispatcher=deepep", "parallel.etp=2"), "parallel.etp", "one rank per expert, but etp=2", "use 1"),
-        (
-            ("parallel.dispatcher=deepep_elastic", "precision.compute=float32"),
-            "precision.compute",
-            "sends rows in bfloat16, not in float32",
-            "use bfloat16, or use parallel.dispatcher all_to_all",
-        ),
-        (
-            ("parallel.dispatcher=deepep", "model.moe.latent_dim=1028"),
-            "model.moe.latent_dim",
-            "rows of 1028 bfloat16 numbers are not a multiple of 16 bytes",
-            "a multiple of 8",
-        ),
-        (
-            ("parallel.dispatcher=deepep", "model.moe.num_experts=120", "parallel.ep=12"),
-            "parallel.ep",
-            "no configuration for 12 ranks",
-            "deepep_elastic",
-        ),
-        (("parallel.dispatcher=symmetric_memory", "parallel.pp=2", "parallel.ep=16"), "parallel.pp", "pp=2", "use 1"),
-        (("parallel.dispatcher=symmetric_memory", "parallel.ep=32"), "parallel.ep", "at most 16 ranks", "at most 16"),
-        (("parallel.dispatcher=symmetric_memory", "parallel.ep=4"), "parallel.ep", "leaves 32", "a larger ep"),
-        (
-            ("kernels.experts=deepgemm", "precision.compute=float32"),
-            "kernels.experts",
-            "computes from bfloat16, not from float32",
-            "use grouped",
-        ),
-        (
-            ("kernels.experts=mxfp8", "model.moe.expert_hidden_dim=776"),
-            "model.moe.expert_hidden_dim",
-            "776 values (experts, etp=1) do not divide into blocks of 32",
-            "a multiple of 32",
-        ),
-    ],
-)
+CASES: list[tuple[tuple[str, ...], str, str, str]] = [
+    (("parallel.dispatcher=deepep", "parallel.etp=2"), "parallel.etp", "one rank per expert, but etp=2", "use 1"),
+    (
+        ("parallel.dispatcher=deepep_elastic", "precision.compute=float32"),
+        "precision.compute",
+        "sends rows in bfloat16, not in float32",
+        "use bfloat16, or use parallel.dispatcher all_to_all",
+    ),
+    (
+        ("parallel.dispatcher=deepep", "model.moe.latent_dim=1028"),
+        "model.moe.latent_dim",
+        "rows of 1028 bfloat16 numbers are not a multiple of 16 bytes",
+        "a multiple of 8",
+    ),
+    (
+        ("parallel.dispatcher=deepep", "model.moe.num_experts=120", "parallel.ep=12"),
+        "parallel.ep",
+        "no configuration for 12 ranks",
+        "deepep_elastic",
+    ),
+    (("parallel.dispatcher=symmetric_memory", "parallel.pp=2", "parallel.ep=16"), "parallel.pp", "pp=2", "use 1"),
+    (("parallel.dispatcher=symmetric_memory", "parallel.ep=32"), "parallel.ep", "at most 16 ranks", "at most 16"),
+    (("parallel.dispatcher=symmetric_memory", "parallel.ep=4"), "parallel.ep", "leaves 32", "a larger ep"),
+    (
+        ("kernels.experts=deepgemm", "precision.compute=float32"),
+        "kernels.experts",
+        "computes from bfloat16, not from float32",
+        "use grouped",
+    ),
+    (
+        ("kernels.experts=mxfp8", "model.moe.expert_hidden_dim=776"),
+        "model.moe.expert_hidden_dim",
+        "776 values (experts, etp=1) do not divide into blocks of 32",
+        "a multiple of 32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "path", "message", "fix"), CASES)
 def test_a_limit_of_a_library_is_a_problem_with_what_works(
     words: tuple[str, ...], path: str, message: str, fix: str
 ) -> None:
@@ -63,6 +63,16 @@ def test_a_limit_of_a_library_is_a_problem_with_what_works(
     (problem,) = found
     assert problem.path == path and message in problem.message and fix in problem.fix
     assert problem in problems(run_of("precision.compute=bfloat16", *words))
+
+
+def test_every_rule_has_a_case() -> None:
+    runs = [run_of("precision.compute=bfloat16", *words) for words, *_ in CASES]
+    assert all(any(_flat([rule(run)]) for run in runs) for rule in RULES)
+
+
+def test_rows_of_deepgemm_are_aligned() -> None:
+    run = run_of("precision.compute=bfloat16", "kernels.experts=deepgemm", "model.moe.expert_hidden_dim=772")
+    assert "model.moe.expert_hidden_dim" in [problem.path for problem in problems(run)]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ import pytest
 
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.loading import override
+from moefold.config.moe import MoEConfig
 from moefold.config.parallel import EngineDispatcher, ParallelConfig
 from moefold.errors import BackendError, UnknownNameError
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES
+from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import kernels_for
+from moefold.nn.matmul_policy import NativeMatmul
 from moefold.ops import engines
 from moefold.ops.engines import ENGINES, load_engine
 from moefold.parallel.parallelize import ENGINE_DISPATCHERS
@@ -93,6 +96,15 @@ def test_a_run_that_names_a_missing_dispatcher_stops_when_it_is_built(
     groups = Groups(fold(ParallelConfig(), 1), 0, Ledger(), timedelta(seconds=1))
     with pytest.raises(BackendError, match=f"{name}: deep_ep is not installed"):
         ENGINE_DISPATCHERS[name](run, groups, SYNC_SPLIT_SIZES)
+
+
+@pytest.mark.parametrize(("experts", "package"), [("deepgemm", "deep_gemm"), ("mxfp8", "torchao")])
+def test_experts_of_another_version_stop_when_they_are_built(
+    experts: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "installed_version", lambda package: "0.0.1")
+    with pytest.raises(BackendError, match=f"{experts}: {package} 0.0.1 is installed; needs"):
+        expert_backend(experts, NativeMatmul())(MoEConfig())
 
 
 @pytest.mark.parametrize(("experts", "package"), [("deepgemm", "deep_gemm"), ("mxfp8", "torchao")])

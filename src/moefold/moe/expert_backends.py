@@ -14,6 +14,7 @@ from moefold.moe.grouped_experts import (
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.nn.matmul_policy import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul, MatmulPolicy, WeightGradQueue
+from moefold.ops.engines import load_engine
 
 
 def expert_backend(
@@ -27,6 +28,9 @@ def expert_backend(
     def make(config: MoEConfig) -> ExpertBackend:
         if name == "fused":
             return CpuFusedExperts(kernels.glu(config.activation), weight_grads)
+        if name in ENGINE_MATMULS:
+            # A missing or wrong version stops the run here, and not in its first step.
+            load_engine(name)
         return grouped_experts(config, matmul_policy, (GROUPED_MATMULS | ENGINE_MATMULS)[name], kernels)
 
     return make
