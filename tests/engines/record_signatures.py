@@ -237,7 +237,7 @@ def record_torch() -> dict[str, Any]:
     text = Path(spec.origin).read_text()
     # The last definition: those before it are overloads for type checkers.
     last = {node.name: ast.unparse(node) for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    for name in ("set_backend", "empty", "rendezvous"):
+    for name in ("is_nvshmem_available", "set_backend", "empty", "rendezvous"):
         functions[name] = python_signature(last[name], name)
     return {
         "library": "symmetric_memory",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.engines.fake_deepep import fake_deep_ep
 from tests.engines.fake_deepep_elastic import ElasticBuffer
 from tests.engines.fake_symm_mem import FakeSymmetricMemory
 from tests.engines.rank_threads import ThreadProcessGroup, on_rank_threads
+from tests.support import on_ranks
 
 from moefold.checks.engine_limits import RULES
 from moefold.checks.run_all import _flat
@@ -22,9 +24,11 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import EngineDispatcher, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.errors import BackendError
 from moefold.moe.dispatch import deepep, deepep_elastic, symmetric_memory
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES
-from moefold.parallel.parallelize import ENGINE_DISPATCHERS
+from moefold.parallel.parallelize import ENGINE_DISPATCHERS, build_on_meta
+from moefold.recipes.catalog import recipe
 
 # Packed documents: ranks differ in how many tokens they hold, up to seven.
 RUN = RunConfig(
@@ -75,8 +79,29 @@ def test_symmetric_memory_is_built_from_a_run(monkeypatch: pytest.MonkeyPatch) -
         return made(fake.module(), cast(ModuleType, fake), group, sizes)
 
     monkeypatch.setattr(symmetric_memory, "SymmetricExchange", with_fake)
+    library = SimpleNamespace(is_nvshmem_available=lambda: True)
+    monkeypatch.setattr(symmetric_memory, "load_engine", lambda name: library)
     assert_two_layers("symmetric_memory")
     assert sorted(ranks) == list(range(WORLD))
+
+
+def test_symmetric_memory_without_nvshmem_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(is_nvshmem_available=lambda: False)
+    monkeypatch.setattr(symmetric_memory, "load_engine", lambda name: library)
+    with pytest.raises(BackendError, match=r"finds no NVSHMEM .*use parallel.dispatcher all_to_all"):
+        assert_two_layers("symmetric_memory")
+
+
+@pytest.mark.parametrize("name", get_args(EngineDispatcher))
+def test_a_model_on_cpus_is_refused_with_the_dispatchers_that_work(name: EngineDispatcher) -> None:
+    def work(groups: Groups) -> None:
+        run = replace(recipe("debug_tiny"), parallel=ParallelConfig(ep=2, dispatcher=name))
+        with pytest.raises(
+            BackendError, match=f"parallel.dispatcher: {name} cannot do dispatch: runs on cuda.*all_to_all,"
+        ):
+            build_on_meta(run, groups, torch.device("cpu"))
+
+    on_ranks(work, 2, ep=2)
 
 
 def assert_two_layers(name: EngineDispatcher) -> None:

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.engines.dispatch_cases import DIM, EXPERTS, WORLD, assert_equals_local, microbatch, outcome
+from tests.engines.dispatch_cases import (
+    CHOICES,
+    DIM,
+    EXPERTS,
+    WORLD,
+    Microbatch,
+    assert_equals_local,
+    microbatch,
+    outcome,
+)
 from tests.engines.fake_deepep import Buffer, fake_deep_ep
 from tests.engines.rank_threads import ContractError, on_rank_threads
+from torch import nn
 
 from moefold.comm.process_groups import Group
+from moefold.config.moe import MoEConfig
 from moefold.errors import BackendError
-from moefold.moe.dispatch.base import Routing
+from moefold.moe.dispatch.base import Dispatcher, Routing
 from moefold.moe.dispatch.deepep import BufferExchange
 from moefold.moe.dispatch.handle_exchange import HandleDispatcher
+from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.expert_backends import grouped_experts
+from moefold.moe.experts import ExpertWeights
+from moefold.nn.matmul_policy import NativeMatmul, sequential
 
 
 def make(group: Group) -> HandleDispatcher:
@@ -92,3 +107,28 @@ def test_numbers_of_ranks_without_a_config_are_refused_by_the_library() -> None:
             assert BufferExchange(fake_deep_ep(), group, 6, DIM).buffer is None
 
     on_rank_threads(3, work)
+
+
+def test_grouped_experts_take_what_deepep_delivers() -> None:
+    """Rows with experts of other ranks among their assignments, numbered -1, through real experts of this rank."""
+    moe = MoEConfig(num_experts=EXPERTS, top_k=CHOICES, expert_hidden_dim=DIM)
+    experts_of = grouped_experts(moe, NativeMatmul(), sequential)
+    batch = microbatch(3, dropping=True)
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(EXPERTS, 2, DIM, DIM).bfloat16(), torch.randn(EXPERTS, DIM, DIM).bfloat16()
+
+    def output(dispatcher: Dispatcher, part: Microbatch, experts: slice) -> torch.Tensor:
+        weights = ExpertWeights(nn.Parameter(gate_up[experts]), nn.Parameter(down[experts]), None, None, 1.0)
+        arrived = dispatcher.dispatch(part.x, Routing(part.experts, part.probs, part.kept))
+        return dispatcher.combine(experts_of(arrived, weights), arrived.ticket).detach()
+
+    wanted = output(LocalDispatcher(EXPERTS), batch, slice(None))
+    num_local = EXPERTS // WORLD
+    of_rank = on_rank_threads(
+        WORLD,
+        lambda group: output(
+            make(group), batch.of(group.index), slice(group.index * num_local, (group.index + 1) * num_local)
+        ),
+    )
+    # Sums of a token's experts are rounded to bfloat16 on each rank before they are added.
+    torch.testing.assert_close(torch.cat(of_rank), wanted, rtol=2e-2, atol=0.1)

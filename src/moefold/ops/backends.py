@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
+from moefold.config.parallel import NamedDispatcher
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm, rope
@@ -71,10 +72,14 @@ class Kernels:
 # Jobs that have GPU kernels.
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
-_KERNELS, _EXPERTS = "kernels.backend", "kernels.experts"
+_KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
 _BOTH = ("cpu", "cuda")
 
 BACKENDS = (
+    *(Backend("dispatch", name, _DISPATCH, _BOTH, ALL, note="moefold's own") for name in get_args(NamedDispatcher)),
+    Backend("dispatch", "deepep", _DISPATCH, ("cuda",), BF16, ("deep_ep",), AMPERE, note="DeepEP's Buffer"),
+    Backend("dispatch", "deepep_elastic", _DISPATCH, ("cuda",), BF16, ("deep_ep",), HOPPER, note="its ElasticBuffer"),
+    Backend("dispatch", "symmetric_memory", _DISPATCH, ("cuda",), ALL, (), AMPERE, note="torch's all_to_all_vdev_2d"),
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one GEMM per expert: the reference"),
     Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM"),
     Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, ("deep_gemm",), HOPPER, note="DeepGEMM's grouped GEMM"),

@@ -44,6 +44,8 @@ from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.nn.init import Box, init_values
 from moefold.nn.matmul_policy import NativeMatmul, SplitBackwardMatmul, WeightGradQueue
+from moefold.ops.backends import resolve
+from moefold.ops.host_probe import probe_host
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.fsdp import shard_over_data
 from moefold.parallel.param_shards import ParamShard, build_param_shards, local_part, resize_to_local
@@ -118,7 +120,9 @@ def build_on_meta(
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type)
+    if not groups["expert_block"].alone and dispatcher_in_use(run) in ENGINE_DISPATCHERS:
+        resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
+from moefold.errors import BackendError
 from moefold.moe.dispatch.base import (
     SYNC_SPLIT_SIZES,
     ExpertInput,
@@ -323,5 +324,10 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> SymmetricMem
             moe.num_experts, ep.size, moe.top_k, most_tokens, capacity, dim * dtype.itemsize, prob_bytes
         )
         library = load_engine("symmetric_memory")
+        if not library.is_nvshmem_available():
+            raise BackendError(
+                "symmetric_memory: this build of torch finds no NVSHMEM (libnvshmem_host.so.3); install it, or use "
+                "parallel.dispatcher all_to_all"
+            )
         _EXCHANGES[groups] = SymmetricExchange(library, torch.ops.symm_mem, ep, sizes)
     return SymmetricMemoryDispatcher(moe.num_experts, ep.size, _EXCHANGES[groups], capacity, host)
