@@ -52,6 +52,12 @@ CASES: list[tuple[tuple[str, ...], str, str, str]] = [
         "776 values (experts, etp=1) do not divide into blocks of 32",
         "a multiple of 32",
     ),
+    (
+        ("kernels.permute=transformer_engine", "kernels.experts=fused"),
+        "kernels.permute",
+        "fused permutes its rows itself",
+        "use backend",
+    ),
 ]
 
 

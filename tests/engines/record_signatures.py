@@ -92,6 +92,14 @@ SOURCES = {
         },
         module=("torchao/prototype/moe_training/__init__.py",),
     ),
+    "transformer_engine": Source(
+        "https://github.com/NVIDIA/TransformerEngine",
+        (("build_tools/VERSION.txt",), r"([\d.]+)"),
+        python={
+            ("transformer_engine/pytorch/permutation.py",): ("moe_permute", "moe_permute_with_probs", "moe_unpermute"),
+        },
+        module=("transformer_engine/pytorch/__init__.py",),
+    ),
 }
 
 
@@ -117,11 +125,18 @@ def python_signature(source: str, name: str) -> Signature:
         found = found[1:]
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     found += [_parameter(each.arg, "keyword", default) for each, default in pairs]
-    return {"parameters": found, "returns": _tuple_size(node.returns)}
+    return {"parameters": found, "returns": _returned(node)}
 
 
 def _parameter(name: str, how: str, default: ast.expr | None) -> dict[str, str]:
     return {"name": name, "how": how} | ({} if default is None else {"default": ast.unparse(default)})
+
+
+def _returned(function: ast.FunctionDef) -> int | None:
+    """How many values it returns by its return statements where they agree, else by its annotation."""
+    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    sizes = {len(value.elts) for value in returns if isinstance(value, ast.Tuple)}
+    return sizes.pop() if len(sizes) == 1 else _tuple_size(function.returns)
 
 
 def _tuple_size(returns: ast.expr | None) -> int | None:

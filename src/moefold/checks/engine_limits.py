@@ -124,6 +124,20 @@ def mxfp8_dims_fill_blocks(run: RunConfig) -> list[Problem]:
     ]
 
 
+def te_permute_fits_the_experts(run: RunConfig) -> list[Problem]:
+    moe = run.model.moe
+    if moe is None or run.kernels.permute != "transformer_engine":
+        return []
+    found = []
+    if run.kernels.experts == "fused":
+        found.append("kernels.experts fused permutes its rows itself")
+    if run.precision.compute == "float64":
+        found.append("Transformer Engine has no float64 kernel")
+    if moe.capacity is not None and moe.capacity.pad:
+        found.append("rows of padded capacities (model.moe.capacity.pad) are not padded by moe_permute")
+    return [Problem("kernels.permute", message, "use backend") for message in found]
+
+
 RULES = (
     engine_dispatchers_do_not_split_experts,
     deepep_rows_are_bfloat16,
@@ -132,4 +146,5 @@ RULES = (
     symmetric_memory_fits_its_kernel,
     engine_experts_are_bfloat16,
     mxfp8_dims_fill_blocks,
+    te_permute_fits_the_experts,
 )

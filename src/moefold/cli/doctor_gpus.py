@@ -42,7 +42,7 @@ def _links(host: HostInfo, report: GpuReport, seconds: float, device: str | None
     place = place_of(os.environ) if launched_ranks() > 1 else None
     if place is None:
         return 0, None
-    if 1 < len(host.gpus) <= place.local_rank:
+    if place.local_rank is not None and 1 < len(host.gpus) <= place.local_rank:
         message = f"{place.launcher} started more ranks on this host than the {len(host.gpus)} GPUs that it has"
         raise ConfigError(Problem("local rank", message, "start one rank per GPU"))
     rank, _ = join_world(_PATIENCE, device)

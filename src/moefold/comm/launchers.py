@@ -47,7 +47,8 @@ class Place:
     launcher: str
     rank: int
     world: int
-    local_rank: int
+    # Among the ranks of its host, which chooses its GPU; None if nothing says so.
+    local_rank: int | None
     # For torch's environment rendezvous; None where torchrun has set it.
     address: str | None = None
     port: int | None = None
@@ -70,14 +71,14 @@ def _read(launcher: Launcher, environment: Mapping[str, str]) -> Place:
     numbers: dict[str, int] = {}
     problems: list[Problem] = []
     for key in (launcher.rank, launcher.world, launcher.local_rank):
-        value = environment.get(key, "")
-        if value.isdecimal():
+        value = environment.get(key)
+        if value is not None and value.isdecimal():
             numbers[key] = int(value)
-        else:
+        elif value is not None:
             problems.append(Problem(f"${key}", f"{value!r} is not a number", f"{launcher.name} sets it"))
     if problems:
         raise ConfigError(*problems)
-    rank, world, local_rank = (numbers[key] for key in (launcher.rank, launcher.world, launcher.local_rank))
+    rank, world, local_rank = numbers[launcher.rank], numbers[launcher.world], numbers.get(launcher.local_rank)
     if rank >= world:
         raise ConfigError(Problem(f"${launcher.rank}", f"there is no rank {rank} among {world}", "start all of them"))
     if launcher.address is not None:

@@ -154,9 +154,16 @@ def this_device(device_type: str | None = None) -> torch.device:
     if device_type == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     place = place_of(os.environ)
-    local_rank = 0 if place is None else place.local_rank
     # Where each task sees one GPU only (srun --gpus-per-task 1), it is number 0 for all of them.
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if place is None or torch.cuda.device_count() == 1:
+        return torch.device("cuda", 0)
+    if place.local_rank is None or place.local_rank >= torch.cuda.device_count():
+        said = "nothing says" if place.local_rank is None else f"local rank {place.local_rank} has no GPU:"
+        raise BackendError(
+            f"device cuda: {said} which of {torch.cuda.device_count()} GPUs this rank has; start one rank per GPU with "
+            "torchrun or srun, which set LOCAL_RANK"
+        )
+    return torch.device("cuda", place.local_rank)
 
 
 @contextmanager

@@ -7,8 +7,11 @@ from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
 
-ExpertBackend = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8"]
+# Those that run experts; `auto` stands for one of them, chosen by device and format (`checks/kernels.py`).
+NamedExperts = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8"]
+ExpertBackend = Literal["auto", NamedExperts]
 KernelBackend = Literal["torch", "triton", "native"]
+PermuteBackend = Literal["backend", "transformer_engine"]
 Graphs = Literal["none", "partial", "full"]
 
 
@@ -20,10 +23,13 @@ class KernelsConfig:
 
     # sequential: one matmul per expert, the reference. grouped: one grouped GEMM for all experts of the rank, for GPUs.
     # fused: permute, both matmuls, activation and combine as one operation, for CPUs. deepgemm, mxfp8: grouped GEMMs of
-    # other libraries (DeepGEMM, torchao), for GPUs: docs/engines.md.
+    # other libraries (DeepGEMM, torchao), for GPUs: docs/engines.md. auto: sequential, grouped or fused by device and
+    # compute format, said by `moefold check` and by the first line of a run.
     experts: ExpertBackend = "grouped"
     # Operations between matmuls. torch: torch's own, on any device. triton: one kernel per operation, on GPUs.
     # native: for CPUs; torch's, with the activation in C, compiled on first use.
     backend: KernelBackend = "torch"
+    # Permuting rows around grouped GEMMs: as `backend` does it, or by Transformer Engine, on GPUs: docs/engines.md.
+    permute: PermuteBackend = "backend"
     # CUDA graphs. Planned only: partial (parts of layers are recorded), full (the whole step).
     graphs: Graphs = "none"

@@ -13,6 +13,7 @@ from moefold.moe.grouped_experts import (
     torch_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
+from moefold.moe.te_permutation import TransformerEnginePermutation
 from moefold.nn.matmul_policy import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul, MatmulPolicy, WeightGradQueue
 from moefold.ops.engines import load_engine
 
@@ -22,8 +23,12 @@ def expert_backend(
     matmul_policy: MatmulPolicy,
     weight_grads: WeightGradQueue | None = None,
     kernels: MoEKernels = MOE_IN_TORCH,
+    permute: str = "backend",
 ) -> ExpertBackendMaker:
-    """``weight_grads``: where deferred weight gradients wait, if the schedule defers them."""
+    """``weight_grads``: where deferred weight gradients wait, if the schedule defers them.
+
+    ``permute``: whose permutation surrounds grouped GEMMs (``kernels.permute``).
+    """
 
     def make(config: MoEConfig) -> ExpertBackend:
         if name == "fused":
@@ -31,7 +36,10 @@ def expert_backend(
         if name in ENGINE_MATMULS:
             # A missing or wrong version stops the run here, and not in its first step.
             load_engine(name)
-        return grouped_experts(config, matmul_policy, (GROUPED_MATMULS | ENGINE_MATMULS)[name], kernels)
+        experts = grouped_experts(config, matmul_policy, (GROUPED_MATMULS | ENGINE_MATMULS)[name], kernels)
+        if permute == "transformer_engine":
+            experts.permutation = TransformerEnginePermutation(load_engine(permute))
+        return experts
 
     return make
 

@@ -80,4 +80,5 @@ def kernels_for(run: RunConfig, device: str) -> MoEKernels:
     """The kernels of `run.kernels`; raises where this machine cannot run one of them in `precision.compute`."""
     here, dtype = probe_host(), run.precision.compute
     resolve("experts", experts_in_use(run, device), device, here, dtype)
+    resolve("expert_permute", run.kernels.permute, device, here, dtype)
     return kernels_named(run.kernels.backend, device, dtype, here)

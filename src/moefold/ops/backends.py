@@ -40,14 +40,14 @@ class Backend:
     setting: str
     devices: tuple[str, ...]
     formats: tuple[str, ...]
-    # Formats on a GPU, where they differ.
-    gpu_formats: tuple[str, ...] | None = None
     # Packages that must be installed, and the minimum compute capability of a GPU.
     packages: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
     # Whether it needs a C compiler.
     compiles: bool = False
     note: str = ""
+    # Formats on a GPU, where they differ.
+    gpu_formats: tuple[str, ...] | None = None
 
     def formats_on(self, device: str) -> tuple[str, ...]:
         return self.formats if device != "cuda" or self.gpu_formats is None else self.gpu_formats
@@ -73,6 +73,7 @@ class Kernels:
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
 _KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
+_PERMUTE = "kernels.permute"
 _BOTH = ("cpu", "cuda")
 
 BACKENDS = (
@@ -81,10 +82,21 @@ BACKENDS = (
     Backend("dispatch", "deepep_elastic", _DISPATCH, ("cuda",), BF16, ("deep_ep",), HOPPER, note="its ElasticBuffer"),
     Backend("dispatch", "symmetric_memory", _DISPATCH, ("cuda",), ALL, (), AMPERE, note="torch's all_to_all_vdev_2d"),
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one GEMM per expert: the reference"),
-    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM"),
+    Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM", gpu_formats=BF16),
     Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, ("deep_gemm",), HOPPER, note="DeepGEMM's grouped GEMM"),
     Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, ("torchao",), BLACKWELL, note="torchao's, in MXFP8"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
+    Backend("expert_permute", "backend", _PERMUTE, _BOTH, ALL, note="that of kernels.backend"),
+    Backend(
+        "expert_permute",
+        "transformer_engine",
+        _PERMUTE,
+        ("cuda",),
+        NARROW,
+        ("transformer_engine",),
+        AMPERE,
+        note="Transformer Engine's moe_permute",
+    ),
     Backend("glu", "torch", _KERNELS, ("cpu",), ALL, note="the reference"),
     Backend("glu", "native", _KERNELS, ("cpu",), NARROW, compiles=True, note="C in one pass, compiled on first use"),
     *(
@@ -92,7 +104,7 @@ BACKENDS = (
         for job in JOBS
         for backend in (
             Backend(job, "torch", _KERNELS, _BOTH, ALL, note="the reference"),
-            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, None, ("triton",), AMPERE, note="one pass over memory"),
+            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, ("triton",), AMPERE, note="one pass over memory"),
         )
     ),
 )

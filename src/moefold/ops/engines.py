@@ -54,6 +54,14 @@ ENGINES: dict[str, Engine] = {
             "pip install 'moefold[mxfp8]' (a CUDA 12.8 build or later, for sm_100)",
         ),
         Engine(
+            "transformer_engine",
+            "transformer_engine.pytorch",
+            "transformer_engine",
+            "2.18",
+            "3",
+            "pip install --no-build-isolation 'transformer_engine[pytorch]'",
+        ),
+        Engine(
             "symmetric_memory",
             "torch.distributed._symmetric_memory",
             "torch",

@@ -22,7 +22,17 @@ CPU_FEATURES = {
     "avx2": "vectors of 32 bytes, the minimum for torch's CPU kernels",
 }
 # Optional packages of backends and commands.
-PACKAGES = ("triton", "transformers", "tokenizers", "tensorboard", "wandb", "deep_ep", "deep_gemm", "torchao")
+PACKAGES = (
+    "triton",
+    "transformers",
+    "tokenizers",
+    "tensorboard",
+    "wandb",
+    "deep_ep",
+    "deep_gemm",
+    "torchao",
+    "transformer_engine",
+)
 # Libraries that replace the C library's allocator, by a part of their file name.
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 

@@ -122,7 +122,7 @@ def build_on_meta(
     kernels = kernels_for(run, device.type)
     if not groups["expert_block"].alone and dispatcher_in_use(run) in ENGINE_DISPATCHERS:
         resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels)
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
@@ -150,7 +150,7 @@ def parallel_interfaces_of(
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         matmul_policy=matmul_policy,
-        experts=expert_backend(experts_in_use(run, device), matmul_policy, weight_grads, kernels),
+        experts=expert_backend(experts_in_use(run, device), matmul_policy, weight_grads, kernels, run.kernels.permute),
         # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
         core=core_for(run, groups),
