@@ -56,7 +56,13 @@ def test_nothing_else_is_documented() -> None:
 
 
 # Other constants of the same kernels, and sizes of one, which Triton makes constants of at launch.
+GPT_OSS = {"H": 64, "GROUP": 8, "C": 64, "U": 64, "C_MAIN": 64, "U_POW2": 64}
 VARIANTS = (
+    ("attention, DeepSeek-V3", {"SINKS": True}),
+    ("attention, DeepSeek-V3", {"num_q": 1, "num_k": 1}),
+    ("attention, Qwen3-235B", {**GPT_OSS, "SINKS": True}),
+    ("attention backward, keys, Qwen3-235B", GPT_OSS),
+    ("attention backward, queries, Qwen3-235B", GPT_OSS),
     ("permute, DeepSeek-V3", {"PROBS_OUT": False}),
     ("permute, DeepSeek-V3", {"PROBS_OUT": False, "WEIGH": True}),
     ("permute, Mixtral-8x7B", {"K": 1, "num_tokens": 1, "num_experts": 1, "num_rows": 1, "L": 1}),

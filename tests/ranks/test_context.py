@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefold.attention.partial_attention import PLAIN
 from moefold.attention.sdpa import attend_reference
+from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.batching.zigzag import held_spans
 from moefold.comm.process_groups import Group, Groups
 from moefold.parallel import ring_attention as context_ring
@@ -180,10 +181,8 @@ def test_the_plain_reference_of_the_parts() -> None:
 
         def core(q: Tensor, k: Tensor, v: Tensor, batch: LocalModel, **how: Any) -> Tensor:
             steps = ring_steps(batch.lengths, 2, 1, cp.index, how["window"])
-            sinks, scale, window = how["sinks_H"], how["scale"], how["window"]
-            return ring_attend(
-                q, k, v, sinks, group=cp, steps=steps, scale=scale, window=window, mean_tokens=9, parts=PLAIN
-            )
+            sinks, scale, plain = how["sinks_H"], how["scale"], SdpaAttention(PLAIN)
+            return ring_attend(q, k, v, sinks, group=cp, steps=steps, scale=scale, mean_tokens=9, attention=plain)
 
         for case in CASES.values():
             check(core, case, cp)

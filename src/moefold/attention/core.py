@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moefold.attention.sdpa import attend
+from moefold.attention.varlen import VarlenAttention
+from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.config.attention import RopeConfig
 from moefold.nn.batch import Batch
 from moefold.ops.backends import IN_TORCH, Kernels
@@ -68,6 +69,9 @@ class AttentionCore(Protocol):
 class LocalCore:
     """Whole sequences are on this rank; its heads need no communication."""
 
+    def __init__(self, attention: VarlenAttention | None = None) -> None:
+        self.attention = attention or SdpaAttention()
+
     def __call__(
         self,
         q_SHC: Tensor,
@@ -79,4 +83,4 @@ class LocalCore:
         window: int | None,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        return attend(q_SHC, k_SJC, v_SJU, batch.lengths, scale, window, sinks_H)
+        return self.attention.attend(q_SHC, k_SJC, v_SJU, batch.lengths, scale, window, sinks_H)

@@ -8,6 +8,7 @@ A backend that needs an optional package imports it inside its own function, so 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -27,8 +28,7 @@ ALL = ("float64", *NARROW)
 BF16 = ("bfloat16",)
 # The first GPUs with bfloat16. The kernels are compiled for Hopper and Blackwell; others are untested.
 AMPERE = (8, 0)
-# Of other libraries' grouped GEMMs.
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,14 @@ class Backend:
     setting: str
     devices: tuple[str, ...]
     formats: tuple[str, ...]
-    # Packages that must be installed, and the minimum compute capability of a GPU.
+    # Packages that must be installed, each with its minimum version if any ("name>=2.7") and how to install them; the
+    # minimum compute capability of a GPU.
     packages: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
     # Whether it needs a C compiler.
     compiles: bool = False
     note: str = ""
-    # Formats on a GPU, where they differ.
-    gpu_formats: tuple[str, ...] | None = None
-
-    def formats_on(self, device: str) -> tuple[str, ...]:
-        return self.formats if device != "cuda" or self.gpu_formats is None else self.gpu_formats
+    install: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,8 +69,7 @@ class Kernels:
 # Jobs that have GPU kernels.
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
-_KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
-_PERMUTE = "kernels.permute"
+_KERNELS, _EXPERTS, _ATTENTION = "kernels.backend", "kernels.experts", "kernels.attention"
 _BOTH = ("cpu", "cuda")
 
 BACKENDS = (
@@ -86,16 +82,21 @@ BACKENDS = (
     Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, ("deep_gemm",), HOPPER, note="DeepGEMM's grouped GEMM"),
     Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, ("torchao",), BLACKWELL, note="torchao's, in MXFP8"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
-    Backend("expert_permute", "backend", _PERMUTE, _BOTH, ALL, note="that of kernels.backend"),
+    Backend("attention", "reference", _ATTENTION, _BOTH, ALL, note="all scores in memory: the reference"),
     Backend(
-        "expert_permute",
-        "transformer_engine",
-        _PERMUTE,
-        ("cuda",),
-        NARROW,
-        ("transformer_engine",),
-        AMPERE,
-        note="Transformer Engine's moe_permute",
+        "attention", "sdpa", _ATTENTION, _BOTH, ALL, note="torch's fused attention, one call per shape of document"
+    ),
+    Backend(
+        "attention", "triton", _ATTENTION, ("cuda",), NARROW, ("triton",), AMPERE, note="4 launches for any documents"
+    ),
+    Backend("attention", "flex", _ATTENTION, ("cuda",), NARROW, ("triton",), AMPERE, note="torch's flex_attention"),
+    *(
+        Backend("attention", name, _ATTENTION, ("cuda",), ("bfloat16",), (package,), capability, False, note, install)
+        for name, package, capability, note, install in (
+            ("flash_attn_2", "flash-attn>=2.7", AMPERE, "one head dim for keys and values", "pip install flash-attn"),
+            ("flash_attn_3", "flash-attn-3>=3.0", HOPPER, "Hopper", "build flash-attention's folder hopper"),
+            ("flash_attn_4", "flash-attn-4>=4.0", HOPPER, "Hopper and Blackwell", "pip install flash-attn-4"),
+        )
     ),
     Backend("glu", "torch", _KERNELS, ("cpu",), ALL, note="the reference"),
     Backend("glu", "native", _KERNELS, ("cpu",), NARROW, compiles=True, note="C in one pass, compiled on first use"),
@@ -123,7 +124,7 @@ def why_not(backend: Backend, device: str, host: HostInfo, number_format: str | 
             for gpu in dict.fromkeys(host.gpus)
             if gpu.capability < backend.capability
         ]
-    reasons += [_not_installed(package) for package in backend.packages if package not in host.packages]
+    reasons += [reason for package in backend.packages if (reason := _missing(package, backend.install, host))]
     if backend.compiles and host.compiler is None:
         reasons.append("there is no C compiler (no cc, no $CC)")
     formats = backend.formats_on(device)
@@ -196,9 +197,20 @@ def as_rows(device: str, host: HostInfo) -> list[dict[str, Any]]:
     ]
 
 
-def _not_installed(package: str) -> str:
-    hint = install_hint(package)
-    return f"{package} is not installed" + (f" ({hint})" if hint else "")
+def _missing(requirement: str, install: str, host: HostInfo) -> str:
+    """Empty where the package is installed in that version or a later one."""
+    package, _, minimum = requirement.partition(">=")
+    how = f" ({install})" if install else ""
+    found = host.packages.get(package)
+    if found is None:
+        return f"{package} is not installed{how}"
+    return f"{package} {found} is too old, {minimum} is needed{how}" if _number(found) < _number(minimum) else ""
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 8, 3) of 2.8.3.post1."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()
 
 
 def _dotted(capability: tuple[int, int]) -> str:

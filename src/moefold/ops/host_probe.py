@@ -24,14 +24,13 @@ CPU_FEATURES = {
 # Optional packages of backends and commands.
 PACKAGES = (
     "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
     "transformers",
     "tokenizers",
     "tensorboard",
     "wandb",
-    "deep_ep",
-    "deep_gemm",
-    "torchao",
-    "transformer_engine",
 )
 # Libraries that replace the C library's allocator, by a part of their file name.
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore
-from moefold.attention.sdpa import attend
+from moefold.attention.varlen import VarlenAttention
+from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.comm.process_groups import Group
 from moefold.nn.batch import Batch
 from moefold.parallel.ring_attention import ring_attend
@@ -38,14 +39,15 @@ def ulysses_groups(contexts: Mapping[int, Group]) -> ContextGroups:
 
 
 class ContextParallelCore:
-    """Attention over the ranks of a context group.
+    """Attention over the ranks of a context group: all-to-all to head shards, local or ring attention, and back.
 
     Where there are both groups, context rank i is number i % inner of set i // inner: the all-to-all of heads is inside
     a set, and a ring runs across the sets.
     """
 
-    def __init__(self, groups: ContextGroups) -> None:
+    def __init__(self, groups: ContextGroups, attention: VarlenAttention | None = None) -> None:
         self.groups = groups
+        self.attention = attention or SdpaAttention()
 
     def __call__(
         self,
@@ -59,7 +61,34 @@ class ContextParallelCore:
         sinks_H: Tensor | None,
     ) -> Tensor:
         head_group, ring = (None, None) if batch.context_size == 1 else self.groups[batch.context_size]
-        return _attend_over(head_group, ring, q_SHC, k_SJC, v_SJU, batch, scale, window, sinks_H)
+        if head_group is None or head_group.alone:
+            return self._ring_or_local(ring, 1, q_SHC, k_SJC, v_SJU, batch, scale, window, sinks_H)
+        first = 0 if ring is None else ring.index * head_group.size
+        heads = HeadAllToAll(head_group, batch.lengths, first, batch.context_size, q_SHC.shape[1], k_SJC.shape[1])
+        sinks_h = None if sinks_H is None else heads.local_heads(sinks_H)
+        q, k, v = heads.tokens_to_heads(q_SHC, k_SJC, v_SJU)
+        out_AhU = self._ring_or_local(ring, head_group.size, q, k, v, batch, scale, window, sinks_h)
+        return heads.heads_to_tokens(out_AhU)
+
+    def _ring_or_local(
+        self,
+        ring: Group | None,
+        ranks_per_member: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if ring is None or ring.alone:
+            return self.attention.attend(q, k, v, batch.lengths, scale, window, sinks)
+        steps = ring_steps(batch.lengths, batch.context_size, ranks_per_member, ring.index, window)
+        tokens = sum(batch.lengths) // ring.size
+        return ring_attend(
+            q, k, v, sinks, group=ring, steps=steps, scale=scale, mean_tokens=tokens, attention=self.attention
+        )
 
 
 class PerLayerCore:
@@ -81,44 +110,3 @@ class PerLayerCore:
     ) -> Tensor:
         core = self.full if window is None else self.windowed
         return core(q_SHC, k_SJC, v_SJU, batch, scale=scale, window=window, sinks_H=sinks_H)
-
-
-def _attend_over(
-    head_group: Group | None,
-    ring: Group | None,
-    q_SHC: Tensor,
-    k_SJC: Tensor,
-    v_SJU: Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """All-to-all to head shards, if there is a head group; local or ring attention; all-to-all back."""
-    if head_group is None or head_group.alone:
-        return _ring_or_local(ring, 1, q_SHC, k_SJC, v_SJU, batch, scale, window, sinks_H)
-    first = 0 if ring is None else ring.index * head_group.size
-    head_all_to_all = HeadAllToAll(head_group, batch.lengths, first, batch.context_size, q_SHC.shape[1], k_SJC.shape[1])
-    sinks_h = None if sinks_H is None else head_all_to_all.local_heads(sinks_H)
-    q, k, v = head_all_to_all.tokens_to_heads(q_SHC, k_SJC, v_SJU)
-    return head_all_to_all.heads_to_tokens(
-        _ring_or_local(ring, head_group.size, q, k, v, batch, scale, window, sinks_h)
-    )
-
-
-def _ring_or_local(
-    ring: Group | None,
-    ranks_per_member: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    if ring is None or ring.alone:
-        return attend(q, k, v, batch.lengths, scale, window, sinks)
-    steps = ring_steps(batch.lengths, batch.context_size, ranks_per_member, ring.index, window)
-    tokens = sum(batch.lengths) // ring.size
-    return ring_attend(q, k, v, sinks, group=ring, steps=steps, scale=scale, window=window, mean_tokens=tokens)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore, LocalCore
+from moefold.attention.varlen import VarlenAttention
+from moefold.attention.varlen_backends import attention_for
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
@@ -120,9 +122,8 @@ def build_on_meta(
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
-    if not groups["expert_block"].alone and dispatcher_in_use(run) in ENGINE_DISPATCHERS:
-        resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type)
+    attention = attention_for(run, device.type)
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, attention)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
@@ -142,7 +143,7 @@ def parallel_interfaces_of(
     weight_grads: WeightGradQueue | None,
     host: SplitSizeSource,
     kernels: MoEKernels = MOE_IN_TORCH,
-    device: str = "cpu",
+    attention: VarlenAttention | None = None,
 ) -> ParallelInterfaces:
     matmul_policy = NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
     return ParallelInterfaces(
@@ -153,7 +154,7 @@ def parallel_interfaces_of(
         experts=expert_backend(experts_in_use(run, device), matmul_policy, weight_grads, kernels, run.kernels.permute),
         # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
-        core=core_for(run, groups),
+        core=core_for(run, groups, attention),
         kernels=kernels,
         recompute=frozenset(run.memory.recompute),
     )
@@ -183,15 +184,15 @@ def local_buffers(run: RunConfig, model: Decoder) -> list[ParameterSpec]:
     return [spec for spec in buffers(run.model) if spec.name in names]
 
 
-def core_for(run: RunConfig, groups: Groups) -> AttentionCore:
+def core_for(run: RunConfig, groups: Groups, attention: VarlenAttention | None = None) -> AttentionCore:
     """Local without context parallelism, else what the run names for each type of layer."""
     if max(groups.contexts) == 1:
-        return LocalCore()
+        return LocalCore(attention)
     context = run.parallel.context
     cores = {
-        "ring": ContextParallelCore(ring_groups(groups.contexts)),
-        "all_to_all": ContextParallelCore(ulysses_groups(groups.contexts)),
-        "hierarchical": ContextParallelCore(groups.nested_contexts),
+        "ring": ContextParallelCore(ring_groups(groups.contexts), attention),
+        "all_to_all": ContextParallelCore(ulysses_groups(groups.contexts), attention),
+        "hierarchical": ContextParallelCore(groups.nested_contexts, attention),
     }
     return PerLayerCore(cores[context.full], cores[context.windowed])
 

@@ -11,14 +11,14 @@ values, and memory per rank does not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moefold.attention.mask_blocks import Sight, Stack, band
-from moefold.attention.partial_attention import Parts, merge_, merge_sinks_, parts_for, sink_gradients
+from moefold.attention.partial_attention import merge_sinks_, sink_gradients
+from moefold.attention.varlen import VarlenAttention
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
 from moefold.parallel.ring_plan import RingStep
@@ -37,10 +37,9 @@ class Ring(NamedTuple):
     group: Group
     steps: tuple[RingStep, ...]
     scale: float
-    window: int | None
     # Into how many groups the key/value heads are split; the same on all ranks.
     num_head_groups: int
-    parts: Parts
+    attention: VarlenAttention
 
 
 class _HeadGroup(NamedTuple):
@@ -59,9 +58,8 @@ def ring_attend(
     group: Group,
     steps: tuple[RingStep, ...],
     scale: float,
-    window: int | None,
     mean_tokens: int,
-    parts: Parts | None = None,
+    attention: VarlenAttention,
 ) -> Tensor:
     """[S, H, U]: attention of this rank's queries over the keys of all ranks of the ring.
 
@@ -69,7 +67,7 @@ def ring_attend(
     """
     num_bytes = mean_tokens * k_SJC.shape[1] * (k_SJC.shape[2] + v_SJU.shape[2]) * k_SJC.element_size()
     num_head_groups = min(max(1, k_SJC.shape[1]), max(1, num_bytes // MIN_MESSAGE_BYTES))
-    ring = Ring(group, steps, scale, window, num_head_groups, parts or parts_for(q_SHC.device))
+    ring = Ring(group, steps, scale, num_head_groups, attention)
     return _RingAttend.apply(q_SHC, k_SJC, v_SJU, sinks_H, ring)
 
 
@@ -94,14 +92,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) 
         if step.distance == 0:
             sum_out = torch.zeros_like(out[:, heads.q], dtype=_acc_dtype(q))
             sum_lse = torch.full_like(lse[:, heads.q], -torch.inf)
-        for stack in step.stacks:
-            q_BHnC, k_BJmC, v_BJmU = _gather_blocks(stack, (q[:, heads.q],), (k_now, v_now))
-            part = ring.parts.attend(q_BHnC, k_BJmC, v_BJmU, **_mask_args(stack, ring, q.device))
-            out_BnHU, lse_BnH = stack.q.take(sum_out), stack.q.take(sum_lse)
-            merge_(out_BnHU, lse_BnH, *(x.transpose(1, 2) for x in part))
-            stack.q.put(sum_out, out_BnHU)
-            stack.q.put(sum_lse, lse_BnH)
-            del part, out_BnHU, lse_BnH
+        ring.attention.add_forward(sum_out, sum_lse, q[:, heads.q], k_now, v_now, step.mask, ring.scale)
         if step is ring.steps[-1]:
             if sinks is not None:
                 merge_sinks_(sum_out, sum_lse, sinks[heads.q])
@@ -127,17 +118,10 @@ def _backward(
         else:
             their_grads = k.new_zeros(*k_now.shape[:2], k.shape[-1] + v.shape[-1], dtype=_acc_dtype(k))
             add_k, add_v = their_grads.split((k.shape[-1], v.shape[-1]), dim=-1)
-        for stack in step.stacks:
-            mine = (x[:, heads.q] for x in (grad, q, out, lse))
-            grad_BHnU, q_BHnC, out_BHnU, lse_BHn, k_BJmC, v_BJmU = _gather_blocks(stack, mine, (k_now, v_now))
-            mask_args = _mask_args(stack, ring, q.device)
-            dq_BHnC, dk_BJmC, dv_BJmU = ring.parts.gradients(
-                grad_BHnU, q_BHnC, k_BJmC, v_BJmU, out_BHnU, lse_BHn, **mask_args
-            )
-            stack.q.add(q_sum.total, dq_BHnC.transpose(1, 2))
-            stack.k.add(add_k, dk_BJmC.transpose(1, 2))
-            stack.k.add(add_v, dv_BJmU.transpose(1, 2))
-            del dq_BHnC, dk_BJmC, dv_BJmU
+        grad_now, q_now, out_now, lse_now = (x[:, heads.q] for x in (grad, q, out, lse))
+        ring.attention.add_gradients(
+            (q_sum.total, add_k, add_v), grad_now, q_now, k_now, v_now, out_now, lse_now, step.mask, ring.scale
+        )
         last = step is ring.steps[-1]
         if step.distance > 0:
             if grad_return is not None:
@@ -227,19 +211,6 @@ def _head_groups(q: Tensor, k: Tensor, ring: Ring) -> list[_HeadGroup]:
         _HeadGroup(slice(start * per_kv, (start + size) * per_kv), slice(start, start + size))
         for start, size in zip(starts, sizes)
     ]
-
-
-def _gather_blocks(stack: Stack, of_queries: Iterable[Tensor], of_keys: Iterable[Tensor]) -> list[Tensor]:
-    """[B, heads, rows, ...] of each."""
-    taken = [stack.q.take(x) for x in of_queries] + [stack.k.take(x) for x in of_keys]
-    return [x.transpose(1, 2) for x in taken]
-
-
-def _mask_args(stack: Stack, ring: Ring, device: torch.device) -> dict[str, Any]:
-    mask = None
-    if stack.sight is Sight.BAND:
-        mask = band(stack.q.num, stack.k.num, stack.offset, ring.window, device)
-    return {"scale": ring.scale, "causal": stack.sight is Sight.CAUSAL, "mask_nm": mask}
 
 
 def _acc_dtype(x: Tensor) -> torch.dtype:

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.attention.mask_blocks import Block, Run, Stack, blocks, stacks
+from moefold.attention.mask_blocks import Block, Run, blocks, stacks
+from moefold.attention.packed_mask import PackedMask
 from moefold.batching.zigzag import Span, chunks, chunks_of
 
 Lengths = tuple[int, ...]
@@ -26,9 +27,9 @@ class RingStep:
     distance: int
     # This member's rows that the member at ``distance`` after it will read.
     sent_spans: tuple[Span, ...]
-    # How many rows come from the member at ``distance`` before it, and the blocks in which queries attend to them.
+    # How many rows come from the member at ``distance`` before it, and which of them each query sees.
     num_received: int
-    stacks: tuple[Stack, ...]
+    mask: PackedMask
 
     @property
     def num_sent(self) -> int:
@@ -40,7 +41,8 @@ def ring_steps(lengths: Lengths, size: int, inner: int, member: int, window: int
     """The steps of a ring member, its own keys first; ``inner`` of ``size`` ranks make one member."""
     members = size // inner
     runs_of_member = [token_runs(lengths, range(i * inner, (i + 1) * inner), size) for i in range(members)]
-    own = RingStep(0, (), 0, stacks(blocks(runs_of_member[member], runs_of_member[member], window)))
+    mine = runs_of_member[member]
+    own = RingStep(0, (), 0, PackedMask(mine, mine, window, stacks(blocks(mine, mine, window))))
     return own, *(_step(runs_of_member, member, distance, window) for distance in range(1, members))
 
 
@@ -68,14 +70,31 @@ def _step(runs_of_member: list[tuple[Run, ...]], member: int, distance: int, win
         runs_of_member[(member + distance) % len(runs_of_member)],
         runs_of_member[(member - distance) % len(runs_of_member)],
     )
-    seen = blocks(runs_of_member[member], behind, window)
+    mine = runs_of_member[member]
+    seen = blocks(mine, behind, window)
     arriving = _key_spans(seen)
     return RingStep(
         distance,
-        _key_spans(blocks(on, runs_of_member[member], window)),
+        _key_spans(blocks(on, mine, window)),
         sum(stop - start for start, stop in arriving),
-        stacks(_reindex_keys(seen, arriving)),
+        PackedMask(mine, _runs_within(behind, arriving), window, stacks(_reindex_keys(seen, arriving))),
     )
+
+
+def _runs_within(runs: Iterable[Run], spans: tuple[Span, ...]) -> tuple[Run, ...]:
+    """The parts of the runs whose rows are in the spans, with rows counted in the received tensor."""
+    stops = [stop for _, stop in spans]
+    found: list[Run] = []
+    row = 0
+    for run in runs:
+        end = run.row + run.stop - run.start
+        for start, stop in spans[bisect_right(stops, run.row) :]:
+            if start >= end:
+                break
+            first, last = max(start, run.row), min(stop, end)
+            found.append(Run(run.document, run.start + first - run.row, run.start + last - run.row, row))
+            row += last - first
+    return tuple(found)
 
 
 def _key_spans(seen: Iterable[Block]) -> tuple[Span, ...]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import moefold.attention.core
+import moefold.attention.varlen_sdpa
 import moefold.moe.load_balancing
 import moefold.moe.router
 import moefold.nn.batch
-import moefold.parallel.context_parallel
 import moefold.parallel.ring_attention
 import moefold.pipeline.step
+from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Groups
 from moefold.config.moe import MoEConfig
@@ -64,7 +64,7 @@ def parts_merged_without_rescaling() -> None:
         out.add_(more)
         lse.copy_(torch.logaddexp(lse, more_lse))
 
-    put(moefold.parallel.ring_attention, "merge_", merge)
+    put(moefold.attention.varlen_sdpa, "merge_", merge)
 
 
 def key_gradients_not_returned() -> None:
@@ -87,8 +87,10 @@ def heads_come_back_in_another_order() -> None:
 
 
 def documents_see_each_other() -> None:
-    for owner in (moefold.attention.core, moefold.parallel.context_parallel):
-        wrap(owner, "attend", lambda attend: lambda q, k, v, lengths, *rest: attend(q, k, v, (sum(lengths),), *rest))
+    def make(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, q, k, v, lengths, *rest: attend(self, q, k, v, (sum(lengths),), *rest)
+
+    wrap(SdpaAttention, "attend", make)
 
 
 def positions_count_what_a_rank_holds() -> None:
