@@ -12,6 +12,9 @@ pytest.importorskip("triton", reason="kernels are an extra")
 
 from tests.body.model_inputs import batch_of, fill
 
+from moefold.attention.core import LocalCore
+from moefold.attention.varlen import VarlenAttention
+from moefold.attention.varlen_triton import TritonAttention
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
@@ -48,8 +51,11 @@ LATENT = replace(
 MODELS = {"grouped queries": MODEL, "latent attention": LATENT}
 
 
-def loss_and_gradients(model: ModelConfig, kernels: MoEKernels) -> dict[str, Tensor]:
-    decoder = build_decoder(model, torch.float32, local_interfaces("sequential", kernels))
+def loss_and_gradients(
+    model: ModelConfig, kernels: MoEKernels, attention: VarlenAttention | None = None
+) -> dict[str, Tensor]:
+    interfaces = replace(local_interfaces("sequential", kernels), core=LocalCore(attention))
+    decoder = build_decoder(model, torch.float32, interfaces)
     fill(decoder)
     output = decoder(batch_of(2, 7, 50), None)
     loss = output.loss_sum + sum(sum(report.losses) for _, report in output.reports)
@@ -60,7 +66,7 @@ def loss_and_gradients(model: ModelConfig, kernels: MoEKernels) -> dict[str, Ten
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_kernels_compute_what_torch_computes(model: ModelConfig) -> None:
     with interpreting():
-        found = loss_and_gradients(model, triton_kernels())
+        found = loss_and_gradients(model, triton_kernels(), TritonAttention())
     wanted = loss_and_gradients(model, MOE_IN_TORCH)
     for name, value in wanted.items():
         torch.testing.assert_close(

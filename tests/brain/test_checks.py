@@ -18,7 +18,7 @@ from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.recipes.catalog import RECIPES
@@ -51,6 +51,15 @@ def in_formats(
         model=ModelConfig(moe=moe or MoEConfig()),
         precision=PrecisionConfig(**formats),
         kernels=KernelsConfig(experts, backend),
+    )
+
+
+def with_attention(name: Any, config: GQAConfig | MLAConfig, compute: Any = "bfloat16", **parallel: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(attention=config),
+        precision=PrecisionConfig(compute=compute),
+        kernels=KernelsConfig(attention=name),
+        parallel=ParallelConfig(**parallel),
     )
 
 
@@ -245,6 +254,30 @@ CASES = [
         in_formats(backend="triton"),
         in_formats(experts="fused", backend="triton"),
         "kernels.backend",
+    ),
+    (
+        kernels.attention_backend_takes_the_format,
+        with_attention("flash_attn_3", GQAConfig(), compute="bfloat16"),
+        with_attention("flash_attn_3", GQAConfig(), compute="float32"),
+        "kernels.attention",
+    ),
+    (
+        kernels.flash_attn_takes_the_head_dims,
+        with_attention("flash_attn_3", MLAConfig()),
+        with_attention("flash_attn_2", MLAConfig()),
+        "kernels.attention",
+    ),
+    (
+        kernels.flash_attn_takes_the_head_dims,
+        with_attention("triton", GQAConfig(head_dim=12)),
+        with_attention("flash_attn_2", GQAConfig(head_dim=12)),
+        "model.attention.head_dim",
+    ),
+    (
+        kernels.flash_attn_has_no_windows_in_a_ring,
+        with_attention("flash_attn_3", GQAConfig(window=8), cp=2, context=ContextConfig(windowed="all_to_all")),
+        with_attention("flash_attn_3", GQAConfig(window=8), cp=2),
+        "parallel.context.windowed",
     ),
 ]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moefold.attention.partial_attention import PLAIN
 from moefold.attention.sdpa import attend_reference
+from moefold.attention.varlen_reference import ReferenceAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.batching.zigzag import held_spans
 from moefold.comm.process_groups import Group, Groups
@@ -186,6 +187,18 @@ def test_the_plain_reference_of_the_parts() -> None:
 
         for case in CASES.values():
             check(core, case, cp)
+
+    on_ranks(work, 2, cp=2)
+
+
+@pytest.mark.parametrize("ways", [ring_groups, ulysses_groups])
+def test_another_backend_of_attention(ways: Any) -> None:
+    """One call for all documents of a step instead of one per shape of block."""
+
+    def work(groups: Groups) -> None:
+        cp = groups["cp"]
+        for case in CASES.values():
+            check(ContextParallelCore(ways({cp.size: cp}), ReferenceAttention()), case, cp)
 
     on_ranks(work, 2, cp=2)
 

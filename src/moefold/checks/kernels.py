@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from moefold.config.kernels import NamedExperts
-from moefold.config.precision import BYTES, ComputeFormat, Format
+from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.precision import BYTES, Format
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -19,6 +19,13 @@ from moefold.errors import Problem
 ROW_BYTES = 16
 # Of other formats there is nothing more to say than that they are planned only.
 _TRAINED: tuple[Format, ...] = get_args(Format)
+# Of attention backends that do not take all of them.
+_ATTENTION_FORMATS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("triton", "flex"), ("float32", "bfloat16")),
+    **dict.fromkeys(("flash_attn_2", "flash_attn_3", "flash_attn_4"), ("bfloat16",)),
+}
+# Entries of a head of bfloat16 in 16 bytes.
+_FLASH_MULTIPLE = 8
 
 
 def compute_is_not_wider_than_params(run: RunConfig) -> Problem | None:
@@ -115,44 +122,45 @@ def native_needs_fused_experts(run: RunConfig) -> Problem | None:
     )
 
 
-# ---- auto ----
+def attention_backend_takes_the_format(run: RunConfig) -> Problem | None:
+    name, compute = run.kernels.attention, run.precision.compute
+    if compute not in _TRAINED or name not in _ATTENTION_FORMATS or compute in _ATTENTION_FORMATS[name]:
+        return None
+    takes = " and ".join(_ATTENTION_FORMATS[name])
+    return Problem("kernels.attention", f"{name} takes {takes}, not {compute}", "use sdpa or reference")
 
 
-@dataclass(frozen=True)
-class AutoExperts:
-    """On this device, with these compute formats, `auto` stands for ``experts`` unless a rule refuses it."""
-
-    device: str
-    formats: tuple[ComputeFormat, ...]
-    experts: NamedExperts
-    why: str
-
-
-AUTO_EXPERTS = (
-    AutoExperts("cpu", _TRAINED, "fused", "fastest on a CPU"),
-    AutoExperts("cpu", ("float32", "bfloat16"), "grouped", "padded rows, and probs elsewhere than at the activation"),
-    AutoExperts("cpu", _TRAINED, "sequential", "any run"),
-    AutoExperts("cuda", ("bfloat16",), "grouped", "torch's grouped GEMM, which takes bfloat16 only on a GPU"),
-    AutoExperts("cuda", _TRAINED, "sequential", "any run"),
-)
-_EXPERTS_RULES = (
-    grouped_experts_are_not_float64,
-    grouped_rows_are_aligned,
-    fused_experts_have_no_padded_rows,
-    fused_experts_scale_activations,
-)
+def flash_attn_takes_the_head_dims(run: RunConfig) -> list[Problem]:
+    """Rows of a head are loaded in chunks, and FlashAttention 2 has one head dim for keys and values."""
+    name, config = run.kernels.attention, run.model.attention
+    if not name.startswith("flash_attn"):
+        return []
+    mla = isinstance(config, MLAConfig)
+    dim = config.nope_dim + config.rope_dim if mla else config.head_dim
+    value_dim = config.value_dim if mla else config.head_dim
+    path = "model.attention.value_dim" if mla else "model.attention.head_dim"
+    found = []
+    if any(size % _FLASH_MULTIPLE for size in (dim, value_dim)):
+        words = f"{name} needs multiples of {_FLASH_MULTIPLE}, keys have {dim} and values {value_dim}"
+        found.append(Problem(path, words, "use kernels.attention triton or sdpa"))
+    if name == "flash_attn_2" and dim != value_dim:
+        words = f"flash_attn_2 needs one head dim, keys have {dim} and values {value_dim}"
+        found.append(Problem("kernels.attention", words, "use triton, flash_attn_3 or flash_attn_4"))
+    return found
 
 
-def experts_in_use(run: RunConfig, device: str) -> NamedExperts:
-    """The backend that runs the experts on this kind of device: the one that the run names, or what auto stands for."""
-    if run.kernels.experts != "auto":
-        return run.kernels.experts
-    for row in AUTO_EXPERTS:
-        named = replace(run, kernels=replace(run.kernels, experts=row.experts))
-        fits = row.device == device and run.precision.compute in row.formats
-        if fits and not any(rule(named) for rule in _EXPERTS_RULES):
-            return row.experts
-    return "sequential"
+def flash_attn_has_no_windows_in_a_ring(run: RunConfig) -> Problem | None:
+    config, context = run.model.attention, run.parallel.context
+    windowed = isinstance(config, GQAConfig) and config.window is not None
+    if not windowed or not run.kernels.attention.startswith("flash_attn") or run.parallel.cp == 1:
+        return None
+    if context.windowed == "all_to_all":
+        return None
+    return Problem(
+        "parallel.context.windowed",
+        f"kernels.attention {run.kernels.attention} has no mask for a window that cuts through a step of a ring",
+        "use all_to_all, or kernels.attention triton",
+    )
 
 
 RULES = (
@@ -164,4 +172,7 @@ RULES = (
     kernels_are_not_float64,
     triton_is_not_combined_with_fused_experts,
     native_needs_fused_experts,
+    attention_backend_takes_the_format,
+    flash_attn_takes_the_head_dims,
+    flash_attn_has_no_windows_in_a_ring,
 )

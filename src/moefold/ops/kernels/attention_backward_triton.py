@@ -251,15 +251,16 @@ def _builds(model: str, config: ModelConfig) -> tuple[Build, ...]:
     of_keys = {"q_begin": "*i32", "q_end": "*i32", "dk": "*bf16", "dv": "*bf16"}
     of_queries = {"begin": "*i32", "end": "*i32", "dq": "*bf16"}
     found = []
-    for what, kernel, more, tile in (
-        ("keys", keys_kernel, of_keys, KEYS_TILE),
-        ("queries", queries_kernel, of_queries, QUERIES_TILE),
+    for what, kernel, more, tile, registers in (
+        ("keys", keys_kernel, of_keys, KEYS_TILE, 248),
+        ("queries", queries_kernel, of_queries, QUERIES_TILE, 200),
     ):
         block_m, block_n, warps, stages = tile
         found.append(
             Build(
                 f"attention backward, {what}, {model}", kernel, inputs | more,
                 constants | {"BLOCK_M": block_m, "BLOCK_N": block_n}, num_warps=warps, num_stages=stages,
+                registers=registers,
             )
         )  # fmt: skip
     return tuple(found)
@@ -268,7 +269,7 @@ def _builds(model: str, config: ModelConfig) -> tuple[Build, ...]:
 _DELTA_BUILD = Build(
     "attention backward, delta", delta_kernel,
     {"dout": "*bf16", "out": "*bf16", "delta": "*fp32", "num_rows": "i32"},
-    {"U": 128, "U_POW2": 128, "ROWS": DELTA_ROWS},
+    {"U": 128, "U_POW2": 128, "ROWS": DELTA_ROWS}, registers=48,
 )  # fmt: skip
 
 BUILDS = (_DELTA_BUILD, *(build for name, model in MODELS.items() for build in _builds(name, model)))

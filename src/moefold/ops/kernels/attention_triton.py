@@ -239,7 +239,13 @@ def _build(model: str, config: ModelConfig) -> Build:
     constants = model_constants(config) | {"SINKS": False, "BLOCK_M": block_m, "BLOCK_N": block_n}
     pointers = {"sinks": "*fp32", "begin": "*i32", "end": "*i32", "out": "*bf16", "lse": "*fp32"}
     return Build(
-        f"attention, {model}", forward_kernel, ARGUMENTS | pointers, constants, num_warps=warps, num_stages=stages
+        f"attention, {model}",
+        forward_kernel,
+        ARGUMENTS | pointers,
+        constants,
+        num_warps=warps,
+        num_stages=stages,
+        registers=232,
     )
 
 
