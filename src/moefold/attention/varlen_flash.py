@@ -36,8 +36,10 @@ class FlashForward(Protocol):
 
 class FlashBackward(Protocol):
     def __call__(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HS: Tensor, found: Sequences, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, found: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv; the log-sum-exp is [H, S]."""
+        ...
 
 
 class FlashCalls(NamedTuple):
@@ -69,10 +71,8 @@ class FlashAttention(VarlenAttention):
         self._check(q_SHC, v_XJU)
         found = sequences(mask)
         if q_SHC.numel() == 0 or k_XJC.shape[0] == 0:
-            out_SHU, lse_SH = (
-                q_SHC.new_zeros(*q_SHC.shape[:2], v_XJU.shape[-1]),
-                q_SHC.new_empty(q_SHC.shape[:2], dtype=torch.float32).fill_(-torch.inf),
-            )
+            out_SHU = q_SHC.new_zeros(*q_SHC.shape[:2], v_XJU.shape[-1])
+            lse_SH = q_SHC.new_full(q_SHC.shape[:2], -torch.inf, dtype=torch.float32)
         else:
             out_SHU, lse_HS = self.calls.forward(q_SHC, k_XJC, v_XJU, found, scale)
             lse_SH = lse_HS.t().contiguous()
@@ -103,8 +103,8 @@ class FlashAttention(VarlenAttention):
         dtype = grad_dtype or q_SHC.dtype
         dsinks_H = None if sinks_H is None else sink_gradients(dout_SHU, out_SHU, lse_SH, sinks_H)
         if q_SHC.numel() == 0 or k_XJC.shape[0] == 0:
-            zeros = (torch.zeros_like(x, dtype=dtype) for x in (q_SHC, k_XJC, v_XJU))
-            return VarlenGradients(*zeros, dsinks_H)
+            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_SHC, k_XJC, v_XJU))
+            return VarlenGradients(dq, dk, dv, dsinks_H)
         # Rows without keys anywhere: their shares are exp(-inf) = 0 with an infinite log-sum-exp.
         lse_HS = lse_SH.masked_fill(lse_SH == -torch.inf, torch.inf).t().contiguous()
         dq, dk, dv = self.calls.backward(

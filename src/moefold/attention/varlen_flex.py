@@ -88,17 +88,18 @@ class FlexAttention(VarlenAttention):
         dtype = grad_dtype or q_SHC.dtype
         dsinks_H = None if sinks_H is None else sink_gradients(dout_SHU, out_SHU, lse_SH, sinks_H)
         if q_SHC.numel() == 0 or k_XJC.shape[0] == 0:
-            return VarlenGradients(*(torch.zeros_like(x, dtype=dtype) for x in (q_SHC, k_XJC, v_XJU)), dsinks_H)
+            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_SHC, k_XJC, v_XJU))
+            return VarlenGradients(dq, dk, dv, dsinks_H)
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q_SHC, k_XJC, v_XJU)]
-            part_SHU, part_lse_SH = self._call(*leaves, mask, scale)
+            q, k, v = (x.detach().requires_grad_() for x in (q_SHC, k_XJC, v_XJU))
+            part_SHU, part_lse_SH = self._call(q, k, v, mask, scale)
         share_SH = (part_lse_SH.detach() - lse_SH.masked_fill(lse_SH == -torch.inf, 0.0)).exp()
         dpart_SHU = upcast(dout_SHU) * share_SH.unsqueeze(-1)
         dlse_SH = (dpart_SHU * (upcast(part_SHU.detach()) - upcast(out_SHU))).sum(-1)
-        grads = torch.autograd.grad(
-            (part_SHU, part_lse_SH), leaves, (dpart_SHU.to(part_SHU.dtype), dlse_SH.to(part_lse_SH.dtype))
+        dq, dk, dv = torch.autograd.grad(
+            (part_SHU, part_lse_SH), (q, k, v), (dpart_SHU.to(part_SHU.dtype), dlse_SH.to(part_lse_SH.dtype))
         )
-        return VarlenGradients(*(grad.to(dtype) for grad in grads), dsinks_H)
+        return VarlenGradients(dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks_H)
 
     def _call(
         self, q_SHC: Tensor, k_XJC: Tensor, v_XJU: Tensor, mask: PackedMask, scale: float

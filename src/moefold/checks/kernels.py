@@ -135,10 +135,10 @@ def flash_attn_takes_the_head_dims(run: RunConfig) -> list[Problem]:
     name, config = run.kernels.attention, run.model.attention
     if not name.startswith("flash_attn"):
         return []
-    mla = isinstance(config, MLAConfig)
-    dim = config.nope_dim + config.rope_dim if mla else config.head_dim
-    value_dim = config.value_dim if mla else config.head_dim
-    path = "model.attention.value_dim" if mla else "model.attention.head_dim"
+    if isinstance(config, MLAConfig):
+        dim, value_dim, path = config.nope_dim + config.rope_dim, config.value_dim, "model.attention.value_dim"
+    else:
+        dim, value_dim, path = config.head_dim, config.head_dim, "model.attention.head_dim"
     found = []
     if any(size % _FLASH_MULTIPLE for size in (dim, value_dim)):
         words = f"{name} needs multiples of {_FLASH_MULTIPLE}, keys have {dim} and values {value_dim}"
