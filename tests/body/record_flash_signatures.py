@@ -1,6 +1,6 @@
 """Record the signatures of flash-attn's functions that ``attention/varlen_flash.py`` calls, from sources on disk.
 
-    python -m tests.body.record_flash_signatures flash_attn_2 2.8.3 path/to/flash_attn_interface.py
+    python -m tests.body.record_flash_signatures flash_attn_2 2.8.3 SOURCE
 
 replaces that entry of ``flash_attn_signatures.json``. The sources are parsed and not imported.
 """

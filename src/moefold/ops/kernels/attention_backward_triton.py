@@ -1,6 +1,6 @@
 """Attention over packed documents, backward: three launches, whatever the number of documents.
 
-Scores are computed again from q and k, and a share of a key is exp(score - lse):
+Scores are recomputed from q and k, and a share of a key is exp(score - lse):
 
     delta = dout . out        dscore = share * (dout . v - delta) * scale
     dq = dscore @ k           dk = dscore.T @ q           dv = share.T @ dout
