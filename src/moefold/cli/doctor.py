@@ -22,11 +22,8 @@ EXAMPLES = """examples:
   torchrun --nproc-per-node 8 -m moefold.cli.main doctor --gpus
   srun --ntasks-per-node 8 --gpus-per-node 8 moefold doctor --gpus --seconds 30
 
-A backend is chosen by name in the run's configuration (kernels.backend, kernels.experts); one that cannot run is
-refused at the start, never replaced.
---gpus shows GPUs, driver, NCCL, links and settings that slow them down; under torchrun or srun it also measures the
-links between all ranks, and rank 0 prints a row per rank.
-Exits with 0; with --gpus and without a launcher, with 1 when something that a run on GPUs needs is missing."""
+A backend is chosen by name in the run's configuration (kernels.backend, .experts, .attention); one that cannot run
+is refused at the start, never replaced. Always exits with 0."""
 
 
 def add_to(commands: Subparsers) -> None:
