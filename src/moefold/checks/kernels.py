@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from moefold.config.attention import GQAConfig, MLAConfig
-from moefold.config.precision import BYTES, Format
+from moefold.config.kernels import NamedExperts
+from moefold.config.precision import BYTES, ComputeFormat, Format
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -120,6 +121,46 @@ def native_needs_fused_experts(run: RunConfig) -> Problem | None:
         f"native has an activation for dense layers and fused experts, but kernels.experts is {experts}",
         "use torch, or kernels.experts fused",
     )
+
+
+# ---- auto ----
+
+
+@dataclass(frozen=True)
+class AutoExperts:
+    """On this device, with these compute formats, `auto` stands for ``experts`` unless a rule refuses it."""
+
+    device: str
+    formats: tuple[ComputeFormat, ...]
+    experts: NamedExperts
+    why: str
+
+
+AUTO_EXPERTS = (
+    AutoExperts("cpu", _TRAINED, "fused", "fastest on a CPU"),
+    AutoExperts("cpu", ("float32", "bfloat16"), "grouped", "padded rows, and probs elsewhere than at the activation"),
+    AutoExperts("cpu", _TRAINED, "sequential", "any run"),
+    AutoExperts("cuda", ("bfloat16",), "grouped", "torch's grouped GEMM, which takes bfloat16 only on a GPU"),
+    AutoExperts("cuda", _TRAINED, "sequential", "any run"),
+)
+_EXPERTS_RULES = (
+    grouped_experts_are_not_float64,
+    grouped_rows_are_aligned,
+    fused_experts_have_no_padded_rows,
+    fused_experts_scale_activations,
+)
+
+
+def experts_in_use(run: RunConfig, device: str) -> NamedExperts:
+    """The backend that runs the experts on this kind of device: the one that the run names, or what auto stands for."""
+    if run.kernels.experts != "auto":
+        return run.kernels.experts
+    for row in AUTO_EXPERTS:
+        named = replace(run, kernels=replace(run.kernels, experts=row.experts))
+        fits = row.device == device and run.precision.compute in row.formats
+        if fits and not any(rule(named) for rule in _EXPERTS_RULES):
+            return row.experts
+    return "sequential"
 
 
 def attention_backend_takes_the_format(run: RunConfig) -> Problem | None:

@@ -23,7 +23,10 @@ EXAMPLES = """examples:
   srun --ntasks-per-node 8 --gpus-per-node 8 moefold doctor --gpus --seconds 30
 
 A backend is chosen by name in the run's configuration (kernels.backend, .experts, .attention); one that cannot run
-is refused at the start, never replaced. Always exits with 0."""
+is refused at the start, never replaced.
+--gpus shows GPUs, driver, NCCL, links and settings that slow them down; under torchrun or srun it also measures the
+links between all ranks, and rank 0 prints a row per rank.
+Exits with 0; with --gpus and without a launcher, with 1 when something that a run on GPUs needs is missing."""
 
 
 def add_to(commands: Subparsers) -> None:

@@ -11,6 +11,7 @@ from moefold.config.strict import STRICT
 NamedExperts = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8"]
 ExpertBackend = Literal["auto", NamedExperts]
 KernelBackend = Literal["torch", "triton", "native"]
+PermuteBackend = Literal["backend", "transformer_engine"]
 AttentionBackend = Literal[
     "auto", "sdpa", "triton", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex", "reference"
 ]
@@ -31,6 +32,8 @@ class KernelsConfig:
     # Operations between matmuls. torch: torch's own, on any device. triton: one kernel per operation, on GPUs.
     # native: for CPUs; torch's, with the activation in C, compiled on first use.
     backend: KernelBackend = "torch"
+    # Permuting rows around grouped GEMMs: as `backend` does it, or by Transformer Engine, on GPUs: docs/engines.md.
+    permute: PermuteBackend = "backend"
     # Attention over packed documents. sdpa: torch's fused attention, a call per shape of document. triton: our kernels,
     # one launch forward and three backward. flash_attn_*: that version of the flash-attn package. flex: torch's
     # flex_attention, compiled. reference: all scores in memory. auto: triton where backend is triton, else sdpa.

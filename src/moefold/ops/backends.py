@@ -28,7 +28,8 @@ ALL = ("float64", *NARROW)
 BF16 = ("bfloat16",)
 # The first GPUs with bfloat16. The kernels are compiled for Hopper and Blackwell; others are untested.
 AMPERE = (8, 0)
-HOPPER = (9, 0)
+# Of other libraries' grouped GEMMs.
+HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Backend:
     compiles: bool = False
     note: str = ""
     install: str = ""
+    # Formats on a GPU, where they differ.
+    gpu_formats: tuple[str, ...] | None = None
+
+    def formats_on(self, device: str) -> tuple[str, ...]:
+        return self.formats if device != "cuda" or self.gpu_formats is None else self.gpu_formats
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class Kernels:
 # Jobs that have GPU kernels.
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
-_KERNELS, _EXPERTS, _ATTENTION = "kernels.backend", "kernels.experts", "kernels.attention"
+_KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
+_PERMUTE, _ATTENTION = "kernels.permute", "kernels.attention"
 _BOTH = ("cpu", "cuda")
 
 BACKENDS = (
@@ -82,6 +89,17 @@ BACKENDS = (
     Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, ("deep_gemm",), HOPPER, note="DeepGEMM's grouped GEMM"),
     Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, ("torchao",), BLACKWELL, note="torchao's, in MXFP8"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
+    Backend("expert_permute", "backend", _PERMUTE, _BOTH, ALL, note="that of kernels.backend"),
+    Backend(
+        "expert_permute",
+        "transformer_engine",
+        _PERMUTE,
+        ("cuda",),
+        NARROW,
+        ("transformer_engine",),
+        AMPERE,
+        note="Transformer Engine's moe_permute",
+    ),
     Backend("attention", "reference", _ATTENTION, _BOTH, ALL, note="all scores in memory: the reference"),
     Backend(
         "attention", "sdpa", _ATTENTION, _BOTH, ALL, note="torch's fused attention, one call per shape of document"
@@ -91,7 +109,7 @@ BACKENDS = (
     ),
     Backend("attention", "flex", _ATTENTION, ("cuda",), NARROW, ("triton",), AMPERE, note="torch's flex_attention"),
     *(
-        Backend("attention", name, _ATTENTION, ("cuda",), ("bfloat16",), (package,), capability, False, note, install)
+        Backend("attention", name, _ATTENTION, ("cuda",), BF16, (package,), capability, False, note, install)
         for name, package, capability, note, install in (
             ("flash_attn_2", "flash-attn>=2.7", AMPERE, "one head dim for keys and values", "pip install flash-attn"),
             ("flash_attn_3", "flash-attn-3>=3.0", HOPPER, "Hopper", "build flash-attention's folder hopper"),
@@ -200,7 +218,8 @@ def as_rows(device: str, host: HostInfo) -> list[dict[str, Any]]:
 def _missing(requirement: str, install: str, host: HostInfo) -> str:
     """Empty where the package is installed in that version or a later one."""
     package, _, minimum = requirement.partition(">=")
-    how = f" ({install})" if install else ""
+    hint = install or install_hint(package)
+    how = f" ({hint})" if hint else ""
     found = host.packages.get(package)
     if found is None:
         return f"{package} is not installed{how}"

@@ -31,6 +31,10 @@ PACKAGES = (
     "tokenizers",
     "tensorboard",
     "wandb",
+    "deep_ep",
+    "deep_gemm",
+    "torchao",
+    "transformer_engine",
 )
 # Libraries that replace the C library's allocator, by a part of their file name.
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")

@@ -122,8 +122,10 @@ def build_on_meta(
     schedule = schedule_named(run.parallel.schedule)
     weight_grads = WeightGradQueue() if schedule.splits_backward or schedule.overlaps else None
     kernels = kernels_for(run, device.type)
+    if not groups["expert_block"].alone and dispatcher_in_use(run) in ENGINE_DISPATCHERS:
+        resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
     attention = attention_for(run, device.type)
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, attention)
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type, attention)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
@@ -143,6 +145,7 @@ def parallel_interfaces_of(
     weight_grads: WeightGradQueue | None,
     host: SplitSizeSource,
     kernels: MoEKernels = MOE_IN_TORCH,
+    device: str = "cpu",
     attention: VarlenAttention | None = None,
 ) -> ParallelInterfaces:
     matmul_policy = NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
