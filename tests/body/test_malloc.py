@@ -41,6 +41,7 @@ def test_memory_that_is_kept_is_not_faulted_in_again() -> None:
 def test_the_launcher_keeps_it_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(launch, "disable_malloc_trim", lambda: asked.append(True))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.delenv("RANK", raising=False)
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)

@@ -32,7 +32,8 @@ class LabFault(NamedTuple):
 
 @contextmanager
 def no_device_is_set() -> Iterator[None]:
-    with patch.object(torch.cuda, "set_device", lambda device: None):
+    cuda = _Changed(torch.cuda, set_device=lambda device: None)
+    with patch.object(spawn, "torch", _Changed(torch, cuda=cuda)):
         yield
 
 

@@ -41,6 +41,8 @@ class CollectiveLog:
     # The host thread that calls; set by whoever stands in for threads.
     thread: str = "main"
     calls: list[Call] = field(default_factory=list)
+    # Communicators that this rank has.
+    made: set[str] = field(default_factory=set)
     # Of each communicator: the stream of its asynchronous calls.
     streams: dict[str, FakeStream] = field(default_factory=dict)
     # Of each stream: the counts of its launches that were calls, and the calls' numbers. Both ascend.
@@ -57,13 +59,11 @@ class CollectiveLog:
         sizes: tuple[tuple[int, ...], ...] = (),
         batch: int | None = None,
     ) -> LoggedWork:
-        group = group or dist.group.WORLD
-        assert group is not None, "a collective before the process group was made"
         tensors = [*reads, *writes]
         devices = {x.device.type for x in tensors}
-        ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        name = self.connect(group, peer, batch is not None)
         where = launched_from()
-        name = self._communicator(group, peer, batch is not None)
         on_gpu = "cuda" in devices
         guard = self.hazards._guard
         stream: FakeStream | None = None
@@ -104,12 +104,23 @@ class CollectiveLog:
         done = stream.record_event() if stream is not None and asynchronous else None
         return LoggedWork(done, tensors)
 
-    def _communicator(self, group: dist.ProcessGroup, peer: int | None, batched: bool) -> str:
-        """NCCL's communicator: the group's, or without eager initialisation one per pair for single transfers."""
-        if peer is not None and not self.eager and not batched:
-            low, high = sorted((self.rank, peer))
-            return f"{group.group_name}:{low}-{high}"
-        return str(group.group_name)
+    def connect(self, group: AnyGroup, peer: int | None, batched: bool) -> str:
+        """The name of NCCL's communicator: the group's, or without eager initialisation one per pair for single
+        transfers. One that is made at its first use makes the host wait for all its ranks: a call of its own."""
+        group = group or dist.group.WORLD
+        assert group is not None, "a collective before the process group was made"
+        name, ranks = str(group.group_name), tuple(dist.get_process_group_ranks(group))
+        if self.eager:
+            return name
+        if peer is not None and not batched:
+            ranks = tuple(sorted((self.rank, peer)))
+            name = f"{name}:{ranks[0]}-{ranks[1]}"
+        if name not in self.made:
+            self.made.add(name)
+            self.calls.append(
+                Call(self.rank, len(self.calls), "init", name, ranks, thread=self.thread, where=launched_from())
+            )
+        return name
 
     def _earlier_calls(self, guard: ctypes.CDLL, stream: int) -> tuple[int, ...]:
         """The last call of each stream that must have finished before a kernel on this stream starts."""
@@ -190,6 +201,8 @@ def logged_collectives(log: CollectiveLog) -> Iterator[None]:
 
     def batch(transfers: Sequence[dist.P2POp]) -> list[LoggedWork]:
         """One launch for all of them: they start together, and none waits for another."""
+        for transfer in transfers:
+            log.connect(transfer.group, transfer.peer, True)
         works, first = [], len(log.calls)
         for transfer in transfers:
             sending = transfer.op is dist.isend

@@ -9,7 +9,8 @@ is sent.
     - calls of one communicator run on a rank in the order of their launches, one launch at a time;
     - a collective starts when all ranks of its communicator have reached it, a transfer when both ends have;
     - transfers of one batch are one launch: they may finish in any order;
-    - a call starts after everything that its stream waits for (`Call.waits`); a call of a CPU tensor blocks its thread.
+    - a call starts after everything that its stream waits for (`Call.waits`); a call of a CPU tensor blocks its thread,
+      and so does a communicator that is made at its first use (`init`), until all its ranks are there.
 
 What never starts is stuck, and a circle of calls that wait for each other is the reason.
 """
