@@ -11,23 +11,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
 
 from moefold.dryrun.fake_cuda.load_guard import load_guard
 
 
 def main(names: list[str], faults: bool) -> None:
     load_guard()
-    from tests.gpu_lab.lab_cases import CASES
+    from tests.gpu_lab.lab_cases import CASES, LabCase
     from tests.gpu_lab.lab_faults import FAULTS
 
     from moefold.api.runs import load_run
-    from moefold.dryrun.fake_cuda.laboratory import compare, run_ranks
+    from moefold.dryrun.fake_cuda.laboratory import LabRun, compare, run_ranks_of_each
 
-    for name in names:
-        case = FAULTS[name].case if faults else CASES[name]
-        with FAULTS[name].seed() if faults else nullcontext():
-            reports = run_ranks(load_run(case.recipe, case.changes), case.world, case.microbatches)
+    def lab_run(case: LabCase) -> LabRun:
+        return LabRun(load_run(case.recipe, case.changes), case.world, case.microbatches)
+
+    if faults:
+        found = []
+        for name in names:
+            with FAULTS[name].seed():
+                found += run_ranks_of_each([lab_run(FAULTS[name].case)])
+    else:
+        found = run_ranks_of_each([lab_run(CASES[name]) for name in names])
+    for name, reports in zip(names, found, strict=True):
         data = {
             "name": name,
             "findings": [[finding.kind, str(finding)] for finding in compare(reports)],

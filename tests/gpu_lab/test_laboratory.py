@@ -11,8 +11,8 @@ import pytest
 from tests.gpu_lab.lab_cases import CASES
 from tests.gpu_lab.lab_faults import FAULTS
 
-NUM_BATCHES = 12
-# Cases in equal batches, because every process that loads the guard imports torch anew.
+NUM_BATCHES = 6
+# Cases in equal batches, because every process imports torch anew, and is warm after its first case.
 BATCHES = [list(CASES)[start::NUM_BATCHES] for start in range(NUM_BATCHES)]
 
 
@@ -24,6 +24,7 @@ def examined(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("names", BATCHES, ids=lambda names: names[0])
 def test_a_step_of_every_rank_has_no_finding(names: list[str]) -> None:
     found = examined(*names)

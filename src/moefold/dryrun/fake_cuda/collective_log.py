@@ -1,9 +1,9 @@
 """A log of every collective and point-to-point call of one rank, as NCCL would get it.
 
-`logged_collectives` replaces the functions of `torch.distributed` inside: each call is noted with its group, shapes,
-dtype, device, host thread and what it must wait for on this rank, and then goes to torch's fake process group. Streams
-follow ProcessGroupNCCL: a synchronous call is a kernel on the current stream; an asynchronous one runs on a stream of
-the communicator, which waits for the current stream, and `wait()` makes the current stream wait for it.
+`logged_collectives` replaces the functions of `torch.distributed` inside: each call goes to torch's fake process group
+and is noted with its group, shapes, dtype, device, host thread and what it must wait for on this rank. Streams follow
+ProcessGroupNCCL: a synchronous call is a kernel on the current stream; an asynchronous one runs on a stream of the
+communicator, which waits for the current stream, and `wait()` makes the current stream wait for it.
 
 The logs of all ranks of a world are compared by `nccl_replay.py`.
 """
@@ -155,22 +155,26 @@ class LoggedWork:
 @contextmanager
 def logged_collectives(log: CollectiveLog) -> Iterator[None]:
     """Inside, `torch.distributed` writes to this log."""
+    fake = _FakeCollectives()
 
     def all_reduce(
         tensor: Tensor, op: object = None, group: AnyGroup = None, async_op: bool = False
     ) -> LoggedWork | None:
+        fake.all_reduce(tensor, group=group)
         return _answer(log.record("all_reduce", group, [tensor], [tensor], async_op), async_op)
 
     def all_gather(
         *tensors: Tensor, group: AnyGroup = None, async_op: bool = False, **named: Tensor
     ) -> LoggedWork | None:
         output, source = tensors or _named(named, "output", "input")
+        fake.all_gather(output, source, group=group)
         return _answer(log.record("all_gather", group, [source], [output], async_op), async_op)
 
     def reduce_scatter(
         *tensors: Tensor, op: object = None, group: AnyGroup = None, async_op: bool = False, **named: Tensor
     ) -> LoggedWork | None:
         output, source = tensors or _named(named, "output", "input")
+        fake.reduce_scatter(output, source, group=group)
         return _answer(log.record("reduce_scatter", group, [source], [output], async_op), async_op)
 
     def all_to_all(
@@ -181,6 +185,7 @@ def logged_collectives(log: CollectiveLog) -> Iterator[None]:
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> LoggedWork | None:
+        fake.all_to_all(output, tensor, group=group)
         # Ranks differ in how many rows they send; the row itself is the same everywhere.
         sizes = (tuple(tensor.shape[1:]),) if input_split_sizes else ()
         return _answer(log.record("all_to_all", group, [tensor], [output], async_op, sizes=sizes), async_op)
@@ -194,9 +199,11 @@ def logged_collectives(log: CollectiveLog) -> Iterator[None]:
         return _answer(log.record("barrier", group, [], [], async_op), async_op)
 
     def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> LoggedWork:
+        fake.isend(tensor, dst, group=group)
         return log.record("send", group, [tensor], [], True, peer=dst)
 
     def irecv(tensor: Tensor, src: int, group: AnyGroup = None, tag: int = 0) -> LoggedWork:
+        fake.irecv(tensor, src, group=group)
         return log.record("recv", group, [], [tensor], True, peer=src)
 
     def batch(transfers: Sequence[dist.P2POp]) -> list[LoggedWork]:
@@ -208,6 +215,7 @@ def logged_collectives(log: CollectiveLog) -> Iterator[None]:
             sending = transfer.op is dist.isend
             reads, writes = ([transfer.tensor], []) if sending else ([], [transfer.tensor])
             name = "send" if sending else "recv"
+            (fake.isend if sending else fake.irecv)(transfer.tensor, transfer.peer, group=transfer.group)
             works.append(log.record(name, transfer.group, reads, writes, True, peer=transfer.peer, batch=first))
         return works
 
@@ -234,6 +242,15 @@ def logged_collectives(log: CollectiveLog) -> Iterator[None]:
         patch.multiple(collectives, **aliases),  # type: ignore[call-overload]
     ):
         yield
+
+
+class _FakeCollectives:
+    """torch's own functions on its fake process group: they are dispatched, so that a trace of the step sees them."""
+
+    def __init__(self) -> None:
+        self.all_reduce, self.all_to_all = dist.all_reduce, dist.all_to_all_single
+        self.all_gather, self.reduce_scatter = collectives._all_gather_single, collectives._reduce_scatter_single
+        self.isend, self.irecv = dist.isend, dist.irecv
 
 
 def _named(named: dict[str, Tensor], output: str, source: str) -> tuple[Tensor, Tensor]:

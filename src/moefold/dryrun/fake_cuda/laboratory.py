@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -74,23 +73,43 @@ def run_ranks(
     run: RunConfig, world: int, microbatches: int | None = None, progress: Progress | None = None
 ) -> list[RankReport]:
     """Every rank of the world, one after the other; ``progress`` is told how many are done."""
-    reports = []
-    for rank in range(world):
-        reports.append(in_child(partial(run_rank, run, world, rank, microbatches)))
-        if progress is not None:
-            progress(rank + 1, world)
-    return reports
+    return run_ranks_of_each([LabRun(run, world, microbatches)], progress)[0]
 
 
-def in_child(work: Callable[[], RankReport]) -> RankReport:
-    """Run a rank in a forked process: what torch caches for one device must not reach a rank of another."""
+class LabRun(NamedTuple):
+    """A run on so many ranks; without ``microbatches``, as many as a dry run needs."""
+
+    run: RunConfig
+    world: int
+    microbatches: int | None = None
+
+
+def run_ranks_of_each(runs: Sequence[LabRun], progress: Progress | None = None) -> list[list[RankReport]]:
+    """Every rank of several runs. Ranks of one device share a process, in which torch is warm after the first."""
+    reports: list[dict[int, RankReport]] = [{} for _ in runs]
+    total = sum(each.world for each in runs)
+    for device in range(min(DEVICES_PER_HOST, max(each.world for each in runs))):
+        turns = [(each, rank) for each in runs for rank in range(device, each.world, DEVICES_PER_HOST)]
+        numbers = [i for i, each in enumerate(runs) for _ in range(device, each.world, DEVICES_PER_HOST)]
+        made = in_child(run_rank(each.run, each.world, rank, each.microbatches) for each, rank in turns)
+        for number, report in zip(numbers, made, strict=True):
+            reports[number][report.rank] = report
+            if progress is not None:
+                progress(sum(map(len, reports)), total)
+    return [[by_rank[rank] for rank in sorted(by_rank)] for by_rank in reports]
+
+
+def in_child(reports: Iterable[RankReport]) -> Iterator[RankReport]:
+    """Make them in a forked process, one per line: what torch caches for one device must not reach another's ranks."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
         code = 1
         try:
             with os.fdopen(writing, "wb") as out:
-                out.write(work().to_json())
+                for report in reports:
+                    out.write(report.to_json() + b"\n")
+                    out.flush()
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -98,11 +117,10 @@ def in_child(work: Callable[[], RankReport]) -> RankReport:
             os._exit(code)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
+        yield from map(RankReport.from_json, pipe)
     _, status = os.waitpid(pid, 0)
     if status:
         raise MoefoldError("a rank of the GPU laboratory died; its error is above")
-    return RankReport.from_json(said)
 
 
 def compare(reports: Sequence[RankReport]) -> list[Finding]:
