@@ -12,7 +12,7 @@ argument, or the argument itself. Results of any other form are not cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -52,8 +53,8 @@ class CachedFakeMode(FakeTensorMode):
         return False
 
     def __torch_dispatch__(
-        self, op: Any, types: Sequence[Any], args: Any = (), kwargs: Mapping[str, Any] = MappingProxyType({})
-    ) -> Any:
+        self, op: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> object:
         if op is _DEVICE:
             return args[0].fake_device
         if op is torch.ops.c10d.send.default:
@@ -71,7 +72,7 @@ def completed_work() -> Any:
     return _create_work_from_future(done).boxed()
 
 
-def _grouped_matmul(rows: Tensor, weight: Tensor, offs: Tensor, *rest: Any, **options: Any) -> Tensor:
+def _grouped_matmul(rows: Tensor, weight: Tensor, offs: Tensor, *rest: object, **options: object) -> Tensor:
     """On a CPU. torch's meta function is that of GPUs and takes bfloat16 only; the CPU kernel takes more dtypes."""
     if weight.dim() == 3:
         return rows.new_empty(rows.shape[0], weight.shape[2])
@@ -158,9 +159,11 @@ class FakeOpCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self._results: dict[Any, tuple[type | None, list[_Same | _Made]] | None] = {}
+        self._results: dict[Hashable, tuple[type | None, list[_Same | _Made]] | None] = {}
 
-    def result(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], infer: Callable[[], Any]) -> Any:
+    def result(
+        self, op: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], infer: Callable[[], object]
+    ) -> object:
         """From the cache, or else by ``infer``."""
         if op.namespace != "aten":
             return infer()
@@ -179,8 +182,8 @@ class FakeOpCache:
         return infer() if found is None else self._rebuild(*found, args, kwargs)
 
     def _rebuild(
-        self, kind: type | None, parts: list[_Same | _Made], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, kind: type | None, parts: list[_Same | _Made], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         if any(part.source is not None for part in parts):
             given = [*_tensors(args), *_tensors(kwargs.values())]
         else:
@@ -197,7 +200,7 @@ class FakeOpCache:
         return FakeTensor(self.mode, bare, part.device)
 
 
-def _key(value: Any) -> Any:
+def _key(value: object) -> Hashable:
     if isinstance(value, Tensor):
         # torch propagates constant values itself.
         if not isinstance(value, FakeTensor) or value.constant is not None:
@@ -211,7 +214,7 @@ def _key(value: Any) -> Any:
     raise Unhashable
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -219,12 +222,15 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _described(result: Any, given: list[Tensor]) -> tuple[type | None, list[_Same | _Made]] | None:
+def _described(result: object, given: list[Tensor]) -> tuple[type | None, list[_Same | _Made]] | None:
     """None if it cannot be rebuilt from metadata."""
-    if isinstance(result, Tensor):
-        kind, parts = None, [result]
-    elif type(result) in (tuple, list) and result and all(isinstance(part, Tensor) for part in result):
-        kind, parts = type(result), list(result)
+    kind: type | None = None
+    if isinstance(result, (tuple, list)) and type(result) in (tuple, list):
+        kind, parts = type(result), [part for part in result if isinstance(part, Tensor)]
+        if not parts or len(parts) < len(result):
+            return None
+    elif isinstance(result, Tensor):
+        parts = [result]
     else:
         return None
     described = [_describe(part, given) for part in parts]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,8 +134,8 @@ class StorageTracker(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if DTensor in types:
             return NotImplemented
         result = op(*args, **(kwargs or {}))
@@ -150,7 +151,7 @@ class StorageTracker(TorchDispatchMode):
             self.communicated.update(self._known[key][0] for key in _addresses(args) if key in self._known)
         return result
 
-    def _add_result(self, op: Any, result: Tensor, args: tuple[Any, ...]) -> None:
+    def _add_result(self, op: OpOverload, result: Tensor, args: tuple[Any, ...]) -> None:
         """A result is new if no argument has its storage; an unknown storage of an argument existed before."""
         storage = result.untyped_storage()
         if storage._cdata in self._known or storage._cdata not in _addresses(args):
@@ -202,7 +203,7 @@ class StorageTracker(TorchDispatchMode):
         # Resizing a storage is not dispatched, so the method itself is patched.
         self._resize = resize = torch.UntypedStorage.resize_
 
-        def resize_and_track(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_and_track(storage: torch.UntypedStorage, size: int) -> object:
             result = resize(storage, size)
             self._add_storage(storage)
             return result
@@ -216,7 +217,7 @@ class StorageTracker(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
 
-def _addresses(args: Iterable[Any]) -> Iterator[int]:
+def _addresses(args: Iterable[object]) -> Iterator[int]:
     """Of the storages of all tensors among the arguments."""
     for arg in args:
         if isinstance(arg, Tensor):

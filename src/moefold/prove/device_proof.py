@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +70,9 @@ def rounding_errors(
     }
 
 
-def gather_differences(own: Mapping[str, Any], names: Sequence[str], device: torch.device) -> list[dict[str, Any]]:
+def gather_differences(
+    own: Mapping[str, Sequence[float]], names: Sequence[str], device: torch.device
+) -> list[dict[str, list[float]]]:
     """Each rank's differences by name; a rank has those of its own shards only."""
     absent = [0.0] * 4
     rows = [[float(name in own), *map(float, own.get(name, absent))] for name in names]

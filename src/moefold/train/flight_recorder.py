@@ -11,12 +11,13 @@ import os
 import pickletools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from moefold.errors import MoefoldError
 
 # Plain data, and marks between them.
-Stack = list[Any]
+Stack = list[object]
+T = TypeVar("T")
 _MARK = object()
 MAX_BYTES = 64 << 20
 # Opcodes whose argument is the value.
@@ -92,10 +93,11 @@ def _pairs(items: Stack) -> Iterator[tuple[object, object]]:
     return zip(items[::2], items[1::2], strict=True)
 
 
-def _top(kind: type, stack: Stack) -> Any:
-    if not isinstance(stack[-1], kind):
-        raise ValueError(f"has items for a {type(stack[-1]).__name__}")
-    return stack[-1]
+def _top(kind: type[T], stack: Stack) -> T:
+    top = stack[-1]
+    if not isinstance(top, kind):
+        raise ValueError(f"has items for a {type(top).__name__}")
+    return top
 
 
 def _append(stack: Stack) -> None:

@@ -213,7 +213,7 @@ def fake_triton(hazards: StreamHazards) -> Iterator[None]:
         yield
         return
 
-    def launch(kernel: Any, *args: object, grid: object, warmup: bool, **options: object) -> None:
+    def launch(kernel: JITFunction, *args: object, grid: object, warmup: bool, **options: object) -> None:
         tensors = [x for x in (*args, *options.values()) if isinstance(x, torch.Tensor)]
         hazards.launch(f"triton {kernel.fn.__name__}", tensors, tensors)
 

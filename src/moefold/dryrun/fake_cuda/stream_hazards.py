@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from sys import _getframe
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,8 +105,12 @@ class StreamHazards(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(
-        self, op: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        self,
+        op: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
@@ -260,7 +264,7 @@ def _short_path(filename: str) -> tuple[str, str]:
     return "", f"torch{filename.rpartition('/torch')[2]}" if "/torch/distributed/" in filename else ""
 
 
-def _split(op: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Tensor], list[Tensor]]:
+def _split(op: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Tensor], list[Tensor]]:
     """Tensors that the operation reads, and those that it writes in place."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
