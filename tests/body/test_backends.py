@@ -17,9 +17,11 @@ from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named
 from moefold.ops.backends import BACKENDS, JOBS, resolve, why_not
+from moefold.ops.engines import OPTIONAL
 from moefold.ops.host_probe import GpuInfo, HostInfo, probe_host
 
 SRC = Path(__file__).parents[2] / "src"
+NO_TRITON = "triton is not installed, triton >=3.6,<4 is needed: pip install 'moefold[kernels]'"
 HOPPER, TURING = GpuInfo("H100", (9, 0), 80 << 30), GpuInfo("T4", (7, 5), 16 << 30)
 
 IMPORT_ALL = """
@@ -93,9 +95,10 @@ def test_native_changes_activations_only(here: HostInfo) -> None:
     (
         ({"gpus": ()}, None, "there is no GPU here"),
         ({"gpus": (HOPPER, TURING)}, None, "T4 has compute capability 7.5, 8.0 is needed"),
-        ({"packages": {}}, None, "triton is not installed"),
+        ({"packages": {}}, None, NO_TRITON),
+        ({"packages": {"triton": "3.5.1"}}, None, NO_TRITON.replace("is not", "3.5.1 is")),
         ({}, "float64", "takes float32 and bfloat16, not float64"),
-        ({"packages": {}, "gpus": ()}, None, "there is no GPU here; triton is not installed"),
+        ({"packages": {}, "gpus": ()}, None, f"there is no GPU here; {NO_TRITON}"),
         ({}, "bfloat16", ""),
     ),
 )
@@ -122,12 +125,17 @@ def test_doctor_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     for backend in BACKENDS:
         assert f"{backend.job} " in text and f" {backend.name} " in text
     assert "runs on cuda, not on cpu" in text
+    for name, engine in OPTIONAL.items():
+        assert f"\n{name} " in text and f" {engine.install}\n" in text
 
 
 def test_doctor_prints_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == "cpu" and found["host"]["torch"] == torch.__version__
+    assert {row["name"]: row["package"] for row in found["packages"]} == {
+        name: engine.package for name, engine in OPTIONAL.items()
+    }
     works = {(row["job"], row["backend"]): row["works"] for row in found["backends"]}
     assert works["experts", "sequential"] and not works["permute", "triton"]
 

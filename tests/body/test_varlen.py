@@ -112,10 +112,12 @@ def test_what_needs_a_gpu_is_refused_without_one(name: str) -> None:
 
 def test_a_missing_or_old_package_says_how_to_install_it() -> None:
     here = dataclasses.replace(probe_host(), gpus=(GpuInfo("H100", (9, 0), 80 << 30),), packages={"triton": "3.9.0"})
-    with pytest.raises(BackendError, match=r"flash-attn is not installed \(pip install flash-attn\)"):
+    with pytest.raises(
+        BackendError, match=r"flash-attn is not installed, .* needed: pip install 'moefold\[flash-attn-2\]'"
+    ):
         attention_named("flash_attn_2", "cuda", "bfloat16", here)
     old = dataclasses.replace(here, packages={"flash-attn": "2.5.9.post1"})
-    with pytest.raises(BackendError, match=r"flash-attn 2.5.9.post1 is too old, 2.7 is needed"):
+    with pytest.raises(BackendError, match=r"flash-attn 2.5.9.post1 is installed, flash-attn >=2.7,<3 is needed"):
         attention_named("flash_attn_2", "cuda", "bfloat16", old)
     with pytest.raises(BackendError, match="takes bfloat16, not float32"):
         attention_named("flash_attn_4", "cuda", "float32", dataclasses.replace(here, packages={"flash-attn-4": "4.0"}))

@@ -149,7 +149,9 @@ def test_a_missing_service_is_named(key: str, package: str, tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     train = info_of(tmp_path, **{key: "my project" if key == "wandb" else True}).run.train
-    with pytest.raises(BackendError, match=f"train.{key}.*needs the package {package}.*pip install {package}"):
+    with pytest.raises(
+        BackendError, match=f"train.{key}: {package} is not installed.*pip install {package}; or set train.{key}"
+    ):
         services(train)
 
 

@@ -10,7 +10,6 @@ apart. ``tests/body/flash_attn_signatures.json`` has their recorded signatures; 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +22,7 @@ from moefold.attention.packed_mask import PackedMask
 from moefold.attention.partial_attention import merge_sinks_, sink_gradients
 from moefold.attention.varlen import VarlenAttention, VarlenGradients
 from moefold.errors import BackendError
+from moefold.ops.engines import load_engine
 
 # A row of a head is loaded in pieces of so many bytes.
 ROW_BYTES = 16
@@ -134,13 +134,7 @@ class FlashAttention(VarlenAttention):
 
 def flash_calls(version: int) -> FlashCalls:
     """Import that version; an error says how to install it."""
-    module, install, make = _VERSIONS[version]
-    try:
-        return make(importlib.import_module(module))
-    except ImportError as error:
-        raise BackendError(
-            f"kernels.attention: flash_attn_{version} needs the module {module}: {install} ({error})"
-        ) from error
+    return _VERSIONS[version](load_engine(f"flash_attn_{version}"))
 
 
 def calls_2(module: Any) -> FlashCalls:
@@ -247,11 +241,7 @@ _UNUSED_3 = (
     "leftpad_k", "rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale",
 )  # fmt: skip
 
-_VERSIONS: dict[int, tuple[str, str, Callable[[Any], FlashCalls]]] = {
-    2: ("flash_attn.flash_attn_interface", "pip install 'flash-attn>=2.7'", calls_2),
-    3: ("flash_attn_interface", "build the folder hopper of flash-attention's sources", calls_3),
-    4: ("flash_attn.cute.interface", "pip install flash-attn-4", calls_4),
-}
+_VERSIONS: dict[int, Callable[[Any], FlashCalls]] = {2: calls_2, 3: calls_3, 4: calls_4}
 
 
 def _left(found: Sequences) -> int:

@@ -50,8 +50,8 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from moefold.ops.backends import as_rows
-    from moefold.ops.host_probe import CPU_FEATURES, PACKAGES, probe_host
+    from moefold.ops.backends import as_rows, package_rows
+    from moefold.ops.host_probe import CPU_FEATURES, probe_host
 
     if args.gpus:
         from moefold.cli.doctor_gpus import examine_gpus
@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
     rows = as_rows(device, host)
     if args.json:
         facts = asdict(host) | {"cpu_features": {name: name in host.cpu_features for name in CPU_FEATURES}}
-        print(json.dumps({"moefold": __version__, "host": facts, "device": device, "backends": rows}, indent=2))
+        found = {"host": facts, "device": device, "packages": package_rows(host), "backends": rows}
+        print(json.dumps({"moefold": __version__} | found, indent=2))
         return 0
-    print(text_table(("what", "on this machine"), _facts(host, PACKAGES)))
+    print(text_table(("what", "on this machine"), _facts(host)))
     print()
     print(
         text_table(
@@ -72,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
             [(n, _yes(n in host.cpu_features), f) for n, f in CPU_FEATURES.items()],
         )
     )
+    print("\noptional packages, imported only where a run names them")
+    columns = ("name", "package", "installed", "needs", "fits", "install")
+    print(text_table(columns, [[row[column] for column in columns] for row in package_rows(host)]))
     print(f"\nbackends on {device}")
     cells = [
         (r["job"], r["backend"], _yes(r["works"]), ", ".join(r["formats"]), r["setting"], r["reason"]) for r in rows
@@ -80,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(host: HostInfo, packages: tuple[str, ...]) -> list[tuple[str, str]]:
+def _facts(host: HostInfo) -> list[tuple[str, str]]:
     gpus = [
         f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}, {format_bytes(gpu.memory)}"
         for gpu in host.gpus
@@ -97,7 +101,6 @@ def _facts(host: HostInfo, packages: tuple[str, ...]) -> list[tuple[str, str]]:
         ("CPU", f"{host.cpu}, {host.cores} cores, torch uses {host.threads} threads"),
         ("allocator", f"{host.allocator}: {kept}"),
         ("collectives", f"gloo {_yes(host.gloo)}, nccl {_yes(host.nccl)}"),
-        *((name, host.packages.get(name, "not installed")) for name in packages),
     ]
 
 

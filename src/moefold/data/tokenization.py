@@ -27,7 +27,8 @@ import numpy as np
 
 from moefold.data.byte_ranges import list_folder
 from moefold.data.token_writers import TokenWriter
-from moefold.errors import DataError
+from moefold.errors import BackendError, DataError
+from moefold.ops.engines import load_engine
 
 BYTES = "bytes"
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
@@ -67,15 +68,12 @@ class FileTokenizer:
 
     def __init__(self, path: str, end: str | None = None, needs_end: bool = False) -> None:
         try:
-            from tokenizers import Tokenizer as Loaded
-        except ImportError as error:
-            raise DataError(
-                f"{path}: a tokenizer.json needs the tokenizers library; pip install 'moefold[hf]', or use "
-                f"--tokenizer {BYTES}"
-            ) from error
+            library = load_engine("tokenizers")
+        except BackendError as error:
+            raise DataError(f"{path}: a tokenizer.json needs {error}; or use --tokenizer {BYTES}") from error
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
-            self._loaded = Loaded.from_str(file.read_text(encoding="utf-8"))
+            self._loaded = library.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises plain exceptions
             raise DataError(f"{file}: is not a tokenizer: {error}") from error
         # Saved padding or truncation settings would change documents.

@@ -8,7 +8,6 @@ A backend that needs an optional package imports it inside its own function, so 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, get_args
@@ -19,7 +18,7 @@ from moefold.config.parallel import NamedDispatcher
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm, rope
-from moefold.ops.engines import install_hint
+from moefold.ops.engines import OPTIONAL
 from moefold.ops.glu import GLU, glu_named
 from moefold.ops.host_probe import HostInfo
 
@@ -41,14 +40,12 @@ class Backend:
     setting: str
     devices: tuple[str, ...]
     formats: tuple[str, ...]
-    # Packages that must be installed, each with its minimum version if any ("name>=2.7") and how to install them; the
-    # minimum compute capability of a GPU.
-    packages: tuple[str, ...] = ()
+    # The optional package that it needs, by its name in ``OPTIONAL``; the minimum compute capability of a GPU.
+    engine: str | None = None
     capability: tuple[int, int] | None = None
     # Whether it needs a C compiler.
     compiles: bool = False
     note: str = ""
-    install: str = ""
     # Formats on a GPU, where they differ.
     gpu_formats: tuple[str, ...] | None = None
 
@@ -78,42 +75,43 @@ JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "g
 _KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
 _PERMUTE, _ATTENTION = "kernels.permute", "kernels.attention"
 _BOTH = ("cpu", "cuda")
+_TE = "transformer_engine"
 
 BACKENDS = (
     *(Backend("dispatch", name, _DISPATCH, _BOTH, ALL, note="moefold's own") for name in get_args(NamedDispatcher)),
-    Backend("dispatch", "deepep", _DISPATCH, ("cuda",), BF16, ("deep_ep",), AMPERE, note="DeepEP's Buffer"),
-    Backend("dispatch", "deepep_elastic", _DISPATCH, ("cuda",), BF16, ("deep_ep",), HOPPER, note="its ElasticBuffer"),
-    Backend("dispatch", "symmetric_memory", _DISPATCH, ("cuda",), ALL, (), AMPERE, note="torch's all_to_all_vdev_2d"),
+    Backend("dispatch", "deepep", _DISPATCH, ("cuda",), BF16, "deepep", AMPERE, note="DeepEP's Buffer"),
+    Backend("dispatch", "deepep_elastic", _DISPATCH, ("cuda",), BF16, "deepep_elastic", HOPPER, note="ElasticBuffer"),
+    Backend(
+        "dispatch",
+        "symmetric_memory",
+        _DISPATCH,
+        ("cuda",),
+        ALL,
+        "symmetric_memory",
+        AMPERE,
+        note="torch's all_to_all_vdev_2d",
+    ),
     Backend("experts", "sequential", _EXPERTS, _BOTH, ALL, note="one GEMM per expert: the reference"),
     Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM", gpu_formats=BF16),
-    Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, ("deep_gemm",), HOPPER, note="DeepGEMM's grouped GEMM"),
-    Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, ("torchao",), BLACKWELL, note="torchao's, in MXFP8"),
+    Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, "deepgemm", HOPPER, note="DeepGEMM's grouped GEMM"),
+    Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, "mxfp8", BLACKWELL, note="torchao's, in MXFP8"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
     Backend("expert_permute", "backend", _PERMUTE, _BOTH, ALL, note="that of kernels.backend"),
-    Backend(
-        "expert_permute",
-        "transformer_engine",
-        _PERMUTE,
-        ("cuda",),
-        NARROW,
-        ("transformer_engine",),
-        AMPERE,
-        note="Transformer Engine's moe_permute",
-    ),
+    Backend("expert_permute", _TE, _PERMUTE, ("cuda",), NARROW, _TE, AMPERE, note="Transformer Engine's moe_permute"),
     Backend("attention", "reference", _ATTENTION, _BOTH, ALL, note="all scores in memory: the reference"),
     Backend(
         "attention", "sdpa", _ATTENTION, _BOTH, ALL, note="torch's fused attention, one call per shape of document"
     ),
     Backend(
-        "attention", "triton", _ATTENTION, ("cuda",), NARROW, ("triton",), AMPERE, note="4 launches for any documents"
+        "attention", "triton", _ATTENTION, ("cuda",), NARROW, "triton", AMPERE, note="4 launches for any documents"
     ),
-    Backend("attention", "flex", _ATTENTION, ("cuda",), NARROW, ("triton",), AMPERE, note="torch's flex_attention"),
+    Backend("attention", "flex", _ATTENTION, ("cuda",), NARROW, "triton", AMPERE, note="torch's flex_attention"),
     *(
-        Backend("attention", name, _ATTENTION, ("cuda",), BF16, (package,), capability, False, note, install)
-        for name, package, capability, note, install in (
-            ("flash_attn_2", "flash-attn>=2.7", AMPERE, "one head dim for keys and values", "pip install flash-attn"),
-            ("flash_attn_3", "flash-attn-3>=3.0", HOPPER, "Hopper", "build flash-attention's folder hopper"),
-            ("flash_attn_4", "flash-attn-4>=4.0", HOPPER, "Hopper and Blackwell", "pip install flash-attn-4"),
+        Backend("attention", name, _ATTENTION, ("cuda",), BF16, name, capability, note=note)
+        for name, capability, note in (
+            ("flash_attn_2", AMPERE, "one head dim for keys and values"),
+            ("flash_attn_3", HOPPER, "Hopper"),
+            ("flash_attn_4", HOPPER, "Hopper and Blackwell"),
         )
     ),
     Backend("glu", "torch", _KERNELS, ("cpu",), ALL, note="the reference"),
@@ -123,7 +121,7 @@ BACKENDS = (
         for job in JOBS
         for backend in (
             Backend(job, "torch", _KERNELS, _BOTH, ALL, note="the reference"),
-            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, ("triton",), AMPERE, note="one pass over memory"),
+            Backend(job, "triton", _KERNELS, ("cuda",), NARROW, "triton", AMPERE, note="one pass over memory"),
         )
     ),
 )
@@ -142,7 +140,9 @@ def why_not(backend: Backend, device: str, host: HostInfo, number_format: str | 
             for gpu in dict.fromkeys(host.gpus)
             if gpu.capability < backend.capability
         ]
-    reasons += [reason for package in backend.packages if (reason := _missing(package, backend.install, host))]
+    if backend.engine is not None:
+        engine = OPTIONAL[backend.engine]
+        reasons += filter(None, [engine.problem(host.version_of(engine.package))])
     if backend.compiles and host.compiler is None:
         reasons.append("there is no C compiler (no cc, no $CC)")
     formats = backend.formats_on(device)
@@ -215,21 +215,19 @@ def as_rows(device: str, host: HostInfo) -> list[dict[str, Any]]:
     ]
 
 
-def _missing(requirement: str, install: str, host: HostInfo) -> str:
-    """Empty where the package is installed in that version or a later one."""
-    package, _, minimum = requirement.partition(">=")
-    hint = install or install_hint(package)
-    how = f" ({hint})" if hint else ""
-    found = host.packages.get(package)
-    if found is None:
-        return f"{package} is not installed{how}"
-    return f"{package} {found} is too old, {minimum} is needed{how}" if _number(found) < _number(minimum) else ""
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 8, 3) of 2.8.3.post1."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
+def package_rows(host: HostInfo) -> list[dict[str, str]]:
+    """Every optional package: what is installed on this host, what is needed, and how to install it."""
+    return [
+        {
+            "name": name,
+            "package": engine.package,
+            "installed": host.version_of(engine.package) or "no",
+            "needs": engine.needs.removeprefix(engine.package).strip() or "any",
+            "install": engine.install,
+            "fits": "no" if engine.problem(host.version_of(engine.package)) else "yes",
+        }
+        for name, engine in OPTIONAL.items()
+    ]
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from moefold.ops.engines import PACKAGES, installed_version
 from moefold.ops.native.compile_c import compiler
 
 # CPU instructions that moefold's speed depends on, and for what; by their names in /proc/cpuinfo.
@@ -21,21 +21,6 @@ CPU_FEATURES = {
     "avx512_bf16": "bfloat16 matmuls without tiles",
     "avx2": "vectors of 32 bytes, the minimum for torch's CPU kernels",
 }
-# Optional packages of backends and commands.
-PACKAGES = (
-    "triton",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "transformers",
-    "tokenizers",
-    "tensorboard",
-    "wandb",
-    "deep_ep",
-    "deep_gemm",
-    "torchao",
-    "transformer_engine",
-)
 # Libraries that replace the C library's allocator, by a part of their file name.
 _ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 
@@ -61,7 +46,7 @@ class HostInfo:
     # The C library, or the library that replaces its allocator.
     allocator: str
     malloc_trim_disabled: bool
-    # Installed packages of PACKAGES and their versions.
+    # Installed packages of ``ops/engines.py`` and their versions.
     packages: dict[str, str]
     # The path of the C compiler; None without one.
     compiler: str | None
@@ -72,6 +57,10 @@ class HostInfo:
     def device(self) -> str:
         """The default device."""
         return "cuda" if self.gpus else "cpu"
+
+    def version_of(self, package: str) -> str | None:
+        """Of an installed package; None if it is not."""
+        return self.torch if package == "torch" else self.packages.get(package)
 
 
 def probe_host() -> HostInfo:
@@ -87,7 +76,7 @@ def probe_host() -> HostInfo:
         cpu_features=features,
         allocator=allocator,
         malloc_trim_disabled=trim_disabled,
-        packages={name: found for name in PACKAGES if (found := _version(name))},
+        packages={name: found for name in PACKAGES if (found := installed_version(name))},
         compiler=compiler(),
         gloo=dist.is_available() and dist.is_gloo_available(),
         nccl=dist.is_available() and dist.is_nccl_available(),
@@ -122,10 +111,3 @@ def _allocator() -> tuple[str, bool]:
     other = next((name for name in _ALLOCATORS if name in mapped), None)
     library, number = platform.libc_ver()
     return (other, False) if other else (f"{library} {number}".strip() or "unknown", library == "glibc")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

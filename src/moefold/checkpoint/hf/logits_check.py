@@ -18,9 +18,9 @@ from moefold.checkpoint.hf.hf_config import FILE, family_of, write_config
 from moefold.checkpoint.hf.hf_directory import weight_keys
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.config.model import ModelConfig
-from moefold.errors import BackendError
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.nn.batch import whole_batch
+from moefold.ops.engines import load_engine
 
 _SEQUENCES, _LENGTH = 2, 37
 
@@ -73,10 +73,7 @@ def _moefold_logits(
 
 
 def _hf_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: torch.dtype) -> Tensor:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise BackendError("--check needs transformers; install it: pip install 'moefold[hf]'") from None
+    transformers = load_engine("transformers")
     with tempfile.TemporaryDirectory(prefix="moefold-check-") as name:
         shown = Path(name)
         alone = replace(model, num_mtp=0)
@@ -85,7 +82,7 @@ def _hf_logits(model: ModelConfig, directory: Path, tokens: Tensor, rounded: tor
         for file in directory.iterdir():
             if file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json")):
                 (shown / file.name).symlink_to(file.resolve())
-        hf_model = AutoModelForCausalLM.from_pretrained(
+        hf_model = transformers.AutoModelForCausalLM.from_pretrained(
             shown,
             dtype=torch.float32,
             attn_implementation="eager",

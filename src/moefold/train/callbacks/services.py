@@ -5,13 +5,13 @@ Both draw one chart per name: `scalars` turns a step into named numbers.
 
 from __future__ import annotations
 
-import importlib
 import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from moefold.errors import BackendError
+from moefold.ops.engines import load_engine
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord, finite_metrics
 from moefold.train.metrics import Meter, Speed, device_name, router_stats
 
@@ -20,7 +20,7 @@ class TensorBoard(Callback):
     """Event files in the run's directory. A resumed run purges the steps that it is about to repeat."""
 
     def __init__(self, device: str | None = None) -> None:
-        self._make = _writer_class()
+        self._make = _package("tensorboard", "false").SummaryWriter
         self._device = device
         self._writer: Any = None
         self._meter: Meter | None = None
@@ -48,15 +48,13 @@ class TensorBoard(Callback):
             self._writer = None
 
 
-def _writer_class() -> Any:
+def _package(name: str, otherwise: str) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
+        return load_engine(name)
+    except BackendError as error:
         raise BackendError(
-            "train.tensorboard: true needs the package tensorboard, which is not installed; "
-            "run `pip install tensorboard`, or set train.tensorboard to false: metrics.jsonl has the same numbers"
+            f"train.{error}; or set train.{name} to {otherwise}: metrics.jsonl has the same numbers"
         ) from error
-    return SummaryWriter
 
 
 ID_FILE = "wandb_id"
@@ -66,7 +64,7 @@ class WeightsAndBiases(Callback):
     """A resumed run continues the same page: its id is kept in the run's directory."""
 
     def __init__(self, project: str, device: str | None = None) -> None:
-        self._wandb = _package()
+        self._wandb = _package("wandb", "null")
         self._project = project
         self._device = device
         self._run: Any = None
@@ -109,16 +107,6 @@ def _run_id(directory: Path, *, fresh: bool) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(secrets.token_hex(8) + "\n")
     return path.read_text().strip()
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        raise BackendError(
-            "train.wandb needs the package wandb, which is not installed; "
-            "run `pip install wandb`, or set train.wandb to null: metrics.jsonl has the same numbers"
-        ) from error
 
 
 def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:
