@@ -11,9 +11,10 @@ from tests.body.varlen_cases import SCALE, VarlenCase, computed, exact, varlen_c
 from moefold.attention.partial_attention import FUSED, PLAIN
 from moefold.attention.sdpa import attend
 from moefold.attention.varlen import VarlenAttention, compact
-from moefold.attention.varlen_backends import ATTENTION, attention_for, attention_named, chosen_attention
+from moefold.attention.varlen_backends import ATTENTION, attention_for, attention_named
 from moefold.attention.varlen_reference import ReferenceAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
+from moefold.checks.kernels import attention_in_use
 from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
@@ -98,9 +99,9 @@ def test_every_backend_of_the_table_can_be_made() -> None:
 
 
 def test_auto_follows_the_backend_of_kernels() -> None:
-    assert chosen_attention(RunConfig()) == "sdpa"
-    assert chosen_attention(RunConfig(kernels=KernelsConfig(backend="triton"))) == "triton"
-    assert chosen_attention(RunConfig(kernels=KernelsConfig(attention="reference"))) == "reference"
+    assert attention_in_use(RunConfig()) == "sdpa"
+    assert attention_in_use(RunConfig(kernels=KernelsConfig(backend="triton"))) == "triton"
+    assert attention_in_use(RunConfig(kernels=KernelsConfig(attention="reference"))) == "reference"
     assert attention_for(RunConfig(kernels=KernelsConfig(attention="reference")), "cpu").name == "reference"
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from io import StringIO
 
+import pytest
+from rich.console import Console
+
+import moefold
 from moefold.checks.engine_limits import RULES
+from moefold.checks.kernels import kernels_in_use
 from moefold.checks.run_all import _flat, problems
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.plan.collective_counts import messages
 from moefold.plan.dispatch_choice import dispatcher_in_use, planned_as
+from moefold.plan.report.terminal import terminal_report
 from moefold.recipes.catalog import recipe
 
 
@@ -45,6 +51,18 @@ CASES: list[tuple[tuple[str, ...], str, str, str]] = [
         "kernels.experts",
         "computes from bfloat16, not from float32",
         "use grouped",
+    ),
+    (
+        ("kernels.experts=transformer_engine", "precision.compute=float32"),
+        "kernels.experts",
+        "transformer_engine computes from bfloat16, not from float32",
+        "use grouped",
+    ),
+    (
+        ("kernels.linear=transformer_engine", "precision.compute=float32"),
+        "kernels.linear",
+        "multiplies bfloat16, not float32",
+        "use torch",
     ),
     (
         ("kernels.experts=mxfp8", "model.moe.expert_hidden_dim=776"),
@@ -87,6 +105,7 @@ def test_rows_of_deepgemm_are_aligned() -> None:
         ("parallel.dispatcher=deepep", "parallel.ep=8"),
         ("parallel.dispatcher=deepep_elastic", "parallel.ep=8", "kernels.experts=deepgemm"),
         ("parallel.dispatcher=symmetric_memory", "parallel.ep=16", "kernels.experts=mxfp8"),
+        ("kernels.experts=transformer_engine", "kernels.linear=transformer_engine"),
     ],
 )
 def test_what_fits_is_not_refused(words: tuple[str, ...]) -> None:
@@ -111,3 +130,20 @@ def test_the_planner_knows_which_one_is_chosen() -> None:
         # They do not use our process groups.
         assert not [message for message in messages(run, 16) if message.group in ("ep", "etp")]
     assert planned == {"deepep": "deepep", "deepep_elastic": "deepep", "symmetric_memory": "all_to_all"}
+
+
+def test_a_plan_says_which_kernels_are_chosen() -> None:
+    words = ["kernels.linear=transformer_engine", "kernels.experts=deepgemm", "kernels.backend=triton"]
+    run = run_of("precision.compute=bfloat16", *words)
+    assert kernels_in_use(run, "cuda") == {
+        "experts": "deepgemm",
+        "permute": "backend",
+        "linear": "transformer_engine",
+        "attention": "triton",
+        "backend": "triton",
+    }
+    found = moefold.plan(run, gpu="H100", gpus=8, search=False)
+    assert found.layout["kernels"] == kernels_in_use(run, "cuda")
+    console = Console(record=True, width=160, file=StringIO())
+    console.print(terminal_report(found.proposal))
+    assert "kernels: experts deepgemm, permute backend, linear transformer_engine, " in console.export_text()

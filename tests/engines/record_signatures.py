@@ -56,6 +56,7 @@ _GEMMS = (
     "m_grouped_bf16_gemm_nn_contiguous",
     "k_grouped_bf16_gemm_tn_contiguous",
 )
+_TE_GEMM = ("transformer_engine/pytorch/cpp_extensions/gemm.py",)
 SOURCES = {
     "deepep": Source(
         "https://github.com/deepseek-ai/DeepEP",
@@ -99,6 +100,12 @@ SOURCES = {
             ("transformer_engine/pytorch/permutation.py",): ("moe_permute", "moe_permute_with_probs", "moe_unpermute"),
         },
         module=("transformer_engine/pytorch/__init__.py",),
+    ),
+    "transformer_engine_gemm": Source(
+        "https://github.com/NVIDIA/TransformerEngine",
+        (("build_tools/VERSION.txt",), r"([\d.]+\d)"),
+        python={_TE_GEMM: ("general_gemm", "general_grouped_gemm")},
+        module=_TE_GEMM,
     ),
 }
 

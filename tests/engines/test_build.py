@@ -104,6 +104,18 @@ def test_a_model_on_cpus_is_refused_with_the_dispatchers_that_work(name: EngineD
     on_ranks(work, 2, ep=2)
 
 
+def test_a_model_on_cpus_is_refused_with_the_linear_that_works() -> None:
+    def work(groups: Groups) -> None:
+        debug = recipe("debug_tiny")
+        run = replace(debug, kernels=replace(debug.kernels, linear="transformer_engine"))
+        with pytest.raises(
+            BackendError, match=r"kernels.linear: transformer_engine cannot do linear: runs on cuda.* cpu: torch;"
+        ):
+            build_on_meta(run, groups, torch.device("cpu"))
+
+    on_ranks(work, 1)
+
+
 def assert_two_layers(name: EngineDispatcher) -> None:
     batch = microbatch(3, dropping=True)
     wanted = expected(batch)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines import fake_deepgemm, test_transformer_engine
+from tests.engines import fake_deepgemm, fake_te_gemm, test_transformer_engine
 from tests.engines.fake_deepep import Buffer
 from tests.engines.fake_deepep_elastic import ElasticBuffer
 from tests.engines.fake_symm_mem import FakeSymmetricMemory
@@ -67,6 +67,12 @@ ADAPTERS = {
     "deepgemm": Adapter("nn/grouped_deepgemm.py", ("deepgemm-2.6.1",), {"library": ""}, {}),
     "mxfp8": Adapter("nn/grouped_mxfp8.py", ("mxfp8-0.18.0", "mxfp8-0.19.0"), {"library": ""}, {}),
     "transformer_engine": Adapter("moe/te_permutation.py", ("transformer_engine-2.18.0",), {"library": ""}, {}),
+    "transformer_engine_gemm": Adapter(
+        "nn/te_matmul.py",
+        ("transformer_engine_gemm-2.18.0", "transformer_engine_gemm-2.20.0"),
+        {"library": ""},
+        {},
+    ),
     "symmetric_memory": Adapter(
         "moe/dispatch/symmetric_memory.py", ("symmetric_memory-2.13.0",), {"library": "", "ops": ""}, {}
     ),
@@ -126,7 +132,7 @@ def test_every_call_fits_the_recorded_signature(name: str, version: str) -> None
         offenders += [f"{adapter.file}:{call.lineno}: {what}: {each}" for each in words]
         seen += 1
     assert not offenders, "\n".join(offenders)
-    assert seen >= {"mxfp8": 1, "transformer_engine": 3}.get(name, 4)
+    assert seen >= {"mxfp8": 1, "transformer_engine": 3, "transformer_engine_gemm": 3}.get(name, 4)
 
 
 @pytest.mark.parametrize(("name", "version"), CASES)
@@ -179,6 +185,11 @@ FAKES: list[tuple[str, str, Callable[..., Any]]] = [
     *(
         ("transformer_engine-2.18.0", name, getattr(test_transformer_engine, name))
         for name in RECORDED["transformer_engine-2.18.0"]["functions"]
+    ),
+    *(
+        (version, name, getattr(fake_te_gemm, name))
+        for version in ADAPTERS["transformer_engine_gemm"].recorded
+        for name in RECORDED[version]["functions"]
     ),
     ("mxfp8-0.18.0", "_to_mxfp8_then_scaled_grouped_mm", to_mxfp8_then_scaled_grouped_mm),
     *(

@@ -14,13 +14,13 @@ PROGRAM = """
 from moefold.dryrun.fake_cuda.load_guard import load_guard
 load_guard()
 import sys
-from moefold.attention.varlen_backends import chosen_attention
+from moefold.checks.kernels import attention_in_use
 from moefold.config.loading import override
 from moefold.dryrun.fake_cuda.laboratory import examine
 from moefold.recipes.catalog import recipe
 changes = {"kernels.experts": "grouped", "kernels.backend": "triton", "precision.compute": "bfloat16", "parallel.cp": 2}
 run = override(recipe(sys.argv[1]), changes | {"parallel.context.full": sys.argv[2]})
-assert chosen_attention(run) == "triton"
+assert attention_in_use(run) == "triton"
 print("findings:", [str(finding) for finding in examine(run, 2, 1)])
 """
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_reference import ReferenceAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
+from moefold.checks.kernels import attention_in_use
 from moefold.config.run import RunConfig
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import HostInfo, probe_host
@@ -57,11 +58,4 @@ def attention_named(
 
 def attention_for(run: RunConfig, device: str) -> VarlenAttention:
     """The backend of ``run.kernels.attention``."""
-    return attention_named(chosen_attention(run), device, run.precision.compute)
-
-
-def chosen_attention(run: RunConfig) -> str:
-    """``auto`` follows ``kernels.backend``: our kernels everywhere, or torch's own."""
-    if run.kernels.attention != "auto":
-        return run.kernels.attention
-    return "triton" if run.kernels.backend == "triton" else "sdpa"
+    return attention_named(attention_in_use(run), device, run.precision.compute)

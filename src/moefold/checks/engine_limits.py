@@ -1,4 +1,4 @@
-"""Rules about dispatchers and grouped GEMMs of other libraries: what each takes, known before anything is installed.
+"""Rules about dispatchers and GEMMs of other libraries: what each takes, known before anything is installed.
 
 The limits are those that the libraries' own source states, at the versions of docs/engines.md.
 """
@@ -14,6 +14,7 @@ from moefold.errors import Problem
 
 ENGINES: tuple[str, ...] = get_args(EngineDispatcher)
 DEEPEP = ("deepep", "deepep_elastic")
+ENGINE_EXPERTS = ("deepgemm", "mxfp8", "transformer_engine")
 # Sizes of ep groups for which DeepEP's Buffer has a configuration.
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 # Entries of a bfloat16 row that fill 16 bytes, and values that share a scale in MXFP8.
@@ -96,11 +97,19 @@ def _symmetric_limits(run: RunConfig) -> Iterator[Problem]:
 
 def engine_experts_are_bfloat16(run: RunConfig) -> Problem | None:
     name, compute = run.kernels.experts, run.precision.compute
-    if run.model.moe is None or name not in ("deepgemm", "mxfp8") or compute == "bfloat16":
+    if run.model.moe is None or name not in ENGINE_EXPERTS or compute == "bfloat16":
         return None
     return Problem(
         "kernels.experts", f"{name} computes from bfloat16, not from {compute}", "use grouped, or compute bfloat16"
     )
+
+
+def te_linear_is_bfloat16(run: RunConfig) -> Problem | None:
+    """Transformer Engine multiplies float32 in TF32, and has no float64."""
+    name, compute = run.kernels.linear, run.precision.compute
+    if name == "torch" or compute == "bfloat16":
+        return None
+    return Problem("kernels.linear", f"{name} multiplies bfloat16, not {compute}", "use torch, or compute bfloat16")
 
 
 def mxfp8_dims_fill_blocks(run: RunConfig) -> list[Problem]:
@@ -145,6 +154,7 @@ RULES = (
     deepep_has_a_config_for_ep,
     symmetric_memory_fits_its_kernel,
     engine_experts_are_bfloat16,
+    te_linear_is_bfloat16,
     mxfp8_dims_fill_blocks,
     te_permute_fits_the_experts,
 )

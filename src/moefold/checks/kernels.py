@@ -163,6 +163,20 @@ def experts_in_use(run: RunConfig, device: str) -> NamedExperts:
     return "sequential"
 
 
+def attention_in_use(run: RunConfig) -> str:
+    """`auto` follows ``kernels.backend``: our kernels everywhere, or torch's own."""
+    if run.kernels.attention != "auto":
+        return run.kernels.attention
+    return "triton" if run.kernels.backend == "triton" else "sdpa"
+
+
+def kernels_in_use(run: RunConfig, device: str) -> dict[str, str]:
+    """Which implementation does what on this kind of device, by the keys of ``kernels``."""
+    experts = {"experts": experts_in_use(run, device), "permute": run.kernels.permute} if run.model.moe else {}
+    dense = {"linear": run.kernels.linear, "attention": attention_in_use(run), "backend": run.kernels.backend}
+    return experts | dense
+
+
 def attention_backend_takes_the_format(run: RunConfig) -> Problem | None:
     name, compute = run.kernels.attention, run.precision.compute
     if compute not in _TRAINED or name not in _ATTENTION_FORMATS or compute in _ATTENTION_FORMATS[name]:

@@ -1,6 +1,7 @@
 """How a weight multiplies its input: the interface behind every large matmul of the model.
 
-The weight is stored in its own dtype; the matmul is computed in the dtype of the input.
+The weight is stored in its own dtype; the matmul is computed in the dtype of the input. ``LinearKernels`` are the three
+matmuls of a linear layer: torch's, or another library's.
 
 ``NativeMatmul`` leaves both gradients to autograd. ``SplitBackwardMatmul`` splits the backward in two: the gradient of
 the input is computed at once, because the previous stage waits for it, and the gradient of the weight is deferred until
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,14 @@ from torch.nn import functional as F
 
 from moefold.nn.grouped_deepgemm import deepgemm, deepgemm_weight_grad
 from moefold.nn.grouped_mxfp8 import mxfp8
+from moefold.nn.te_matmul import (
+    te_grouped,
+    te_grouped_weight_grad,
+    te_linear,
+    te_linear_input_grad,
+    te_linear_weight_grad,
+)
+from moefold.ops.engines import load_engine
 
 # rows_PX, weight_eYX as [out, in], rows per expert on the device, the same on the host if known there.
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
@@ -68,13 +77,39 @@ def grouped_weight_grad(
 
 GROUPED_MATMULS: dict[str, GroupedMatmul] = {"sequential": sequential, "grouped": grouped}
 # Of other libraries, imported when first called: on GPUs, and not in tests that run every grouped GEMM.
-ENGINE_MATMULS: dict[str, GroupedMatmul] = {"deepgemm": deepgemm, "mxfp8": mxfp8}
+ENGINE_MATMULS: dict[str, GroupedMatmul] = {"deepgemm": deepgemm, "mxfp8": mxfp8, "transformer_engine": te_grouped}
 WEIGHT_GRADS: dict[GroupedMatmul, GroupedWeightGrad] = {
     sequential: sequential_weight_grad,
     grouped: torch_grouped_weight_grad,
     deepgemm: deepgemm_weight_grad,
     # torchao computes it in bfloat16 too (``wgrad_with_hp``).
     mxfp8: torch_grouped_weight_grad,
+    te_grouped: te_grouped_weight_grad,
+}
+
+
+class LinearKernels(NamedTuple):
+    """The three matmuls of a linear layer; a weight is [Y, X], all other dims are rows."""
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    # Of the gradient of the output and the weight; of the gradient of the output and the input.
+    input_grad: Callable[[Tensor, Tensor], Tensor]
+    weight_grad: Callable[[Tensor, Tensor], Tensor]
+
+
+def _torch_input_grad(grad: Tensor, weight_YX: Tensor) -> Tensor:
+    return grad @ weight_YX
+
+
+def _torch_weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+TORCH_LINEAR = LinearKernels(F.linear, _torch_input_grad, _torch_weight_grad)
+# By name (``kernels.linear``).
+LINEAR_KERNELS: dict[str, LinearKernels] = {
+    "torch": TORCH_LINEAR,
+    "transformer_engine": LinearKernels(te_linear, te_linear_input_grad, te_linear_weight_grad),
 }
 
 
@@ -91,13 +126,44 @@ class MatmulPolicy(Protocol):
 
 
 class NativeMatmul:
+    def __init__(self, linear: LinearKernels = TORCH_LINEAR) -> None:
+        self.kernels = linear
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
+        matrix = weight.flatten(0, -2).to(x.dtype)
+        if self.kernels is TORCH_LINEAR:
+            return F.linear(x, matrix)
+        out: Tensor = _KernelLinear.apply(x, matrix, self.kernels)
+        return out
 
     def grouped(
         self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
     ) -> Tensor:
         return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+
+
+class _LinearContext(Protocol):
+    kernels: LinearKernels
+    saved_tensors: tuple[Tensor, Tensor]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class _KernelLinear(torch.autograd.Function):
+    """Three matmuls that have no derivatives of their own."""
+
+    @staticmethod
+    def forward(ctx: _LinearContext, x: Tensor, weight_YX: Tensor, kernels: LinearKernels) -> Tensor:
+        ctx.save_for_backward(x, weight_YX)
+        ctx.kernels = kernels
+        return kernels.forward(x, weight_YX)
+
+    @staticmethod
+    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight_YX = ctx.saved_tensors
+        dx = ctx.kernels.input_grad(grad, weight_YX) if ctx.needs_input_grad[0] else None
+        return dx, ctx.kernels.weight_grad(grad, x) if ctx.needs_input_grad[1] else None, None
 
 
 # Computes one weight's gradient, in the shape of the weight.
@@ -167,12 +233,13 @@ def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
 
 
 class SplitBackwardMatmul:
-    def __init__(self, weight_grads: WeightGradQueue) -> None:
+    def __init__(self, weight_grads: WeightGradQueue, linear: LinearKernels = TORCH_LINEAR) -> None:
         self.weight_grads = weight_grads
+        self.kernels = linear
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight)
-        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.weight_grads)
+        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.weight_grads, self.kernels)
 
     def grouped(
         self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
@@ -203,21 +270,28 @@ class _Keep(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, keeper: Any, passes_on: bool, weight_grads: WeightGradQueue
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        keeper: Any,
+        passes_on: bool,
+        weight_grads: WeightGradQueue,
+        kernels: LinearKernels,
     ) -> Tensor:
         """``keeper`` saved the input for the backward; ``passes_on`` says whether the input needs a gradient."""
         ctx.weight, ctx.keeper, ctx.passes_on, ctx.weight_grads = weight, keeper, passes_on, weight_grads
-        return F.linear(x, weight.flatten(0, -2).to(x.dtype))
+        ctx.kernels = kernels
+        return kernels.forward(x, weight.flatten(0, -2).to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        (x,), weight = ctx.keeper.saved_tensors, ctx.weight
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        (x,), weight, kernels = ctx.keeper.saved_tensors, ctx.weight, ctx.kernels
 
         def weight_gradient() -> Tensor:
-            return (grad.flatten(0, -2).t() @ x.flatten(0, -2)).view(weight.shape)
+            return kernels.weight_grad(grad, x).view(weight.shape)
 
-        dx = grad @ weight.flatten(0, -2).to(grad.dtype) if ctx.passes_on else None
-        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None
+        dx = kernels.input_grad(grad, weight.flatten(0, -2).to(grad.dtype)) if ctx.passes_on else None
+        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -258,3 +332,12 @@ def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor 
         ctx.weight_grads.put(weight, gradient)
         return None
     return gradient().to(weight.dtype)
+
+
+def matmul_policy_named(linear: str, weight_grads: WeightGradQueue | None) -> MatmulPolicy:
+    """With the kernels of ``kernels.linear``; ``weight_grads`` is where a schedule defers weight gradients to."""
+    if linear != "torch":
+        # A missing or wrong version stops the run here, and not in its first step.
+        load_engine("transformer_engine_gemm")
+    kernels = LINEAR_KERNELS[linear]
+    return NativeMatmul(kernels) if weight_grads is None else SplitBackwardMatmul(weight_grads, kernels)

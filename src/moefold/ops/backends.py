@@ -73,9 +73,9 @@ class Kernels:
 MOE_JOBS = ("map_rows", "permute", "unpermute", "route", "balance_stats")
 JOBS = (*MOE_JOBS, *(field.name for field in fields(Kernels) if field.name != "glu"))
 _KERNELS, _EXPERTS, _DISPATCH = "kernels.backend", "kernels.experts", "parallel.dispatcher"
-_PERMUTE, _ATTENTION = "kernels.permute", "kernels.attention"
+_LINEAR, _PERMUTE, _ATTENTION = "kernels.linear", "kernels.permute", "kernels.attention"
 _BOTH = ("cpu", "cuda")
-_TE = "transformer_engine"
+_TE, _TE_GEMM = "transformer_engine", "transformer_engine_gemm"
 
 BACKENDS = (
     *(Backend("dispatch", name, _DISPATCH, _BOTH, ALL, note="moefold's own") for name in get_args(NamedDispatcher)),
@@ -95,7 +95,10 @@ BACKENDS = (
     Backend("experts", "grouped", _EXPERTS, _BOTH, NARROW, note="torch's grouped GEMM", gpu_formats=BF16),
     Backend("experts", "deepgemm", _EXPERTS, ("cuda",), BF16, "deepgemm", HOPPER, note="DeepGEMM's grouped GEMM"),
     Backend("experts", "mxfp8", _EXPERTS, ("cuda",), BF16, "mxfp8", BLACKWELL, note="torchao's, in MXFP8"),
+    Backend("experts", _TE, _EXPERTS, ("cuda",), BF16, _TE_GEMM, AMPERE, note="its grouped GEMM: a GEMM per expert"),
     Backend("experts", "fused", _EXPERTS, ("cpu",), ALL, note="permute, GEMMs and activation in one operator"),
+    Backend("linear", "torch", _LINEAR, _BOTH, ALL, note="torch's matmul"),
+    Backend("linear", _TE, _LINEAR, ("cuda",), BF16, _TE_GEMM, AMPERE, note="Transformer Engine's GEMM"),
     Backend("expert_permute", "backend", _PERMUTE, _BOTH, ALL, note="that of kernels.backend"),
     Backend("expert_permute", _TE, _PERMUTE, ("cuda",), NARROW, _TE, AMPERE, note="Transformer Engine's moe_permute"),
     Backend("attention", "reference", _ATTENTION, _BOTH, ALL, note="all scores in memory: the reference"),

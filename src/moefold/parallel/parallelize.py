@@ -45,7 +45,7 @@ from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.nn.init import Box, init_values
-from moefold.nn.matmul_policy import NativeMatmul, SplitBackwardMatmul, WeightGradQueue
+from moefold.nn.matmul_policy import WeightGradQueue, matmul_policy_named
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
@@ -124,6 +124,7 @@ def build_on_meta(
     kernels = kernels_for(run, device.type)
     if not groups["expert_block"].alone and dispatcher_in_use(run) in ENGINE_DISPATCHERS:
         resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
+    resolve("linear", run.kernels.linear, device.type, probe_host(), run.precision.compute)
     attention = attention_for(run, device.type)
     interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type, attention)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
@@ -148,7 +149,7 @@ def parallel_interfaces_of(
     device: str = "cpu",
     attention: VarlenAttention | None = None,
 ) -> ParallelInterfaces:
-    matmul_policy = NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
+    matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads)
     return ParallelInterfaces(
         tokens=TokenShards(groups),
         vocab=VocabShards(groups["tp"]),

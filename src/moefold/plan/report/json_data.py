@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from moefold.checks.kernels import kernels_in_use
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import Candidate, described
@@ -89,6 +90,7 @@ def layout_data(workload: Workload) -> dict[str, Any]:
         "delay_wgrad": workload.delay_wgrad,
         "recompute": sorted(workload.recompute),
         "graphs": workload.run.kernels.graphs,
+        "kernels": kernels_in_use(workload.run, "cuda") if workload.is_own else None,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from html import escape
 
+from moefold.checks.kernels import kernels_in_use
 from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
 from moefold.plan.launch_command import folded
@@ -165,6 +166,7 @@ _LINES: tuple[tuple[str, Callable[[Prediction], str]], ...] = (
     ("format", lambda p: p.workload.format),
     ("recomputed", lambda p: ", ".join(sorted(p.workload.recompute)) or "nothing"),
     ("graphs", lambda p: p.workload.run.kernels.graphs),
+    ("kernels", lambda p: ", ".join(kernels_in_use(p.workload.run, "cuda").values()) if p.workload.is_own else ""),
 )
 
 

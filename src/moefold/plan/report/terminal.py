@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from moefold.checks.kernels import kernels_in_use
 from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import choice_of_workload
@@ -58,6 +59,9 @@ def _headline(proposal: Proposal) -> Text:
     )
     if chosen.mfu:
         text.append(f", {chosen.tflops_per_gpu:,.0f} TFLOP/s, MFU {chosen.mfu:.1%}")
+    if chosen.workload.is_own:
+        used = kernels_in_use(chosen.workload.run, "cuda")
+        text.append("\nkernels: " + ", ".join(f"{key} {name}" for key, name in used.items()))
     return text
 
 
