@@ -109,3 +109,29 @@ def test_a_window_costs_what_it_shows() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x) or x, lambda x: x):
         attend(q, k, v, (length,), 0.3, window)
     assert max(x.numel() for x in sizes) <= 2 * length * 4 + length * window
+
+
+def test_narrow_values_are_not_padded_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is no CPU; without GQA, which the kernels that take them do not have."""
+    given = []
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        given.append((v.shape[-1], options["enable_gqa"]))
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    for kv_heads in (4, 2):
+        q, k, v = (
+            torch.empty(9, heads, dim, device="meta") for heads, dim in ((4, 192), (kv_heads, 192), (kv_heads, 128))
+        )
+        assert attend(q, k, v, (9,), 0.3).shape == (9, 4, 128)
+    assert given == [(128, False), (192, True)]
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn"])
+def test_torch_has_kernels_for_gpus_that_take_narrow_values(name: str) -> None:
+    """Their shape functions; its flash kernel has one head dim for all."""
+    q, k, v = (torch.empty(1, 4, 64, dim, device="meta", dtype=torch.bfloat16) for dim in (192, 192, 128))
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+    out, *_ = op(q, k, v, None, True, 0.0, True)
+    assert out.shape == (1, 4, 64, 128)

@@ -62,6 +62,24 @@ def parts_for(device: torch.device) -> Parts:
     return FUSED if device.type == "cpu" else PLAIN
 
 
+# ---- what is saved for backward ----
+
+
+def compact(x: Tensor) -> Tensor:
+    """A copy of what is a small part of its storage: saved for backward, it would keep all of it.
+
+    The values of latent attention are such a view; the other part of their storage is copied into the keys.
+    """
+    whole = x.untyped_storage().nbytes() <= x.numel() * x.element_size()
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
+def narrowed(out_BHnC: Tensor) -> Tensor:
+    """A slice of a padded output in memory of its own, row by row with all heads of a row together."""
+    whole = out_BHnC.untyped_storage().nbytes() <= out_BHnC.numel() * out_BHnC.element_size()
+    return out_BHnC if whole else out_BHnC.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 # ---- putting parts together ----
 
 

@@ -8,12 +8,14 @@ in the softmax and has no value.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from moefold.attention.mask_blocks import Sight, Stack, band, blocks, document_runs, stacks
+from moefold.attention.partial_attention import FUSED, compact, narrowed
 from moefold.attention.short_seq_attention_cpu import attend_short, suits
 from moefold.ops.fp32_linear import upcast
 
@@ -36,6 +38,7 @@ def attend(
     """
     if q_SHC.numel() == 0:
         return nothing_seen(q_SHC, k_SJC, v_SJU, sinks_H)
+    v_SJU = compact(v_SJU)
     plan = _within_documents(lengths, window)
     seen = [_one_call(q_SHC, k_SJC, v_SJU, stack, scale, window, sinks_H) for stack in plan]
     return _in_order(seen, plan)
@@ -96,15 +99,57 @@ def _one_call(
         mask = band(stack.q.num, stack.k.num, stack.offset, window, q.device)
     if sinks_H is not None and mask is not None:
         q, k, v, mask = _with_sink_key(q, k, v, mask, sinks_H / scale)
-    # The fused kernels need one head dim for keys and values; zeros in the value change nothing.
-    value_dim = v.shape[-1]
-    v = F.pad(v, (0, q.shape[-1] - value_dim)) if value_dim < q.shape[-1] else v
     causal = mask is None and stack.sight is Sight.CAUSAL
     if causal and suits(q, k):
-        return attend_short(q, k, v, scale)[..., :value_dim].transpose(1, 2)
+        return attend_short(q, k, v, scale).transpose(1, 2)
+    narrow, gqa = v.shape[-1] < q.shape[-1], q.shape[1] != k.shape[1]
+    if narrow and sinks_H is None and q.device.type == "cpu":
+        return _NarrowValues.apply(q, k, v, mask, causal, scale).transpose(1, 2)
+    if not narrow or not (sinks_H is not None or gqa):
+        # On GPUs torch's cuDNN and memory-efficient kernels take values of another head dim, without GQA.
+        return _fused(q, k, v, mask, causal, scale).transpose(1, 2)
+    # The others need one head dim for keys and values; zeros in the value change nothing.
+    padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+    return _fused(q, k, padded, mask, causal, scale)[..., : v.shape[-1]].transpose(1, 2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
-    return out[..., :value_dim].transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
+class _NarrowValuesContext(Protocol):
+    causal: bool
+    scale: float
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
+class _NarrowValues(torch.autograd.Function):
+    """On a CPU, where the kernel needs one head dim: values are padded inside, and saved as they were given."""
+
+    @staticmethod
+    def forward(
+        ctx: _NarrowValuesContext,
+        q_BHnC: Tensor,
+        k_BJmC: Tensor,
+        v_BJmU: Tensor,
+        mask_nm: Tensor | None,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        out, lse_BHn = FUSED.attend(q_BHnC, k_BJmC, v_BJmU, scale=scale, causal=causal, mask_nm=mask_nm)
+        out_BHnU = narrowed(out)
+        ctx.save_for_backward(q_BHnC, k_BJmC, v_BJmU, mask_nm, out_BHnU, lse_BHn)
+        ctx.causal, ctx.scale = causal, scale
+        return out_BHnU
+
+    @staticmethod
+    def backward(ctx: _NarrowValuesContext, grad_BHnU: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask_nm, out, lse = ctx.saved_tensors
+        grads = FUSED.gradients(grad_BHnU, q, k, v, out, lse, scale=ctx.scale, causal=ctx.causal, mask_nm=mask_nm)
+        return *grads, None, None, None
 
 
 def _in_order(seen: list[Tensor], plan: tuple[Stack, ...]) -> Tensor:

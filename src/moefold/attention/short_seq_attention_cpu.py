@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+from moefold.attention.partial_attention import FUSED, narrowed
 
 # Longer documents are as fast with torch's own backward.
 LONGEST = 2048
@@ -38,39 +38,41 @@ def suits(q_BHnC: Tensor, k_BJmC: Tensor) -> bool:
     return on_cpu and q_BHnC.shape[2] == k_BJmC.shape[2] <= LONGEST
 
 
-def attend_short(q_BHnC: Tensor, k_BJmC: Tensor, v_BJmC: Tensor, scale: float) -> Tensor:
+def attend_short(q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, scale: float) -> Tensor:
     """Each query sees the keys up to its own place. The reference is torch's ``scaled_dot_product_attention``."""
-    out_BHnC: Tensor = _AttendShort.apply(q_BHnC, k_BJmC, v_BJmC, scale)
-    return out_BHnC
+    out_BHnU: Tensor = _AttendShort.apply(q_BHnC, k_BJmC, v_BJmU, scale)
+    return out_BHnU
 
 
 class _AttendShort(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmC: Tensor, scale: float) -> Tensor:
-        out_BHnC, lse_BHn = _flash_forward(q_BHnC, k_BJmC, v_BJmC, 0.0, True, scale=scale)
-        ctx.save_for_backward(q_BHnC, k_BJmC, v_BJmC, out_BHnC, lse_BHn)
+    def forward(ctx: Any, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, scale: float) -> Tensor:
+        """Values that are narrower than keys are padded for the kernel, and saved as they were given."""
+        out, lse_BHn = FUSED.attend(q_BHnC, k_BJmC, v_BJmU, scale=scale, causal=True, mask_nm=None)
+        out_BHnU = narrowed(out)
+        ctx.save_for_backward(q_BHnC, k_BJmC, v_BJmU, out_BHnU, lse_BHn)
         ctx.scale = scale
-        return out_BHnC
+        return out_BHnU
 
     @staticmethod
-    def backward(ctx: Any, grad_BHnC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q_BHnC, k_BJmC, v_BJmC, out_BHnC, lse_BHn = ctx.saved_tensors
-        return *_gradients(grad_BHnC, q_BHnC, k_BJmC, v_BJmC, out_BHnC, lse_BHn, ctx.scale), None
+    def backward(ctx: Any, grad_BHnU: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_BHnC, k_BJmC, v_BJmU, out_BHnU, lse_BHn = ctx.saved_tensors
+        return *_gradients(grad_BHnU, q_BHnC, k_BJmC, v_BJmU, out_BHnU, lse_BHn, ctx.scale), None
 
 
 def _gradients(
-    grad_BHnC: Tensor, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmC: Tensor, out_BHnC: Tensor, lse_BHn: Tensor, scale: float
+    grad_BHnU: Tensor, q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, out_BHnU: Tensor, lse_BHn: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, (num, dim) = k_BJmC.shape[1], q_BHnC.shape[2:]
     # A power of 2 can be taken into the queries without loss; any other scale costs one more pass over the scores.
     inside, after = (scale, 1.0) if math.frexp(scale)[0] == 0.5 else (1.0, scale)
-    dot_BHn = grad_BHnC.float().mul_(out_BHnC).sum(-1)
+    dot_BHn = grad_BHnU.float().mul_(out_BHnU).sum(-1)
     q_Xgnw = _with_columns(_by_group(q_BHnC * inside if inside != 1.0 else q_BHnC, groups), lse_BHn / -after)
-    grad_Xgnw = _with_columns(_by_group(grad_BHnC, groups), dot_BHn.neg_())
-    k_Xmw, v_Xmw = (_with_columns(_by_group(x, groups), None).flatten(1, 2) for x in (k_BJmC, v_BJmC))
+    grad_Xgnw = _with_columns(_by_group(grad_BHnU, groups), dot_BHn.neg_())
+    k_Xmw, v_Xmw = (_with_columns(_by_group(x, groups), None).flatten(1, 2) for x in (k_BJmC, v_BJmU))
     later = _later(min(num, _QUERIES), q_BHnC.dtype)
     dq_XgnC = q_Xgnw.new_empty(*q_Xgnw.shape[:3], dim)
-    dk_Xmw, dv_Xmw = (torch.zeros(k_Xmw.shape, dtype=torch.float32) for _ in range(2))
+    dk_Xmw, dv_Xmw = (torch.zeros(x.shape, dtype=torch.float32) for x in (k_Xmw, v_Xmw))
     for start in range(0, num, _QUERIES):
         stop = min(start + _QUERIES, num)
         q_XYw, grad_XYw = (x[:, :, start:stop].flatten(1, 2) for x in (q_Xgnw, grad_Xgnw))
@@ -80,7 +82,8 @@ def _gradients(
         dk_Xmw[:, :stop] += torch.bmm(dscore_XmY, q_XYw)
         dq_XYw = torch.bmm(dscore_XmY.mT, k_Xmw[:, :stop])
         dq_XgnC[:, :, start:stop] = dq_XYw.unflatten(1, (-1, stop - start))[..., :dim]
-    dk, dv = (x[..., :dim].to(k_BJmC.dtype).view(k_BJmC.shape) for x in (dk_Xmw.mul_(after), dv_Xmw))
+    pairs = ((dk_Xmw.mul_(after), k_BJmC), (dv_Xmw, v_BJmU))
+    dk, dv = (x[..., : like.shape[-1]].to(like.dtype).view(like.shape) for x, like in pairs)
     return dq_XgnC.mul_(scale).view(q_BHnC.shape), dk, dv
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moefold.attention.packed_mask import PackedMask, whole_documents
-from moefold.attention.partial_attention import merge_
+from moefold.attention.partial_attention import compact, merge_
 
 
 class VarlenGradients(NamedTuple):
@@ -30,6 +30,8 @@ class VarlenAttention(ABC):
     """S rows of queries, X rows of keys and values; H query heads, J key/value heads, H a multiple of J."""
 
     name: ClassVar[str]
+    # Whether the number of kernel launches is the same for any number and lengths of documents.
+    one_call: ClassVar[bool] = False
 
     @abstractmethod
     def forward(
@@ -145,12 +147,3 @@ class _Attend(torch.autograd.Function):
             dout_SHU, q_SHC, k_SJC, v_SJU, out_SHU, lse_SH, ctx.mask, scale=ctx.scale, sinks_H=sinks_H
         )
         return *grads, None, None, None
-
-
-def compact(x: Tensor) -> Tensor:
-    """A copy of what is a small part of its storage: saved for backward, it would keep all of it.
-
-    The values of latent attention are such a view; the other part of their storage is copied into the keys.
-    """
-    whole = x.untyped_storage().nbytes() <= x.numel() * x.element_size()
-    return x if whole else x.clone(memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.attention.partial_attention import merge_sinks_, sink_gradients
+from moefold.attention.partial_attention import compact, merge_sinks_, sink_gradients
 from moefold.attention.varlen import VarlenAttention
 from moefold.comm.p2p import Shift, shift
 from moefold.comm.process_groups import Group
@@ -72,8 +72,11 @@ def ring_attend(
 
 
 class _RingAttend(torch.autograd.Function):
+    """Saves this rank's q, k, v and output, and one number per query and head; keys of other ranks come again."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:
+        q, k, v = (compact(x) for x in (q, k, v))
         out, lse = _forward(q, k, v, sinks, ring)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.ring = ring

@@ -1,8 +1,8 @@
 """What moefold's own model saves for the backward, tensor by tensor.
 
 A test runs the model with saved-tensor hooks and finds these bytes. Norms save their input and one number per row;
-their output is saved as the next matmul's input. Attention saves what the fused kernel reads and returns; where values
-have a smaller head dim than keys they are padded, and the context is cut from the padded output. An activation saves
+their output is saved as the next matmul's input. Attention saves what the fused kernel reads and returns; with sinks
+the context is cut from a padded output. An activation saves
 both halves of its input and its output; experts save the output before and after the token's prob.
 
 A recomputed phase saves its input alone. The rows that dispatch received pass between phases, so those stay.
@@ -29,18 +29,9 @@ def _latents(s: Sizes) -> int:
     return s.q_latent + s.kv_latent
 
 
-def _kernel_values(s: Sizes) -> int:
-    """The kernel's values and outputs have the head dim of its keys."""
-    return s.key if _is_latent(s) else s.value
-
-
-def _kernel_output(s: Sizes) -> int:
-    return s.query if _is_latent(s) else s.context
-
-
 def _is_cut(s: Sizes) -> bool:
     """Whether the context is a slice of a padded output."""
-    return _is_latent(s) or s.sinks > 0
+    return s.sinks > 0
 
 
 def _sink_entries(s: Sizes) -> int:
@@ -71,8 +62,8 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("attention", "angles", lambda s: s.rotated, "single", "whole", _ATTENTION),
     Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_ATTENTION),
     Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "values", _kernel_values, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "output of the kernel", _kernel_output, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "values", lambda s: s.value, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "output of the kernel", lambda s: s.context, cut="heads", dropped=_ATTENTION),
     Saved("attention", "context", lambda s: s.context * _is_cut(s), cut="heads", dropped=_ATTENTION),
     Saved("attention", "entries of sinks", _sink_entries, cut="heads", dropped=_ATTENTION),
     Saved("attention", "mask", lambda s: s.masked, cut="whole", dropped=_ATTENTION),
