@@ -19,9 +19,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from moefold.attention.flash_sequences import sequences
 from moefold.attention.mask_blocks import Run
 from moefold.attention.packed_mask import PackedMask, whole_documents
+from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_flash import FlashAttention, FlashCalls, calls_2, calls_3, calls_4, flash_calls
 from moefold.attention.varlen_flex import FlexAttention
 from moefold.attention.varlen_reference import ReferenceAttention
+from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.errors import BackendError
 from moefold.parallel.ring_plan import ring_steps
 
@@ -180,6 +182,63 @@ def test_a_changed_signature_is_noticed() -> None:
 def test_signatures_are_read_from_sources() -> None:
     source = "def _f(a, b: int, c=1, *, d, e=None):\n    pass\n"
     assert signatures(source, ("_f",)) == {"_f": [["a", True], ["b", True], ["c", False], ["d", True], ["e", False]]}
+
+
+# ---- launches ----
+
+# Packed in one batch of 24 tokens; the last has a window.
+PACKED = (((24,), None), ((5, 1, 0, 7, 11), None), ((1,) * 24, None), ((3, 8, 13), 4))
+
+
+def calls_for(attention: VarlenAttention, lengths: tuple[int, ...], window: int | None, counted: list[str]) -> int:
+    """Calls of the library in a forward and a backward of one layer."""
+    counted.clear()
+    inputs, grad = VarlenCase(1, lengths, 2, 1, 16, 16, window, True).draw(torch.bfloat16)
+    computed(attention, VarlenCase(1, lengths, 2, 1, 16, 16, window, True), inputs, grad)
+    return len(counted)
+
+
+@pytest.mark.parametrize("release", RECORDED)
+def test_flash_is_called_once_forward_and_once_backward_for_any_documents(release: str) -> None:
+    counted: list[str] = []
+    module = stand_in(release)
+    for name, function in vars(module).copy().items():
+
+        def watched(*args: Any, _function: Any = function, _name: str = name, **kwargs: Any) -> Any:
+            counted.append(_name)
+            return _function(*args, **kwargs)
+
+        watched.__signature__ = function.__signature__  # type: ignore[attr-defined]
+        setattr(module, name, watched)
+    attention = FlashAttention(CALLS[release.split()[0]](module))
+    assert attention.one_call
+    assert {calls_for(attention, *packed, counted) for packed in PACKED} == {2}
+
+
+def test_flex_is_called_once_for_any_documents() -> None:
+    """Its gradient is autograd's."""
+    counted: list[str] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        counted.append("flex")
+        return flex_stand_in(*args, **kwargs)
+
+    attention = FlexAttention(watched)
+    assert attention.one_call
+    assert {calls_for(attention, *packed, counted) for packed in PACKED} == {1}
+
+
+def test_who_claims_one_call() -> None:
+    """`triton` is counted in `test_kernels_attention.py`; the others loop over documents or their shapes."""
+    TritonAttention = pytest.importorskip("moefold.attention.varlen_triton").TritonAttention
+    classes = (FlashAttention, FlexAttention, TritonAttention, SdpaAttention, ReferenceAttention)
+    assert {each.name: each.one_call for each in classes} == {
+        "flash_attn": True,
+        "flex": True,
+        "triton": True,
+        "sdpa": False,
+        "reference": False,
+    }
 
 
 # ---- flex_attention ----

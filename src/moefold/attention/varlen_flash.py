@@ -54,6 +54,7 @@ class FlashCalls(NamedTuple):
 
 class FlashAttention(VarlenAttention):
     name = "flash_attn"
+    one_call = True
 
     def __init__(self, calls: FlashCalls) -> None:
         self.calls = calls

@@ -34,6 +34,7 @@ class FlexAttention(VarlenAttention):
     """``flex`` is flex_attention; compiled unless given."""
 
     name = "flex"
+    one_call = True
 
     def __init__(self, flex: Callable[..., Any] | None = None) -> None:
         self.flex = flex or _compiled()

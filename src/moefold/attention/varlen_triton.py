@@ -15,6 +15,7 @@ class TritonAttention(VarlenAttention):
     """``VarlenAttention`` on GPUs, in float32, bfloat16 and float16."""
 
     name = "triton"
+    one_call = True
 
     def forward(
         self,
