@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moefold.config.optim import OptimConfig
+from moefold.config.optim import OptimConfig, OptimImplementation
 from moefold.optim.optimizer import adamw
 
 
@@ -17,8 +22,9 @@ def test_decay_is_for_matrices() -> None:
         torch.testing.assert_close(parameter.detach(), torch.full((2,), expected), msg=kind)
 
 
-def test_one_step_is_the_textbook_step() -> None:
-    config = OptimConfig(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+@pytest.mark.parametrize("implementation", get_args(OptimImplementation))
+def test_one_step_is_the_textbook_step(implementation: OptimImplementation) -> None:
+    config = OptimConfig(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, implementation=implementation)
     parameter = nn.Parameter(torch.tensor([2.0, -3.0], dtype=torch.float64))
     parameter.grad = torch.tensor([0.5, 0.25], dtype=torch.float64)
     before, gradient = parameter.detach().clone(), parameter.grad.clone()
@@ -26,3 +32,25 @@ def test_one_step_is_the_textbook_step() -> None:
     # After one step both bias-corrected moments are the gradient and its square.
     expected = before * (1 - 0.01 * 0.1) - 0.01 * gradient / (gradient.abs() + 1e-8)
     torch.testing.assert_close(parameter.detach(), expected)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, op: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
+        self.names.add(op._schema.name.removeprefix("aten::"))
+        return op(*args, **kwargs or {})
+
+
+def test_the_named_implementation_is_the_one_that_runs() -> None:
+    marks = {"fused": "_fused_adamw_", "foreach": "_foreach_addcdiv_", "for_loop": "addcdiv_"}
+    for implementation in get_args(OptimImplementation):
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        with _Operations() as seen:
+            adamw([(parameter, "matrix")], OptimConfig(implementation=implementation)).step()
+        assert seen.names & set(marks.values()) == {marks[implementation]}

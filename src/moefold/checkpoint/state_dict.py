@@ -169,17 +169,23 @@ def copy_into_live(local_model: LocalModel, optimizer: Optimizer | None, values:
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
     kinds = dict.fromkeys(name.partition("/")[0] for name in values)
     states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
+    # A fused update reads step counts on the parameter's device; the others read them on the host.
+    groups = [] if optimizer is None else optimizer.param_groups
+    fused = {parameter for group in groups if group.get("fused") for parameter in group["params"]}
     for name, parameter in local_model.model.named_parameters():
         local_part(parameter).copy_(values[f"parameter/{name}"])
         if optimizer is not None:
-            optimizer.state[parameter] = {kind: _state_like(parameter, values[f"{kind}/{name}"]) for kind in states}
+            counts = parameter.device if parameter in fused else torch.device("cpu")
+            optimizer.state[parameter] = {
+                kind: _state_like(parameter, values[f"{kind}/{name}"], counts) for kind in states
+            }
             if not states:
                 del optimizer.state[parameter]
 
 
-def _state_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+def _state_like(parameter: nn.Parameter, value: Tensor, device_of_counts: torch.device) -> Tensor:
     if value.dim() == 0 and parameter.dim() > 0:
-        return value.clone()
+        return value.to(device_of_counts, copy=True)
     state = torch.zeros_like(parameter.detach())
     local_part(state).copy_(value)
     return state

@@ -7,6 +7,8 @@ from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
 
+OptimImplementation = Literal["fused", "foreach", "for_loop"]
+
 
 @dataclass(frozen=True)
 class LRScheduleConfig:
@@ -33,6 +35,9 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    # torch's implementation of the update. fused: one kernel over many parameters, on GPUs and CPUs. foreach: a kernel
+    # per operation over many parameters, with temporary copies. for_loop: a dozen operations for every parameter.
+    implementation: OptimImplementation = "fused"
     # Planned only: adapters (LoRA), beside which the parameters have no gradients and no optimizer states.
     trained: Literal["all", "adapters"] = "all"
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)

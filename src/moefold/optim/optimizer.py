@@ -6,8 +6,8 @@ all-reduce over all ranks then counts every element of the model once, across gr
 Norms, biases and sinks get no weight decay. DTensors and plain tensors are in separate param groups, because one fused
 update cannot mix the two.
 
-On a CPU the fused update is one memory-bound pass over a parameter, foreach would be a dozen. On a GPU foreach launches
-few kernels.
+``optim.implementation`` names torch's implementation. The fused update reads and writes parameter, gradient and moments
+once; foreach makes about a dozen passes, and holds temporary copies of all parameters of a group.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ NO_WEIGHT_DECAY = frozenset({"norm", "bias", "sink"})
 def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -> optim.AdamW:
     """``parameters`` are pairs of a parameter and its kind in the blueprint."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    on_cpu = True
     for parameter, kind in parameters:
-        on_cpu &= parameter.device.type == "cpu"
         groups.setdefault((kind not in NO_WEIGHT_DECAY, isinstance(parameter, DTensor)), []).append(parameter)
     return optim.AdamW(
         [
@@ -75,6 +73,6 @@ def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        foreach=not on_cpu,
-        fused=on_cpu,
+        foreach=config.implementation == "foreach",
+        fused=config.implementation == "fused",
     )
