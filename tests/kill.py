@@ -101,7 +101,7 @@ def _after(owner: Any, name: str, nth: int, die: Callable[[], NoReturn]) -> None
 
 def _alarm(milliseconds: int, die: Callable[[], NoReturn]) -> None:
     """On a fast machine, at the seventh step at the latest: two checkpoints further at most."""
-    _before(moefold.train.train_loop, "step_batches", 2 * SAVE_EVERY + 1, die)
+    _before(moefold.train.train_loop, "read_step", 2 * SAVE_EVERY + 1, die)
     signal.signal(signal.SIGALRM, lambda *_: die())
     signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
 
@@ -118,7 +118,7 @@ class Point(NamedTuple):
 
 
 POINTS = {
-    "reading data": Point(lambda n, die: _before(moefold.train.train_loop, "step_batches", n, die), 3, 0),
+    "reading data": Point(lambda n, die: _before(moefold.train.train_loop, "read_step", n, die), 3, 0),
     "inside an exchange": Point(lambda n, die: _before(moefold.comm.collectives, "_all_to_all", n, die), 40, 0),
     "inside a sum": Point(lambda n, die: _before(moefold.comm.collectives, "_all_reduce", n, die), 20, 0),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),

@@ -20,6 +20,7 @@ MOST_LAYERS = 10_000
 # Integers that may be zero, and floats that may not.
 MAY_BE_ZERO = frozenset(
     {
+        "data.prefetch",
         "memory.offload_layers",
         "model.num_dense_layers",
         "model.num_mtp",

@@ -41,6 +41,8 @@ class DataConfig:
     # attention masked at document boundaries. padded: one document, padded to seq_len. bin_packed: one document, packed
     # with others into microbatches of at most micro_batch * seq_len tokens.
     packing: PackingMode = "concat"
+    # So many steps are read ahead while a step computes, on a thread; on a GPU also copied, on a stream. 0: none.
+    prefetch: int = 1
     # Training tokens: one path, or a weighted mixture, which then replaces it. None: the run can be planned and proved,
     # but not trained; no corpus is taken by default.
     train: str | None = None

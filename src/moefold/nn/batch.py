@@ -11,6 +11,7 @@ Names with S hold the tokens that are here: the context shard, which without con
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -202,3 +203,22 @@ def context_shard(batch: Batch, index: int) -> Batch:
         real_S=None if batch.real_S is None else batch.real_S[place_S],
         ahead=tuple(Ahead(ahead.tokens_S[place_S], ahead.labels_S[place_S]) for ahead in batch.ahead),
     )
+
+
+def move_batch(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
+    """The same batch with ``move`` applied to each of its tensors; what it has cached is computed again there."""
+    return replace(
+        batch,
+        tokens_S=move(batch.tokens_S),
+        labels_S=move(batch.labels_S),
+        positions_S=move(batch.positions_S),
+        real_S=None if batch.real_S is None else move(batch.real_S),
+        ahead=tuple(Ahead(move(ahead.tokens_S), move(ahead.labels_S)) for ahead in batch.ahead),
+    )
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """The tensors that ``move_batch`` moves."""
+    found = [batch.tokens_S, batch.labels_S, batch.positions_S]
+    found += [] if batch.real_S is None else [batch.real_S]
+    return found + [tensor for ahead in batch.ahead for tensor in (ahead.tokens_S, ahead.labels_S)]

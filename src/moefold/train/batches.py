@@ -5,12 +5,16 @@ follows from their lengths, so every rank makes the same plan without communicat
 assigned in order, b per microbatch: in wave w, data-parallel rank d has microbatch w*dp + d. Packed documents are
 combined so that ranks have equal work. Which rank sees a sample depends on the layout; which samples a step sees does
 not.
+
+``read_step`` works on the host and asks no other rank, so it may run on any thread (`prefetch.py`). ``count_divisors``
+then sums what the ranks counted, where the losses' divisors do not follow from the samples' lengths.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +25,7 @@ from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.data.packing import crosses_document, document_lengths
 from moefold.data.samples import Sample
-from moefold.nn.batch import IGNORED, Batch, context_shard, whole_batch
+from moefold.nn.batch import IGNORED, Batch, context_shard, move_batch, whole_batch
 from moefold.pipeline.step import count_over_step
 
 
@@ -48,23 +52,52 @@ class Slot(NamedTuple):
     real: np.ndarray | None = None
 
 
+class LocalStep(NamedTuple):
+    """A step as this rank reads it: the tensors are final, the divisors of the losses are not if there are counts.
+
+    ``counts`` are this rank's own labels of the next token and of each MTP module, and its sequences.
+    """
+
+    data: StepData
+    counts: tuple[int, ...] | None
+
+
 def step_batches(
     order: SampleOrder, first_sample: int, run: RunConfig, groups: Groups, device: torch.device
 ) -> StepData:
     """This rank's microbatches of the step that starts at ``first_sample``."""
+    read = read_step(order, first_sample, run, groups)
+    batches = [move_batch(batch, lambda tensor: tensor.to(device)) for batch in read.data.batches]
+    return count_divisors(LocalStep(read.data._replace(batches=batches), read.counts), groups)
+
+
+def read_step(order: SampleOrder, first_sample: int, run: RunConfig, groups: Groups) -> LocalStep:
+    """The same on the host, without communication."""
     sizes = [order.length(first_sample + i) for i in range(run.data.global_batch)]
     plan = plan_for(run, sizes, groups.layout)
     place, slot_of = groups.layout.context_place(groups.rank), SLOTS[run.data.packing]
     mine = [wave.documents[place // wave.context] for wave in plan.waves]
     read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
     slots = [[slot_of(sample, run.data.seq_len) for sample in samples] for samples in read]
-    divisors = _count_divisors(sizes, slots, run, groups)
+    divisors, counts = _local_divisors(sizes, slots, run, groups)
     batches = [
-        context_shard(_batch(microbatch, wave.context, run, divisors, device), place % wave.context)
+        context_shard(_batch(microbatch, wave.context, run, divisors), place % wave.context)
         for microbatch, wave in zip(slots, plan.waves, strict=True)
     ]
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
-    return StepData(batches, ids, sum(sizes))
+    return LocalStep(StepData(batches, ids, sum(sizes)), counts)
+
+
+def count_divisors(read: LocalStep, groups: Groups) -> StepData:
+    """Batches with the divisors of the whole step; ranks sum their counts if these do not follow from lengths."""
+    if read.counts is None:
+        return read.data
+    labels, *ahead, sequences = count_over_step(read.counts, groups)
+    batches = [
+        replace(batch, step_labels=labels, step_labels_ahead=tuple(ahead), step_sequences=sequences)
+        for batch in read.data.batches
+    ]
+    return read.data._replace(batches=batches)
 
 
 def concat(sample: Sample, seq_len: int) -> Slot:
@@ -104,12 +137,12 @@ class Divisors(NamedTuple):
     sequences: int
 
 
-def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Divisors, device: torch.device) -> Batch:
+def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Divisors) -> Batch:
     """The whole microbatch, which is empty where a wave has fewer documents than ranks."""
     nothing, real = np.zeros(0, np.int64), [slot.real for slot in slots if slot.real is not None]
     return whole_batch(
-        torch.from_numpy(np.concatenate([nothing, *(slot.tokens for slot in slots)])).to(device),
-        torch.from_numpy(np.concatenate([nothing, *(slot.labels for slot in slots)])).to(device),
+        torch.from_numpy(np.concatenate([nothing, *(slot.tokens for slot in slots)])),
+        torch.from_numpy(np.concatenate([nothing, *(slot.labels for slot in slots)])),
         tuple(length for slot in slots for length in slot.lengths),
         context_size=context,
         tensor_size=run.parallel.tp,
@@ -118,11 +151,13 @@ def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Diviso
         step_tokens=divisors.tokens,
         step_sequences=divisors.sequences,
         num_ahead=run.model.num_mtp,
-        real_T=torch.from_numpy(np.concatenate(real)).to(device) if real else None,
+        real_T=torch.from_numpy(np.concatenate(real)) if real else None,
     )
 
 
-def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups) -> Divisors:
+def _local_divisors(
+    sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups
+) -> tuple[Divisors, tuple[int, ...] | None]:
     """Divisors of the losses follow from the samples' lengths, each sample being one sequence whose tokens have labels.
 
     With ``concat_masked`` they depend on where documents end, which only the ranks that read the windows know: counts
@@ -131,13 +166,11 @@ def _count_divisors(sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: 
     reach, tokens = range(1 + run.model.num_mtp), sum(sizes)
     if run.data.packing != "concat_masked":
         labels = tuple(sum(max(size - by, 0) for size in sizes) for by in reach)
-        return Divisors(labels, tokens, sum(size > 0 for size in sizes))
+        return Divisors(labels, tokens, sum(size > 0 for size in sizes)), None
     mine = [slot for microbatch in slots for slot in microbatch] if groups["cp"].index == 0 else []
+    labels = tuple(sum(_labels_ahead(slot, by) for slot in mine) for by in reach)
     sequences = sum(length > 0 for slot in mine for length in slot.lengths)
-    *counts, sequences = count_over_step(
-        (*(sum(_labels_ahead(slot, by) for slot in mine) for by in reach), sequences), groups
-    )
-    return Divisors(tuple(counts), tokens, sequences)
+    return Divisors(labels, tokens, sequences), (*labels, sequences)
 
 
 def _labels_ahead(slot: Slot, by: int) -> int:

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from moefold.comm.host_numbers import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
-from moefold.train.batches import step_batches
+from moefold.train.batches import LocalStep, read_step, step_batches
 from moefold.train.callback import Callback, Callbacks, Control, Evaluation, RunInfo, StepRecord
+from moefold.train.prefetch import Prefetcher
 from moefold.train.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
@@ -46,7 +48,8 @@ def train(
     hooks.on_start(_info(context, state))
     reason = "failed"
     try:
-        state, reason = _loop(context, state, hooks, stop)
+        with Prefetcher(partial(_read, context), context.groups, context.device) as batches:
+            state, reason = _loop(context, state, hooks, stop, batches)
         _save_last(context, state, hooks)
         if reason == "finished":
             return Outcome.FINISHED
@@ -91,14 +94,16 @@ class Hooks(Callbacks):
         self.on_this_rank.after_backward(gradients, control)
 
 
-def _loop(context: TrainContext, state: TrainState, hooks: Hooks, stop: StopRequest) -> tuple[TrainState, str]:
+def _loop(
+    context: TrainContext, state: TrainState, hooks: Hooks, stop: StopRequest, batches: Prefetcher
+) -> tuple[TrainState, str]:
     """The last state and the reason to end. `after_step` comes before the save, so a resumed run does not repeat it."""
     steps, saving = context.run.train.steps, context.run.train.saving
     ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
         metrics = hooks.control.begin_record()
         hooks.before_step(state.step + 1, hooks.control)
-        state, record = _step(context, state, time.perf_counter(), hooks)
+        state, record = _step(context, state, time.perf_counter(), hooks, batches)
         now = time.perf_counter()
         seconds = record.seconds | {"save": saved, "total": now - ended}
         hooks.after_step(replace(record, seconds=seconds, metrics=metrics), hooks.control)
@@ -132,9 +137,16 @@ def agreed_requests(context: TrainContext, control: LoopControl, stop: StopReque
     return bool(save_count), None
 
 
-def _step(context: TrainContext, state: TrainState, began: float, hooks: Hooks) -> tuple[TrainState, StepRecord]:
+def _read(context: TrainContext, first_sample: int) -> LocalStep:
+    return read_step(context.samples, first_sample, context.run, context.groups)
+
+
+def _step(
+    context: TrainContext, state: TrainState, began: float, hooks: Hooks, batches: Prefetcher
+) -> tuple[TrainState, StepRecord]:
     run, number = context.run, state.step + 1
-    data = step_batches(context.samples, state.samples, run, context.groups, context.device)
+    ahead = min(run.data.prefetch, run.train.steps - number)
+    data = batches.take(state.samples, (state.samples + (i + 1) * run.data.global_batch for i in range(ahead)))
     read = time.perf_counter()
     lr = lr_at(number, run.train.steps, run.optim)
     for group in context.optimizer.param_groups:
