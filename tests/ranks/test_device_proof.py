@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moefold.api.runs import load_run
+from moefold.checks.kernels import kernels_in_use
 from moefold.cli.main import main
 from moefold.cli.run_argument import launched_ranks
 from moefold.comm.spawn import spawn_ranks
@@ -70,6 +71,21 @@ def test_kernels_are_those_of_the_run_and_the_device() -> None:
     case = reference_case(device_case(run, 1, "bfloat16", "cuda"))
     assert case.run.precision.compute == case.run.precision.params == "float64"
     assert (case.run.kernels.experts, case.run.kernels.backend) == ("sequential", "torch")
+
+
+def test_engines_that_a_run_names_are_proved_where_they_take_the_format() -> None:
+    named = {"experts": "deepgemm", "permute": "transformer_engine", "linear": "transformer_engine"}
+    run = load_run(
+        "debug_tiny", {f"kernels.{key}": name for key, name in named.items()} | {"kernels.attention": "flex"}
+    )
+    used = {dtype: kernels_in_use(device_case(run, 1, dtype, "cuda").run, "cuda") for dtype in ("float32", "bfloat16")}
+    assert used["bfloat16"] == {**named, "attention": "flex", "backend": "torch"}
+    # DeepGEMM and Transformer Engine's GEMM multiply bfloat16 only.
+    own = {"experts": "sequential", "permute": "transformer_engine", "linear": "torch"}
+    assert used["float32"] == {**own, "attention": "flex", "backend": "torch"}
+    # MXFP8 needs blocks of 32, which the reduced experts do not fill.
+    run = load_run("debug_tiny", {"kernels.experts": "mxfp8"})
+    assert device_case(run, 1, "bfloat16", "cuda").run.kernels.experts == "grouped"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.checks.kernels import kernels_in_use
 from moefold.cli.run_argument import Subparsers, add_run_argument, launched_ranks, with_progress
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
@@ -110,12 +111,13 @@ def prove_launched(
         raise MoefoldError(f"--world {world}, but {started} rank{'s' * (started > 1)} was started; {start}")
     verdict, rank, on = prove_on_launched_ranks(load_run(name, changes), dtype=dtype, device=device)
     if rank == 0:
-        kernels = verdict.case.run.kernels
+        used = kernels_in_use(verdict.case.run, on)
         if as_json:
-            about = {"device": on, "dtype": dtype, "experts": kernels.experts, "backend": kernels.backend}
+            about = {"device": on, "dtype": dtype, **used}
             print(json.dumps(verdict_json(verdict) | about))
         else:
-            print(f"on {on}, {dtype}, experts {kernels.experts}, kernels {kernels.backend}; reference: CPU, float64")
+            words = ", ".join(f"{key} {name}" for key, name in used.items())
+            print(f"on {on}, {dtype}; kernels: {words}; reference: CPU, float64")
             print(case_report(verdict))
     # A launcher ends all ranks when one fails, also rank 0 while it prints.
     return 0 if verdict.holds or rank > 0 else 1

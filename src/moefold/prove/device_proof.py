@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.checks import engine_limits
+from moefold.checks import kernels as kernel_rules
+from moefold.checks.engine_limits import ENGINE_EXPERTS
 from moefold.checks.kernels import experts_in_use
 from moefold.config.kernels import KernelsConfig
 from moefold.config.precision import Format
@@ -29,14 +32,29 @@ from moefold.prove.compare_rank import compare_rank, difference, floors, referen
 from moefold.prove.reference import reference
 from moefold.prove.verdict import Verdict, verdict_of
 
+# Keys of ``kernels`` whose named backend is proved; of experts, grouped GEMMs of other libraries.
+_NAMED = ("experts", "permute", "linear", "attention")
+
 
 def device_case(run: RunConfig, world: int, dtype: Format, device: str) -> Case:
-    """The reduced run with the kernels that the run names; `auto` experts, and torch's kernels in float64."""
+    """The reduced run with the kernels that the run names, where they take this format and the reduced sizes.
+
+    Otherwise `auto` experts and attention, and torch's kernels in float64; the report says which were used.
+    """
     case = reduce_run(run, world, dtype)
     backend = "torch" if dtype == "float64" or run.kernels.backend == "native" else run.kernels.backend
     kernels = KernelsConfig(experts="auto", backend=backend)
-    named = replace(case.run, kernels=kernels)
-    return Case(replace(named, kernels=replace(kernels, experts=experts_in_use(named, device))), world)
+    for key in _NAMED:
+        name = getattr(run.kernels, key)
+        named = replace(kernels, **{key: name})
+        if (key != "experts" or name in ENGINE_EXPERTS) and not _refused(replace(case.run, kernels=named)):
+            kernels = named
+    chosen = replace(case.run, kernels=kernels)
+    return Case(replace(chosen, kernels=replace(kernels, experts=experts_in_use(chosen, device))), world)
+
+
+def _refused(run: RunConfig) -> bool:
+    return any(rule(run) for rule in (*kernel_rules.RULES, *engine_limits.RULES))
 
 
 def reference_case(case: Case) -> Case:
