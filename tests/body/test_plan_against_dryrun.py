@@ -36,7 +36,7 @@ class Case:
 
 
 def case(name: str, world: int, stage: int = 0, **changes: Any) -> Case:
-    """``changes``: layers, mtp, batch, seq_len, again; all others are of the layout."""
+    """``changes``: layers, mtp, batch, seq_len, again, precision; all others are of the layout."""
     run = recipe(name)
     model = replace(
         run.model,
@@ -50,9 +50,10 @@ def case(name: str, world: int, stage: int = 0, **changes: Any) -> Case:
         micro_batch=changes.pop("micro_batch", 1),
     )
     memory = MemoryConfig(tuple(changes.pop("again", ())))
+    narrow = changes.pop("precision", {})
     one = {"tp": 1, "cp": 1, "pp": 1, "ep": 1, "etp": 1, "vpp": 1, "schedule": "1f1b", "stages": None}
     parallel = replace(run.parallel, **{**one, **changes})
-    precision = replace(run.precision, compute="bfloat16")
+    precision = replace(run.precision, compute="bfloat16", **narrow)
     made = replace(run, model=model, data=data, memory=memory, parallel=parallel, precision=precision)
     return Case(made, world, stage)
 
@@ -100,6 +101,13 @@ SMALL = {
     "pairs": case("qwen3_30b_a3b_proxy", 8, layers=4, batch=16, pp=2, vpp=2, ep=2, schedule="dualpipe_v"),
     "copies in a pipeline": case("qwen3_30b_a3b_proxy", 8, 1, layers=4, batch=16, pp=2, ep=2, dp_replicate=2),
     "four contexts": case("qwen3_30b_a3b_proxy", 4, batch=4, seq_len=64, cp=4, ep=4),
+    "narrow sums": case(
+        "deepseek_v3_proxy", 8, batch=8, tp=2, ep=2, precision={"reduce": "bfloat16", "tp_reduce": "bfloat16"}
+    ),
+    "narrow sums in a pipeline": case(
+        "deepseek_v3_proxy", 8, 1, batch=8, pp=2, ep=2, dp_replicate=2, precision={"reduce": "bfloat16"}
+    ),
+    "wide gathers": case("qwen3_30b_a3b_proxy", 4, batch=8, ep=2, precision={"gather": "float32"}),
     "uneven experts": case("kimi_k2_proxy", 8, batch=16, micro_batch=2, pp=2, ep=2),
 }
 

@@ -101,7 +101,7 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
     steps, waits = [], []
     gradients: dict[str, torch.Tensor] = {}
     if local_model.reshard_per_step:
-        unshard_for_step(local_model.model)
+        unshard_for_step(local_model.model, local_model.message_dtypes)
     for _ in range(STEPS):
         local_model.model.zero_grad()
         torch.distributed.barrier()

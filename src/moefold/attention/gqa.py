@@ -17,6 +17,7 @@ from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.fp32_linear import upcast
 
 
 class GroupedQueryAttention(nn.Module):
@@ -56,7 +57,9 @@ class GroupedQueryAttention(nn.Module):
         tables = self.rotary(batch.positions_S, like=x_SD)
         q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
         scale = self.head_dim**-0.5
-        seen_SHC = self.core(q_SHC, k_SJC, v_SJC, batch, scale=scale, window=self.window, sinks_H=self.sinks)
+        # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
+        sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))
+        seen_SHC = self.core(q_SHC, k_SJC, v_SJC, batch, scale=scale, window=self.window, sinks_H=sinks_H)
         return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_SHC.flatten(1))))
 
     def _heads(self, x_SX: Tensor, norm: nn.Module | None) -> Tensor:

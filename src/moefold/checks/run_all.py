@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, engine_limits, kernels, model, parallel, pipeline, planned_only, train
+from moefold.checks import context, engine_limits, kernels, model, parallel, pipeline, planned_only, precision, train
 from moefold.checks.sizes import sizes_are_bounded, sizes_are_positive
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     *kernels.RULES,
     *engine_limits.RULES,
     *train.RULES,
+    *precision.RULES,
     *planned_only.RULES,
 )
 RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN

@@ -5,7 +5,8 @@ and backward is a reduce-scatter (``all_gather_rows``). If all ranks repeat the 
 gradient, a sum would count it once per rank, and backward is a slice (``all_gather_replicated``). An all-reduce has the
 same two cases: ``all_reduce_partial`` feeds different work, ``all_reduce_replicated`` feeds replicated work.
 
-Sums over ranks of 16-bit tensors are computed and sent in float32, so that no digits are lost.
+Sums over ranks of 16-bit tensors are computed and sent in float32, so that no digits are lost, unless ``dtype`` names
+another one.
 
 ``all_to_all_rows`` moves uneven numbers of rows, ``all_to_all_counts`` the counts themselves.
 """
@@ -28,14 +29,14 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def all_gather_rows(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """All rows, for work that differs between ranks; backward is a reduce-scatter."""
-    return rows if group.alone else _AllGatherRows.apply(rows, sizes, group)
+def all_gather_rows(rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+    """All rows, for work that differs between ranks; backward is a reduce-scatter, which sums in ``dtype``."""
+    return rows if group.alone else _AllGatherRows.apply(rows, sizes, group, dtype)
 
 
-def reduce_scatter_rows(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    """Sum the ranks' partial rows and keep this rank's shard; backward is an all-gather."""
-    return partial if group.alone else _ReduceScatterRows.apply(partial, sizes, group)
+def reduce_scatter_rows(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum the ranks' partial rows in ``dtype`` and keep this rank's shard; backward is an all-gather."""
+    return partial if group.alone else _ReduceScatterRows.apply(partial, sizes, group, dtype)
 
 
 def all_gather_replicated(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
@@ -58,36 +59,36 @@ def all_gather_no_grad(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     return rows if group.alone else _all_gather(rows.detach(), sizes, group)
 
 
-def reduce_scatter_no_grad(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def reduce_scatter_no_grad(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
     """Sum the ranks' partial rows and keep this rank's shard, without autograd."""
-    return partial if group.alone else _reduce_scatter(partial.detach(), sizes, group)
+    return partial if group.alone else _reduce_scatter(partial.detach(), sizes, group, dtype)
 
 
-def all_reduce_no_grad(x: Tensor, group: Group) -> Tensor:
+def all_reduce_no_grad(x: Tensor, group: Group, dtype: torch.dtype | None = None) -> Tensor:
     """The sum over ranks, without autograd."""
-    return x if group.alone else _all_reduce(x.detach(), group)
+    return x if group.alone else _all_reduce(x.detach(), group, dtype)
 
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
+    def forward(ctx: Any, rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None) -> Tensor:
+        ctx.sizes, ctx.group, ctx.dtype = sizes, group, dtype
         return _all_gather(rows, sizes, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.sizes, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(grad, ctx.sizes, ctx.group, ctx.dtype), None, None, None
 
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return _reduce_scatter(partial, sizes, group)
+        return _reduce_scatter(partial, sizes, group, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.sizes, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_gather(grad, ctx.sizes, ctx.group), None, None, None
 
 
 class _AllGatherReplicated(torch.autograd.Function):
@@ -130,8 +131,8 @@ def _all_gather(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     return _strip_padding(gathered, sizes)
 
 
-def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
-    acc = partial.float() if partial.element_size() < 4 else partial
+def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+    acc = partial.to(dtype or _sum_dtype(partial))
     if min(sizes) != max(sizes):
         acc = torch.cat([_pad_rows(part, max(sizes)) for part in acc.split(sizes)])
     group.ledger.record("reduce_scatter", group.name, acc)
@@ -140,11 +141,15 @@ def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group) -> Tensor:
     return mine[: sizes[group.index]].to(partial.dtype)
 
 
-def _all_reduce(x: Tensor, group: Group) -> Tensor:
-    acc = x.to(torch.float32, copy=True) if x.is_floating_point() and x.element_size() < 4 else x.clone()
+def _all_reduce(x: Tensor, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+    acc = x.to(dtype or _sum_dtype(x), copy=True)
     group.ledger.record("all_reduce", group.name, acc)
     dist.all_reduce(acc, group=group.handle)
     return acc.to(x.dtype)
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
 def _pad_rows(rows: Tensor, size: int) -> Tensor:

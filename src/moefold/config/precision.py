@@ -7,11 +7,12 @@ refuses to train them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 # Planned only, for what is kept: weights, gradients, master weights and moments.
 KeptFormat = Literal[Format, "float16", "float8"]
 # Planned only, for matmuls. FP8 operands have a scale per tensor (of this step, or delayed: of the steps before), per
@@ -23,7 +24,7 @@ BYTES: dict[KeptFormat, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "floa
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Parameters, gradients and their reduction are in `params`; activations and matmuls in `compute`."""
+    """Parameters and gradients are in `params`, activations and matmuls in `compute`; messages as named below."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -36,6 +37,30 @@ class PrecisionConfig:
     gradients: KeptFormat | None = None
     master: KeptFormat | None = None
     moments: KeptFormat | None = None
+    # FSDP's all-gather of parameters, except routers', which compute in float32. None: the narrower of `params` and
+    # `compute`. A weight is cast to `compute` where it is used, so casting it before it is sent changes no value.
+    gather: Format | None = None
+    # Sums of gradients over data-parallel ranks. None: `params`, or float32 if that is narrower. bfloat16 rounds each
+    # partial sum, and sends half the bytes.
+    reduce: Format | None = None
+    # Sums of activations and of their gradients over tensor-parallel ranks. None: `compute`, or float32 if that is
+    # narrower. bfloat16 rounds each partial sum, and sends half the bytes.
+    tp_reduce: Format | None = None
+
+    @property
+    def gather_format(self) -> KeptFormat:
+        trained = next((name for name in FORMATS if name == self.compute), None)
+        if self.gather is not None or trained is None:
+            return self.gather or self.params
+        return trained if BYTES[trained] < BYTES[self.params] else self.params
+
+    @property
+    def reduce_format(self) -> KeptFormat:
+        return self.reduce or (self.params if BYTES[self.params] >= 4 else "float32")
+
+    @property
+    def tp_reduce_format(self) -> Format:
+        return self.tp_reduce or ("float64" if self.compute == "float64" else "float32")
 
 
 RecomputedPhase = Literal["attention", "feed_forward", "experts"]

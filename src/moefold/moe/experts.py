@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefold.config.moe import MoEConfig
 from moefold.moe.dispatch.base import ExpertInput
+from moefold.ops.fp32_linear import upcast
 
 
 class ExpertWeights(NamedTuple):
@@ -21,8 +22,8 @@ class ExpertWeights(NamedTuple):
 
     gate_up: nn.Parameter
     down: nn.Parameter
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
     bias_scale: float
 
 
@@ -53,5 +54,8 @@ class Experts(nn.Module):
         self.bias_scale = bias_scale
 
     def forward(self, expert_in: ExpertInput) -> Tensor:
-        weights = ExpertWeights(self.gate_up, self.down, self.gate_up_bias, self.down_bias, self.bias_scale)
+        # Gradients of biases are sums over rows, in float32 also where FSDP gathered 16-bit biases.
+        gate_up_bias = None if self.gate_up_bias is None else upcast(self.gate_up_bias)
+        down_bias = None if self.down_bias is None else upcast(self.down_bias)
+        weights = ExpertWeights(self.gate_up, self.down, gate_up_bias, down_bias, self.bias_scale)
         return self.backend(expert_in, weights)

@@ -35,6 +35,7 @@ from moefold.nn.te_matmul import (
     te_linear_weight_grad,
 )
 from moefold.ops.engines import load_engine
+from moefold.ops.fp32_linear import grad_dtype_of
 
 # rows_PX, weight_eYX as [out, in], rows per expert on the device, the same on the host if known there.
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
@@ -228,7 +229,7 @@ class WeightGradQueue:
 
 
 def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(weight.dtype)
+    gradient = gradient.to(grad_dtype_of(weight))
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
@@ -331,7 +332,7 @@ def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor 
     if ctx.weight_grads.active:
         ctx.weight_grads.put(weight, gradient)
         return None
-    return gradient().to(weight.dtype)
+    return gradient().to(grad_dtype_of(weight))
 
 
 def matmul_policy_named(linear: str, weight_grads: WeightGradQueue | None) -> MatmulPolicy:

@@ -5,6 +5,8 @@ The loss is summed over tokens; the caller divides it once, by the labels of the
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from moefold.nn.batch import IGNORED, Batch
 from moefold.nn.parallel_interfaces import TokenSharding, VocabSharding
 from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.fp32_linear import grad_dtype_of
 
 
 class Embedding(nn.Module):
@@ -30,8 +33,30 @@ class Embedding(nn.Module):
         num_rows = self.weight.shape[0]
         row_S = tokens_S - self.vocab.first_row(num_rows)
         here_S = (row_S >= 0) & (row_S < num_rows)
-        found_SD = F.embedding(row_S.clamp(0, num_rows - 1), self.weight).to(self.compute)
+        found_SD = _rows_of(self.weight, row_S.clamp(0, num_rows - 1)).to(self.compute)
         return self.tokens.reduce(torch.where(here_S[:, None], found_SD, 0.0))
+
+
+def _rows_of(weight_vD: Tensor, row_S: Tensor) -> Tensor:
+    """A token that occurs often has a gradient that is a sum of many rows: of 16-bit weights too, it is in float32."""
+    if weight_vD.element_size() >= 4:
+        return F.embedding(row_S, weight_vD)
+    rows_SD: Tensor = _RowsOf.apply(weight_vD, row_S)
+    return rows_SD
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_vD: Tensor, row_S: Tensor) -> Tensor:
+        ctx.save_for_backward(row_S)
+        ctx.num_rows, ctx.grad_dtype = weight_vD.shape[0], grad_dtype_of(weight_vD)
+        return F.embedding(row_S, weight_vD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
+        (row_S,) = ctx.saved_tensors
+        dweight_vD = torch.ops.aten.embedding_dense_backward(grad_SD.float(), row_S, ctx.num_rows, -1, False)
+        return dweight_vD.to(ctx.grad_dtype), None
 
 
 class LanguageLoss(nn.Module):

@@ -8,58 +8,106 @@ pipeline runs many microbatches through few layers and defers weight gradients. 
 before the first microbatch (``unshard_for_step``), accumulates full gradients, and reduces once per parameter at the
 end of the step (``reduce_for_step``). Between steps parameters and optimizer states are sharded as usual.
 
+Parameters are sharded, updated and saved in their own format and cast before they are sent (``precision.gather``): the
+model casts every weight to its compute dtype where it is used, so a cast before the all-gather changes no value.
+Routers compute in float32; they are units of their own and are sent as they are. The gathered copies collect gradients
+in the parameters' dtype (``grad_dtype``), so that sums over uses and microbatches are as wide as without the cast.
+
 Only torch's public interface is used: unshard, reshard, and assign the sharded parameter's gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from moefold.blueprint.sharding import grid_of, shard_dim
 from moefold.comm.collectives import all_reduce_no_grad, reduce_scatter_no_grad
 from moefold.comm.process_groups import Group, Groups
+from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
 from moefold.parallel.param_shards import DATA_GROUPS
+from moefold.precision.dtypes import TORCH_FORMATS
 
 
-def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool) -> None:
-    """Wrap experts, then blocks, then the rest; an outer wrap skips parameters that an inner one has.
+class MessageDtypes(NamedTuple):
+    """Of parameters, of their all-gather, and of sums of their gradients."""
+
+    params: torch.dtype
+    gather: torch.dtype
+    reduce: torch.dtype
+
+
+def message_dtypes(precision: PrecisionConfig) -> MessageDtypes:
+    names = (precision.params, precision.gather_format, precision.reduce_format)
+    return MessageDtypes(*(TORCH_FORMATS[name] for name in names))
+
+
+def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool, dtypes: MessageDtypes) -> None:
+    """Wrap routers and experts, then blocks, then the rest; an outer wrap skips parameters that an inner one has.
 
     With ``once``, FSDP neither reshards nor reduces by itself: ``unshard_for_step`` and ``reduce_for_step`` do.
     """
     dense = groups.device_mesh(device_type, *DATA_GROUPS["attention"])
     expert = groups.device_mesh(device_type, *DATA_GROUPS["expert"])
     experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    # With a dtype of its own for sums, FSDP would take gradients away that this step reduces itself.
+    reduce = None if once else dtypes.reduce
+    policy = MixedPrecisionPolicy(dtypes.gather, reduce, cast_forward_inputs=False)
+    if dtypes.gather != dtypes.params:
+        as_they_are = MixedPrecisionPolicy(dtypes.params, reduce, cast_forward_inputs=False)
+        for router in model.routers().values():
+            # Small, so that it stays from its forward to its backward instead of being gathered again.
+            _shard(router, dense, groups["dense_shard"].size, set(), as_they_are, reshard_after_forward=False)
+    reshard = False if once else None
     for module in experts:
-        _shard(module, expert, groups["expert_shard"].size, set(), once)
+        _shard(module, expert, groups["expert_shard"].size, set(), policy, reshard)
     unsharded = {parameter for module in experts for parameter in module.parameters()} if expert is None else set()
     for module in (*model.layers.values(), *model.mtp.values(), model):
-        _shard(module, dense, groups["dense_shard"].size, unsharded, once)
+        _shard(module, dense, groups["dense_shard"].size, unsharded, policy, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            # FSDP reduces in the dtype of gradients where `reduce` is `gather`.
+            widest = dtypes.reduce if dtypes.reduce == dtypes.gather and not once else dtypes.params
+            module.register_forward_pre_hook(partial(_collect_gradients_in, widest))
             if once:
                 module.set_requires_gradient_sync(False, recurse=False)
                 module.set_reshard_after_backward(False, recurse=False)
 
 
-def _shard(module: nn.Module, mesh: DeviceMesh | None, shard_size: int, ignored: set[nn.Parameter], once: bool) -> None:
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    shard_size: int,
+    ignored: set[nn.Parameter],
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | None,
+) -> None:
     if mesh is not None:
-        placement = _placement(shard_size)
         fully_shard(
             module,
             mesh=mesh,
-            shard_placement_fn=placement,
+            shard_placement_fn=_placement(shard_size),
             ignored_params=ignored,
-            reshard_after_forward=False if once else None,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
         )
+
+
+def _collect_gradients_in(dtype: torch.dtype, module: nn.Module, inputs: object = None) -> None:
+    """Of parameters that are gathered now; called after FSDP's own hook, which gathers."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
 
 
 def _placement(shard_size: int) -> Callable[[nn.Parameter], Shard]:
@@ -73,14 +121,15 @@ def reshard_all(model: nn.Module) -> None:
             module.reshard()
 
 
-def unshard_for_step(model: Decoder) -> None:
+def unshard_for_step(model: Decoder, dtypes: MessageDtypes) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
+    _collect_gradients_in(dtypes.params, model)
 
 
 @torch.no_grad()
-def reduce_for_step(model: Decoder, groups: Groups) -> None:
+def reduce_for_step(model: Decoder, groups: Groups, dtypes: MessageDtypes) -> None:
     """Reshard, and set each sharded parameter's ``.grad`` to its shard of the summed gradient."""
     full: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -89,7 +138,7 @@ def reduce_for_step(model: Decoder, groups: Groups) -> None:
         full[name], parameter.grad = parameter.grad, None
     reshard_all(model)
     for name, parameter in model.named_parameters():
-        gradient = _reduced(full.pop(name), *(groups[group] for group in DATA_GROUPS[grid_of(name)]))
+        gradient = _reduced(full.pop(name), *(groups[group] for group in DATA_GROUPS[grid_of(name)]), dtypes.reduce)
         if isinstance(parameter, DTensor):
             gradient = DTensor.from_local(
                 gradient,
@@ -102,10 +151,11 @@ def reduce_for_step(model: Decoder, groups: Groups) -> None:
         parameter.grad = gradient
 
 
-def _reduced(gradient: Tensor, replicate: Group, shard: Group) -> Tensor:
+def _reduced(gradient: Tensor, replicate: Group, shard: Group, dtype: torch.dtype) -> Tensor:
     if not shard.alone:
         dim = shard_dim(tuple(gradient.shape), shard.size)
         chunk = -(-gradient.shape[dim] // shard.size)
         sizes = tuple(max(0, min(chunk, gradient.shape[dim] - chunk * index)) for index in range(shard.size))
-        gradient = reduce_scatter_no_grad(gradient.movedim(dim, 0), sizes, shard).movedim(0, dim).contiguous()
-    return all_reduce_no_grad(gradient, replicate)
+        rows = reduce_scatter_no_grad(gradient.movedim(dim, 0), sizes, shard, dtype)
+        gradient = rows.movedim(0, dim).contiguous()
+    return all_reduce_no_grad(gradient, replicate, dtype)

@@ -49,7 +49,7 @@ from moefold.nn.matmul_policy import WeightGradQueue, matmul_policy_named
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
-from moefold.parallel.fsdp import shard_over_data
+from moefold.parallel.fsdp import MessageDtypes, message_dtypes, shard_over_data
 from moefold.parallel.param_shards import ParamShard, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
@@ -79,6 +79,10 @@ class LocalModel:
     @property
     def reshard_per_step(self) -> bool:
         return run_reshards_per_step(self.run.parallel)
+
+    @property
+    def message_dtypes(self) -> MessageDtypes:
+        return message_dtypes(self.run.precision)
 
 
 def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Groups:
@@ -133,7 +137,7 @@ def build_on_meta(
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards)
-    shard_over_data(model, groups, device.type, run_reshards_per_step(run.parallel))
+    shard_over_data(model, groups, device.type, run_reshards_per_step(run.parallel), message_dtypes(run.precision))
     stream = comm_stream(device) if schedule.overlaps else None
     return LocalModel(
         run, groups, model, param_shards, stages_of(run.model, run.parallel), device, weight_grads, stream
@@ -151,7 +155,7 @@ def parallel_interfaces_of(
 ) -> ParallelInterfaces:
     matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads)
     return ParallelInterfaces(
-        tokens=TokenShards(groups),
+        tokens=TokenShards(groups, TORCH_FORMATS[run.precision.tp_reduce_format]),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         matmul_policy=matmul_policy,

@@ -28,14 +28,16 @@ from moefold.topology.folded_layout import shard_sizes
 class TokenShards:
     """The tokens of a microbatch, sharded over its context ranks, and each context shard over the tp ranks."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, sum_dtype: torch.dtype | None = None) -> None:
+        """``sum_dtype`` is that of ``reduce`` and of ``gather``'s backward; None is at least float32."""
         self.tp, self.stage, self.contexts = groups["tp"], groups["stage"], groups.contexts
+        self.sum_dtype = sum_dtype
 
     def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        return all_gather_rows(x_tD, self._sizes(batch.num_tokens), self.tp)
+        return all_gather_rows(x_tD, self._sizes(batch.num_tokens), self.tp, self.sum_dtype)
 
     def reduce(self, x_SD: Tensor) -> Tensor:
-        return reduce_scatter_rows(x_SD, self._sizes(x_SD.shape[0]), self.tp)
+        return reduce_scatter_rows(x_SD, self._sizes(x_SD.shape[0]), self.tp, self.sum_dtype)
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         if x_t.dtype == torch.bool:

@@ -48,10 +48,10 @@ def run_step(
     """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
     optimizer.zero_grad()
     if local_model.reshard_per_step:
-        unshard_for_step(local_model.model)
+        unshard_for_step(local_model.model, local_model.message_dtypes)
     sums = over_ranks(run_schedule(local_model, batches, on_action), local_model.groups)
     if local_model.reshard_per_step:
-        reduce_for_step(local_model.model, local_model.groups)
+        reduce_for_step(local_model.model, local_model.groups, local_model.message_dtypes)
     gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
     if on_gradients is not None:
         on_gradients(gradients)
@@ -72,7 +72,7 @@ def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
     local_model.model.eval()
     try:
         if local_model.reshard_per_step:
-            unshard_for_step(local_model.model)
+            unshard_for_step(local_model.model, local_model.message_dtypes)
         sums = over_ranks(run_forward_only(local_model, batches), local_model.groups)
         reshard_all(local_model.model)
     finally:

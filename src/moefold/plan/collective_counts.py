@@ -12,7 +12,7 @@ dry run, which executes the step, finds the same numbers; a test compares the tw
     the end of the step         partial gradients, losses, counts, the norm
 
 Of the T tokens of a microbatch a rank's context shard has S, of which t are on this rank. An all_gather takes t tokens
-and its backward reduces S; a reduce_scatter takes S, in float32, and its backward gathers t.
+and its backward reduces S; a reduce_scatter takes S, in `precision.tp_reduce`, and its backward gathers t.
 """
 
 from __future__ import annotations
@@ -73,34 +73,44 @@ def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None
 def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, number: int, tally: Tally) -> None:
     held = [spec for spec in parameters(run.model) if parts.holds(spec.name)]
     once = run_reshards_per_step(run.parallel)
-    each = BYTES[run.precision.params]
-    for grid, specs in _modules(held).items():
+    precision = run.precision
+    own_routers = precision.gather_format != precision.params
+    for grid, specs in _modules(held, own_routers).items():
         is_root, experts = grid == "", grid.endswith(".experts")
         own = ("expert_shard", "expert_replicate") if experts else ("dense_shard", "dense_replicate")
         # FSDP calls groups with the same ranks by one name; what the step reduces itself goes by its own.
         shard, copies = (_known_as(layout, rank, name) for name in own)
         ways = layout.size(own[0])
         sizes = [_padded(local_shape(spec, layout), ways) for spec in specs]
-        gathered, whole = sum(size for size, _ in sizes) * each, sum(whole for _, whole in sizes) * each
+        router = grid.endswith(".router")
+        gathered = sum(size for size, _ in sizes) * BYTES[precision.params if router else precision.gather_format]
+        reduced = BYTES[precision.reduce_format]
         if once:
             tally.add("all_gather", shard, gathered)
             for size, full in sizes:
-                tally.add("reduce_scatter", own[0], full * max(4, each))
-                tally.add("all_reduce", own[1], size * max(4, each))
+                tally.add("reduce_scatter", own[0], full * reduced)
+                tally.add("all_reduce", own[1], size * reduced)
         else:
-            # The root stays unsharded from its forward to its backward; layers unshard for both.
-            tally.add("all_gather", shard, gathered, number * (1 if is_root else 2))
-            tally.add("reduce_scatter", shard, whole, number)
-            tally.add("all_reduce", copies, gathered, number)
+            # The root and routers stay unsharded from their forward to their backward; layers unshard for both.
+            tally.add("all_gather", shard, gathered, number * (1 if is_root or router else 2))
+            tally.add("reduce_scatter", shard, sum(whole for _, whole in sizes) * reduced, number)
+            tally.add("all_reduce", copies, sum(size for size, _ in sizes) * reduced, number)
 
 
-def _modules(held: Iterable[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
-    """Parameters by the module that unshards them: experts, layers, MTP modules, and the root for the rest."""
+def _modules(held: Iterable[ParameterSpec], own_routers: bool) -> dict[str, list[ParameterSpec]]:
+    """Parameters by the module that unshards them: experts, layers, MTP modules, and the root for the rest.
+
+    Routers are apart where the others are cast before they are sent.
+    """
     found: dict[str, list[ParameterSpec]] = {}
     for spec in held:
-        first, number, *_ = spec.name.split(".")
+        first, number, *inner = spec.name.split(".")
         module = f"{first}.{number}" if first in ("layers", "mtp") else ""
-        found.setdefault(module + ".experts" if is_expert(spec.name) else module, []).append(spec)
+        if is_expert(spec.name):
+            module += ".experts"
+        elif own_routers and "router" in inner:
+            module += ".router"
+        found.setdefault(module, []).append(spec)
     return found
 
 
@@ -216,13 +226,14 @@ def _gather(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: T
     """``again``: the phase is recomputed, and gathers again."""
     tokens = tokens_of(run, layout)
     tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times * (1 + again))
-    tally.add("reduce_scatter", "tp", tokens.shared * dim * tokens.wide, times)
+    tally.add("reduce_scatter", "tp", tokens.shared * dim * BYTES[run.precision.tp_reduce_format], times)
 
 
 def _reduce(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
     """``again``: a recomputed phase repeats it; recomputation leaves out only the last operation of a phase."""
     tokens = tokens_of(run, layout)
-    tally.add("reduce_scatter", "tp", tokens.shared * dim * tokens.wide, times * (1 + again))
+    size = tokens.shared * dim * BYTES[run.precision.tp_reduce_format]
+    tally.add("reduce_scatter", "tp", size, times * (1 + again))
     tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
+from moefold.config.precision import BYTES
 from moefold.plan.workload import Workload
 
 
@@ -95,7 +96,9 @@ def tensor_bytes(workload: Workload, layer: Layer) -> float:
     """Gathers and scatters of sequence shards in one forward pass; bytes received by a rank."""
     tp = workload.parallel.tp
     tokens = workload.context_tokens
-    once = workload.word * tokens * workload.model.dim * (tp - 1) / tp
+    # As many gathers as sums; in moefold a sum has a format of its own.
+    summed = float(BYTES[workload.run.precision.tp_reduce_format]) if workload.is_own else workload.word
+    once = (workload.word + summed) / 2 * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, MoE):
         passes += 2.0 * (layer.feed.shared_hidden_dim > 0)

@@ -137,6 +137,11 @@ class Workload:
         return float(BYTES[self.run.precision.params])
 
     @cached_property
+    def gather_bytes(self) -> float:
+        """Of a parameter as moefold's FSDP sends it and holds it whole."""
+        return float(BYTES[self.run.precision.gather_format])
+
+    @cached_property
     def gradient_bytes(self) -> float:
         precision = self.run.precision
         return float(BYTES[precision.gradients or precision.params]) if self._trains_weights else 0.0

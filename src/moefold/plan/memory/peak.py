@@ -16,7 +16,7 @@ from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
-from moefold.plan.memory.workspace import copies_weights, stage_copies, workspace_lines
+from moefold.plan.memory.workspace import Copied, copies_weights, stage_copies, workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
@@ -124,14 +124,14 @@ def _rank_shape(
     which: tuple[int, ...],
     setting: Setting,
     ep: int,
-    copies: bool,
+    copied: Copied,
 ) -> _RankShape:
     different = stages_of_shape(model, stages, written).different
     contents = tuple(different[index] for index in which)
     parts = tuple(_stage_parts(model, stage, setting) for stage in contents)
     weights = rank_weights(model, contents, (setting.tp, ep, setting.etp))
     per_token = tuple(sum(size for _, size, _ in stage) for stage in parts)
-    fixed = tuple(stage_copies(model, stage, setting, ep) if copies else 0.0 for stage in contents)
+    fixed = tuple(stage_copies(model, stage, setting, ep, copied) for stage in contents)
     return _RankShape(contents, weights, parts, per_token, fixed)
 
 

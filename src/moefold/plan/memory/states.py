@@ -191,7 +191,7 @@ def gathered_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
 
 
 def _gathered_by_moefold(workload: Workload, held: RankWeights, over: tuple[int, int]) -> list[MemoryLine]:
-    """In the parameters' own format, and only what has other holders: the step's in a pipeline, else one layer."""
+    """As they are sent, and only what has other holders: the step's in a pipeline, else one layer."""
     dense, experts = (
         (held.dense, held.experts)
         if workload_reshards_per_step(workload)
@@ -201,8 +201,8 @@ def _gathered_by_moefold(workload: Workload, held: RankWeights, over: tuple[int,
         dense += held.ends
     size = dense * (over[0] > 1) + experts * (over[1] > 1)
     until = "for the step" if workload_reshards_per_step(workload) else "embedding, head and one layer"
-    why = f"{size / 1e9:.3f}B parameters whole, {until}, {workload.weight_bytes:g} bytes each"
-    return [MemoryLine("buffers", "gathered weights", size * workload.weight_bytes, why)]
+    why = f"{size / 1e9:.3f}B parameters whole, {until}, {workload.gather_bytes:g} bytes each"
+    return [MemoryLine("buffers", "gathered weights", size * workload.gather_bytes, why)]
 
 
 def under_way_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:

@@ -21,7 +21,7 @@ from moefold.blueprint.param_counts import layer_counts
 from moefold.blueprint.parameters import join_parameter
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting
-from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines, workload_reshards_per_step
+from moefold.plan.memory.states import RankWeights, padded_vocab, shards, under_way_lines, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
@@ -127,35 +127,42 @@ def _answer_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list
 # ---- moefold's own step ----
 
 
-def copies_weights(workload: Workload) -> bool:
-    """Whether matmuls keep casts of their weights."""
+# Whether matmuls keep casts of dense weights, and of experts'.
+Copied = tuple[bool, bool]
+
+
+def copies_weights(workload: Workload) -> Copied:
+    """Those that FSDP gathers in the format of matmuls need none."""
     narrow = workload.format != "float32" and workload.weight_bytes > 2
-    return workload.is_own and narrow and not (workload.ep_overlap or workload.delay_wgrad)
+    kept = workload.is_own and narrow and not (workload.ep_overlap or workload.delay_wgrad)
+    dense, experts = (kept and (ways == 1 or workload.gather_bytes > 2) for ways in shards(workload))
+    return dense, experts
 
 
-def stage_copies(model: ModelShape, stage: StageContents, setting: Setting, ep: int) -> float:
+def stage_copies(model: ModelShape, stage: StageContents, setting: Setting, ep: int, copied: Copied) -> float:
     """Bytes of casts that one microbatch of a stage keeps."""
-    size = sum(count * _layer_copies(layer, model.dim, setting, ep) for layer, count in stage.layers)
+    size = sum(count * _layer_copies(layer, model.dim, setting, ep, copied) for layer, count in stage.layers)
     if stage.mtp:
-        ahead = _layer_copies(model.mtp_layers[-1], model.dim, setting, ep)
-        size += stage.mtp * (ahead + join_parameter("", model.dim).size)
+        ahead = _layer_copies(model.mtp_layers[-1], model.dim, setting, ep, copied)
+        size += stage.mtp * (ahead + copied[0] * join_parameter("", model.dim).size)
     return size * setting.word
 
 
-def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int) -> float:
+def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int, copied: Copied) -> float:
     """Elements, after all cuts. A phase that is recomputed casts again; the router needs no cast."""
     mixer, feed = layer_counts(Layer(layer.mixer, None), dim), layer_counts(Layer(None, layer.feed), dim)
-    found = 0.0
+    dense = experts = 0.0
     if "attention" not in setting.recompute:
-        found += mixer.sharded / setting.tp + mixer.replicated
+        dense += mixer.sharded / setting.tp + mixer.replicated
     if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
-        found += feed.sharded / setting.tp
+        dense += feed.sharded / setting.tp
     if isinstance(layer.feed, MoE):
         latents = [row for row in layer_matmuls(layer, dim) if row.part == "routed" and not row.experts]
-        found += sum(row.inner * row.outer for row in latents)
+        dense += sum(row.inner * row.outer for row in latents)
         if "experts" not in setting.recompute:
-            found += feed.sharded / setting.tp + feed.experts / (ep * setting.etp)
-    return found
+            dense += feed.sharded / setting.tp
+            experts += feed.experts / (ep * setting.etp)
+    return copied[0] * dense + copied[1] * experts
 
 
 def own_workspace(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:

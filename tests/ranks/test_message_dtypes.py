@@ -1,0 +1,98 @@
+"""Formats of messages: parameters that are cast before their all-gather give the same step; narrower sums round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.support import on_ranks
+
+import moefold
+from moefold.comm.process_groups import Groups
+from moefold.dryrun.dry_run import FullDocuments
+from moefold.parallel.parallelize import build_local_model
+from moefold.parallel.param_shards import local_part
+from moefold.pipeline.step import run_step
+from moefold.train.batches import step_batches
+from moefold.train.train_context import make_optimizer
+
+CPU = torch.device("cpu")
+SMALL = {
+    "precision.compute": "bfloat16",
+    "kernels.experts": "sequential",
+    "model.num_layers": 2,
+    "data.seq_len": 32,
+    "data.global_batch": 4,
+}
+
+
+def one_step(run: moefold.RunConfig, groups: Groups) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and this rank's gradients, before they are clipped."""
+    torch.manual_seed(0)
+    local_model = build_local_model(run, groups, CPU)
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(gradients: dict[str, torch.Tensor]) -> None:
+        found.update({name: local_part(gradient).clone() for name, gradient in gradients.items()})
+
+    class Documents(FullDocuments):
+        def sample(self, index: int) -> Any:
+            sample = super().sample(index)
+            sample.tokens[:] = torch.randint(run.model.vocab_size, (len(sample.tokens),)).numpy() % 7 * 5 + index
+            return sample
+
+    batches = step_batches(Documents(run), 0, run, groups, CPU).batches
+    sums = run_step(local_model, make_optimizer(local_model), batches, keep).sums
+    return float(sums.loss), found
+
+
+def compared(
+    recipe: str, layout: dict[str, Any], one: dict[str, str], other: dict[str, str], world: int = 2
+) -> list[tuple[Any, ...]]:
+    """For each rank: both losses, and the largest difference of a gradient over its own size."""
+    runs = [
+        moefold.load_run(recipe, SMALL | {f"parallel.{name}": value for name, value in layout.items()} | changes)
+        for changes in (one, other)
+    ]
+
+    def work(groups: Groups) -> tuple[float, float, float]:
+        (loss, left), (other_loss, right) = (one_step(run, groups) for run in runs)
+        assert left.keys() == right.keys()
+        differences = [float((left[name] - right[name]).norm() / (1e-12 + right[name].norm())) for name in left]
+        return loss, other_loss, max(differences)
+
+    return on_ranks(work, world, **layout)
+
+
+CASES = [
+    ("deepseek_v3_proxy", {}),
+    ("gpt_oss_20b_proxy", {"ep": 2}),
+    pytest.param("gpt_oss_20b_proxy", {}, marks=pytest.mark.slow),
+    pytest.param("qwen3_30b_a3b_proxy", {"cp": 2}, marks=pytest.mark.slow),
+    pytest.param("deepseek_v3_proxy", {"cp": 2, "schedule": "1f1b_overlapped"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), CASES)
+def test_bfloat16_parameters_on_the_wire_change_no_value(recipe: str, layout: dict[str, Any]) -> None:
+    """gpt-oss has biases and sinks, whose gradients are sums that are rounded once more; no other gradient changes."""
+    for loss, other_loss, difference in compared(recipe, layout, {}, {"precision.gather": "float32"}):
+        assert loss == other_loss
+        assert difference <= (2**-8 if recipe.startswith("gpt_oss") else 0.0)
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"schedule": "1f1b_overlapped"}, marks=pytest.mark.slow)])
+def test_gradients_summed_in_bfloat16_are_rounded(layout: dict[str, Any]) -> None:
+    for loss, other_loss, difference in compared("qwen3_30b_a3b_proxy", layout, {"precision.reduce": "bfloat16"}, {}):
+        assert loss == other_loss
+        assert 0 < difference < 2**-6
+
+
+@pytest.mark.slow
+def test_activations_summed_in_bfloat16_are_rounded() -> None:
+    """On four ranks: the sum of two bfloat16 numbers rounds to the same bfloat16 number either way."""
+    narrow = {"precision.tp_reduce": "bfloat16"}
+    for loss, other_loss, difference in compared("deepseek_v3_proxy", {"tp": 4}, narrow, {}, world=4):
+        assert loss != other_loss and abs(loss - other_loss) < 1e-3 * other_loss
+        assert difference > 0
