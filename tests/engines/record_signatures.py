@@ -4,8 +4,12 @@
     python -m tests.engines.record_signatures deepep DeepEP/.git v1.2.1
 
 writes `tests/engines/signatures/deepep-1.2.1.json`. The source is read with git and parsed: Python with ast, C++ by its
-pybind11 declarations; nothing of it is imported or run. Without a revision: the newest commit. The signatures of
-torch's symmetric memory are those of the torch that is installed:
+pybind11 declarations; nothing of it is imported or run. Without a revision: the newest commit. A wheel is read as is:
+
+    pip download --no-deps flash-attn-4==4.0.0b36
+    python -m tests.engines.record_signatures flash_attn_4 flash_attn_4-4.0.0b36-py3-none-any.whl
+
+The signatures of torch's symmetric memory are those of the torch that is installed:
 
     python -m tests.engines.record_signatures symmetric_memory
 
@@ -15,11 +19,13 @@ Tests read the recorded files only.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -56,6 +62,10 @@ _GEMMS = (
     "m_grouped_bf16_gemm_nn_contiguous",
     "k_grouped_bf16_gemm_tn_contiguous",
 )
+_FLASH_2, _FLASH_4 = ("flash_attn/flash_attn_interface.py",), ("flash_attn/cute/interface.py",)
+_FLASH_3, _FLASH_URL = ("hopper/flash_attn_interface.py",), "https://github.com/Dao-AILab/flash-attention"
+# Of a wheel.
+_METADATA = "METADATA"
 _TE_GEMM = ("transformer_engine/pytorch/cpp_extensions/gemm.py",)
 SOURCES = {
     "deepep": Source(
@@ -107,6 +117,24 @@ SOURCES = {
         python={_TE_GEMM: ("general_gemm", "general_grouped_gemm")},
         module=_TE_GEMM,
     ),
+    "flash_attn_2": Source(
+        _FLASH_URL,
+        (("flash_attn/__init__.py",), r'__version__ = "([\w.]+)"'),
+        python={_FLASH_2: ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward")},
+        module=_FLASH_2,
+    ),
+    "flash_attn_3": Source(
+        _FLASH_URL,
+        (("hopper/__init__.py",), r'__version__ = "([\w.]+)"'),
+        python={_FLASH_3: ("_flash_attn_forward", "_flash_attn_backward")},
+        module=_FLASH_3,
+    ),
+    "flash_attn_4": Source(
+        _FLASH_URL,
+        ((_METADATA,), r"\nVersion: ([\w.]+)"),
+        python={_FLASH_4: ("_flash_attn_fwd", "_flash_attn_bwd")},
+        module=_FLASH_4,
+    ),
 }
 
 
@@ -150,7 +178,9 @@ def _tuple_size(returns: ast.expr | None) -> int | None:
     """How many values a function returns by its annotation; None if it returns one, or does not say."""
     if not isinstance(returns, ast.Subscript) or ast.unparse(returns.value) not in ("Tuple", "tuple"):
         return None
-    return len(returns.slice.elts) if isinstance(returns.slice, ast.Tuple) else None
+    sizes = returns.slice.elts if isinstance(returns.slice, ast.Tuple) else []
+    open_end = any(isinstance(each, ast.Constant) and each.value is ... for each in sizes)
+    return None if open_end or not sizes else len(sizes)
 
 
 def imported_names(source: str) -> list[str]:
@@ -279,10 +309,27 @@ def _git(folder: str, *words: str) -> str:
     return done.stdout
 
 
+def read_wheel(wheel: zipfile.ZipFile) -> Read:
+    """Files by their path, and the package's metadata."""
+
+    def read(path: str) -> str:
+        ends = f".dist-info/{_METADATA}" if path == _METADATA else path
+        names = [name for name in wheel.namelist() if name == path or (path == _METADATA and name.endswith(ends))]
+        if not names:
+            raise FileNotFoundError(path)
+        return wheel.read(names[0]).decode()
+
+    return read
+
+
 def main(words: list[str]) -> None:
     name, *where = words
     if name == "symmetric_memory":
         found = record_torch()
+    elif where[0].endswith(".whl"):
+        with zipfile.ZipFile(where[0]) as wheel:
+            found = record(name, read_wheel(wheel))
+        found["sha256"] = hashlib.sha256(Path(where[0]).read_bytes()).hexdigest()
     else:
         folder, revision = where[0], where[1] if len(where) > 1 else "HEAD"
         found = record(name, lambda path: _git(folder, "show", f"{revision}:{path}"))

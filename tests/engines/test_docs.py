@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from tests.engines.test_signatures import ADAPTERS, RECORDED
+from tests.engines.test_signatures import RECORDED
 
 from moefold.ops.backends import BACKENDS
 from moefold.ops.engines import ENGINES
 
 ROOT = Path(__file__).parents[2]
 DOC = (ROOT / "docs" / "engines.md").read_text()
-FLASH = json.loads((ROOT / "tests" / "body" / "flash_attn_signatures.json").read_text())
 
 
 def rows() -> dict[str, list[str]]:
@@ -23,14 +21,15 @@ def rows() -> dict[str, list[str]]:
 
 
 def recorded_from(engine: str) -> str:
-    """Version, commit and its date, as the recorded files say."""
-    if engine not in ADAPTERS:
-        releases = [release.split()[1] for release in FLASH if release.split()[0] == engine]
-        return ", ".join(sorted(releases, reverse=True))
-    found = [RECORDED[name] for name in ADAPTERS[engine].recorded]
-    return ", ".join(
-        f"{each['version']} ({each['commit'][:7]}, {each.get('committed', 'as installed')})" for each in found
-    )
+    """Version, and the commit with its date or the wheel, as the recorded files say."""
+    found = [each for each in RECORDED.values() if each["library"] == engine]
+    return ", ".join(f"{each['version']} ({origin(each)})" for each in sorted(found, key=lambda each: each["version"]))
+
+
+def origin(recorded: dict[str, str]) -> str:
+    if "commit" not in recorded:
+        return f"wheel, sha256 {recorded['sha256'][:7]}"
+    return f"{recorded['commit'][:7]}, {recorded.get('committed', 'as installed')}"
 
 
 def test_every_engine_of_the_code_has_its_row() -> None:

@@ -5,7 +5,7 @@ output by exp(lse - lse') and lse' is the log-sum-exp with it. Their backward ta
 those of output and sink together its gradients are right as they are.
 
 The calls are to the functions below the packages' own autograd, because ring attention needs forward and backward
-apart. ``tests/body/flash_attn_signatures.json`` has their recorded signatures; a test binds every call to them.
+apart. ``tests/engines/signatures`` has their recorded signatures; a test binds every call to them.
 """
 
 from __future__ import annotations
