@@ -8,7 +8,8 @@ two parts merge into what one softmax over both would have given:
 A sink is one more part that has a weight and no value. Backward needs no merging: given the *whole* output and its
 log-sum-exp, the gradients of the parts only add up.
 
-``FUSED`` runs on torch's CPU kernel, which never writes the scores down; ``PLAIN`` is its reference, on any device.
+``FUSED`` runs on torch's CPU kernel and ``EFFICIENT`` on its memory-efficient kernel for GPUs, which never write the
+scores down; ``PLAIN`` is their reference, on any device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ from moefold.ops.fp32_linear import upcast
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_efficient_forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+# Of the memory-efficient kernel: rows of a head are loaded in so many bytes, and the log-sum-exp of queries is padded
+# to a multiple of so many.
+_ROW_BYTES, _LSE_MULTIPLE = 16, 32
 
 
 class AttendPart(Protocol):
@@ -59,7 +65,7 @@ class Parts(NamedTuple):
 
 
 def parts_for(device: torch.device) -> Parts:
-    return FUSED if device.type == "cpu" else PLAIN
+    return FUSED if device.type == "cpu" else EFFICIENT
 
 
 # ---- what is saved for backward ----
@@ -191,8 +197,59 @@ def part_gradients_fused(
     return dq[..., : q_BHnC.shape[-1]], dk[..., : k_BJmC.shape[-1]], dv[..., :value_dim]
 
 
+# ---- the GPUs' memory-efficient way ----
+
+
+def attend_part_efficient(
+    q_BHnC: Tensor, k_BJmC: Tensor, v_BJmU: Tensor, *, scale: float, causal: bool, mask_nm: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Without a mask; values may be narrower than keys."""
+    if not _is_efficient(q_BHnC, k_BJmC, v_BJmU, mask_nm):
+        return attend_part_plain(q_BHnC, k_BJmC, v_BJmU, scale=scale, causal=causal, mask_nm=mask_nm)
+    heads, num = q_BHnC.shape[1:3]
+    k, v = _per_query_head(k_BJmC, heads), _per_query_head(v_BJmU, heads)
+    out, lse, _, _ = _efficient_forward(q_BHnC, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., :num]
+
+
+def part_gradients_efficient(
+    grad_BHnU: Tensor,
+    q_BHnC: Tensor,
+    k_BJmC: Tensor,
+    v_BJmU: Tensor,
+    out_BHnU: Tensor,
+    lse_BHn: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask_nm: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _is_efficient(q_BHnC, k_BJmC, v_BJmU, mask_nm):
+        return part_gradients_plain(
+            grad_BHnU, q_BHnC, k_BJmC, v_BJmU, out_BHnU, lse_BHn, scale=scale, causal=causal, mask_nm=mask_nm
+        )
+    heads, kv_heads = q_BHnC.shape[1], k_BJmC.shape[1]
+    k, v = _per_query_head(k_BJmC, heads), _per_query_head(v_BJmU, heads)
+    # Shares of padded queries, and of those that see nothing anywhere, are exp(-inf) = 0.
+    seen = lse_BHn.masked_fill(lse_BHn == -torch.inf, torch.inf)
+    lse = F.pad(seen, (0, -seen.shape[-1] % _LSE_MULTIPLE), value=torch.inf).contiguous()
+    # Of dropout, which there is none of.
+    seed = torch.zeros((), dtype=torch.int64, device=q_BHnC.device)
+    dq, dk, dv, _ = _efficient_backward(
+        grad_BHnU, q_BHnC, k, v, None, out_BHnU, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, _per_kv_head(dk, kv_heads), _per_kv_head(dv, kv_heads)
+
+
+def _is_efficient(q: Tensor, k: Tensor, v: Tensor, mask_nm: Tensor | None) -> bool:
+    if mask_nm is not None or _nothing(q, k) or q.dtype == torch.float64:
+        return False
+    return all(x.shape[-1] * x.element_size() % _ROW_BYTES == 0 and x.stride(-1) == 1 for x in (q, k, v))
+
+
 PLAIN = Parts(attend_part_plain, part_gradients_plain)
 FUSED = Parts(attend_part_fused, part_gradients_fused)
+EFFICIENT = Parts(attend_part_efficient, part_gradients_efficient)
 
 
 def _scores(q_BHnC: Tensor, k_BHmC: Tensor, scale: float, causal: bool, mask_nm: Tensor | None) -> Tensor:
@@ -203,6 +260,8 @@ def _scores(q_BHnC: Tensor, k_BHmC: Tensor, scale: float, causal: bool, mask_nm:
 
 
 def _per_query_head(x_BJmC: Tensor, heads: int) -> Tensor:
+    if x_BJmC.shape[1] == heads:
+        return x_BJmC
     return x_BJmC.repeat_interleave(heads // x_BJmC.shape[1], dim=1)
 
 
