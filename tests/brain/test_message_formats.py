@@ -12,6 +12,7 @@ from moefold.checks import precision
 from moefold.checks.run_all import problems
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.plan import collective_counts
 from moefold.plan.collective_counts import messages
 
 BFLOAT16 = {"params": "float32", "compute": "bfloat16"}
@@ -76,3 +77,18 @@ def test_bytes_in_the_documentation() -> None:
         sent = {(each.name, each.group): each.bytes for each in messages(moefold.load_run("qwen3_30b_a3b", keys), 16)}
         found = [sum(sent[name, group] for group in groups) for name, groups in names.items()]
         assert said == [f"{size / 2**30:.1f}" for size in (*found, sent["reduce_scatter", "tp"])]
+
+
+def test_collectives_of_gradients_in_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"parallel.pp": 4, "parallel.ep": 8, "parallel.dp_replicate": 2, "data.global_batch": 512}
+    run = moefold.load_run("qwen3_30b_a3b", keys | {"data.micro_batch": 1, "precision.compute": "bfloat16"})
+
+    def sums() -> int:
+        found = [each for each in messages(run, 64) if each.group.endswith(("_shard", "_replicate"))]
+        return sum(each.count for each in found if each.name in ("reduce_scatter", "all_reduce"))
+
+    bucketed = sums()
+    # Buckets of 128 bytes hold one gradient.
+    monkeypatch.setattr(collective_counts, "MEBIBYTE", 1)
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    assert f"sums its gradients in {bucketed} collectives instead of {sums()}." in text

@@ -138,7 +138,9 @@ def _update(local_model: LocalModel, optimizer: Optimizer) -> Trial:
     """The end of a step: gradient norm, clipping, optimizer."""
 
     def update() -> None:
-        gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
+        gradients = finish_gradients(
+            local_model.model, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes
+        )
         primary = primary_shards(gradients, local_model.param_shards)
         norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
         clip_gradients(gradients.values(), norm, local_model.run.optim.clip_norm)

@@ -206,7 +206,7 @@ def context_shard(batch: Batch, index: int) -> Batch:
 
 
 def move_batch(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
-    """The same batch with ``move`` applied to each of its tensors; what it has cached is computed again there."""
+    """The same batch with ``move`` applied to each of its tensors; what it has cached is recomputed there."""
     return replace(
         batch,
         tokens_S=move(batch.tokens_S),

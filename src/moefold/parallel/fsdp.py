@@ -5,8 +5,8 @@ divide factor 1, forced sum. Groups of one rank are left out: a parameter with n
 
 FSDP by default unshards a layer for every microbatch, forward and backward, and reduces its gradients every time. A
 pipeline runs many microbatches through few layers and defers weight gradients. It therefore unshards all parameters
-before the first microbatch (``unshard_for_step``), accumulates full gradients, and reduces once per parameter at the
-end of the step (``reduce_for_step``). Between steps parameters and optimizer states are sharded as usual.
+before the first microbatch (``unshard_for_step``), accumulates full gradients, and reduces them in buckets at the end
+of the step (``reduce_for_step``). Between steps parameters and optimizer states are sharded as usual.
 
 Parameters are sharded, updated and saved in their own format and cast before they are sent (``precision.gather``): the
 model casts every weight to its compute dtype where it is used, so a cast before the all-gather changes no value.
@@ -28,11 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from moefold.blueprint.bucket_sizes import fill_buckets
 from moefold.blueprint.sharding import grid_of, shard_dim
-from moefold.comm.collectives import all_reduce_no_grad, reduce_scatter_no_grad
-from moefold.comm.process_groups import Group, Groups
+from moefold.comm.process_groups import Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
+from moefold.parallel.gradient_buckets import bucket_bytes, reduce_bucket
 from moefold.parallel.param_shards import DATA_GROUPS
 from moefold.precision.dtypes import TORCH_FORMATS
 
@@ -129,33 +130,39 @@ def unshard_for_step(model: Decoder, dtypes: MessageDtypes) -> None:
 
 
 @torch.no_grad()
-def reduce_for_step(model: Decoder, groups: Groups, dtypes: MessageDtypes) -> None:
-    """Reshard, and set each sharded parameter's ``.grad`` to its shard of the summed gradient."""
+def reduce_for_step(model: Decoder, groups: Groups, dtypes: MessageDtypes, bucket: int) -> None:
+    """Reshard, and set each sharded parameter's ``.grad`` to its shard of the summed gradient.
+
+    Gradients are summed in buckets of at most ``bucket`` bytes, dense ones and experts' apart.
+    """
     full: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             raise RuntimeError(f"{name} has no gradient; every parameter must get one in every step, zeros included")
         full[name], parameter.grad = parameter.grad, None
     reshard_all(model)
-    for name, parameter in model.named_parameters():
-        gradient = _reduced(full.pop(name), *(groups[group] for group in DATA_GROUPS[grid_of(name)]), dtypes.reduce)
-        if isinstance(parameter, DTensor):
-            gradient = DTensor.from_local(
-                gradient,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        parameter.grad = gradient
+    sharded = dict(model.named_parameters())
+    for grid, (replicate_name, shard_name) in DATA_GROUPS.items():
+        replicate, shard = groups[replicate_name], groups[shard_name]
+        sizes = {
+            name: bucket_bytes(tuple(gradient.shape), shard.size, dtypes.reduce)
+            for name, gradient in full.items()
+            if grid_of(name) == grid
+        }
+        for names in fill_buckets(sizes, bucket):
+            reduced = reduce_bucket([full.pop(name) for name in names], replicate, shard, dtypes.reduce)
+            for name, gradient in zip(names, reduced, strict=True):
+                sharded[name].grad = _like_parameter(gradient, sharded[name])
 
 
-def _reduced(gradient: Tensor, replicate: Group, shard: Group, dtype: torch.dtype) -> Tensor:
-    if not shard.alone:
-        dim = shard_dim(tuple(gradient.shape), shard.size)
-        chunk = -(-gradient.shape[dim] // shard.size)
-        sizes = tuple(max(0, min(chunk, gradient.shape[dim] - chunk * index)) for index in range(shard.size))
-        rows = reduce_scatter_no_grad(gradient.movedim(dim, 0), sizes, shard, dtype)
-        gradient = rows.movedim(0, dim).contiguous()
-    return all_reduce_no_grad(gradient, replicate, dtype)
+def _like_parameter(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return gradient
+    return DTensor.from_local(
+        gradient,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -20,6 +20,7 @@ from torch import Tensor
 from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
+from moefold.blueprint.bucket_sizes import MEBIBYTE
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
@@ -83,6 +84,10 @@ class LocalModel:
     @property
     def message_dtypes(self) -> MessageDtypes:
         return message_dtypes(self.run.precision)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.run.parallel.bucket_mb * MEBIBYTE
 
 
 def groups_of(run: RunConfig, world: int, rank: int, timeout: timedelta) -> Groups:

@@ -7,8 +7,8 @@ it, a checkpoint writes it.
 FSDP sums every gradient over the ranks that hold other batches. Some parameters are also replicated on ranks that did
 *different* work with the *same* batch: norms, router and latent projections see only their tensor-parallel rank's
 tokens; a head norm sees only its heads; the bias of a split expert is added on one rank only. Each such group is in
-``ParamShard.partial_groups``, and ``finish_gradients`` does one all-reduce per group. Last come parameters on several
-pipeline ranks, such as a tied embedding: their gradients are summed over these ranks.
+``ParamShard.partial_groups``, and ``finish_gradients`` all-reduces them per group, in buckets. Last come parameters on
+several pipeline ranks, such as a tied embedding: their gradients are summed over these ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moefold.blueprint.bucket_sizes import fill_buckets
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
-from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.p2p import all_reduce_p2p
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.model import ModelConfig
+from moefold.parallel.gradient_buckets import all_reduce_bucket
 
 Box = tuple[slice, ...]
 
@@ -108,15 +109,18 @@ def resize_to_local(model: nn.Module, param_shards: dict[str, ParamShard]) -> No
 
 
 @torch.no_grad()
-def finish_gradients(model: nn.Module, param_shards: dict[str, ParamShard], pp: Group) -> dict[str, Tensor]:
-    """All-reduce partial gradients; returns this rank's shard of every gradient by name."""
+def finish_gradients(
+    model: nn.Module, param_shards: dict[str, ParamShard], pp: Group, bucket: int
+) -> dict[str, Tensor]:
+    """All-reduce partial gradients in buckets of ``bucket`` bytes; returns this rank's shard of every gradient."""
     gradients = {name: local_gradient(name, parameter) for name, parameter in model.named_parameters()}
-    by_group: dict[str, tuple[Group, list[Tensor]]] = {}
+    by_group: dict[str, tuple[Group, dict[str, int]]] = {}
     for name, gradient in gradients.items():
         for group in param_shards[name].partial_groups:
-            by_group.setdefault(group.name, (group, []))[1].append(gradient)
-    for group, partials in by_group.values():
-        _all_reduce_flat(partials, group)
+            by_group.setdefault(group.name, (group, {}))[1][name] = gradient.nbytes
+    for group, sizes in by_group.values():
+        for names in fill_buckets(sizes, bucket):
+            all_reduce_bucket([gradients[name] for name in names], group)
     for name, gradient in gradients.items():
         if len(param_shards[name].pp_ranks) > 1:
             gradient.copy_(all_reduce_p2p(gradient, param_shards[name].pp_ranks, pp))
@@ -127,12 +131,3 @@ def local_gradient(name: str, parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         raise RuntimeError(f"{name} has no gradient; every parameter must get one in every step, zeros included")
     return local_part(parameter.grad)
-
-
-def _all_reduce_flat(tensors: list[Tensor], group: Group) -> None:
-    """All-reduce many small tensors in place, in one message."""
-    if group.alone:
-        return
-    total = all_reduce_no_grad(torch.cat([tensor.flatten() for tensor in tensors]), group)
-    for tensor, summed in zip(tensors, total.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(summed.view_as(tensor))

@@ -51,8 +51,10 @@ def run_step(
         unshard_for_step(local_model.model, local_model.message_dtypes)
     sums = over_ranks(run_schedule(local_model, batches, on_action), local_model.groups)
     if local_model.reshard_per_step:
-        reduce_for_step(local_model.model, local_model.groups, local_model.message_dtypes)
-    gradients = finish_gradients(local_model.model, local_model.param_shards, local_model.groups["pp"])
+        reduce_for_step(local_model.model, local_model.groups, local_model.message_dtypes, local_model.bucket_bytes)
+    gradients = finish_gradients(
+        local_model.model, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes
+    )
     if on_gradients is not None:
         on_gradients(gradients)
     primary = primary_shards(gradients, local_model.param_shards)

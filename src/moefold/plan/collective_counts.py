@@ -18,10 +18,11 @@ and its backward reduces S; a reduce_scatter takes S, in `precision.tp_reduce`, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
+from moefold.blueprint.bucket_sizes import MEBIBYTE, fill_buckets
 from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
@@ -75,6 +76,8 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
     once = run_reshards_per_step(run.parallel)
     precision = run.precision
     own_routers = precision.gather_format != precision.params
+    if once:
+        _buckets(run, layout, held, tally)
     for grid, specs in _modules(held, own_routers).items():
         is_root, experts = grid == "", grid.endswith(".experts")
         own = ("expert_shard", "expert_replicate") if experts else ("dense_shard", "dense_replicate")
@@ -87,14 +90,27 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
         reduced = BYTES[precision.reduce_format]
         if once:
             tally.add("all_gather", shard, gathered)
-            for size, full in sizes:
-                tally.add("reduce_scatter", own[0], full * reduced)
-                tally.add("all_reduce", own[1], size * reduced)
         else:
             # The root and routers stay unsharded from their forward to their backward; layers unshard for both.
             tally.add("all_gather", shard, gathered, number * (1 if is_root or router else 2))
             tally.add("reduce_scatter", shard, sum(whole for _, whole in sizes) * reduced, number)
             tally.add("all_reduce", copies, sum(size for size, _ in sizes) * reduced, number)
+
+
+def _buckets(run: RunConfig, layout: FoldedLayout, held: Sequence[ParameterSpec], tally: Tally) -> None:
+    """Gradients of a step that reduces them itself, once: dense ones and experts' apart."""
+    each, limit = BYTES[run.precision.reduce_format], run.parallel.bucket_mb * MEBIBYTE
+    for grid, shard, copies in (
+        ("attention", "dense_shard", "dense_replicate"),
+        ("expert", "expert_shard", "expert_replicate"),
+    ):
+        ways = layout.size(shard)
+        mine = [spec for spec in held if grid_of(spec.name) == grid]
+        sizes = {spec.name: _padded(local_shape(spec, layout), ways)[1] * each for spec in mine}
+        for names in fill_buckets(sizes, limit):
+            whole = sum(sizes[name] for name in names)
+            tally.add("reduce_scatter", shard, whole)
+            tally.add("all_reduce", copies, whole // ways)
 
 
 def _modules(held: Iterable[ParameterSpec], own_routers: bool) -> dict[str, list[ParameterSpec]]:
@@ -165,19 +181,20 @@ def _stage(run: RunConfig, layout: FoldedLayout, stage: StageSpec, rank: int, nu
 
 def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...], here: int, tally: Tally) -> None:
     each = BYTES[run.precision.params]
-    partial: Counter[str] = Counter()
+    partial: dict[str, dict[str, int]] = {}
     for spec in parameters(run.model):
         if not parts[here].holds(spec.name):
             continue
         ways = layout.size("expert_shard" if grid_of(spec.name) == "expert" else "dense_shard")
         shard, _ = _padded(local_shape(spec, layout), ways)
         for axis in partial_axes(spec):
-            partial[axis] += shard * each
+            partial.setdefault(axis, {})[spec.name] = shard * each
         others = sum(each_rank.holds(spec.name) for each_rank in parts) - 1
         if others:
             tally.add("send", "pp", shard * each, others)
-    for axis, size in partial.items():
-        tally.add("all_reduce", axis, size)
+    for axis, sizes in partial.items():
+        for names in fill_buckets(sizes, run.parallel.bucket_mb * MEBIBYTE):
+            tally.add("all_reduce", axis, sum(sizes[name] for name in names))
     for axis in ("dp", "cp", "pp"):
         tally.add("all_reduce", axis, _LOSSES)
     experts = run.model.moe.num_experts if run.model.moe is not None else 0
