@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.marks import slow_except
 from tests.ranks.test_message_dtypes import SMALL, one_step
 from tests.support import on_ranks
 from torch import Tensor
@@ -31,7 +32,7 @@ def one_by_one(gradient: Tensor, replicate: Group, shard: Group, dtype: torch.dt
     return all_reduce_no_grad(gradient, replicate, dtype)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", slow_except([1, 2, 4], 2))
 def test_a_bucket_is_its_gradients_one_by_one(replicas: int) -> None:
     """Small integers, whose sums are exact in any order."""
 
@@ -67,11 +68,12 @@ def test_buckets_hold_at_most_their_limit_and_everything_once() -> None:
 
 LAYOUTS = [
     {"schedule": "1f1b_overlapped"},
-    pytest.param({"pp": 2, "ep": 2, "dp_replicate": 2, "edp_replicate": 1}, marks=pytest.mark.slow),
-    pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+    {"pp": 2, "ep": 2, "dp_replicate": 2, "edp_replicate": 1},
+    {"pp": 2, "tp": 2},
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_in_large_buckets_is_the_step_in_small_ones(layout: dict[str, Any], monkeypatch: Any) -> None:
     """In float64 to 1e-12; and fewer collectives."""

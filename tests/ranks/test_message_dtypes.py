@@ -67,7 +67,7 @@ def compared(
 
 CASES = [
     ("deepseek_v3_proxy", {}),
-    ("gpt_oss_20b_proxy", {"ep": 2}),
+    pytest.param("gpt_oss_20b_proxy", {"ep": 2}, marks=pytest.mark.slow),
     pytest.param("gpt_oss_20b_proxy", {}, marks=pytest.mark.slow),
     pytest.param("qwen3_30b_a3b_proxy", {"cp": 2}, marks=pytest.mark.slow),
     pytest.param("deepseek_v3_proxy", {"cp": 2, "schedule": "1f1b_overlapped"}, marks=pytest.mark.slow),
@@ -82,7 +82,8 @@ def test_bfloat16_parameters_on_the_wire_change_no_value(recipe: str, layout: di
         assert difference <= (2**-8 if recipe.startswith("gpt_oss") else 0.0)
 
 
-@pytest.mark.parametrize("layout", [{}, pytest.param({"schedule": "1f1b_overlapped"}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"schedule": "1f1b_overlapped"}])
 def test_gradients_summed_in_bfloat16_are_rounded(layout: dict[str, Any]) -> None:
     for loss, other_loss, difference in compared("qwen3_30b_a3b_proxy", layout, {"precision.reduce": "bfloat16"}, {}):
         assert loss == other_loss
