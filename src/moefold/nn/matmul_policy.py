@@ -35,7 +35,6 @@ from moefold.nn.te_matmul import (
     te_linear_weight_grad,
 )
 from moefold.ops.engines import load_engine
-from moefold.ops.fp32_linear import grad_dtype_of
 
 # rows_PX, weight_eYX as [out, in], rows per expert on the device, the same on the host if known there.
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
@@ -229,7 +228,8 @@ class WeightGradQueue:
 
 
 def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
-    gradient = gradient.to(grad_dtype_of(weight))
+    # A leaf may collect its gradient in another dtype than its own, as FSDP's gathered parameters do.
+    gradient = gradient.to(weight.grad_dtype or weight.dtype)
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
@@ -332,7 +332,7 @@ def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor 
     if ctx.weight_grads.active:
         ctx.weight_grads.put(weight, gradient)
         return None
-    return gradient().to(grad_dtype_of(weight))
+    return gradient()
 
 
 def matmul_policy_named(linear: str, weight_grads: WeightGradQueue | None) -> MatmulPolicy:

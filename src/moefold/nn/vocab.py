@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from moefold.nn.batch import IGNORED, Batch
 from moefold.nn.parallel_interfaces import TokenSharding, VocabSharding
 from moefold.ops.backends import IN_TORCH, Kernels
-from moefold.ops.fp32_linear import grad_dtype_of
 
 
 class Embedding(nn.Module):
@@ -49,14 +48,15 @@ class _RowsOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_vD: Tensor, row_S: Tensor) -> Tensor:
         ctx.save_for_backward(row_S)
-        ctx.num_rows, ctx.grad_dtype = weight_vD.shape[0], grad_dtype_of(weight_vD)
+        ctx.num_rows = weight_vD.shape[0]
         return F.embedding(row_S, weight_vD)
 
     @staticmethod
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
         (row_S,) = ctx.saved_tensors
-        dweight_vD = torch.ops.aten.embedding_dense_backward(grad_SD.float(), row_S, ctx.num_rows, -1, False)
-        return dweight_vD.to(ctx.grad_dtype), None
+        # Autograd casts it to the dtype in which the weight collects its gradient.
+        dweight_vD: Tensor = torch.ops.aten.embedding_dense_backward(grad_SD.float(), row_S, ctx.num_rows, -1, False)
+        return dweight_vD, None
 
 
 class LanguageLoss(nn.Module):

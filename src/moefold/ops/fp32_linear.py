@@ -47,11 +47,3 @@ class _FP32Linear(torch.autograd.Function):
 def upcast(x: Tensor) -> Tensor:
     """To float32, for sums, exponentials and square roots; float64 stays float64."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def grad_dtype_of(weight: Tensor) -> torch.dtype:
-    """The dtype in which a leaf collects its gradient: float32 in FSDP's bfloat16 copy of a float32 parameter.
-
-    A gradient that is summed in float32 is returned in it, instead of being rounded to a 16-bit weight's dtype first.
-    """
-    return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.ops.fp32_linear import grad_dtype_of, upcast
+from moefold.ops.fp32_linear import upcast
 
 # All-reduces a number per row over the ranks that hold the rest of the row; backward all-reduces too.
 SumHeads = Callable[[Tensor], Tensor]
@@ -56,7 +56,7 @@ class _RMSNorm(torch.autograd.Function):
         wide = upcast(x)
         rstd = (sum_heads(_squares(x, wide)) / full_dim).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight_Y, rstd)
-        ctx.full_dim, ctx.sum_heads, ctx.grad_dtype = full_dim, sum_heads, grad_dtype_of(weight_Y)
+        ctx.full_dim, ctx.sum_heads = full_dim, sum_heads
         return _times(wide, rstd, wide is not x).to(x.dtype).mul_(weight_Y.to(x.dtype))
 
     @staticmethod
@@ -66,7 +66,8 @@ class _RMSNorm(torch.autograd.Function):
         p = wide_grad * wide
         dx = dweight_Y = None
         if ctx.needs_input_grad[1]:
-            dweight_Y = torch.mv(p.flatten(0, -2).t(), rstd.flatten()).to(ctx.grad_dtype)
+            # A sum over rows; autograd casts it to the dtype in which the weight collects its gradient.
+            dweight_Y = torch.mv(p.flatten(0, -2).t(), rstd.flatten())
         if ctx.needs_input_grad[0]:
             scale = ctx.sum_heads((p @ wide_weight_Y).unsqueeze(-1)) * rstd.pow(3).div_(-ctx.full_dim)
             dx = _times(wide_grad, wide_weight_Y, wide_grad is not grad)

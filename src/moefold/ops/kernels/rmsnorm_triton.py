@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.ops.fp32_linear import grad_dtype_of
 from moefold.ops.kernels.aot_specs import Build, Traffic
 
 MAX_DIM = 16384
@@ -133,14 +132,9 @@ def launch_forward(x_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, 
 
 
 def launch_backward(
-    dout_XD: Tensor,
-    x_XD: Tensor,
-    weight_D: Tensor,
-    rstd_X: Tensor,
-    max_programs: int,
-    grad_dtype: torch.dtype | None = None,
+    dout_XD: Tensor, x_XD: Tensor, weight_D: Tensor, rstd_X: Tensor, max_programs: int
 ) -> tuple[Tensor, Tensor]:
-    """``grad_dtype`` is that of the weight's gradient; by default the weight's."""
+    """The weight's gradient is in float32; autograd casts it to the dtype in which the weight collects it."""
     num_rows, dim = x_XD.shape
     rows, block, warps = tile_of(dim)
     programs = max(1, min(max_programs, triton.cdiv(num_rows, rows)))
@@ -160,7 +154,7 @@ def launch_backward(
         BLOCK=block,
         num_warps=warps,
     )
-    dweight_D = torch.empty_like(weight_D, dtype=grad_dtype)
+    dweight_D = torch.empty_like(weight_D, dtype=torch.float32)
     rows, block, warps = SUM_TILE
     column_sum_kernel[(triton.cdiv(dim, block),)](
         partial_BD, dweight_D, programs, D=dim, ROWS=rows, BLOCK=block, num_warps=warps
@@ -180,13 +174,12 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         out_XD, rstd_X = launch_forward(x_XD, weight_D, eps)
         ctx.save_for_backward(x_XD, weight_D, rstd_X)
-        ctx.grad_dtype = grad_dtype_of(weight_D)
         return out_XD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x_XD, weight_D, rstd_X = ctx.saved_tensors
-        dx_XD, dweight_D = launch_backward(grads[0], x_XD, weight_D, rstd_X, programs_on(x_XD.device), ctx.grad_dtype)
+        dx_XD, dweight_D = launch_backward(grads[0], x_XD, weight_D, rstd_X, programs_on(x_XD.device))
         return dx_XD, dweight_D, None
 
 
