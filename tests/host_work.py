@@ -6,13 +6,17 @@ itself, so a clock on one sees neither. A dispatch mode sees both: every operati
 that would make the host wait: reading a value (``item``, ``tolist``, ``bool``), results whose shape is only known from
 the data (``nonzero``, boolean indexing), and blocking copies between devices. Backward passes are seen too.
 
-An operation counts as one launch; some, such as a sort, are several kernels on a device.
+An operation counts as one launch; some, such as a sort, are several kernels on a device. A collective is one too. A
+Triton kernel and a call of another library are one launch each, whatever the interpreter or the fake that stands in for
+them does (``counted_once``).
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,17 +56,41 @@ class HostWork:
 
     launches: Counter[str] = field(default_factory=Counter)
     waits: list[str] = field(default_factory=list)
+    # Inside of ``counted_once``.
+    paused: bool = False
 
     @property
     def num_launches(self) -> int:
         return self.launches.total()
 
 
+# Of each thread, because ranks may be threads.
+_CURRENT = threading.local()
+
+
 def count_host_work(work: Callable[[], object]) -> HostWork:
-    seen = HostWork()
-    with _Methods(seen), _Operations(seen):
-        work()
+    seen = _CURRENT.seen = HostWork()
+    try:
+        with _Methods(seen), _Operations(seen):
+            work()
+    finally:
+        _CURRENT.seen = None
     return seen
+
+
+@contextmanager
+def counted_once(name: str, launches: int = 1) -> Iterator[None]:
+    """What runs inside is so many launches of that name, and its waits are not the layer's."""
+    seen: HostWork | None = getattr(_CURRENT, "seen", None)
+    if seen is None or seen.paused:
+        yield
+        return
+    seen.launches[name] += launches
+    seen.paused = True
+    try:
+        yield
+    finally:
+        seen.paused = False
 
 
 class _Operations(TorchDispatchMode):
@@ -73,6 +101,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.seen.paused:
+            return op(*args, **(kwargs or {}))
         if reason := why_it_waits(op, args, kwargs or {}):
             self.seen.waits.append(f"{op} {reason}")
         if launches(op):
@@ -88,7 +118,7 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in ESCAPES:
+        if func in ESCAPES and not self.seen.paused:
             self.seen.waits.append(f"Tensor.{func.__name__} reads values on the host")
         return func(*args, **(kwargs or {}))
 

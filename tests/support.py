@@ -28,7 +28,7 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
 
 def multiplied(arrived: ExpertInput, factor_e: Tensor) -> Tensor:
     """What experts that only multiply their rows by a number would answer."""
-    expert_SK, weight_SK, kept_SK = arrived.assignments
+    expert_SK, weight_SK, kept_SK, _ = arrived.assignments
     if kept_SK is not None:
         expert_SK, weight_SK = expert_SK.where(kept_SK, 0), weight_SK * kept_SK
     return arrived.rows_RL * (factor_e[expert_SK] * weight_SK).sum(1, keepdim=True)

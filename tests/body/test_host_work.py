@@ -1,23 +1,34 @@
-"""How much the host does for one MoE layer, held so that it only falls; docs/host-overhead.md has the numbers."""
+"""How much the host does for one MoE layer, held so that it only falls; docs/host-overhead.md has the numbers.
+
+On one rank, and with its experts on several (``tests/ep_layer.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from tests import ep_layer
+from tests.compiled_launches import compiled_counted
+from tests.ep_layer import Kernels, layer_work, triton_and_compiled_counted, triton_counted
 from tests.host_work import HostWork, count_host_work
+from tests.marks import slow_except
 from tests.sync_free import ESCAPES
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import NamedDispatcher
 from moefold.moe import routing_policies as select
 from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
+from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.moe.router import Router
 from moefold.moe.topk import choose_topk_reference
 from moefold.nn.batch import whole_batch
@@ -35,10 +46,34 @@ MOE = MoEConfig(
 PADDED = replace(MOE, capacity=CapacityConfig(factor=1.25, pad=True))
 # Engine, sizes; then the most launches forward and backward, and waits of both together.
 HELD: dict[str, tuple[str, MoEConfig, int, int, int]] = {
-    "padded": ("grouped", PADDED, 111, 48, 0),
-    "dropless": ("grouped", MOE, 56, 46, 1),
-    "dropless, fused": ("fused", MOE, 77, 76, 1),
+    "padded": ("grouped", PADDED, 70, 38, 0),
+    "dropless": ("grouped", MOE, 35, 36, 1),
+    "dropless, fused": ("fused", MOE, 59, 68, 1),
 }
+# With experts on two ranks: kernels, dispatcher, padded or dropless; then the same.
+KERNELS: dict[str, Kernels] = {
+    "torch": lambda: nullcontext(MOE_IN_TORCH),
+    "triton": triton_counted,
+    "torch, compiled": compiled_counted,
+    "triton, compiled": triton_and_compiled_counted,
+}
+EP_HELD: dict[tuple[str, str, str], tuple[int, int, int]] = {
+    ("all_to_all", "dropless", "torch"): (39, 34, 1),
+    ("all_to_all", "dropless", "triton"): (34, 26, 1),
+    ("all_to_all", "dropless", "torch, compiled"): (35, 26, 1),
+    ("all_to_all", "dropless", "triton, compiled"): (32, 25, 1),
+    ("all_to_all", "padded", "torch"): (69, 38, 0),
+    ("all_to_all_aligned", "dropless", "torch"): (48, 41, 1),
+    ("all_to_all_aligned", "padded", "torch"): (78, 45, 0),
+    ("deduplicated", "dropless", "torch"): (66, 37, 1),
+    ("two_level", "dropless", "torch"): (106, 44, 1),
+    ("all_gather", "dropless", "torch"): (44, 37, 1),
+    ("all_gather", "padded", "torch"): (77, 39, 0),
+    ("symmetric_memory", "dropless", "torch"): (55, 45, 1),
+    ("symmetric_memory", "padded", "torch"): (94, 51, 0),
+}
+# The most for any of them, and the launches of version 0.1 by the same count, with all_to_all and torch.
+MOST_LAUNCHES, IN_0_1 = 251, 120
 PAGE = Path(__file__).parents[2] / "docs" / "host-overhead.md"
 
 
@@ -83,10 +118,28 @@ def test_launches_and_waits_only_fall(name: str, monkeypatch: pytest.MonkeyPatch
     assert found == (forward, backward, waits), f"{name}: {found}; fewer is good news: write it here and in {PAGE.name}"
 
 
+@pytest.mark.parametrize(("dispatcher", "rows", "kernels"), slow_except(EP_HELD, ("all_to_all", "dropless", "torch")))
+def test_launches_and_waits_with_expert_parallelism_only_fall(dispatcher: str, rows: str, kernels: str) -> None:
+    if "triton" in kernels:
+        pytest.importorskip("triton", reason="kernels are an extra")
+    work = layer_work(dispatcher, ep_layer.PADDED if rows == "padded" else ep_layer.MOE, KERNELS[kernels])
+    held = EP_HELD[dispatcher, rows, kernels]
+    assert work.found == held, f"{work.found}, {work}; fewer is good news: write it here and in {PAGE.name}"
+
+
+def test_no_dispatcher_reads_more_than_once_and_padding_reads_nothing() -> None:
+    for (_, rows, _), (forward, backward, waits) in EP_HELD.items():
+        assert waits == (0 if rows == "padded" else 1) and forward + backward <= MOST_LAUNCHES
+    assert sum(EP_HELD["all_to_all", "dropless", "triton"][:2]) <= IN_0_1 / 2
+    assert {dispatcher for dispatcher, _, _ in EP_HELD} >= set(get_args(NamedDispatcher))
+
+
 def test_the_page_has_these_numbers() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name, (_, _, forward, backward, waits) in HELD.items():
         assert f"| {name} | {forward} | {backward} | {waits} |" in page
+    for case, (forward, backward, waits) in EP_HELD.items():
+        assert f"| {' | '.join(case)} | {forward} | {backward} | {forward + backward} | {waits} |" in page
 
 
 def test_the_counter_sees_waits_and_leaves_views_out() -> None:

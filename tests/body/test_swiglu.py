@@ -4,7 +4,14 @@ from math import exp
 
 import torch
 
-from moefold.ops.activations import ACTIVATIONS, clamped_swiglu, swiglu, swiglu_reference
+from moefold.ops.activations import (
+    ACTIVATIONS,
+    clamped_swiglu,
+    swiglu,
+    swiglu_reference,
+    weighted_activation,
+    weighted_activation_reference,
+)
 
 
 def test_swiglu_by_its_formula() -> None:
@@ -39,4 +46,16 @@ def test_swiglu_has_the_bits_of_its_reference_and_keeps_its_inputs_only() -> Non
                 made = activation(*(half.view_as(half) for half in halves))
             found.append((made, *torch.autograd.grad(made, halves, torch.ones_like(made))))
             assert len(kept) == (2 if activation is swiglu else 3)
+        assert all(map(torch.equal, *found))
+
+
+def test_the_weighted_activation_has_the_bits_of_its_reference() -> None:
+    for rows, weights in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)):
+        gate_up, weight = torch.randn(6, 20).to(rows).requires_grad_(), torch.rand(6).to(weights).requires_grad_()
+        found = []
+        for activation in (weighted_activation, weighted_activation_reference):
+            made = activation(gate_up, weight)
+            assert made.dtype == rows
+            grad = torch.linspace(-1, 1, made.numel()).to(rows).view_as(made)
+            found.append((made, *torch.autograd.grad(made, (gate_up, weight), grad)))
         assert all(map(torch.equal, *found))

@@ -141,9 +141,15 @@ def test_aligned_rows_are_a_multiple_and_their_padding_is_zero(capacity: int | N
         if capacity is not None:
             assert aligned.capacity == aligned.rows_per_expert[0]
             return
-        num_rows = len(plain.rows_RL)
-        assert torch.equal(aligned.rows_RL[:num_rows], plain.rows_RL)
-        assert not aligned.rows_RL[num_rows:].any() and not aligned.assignments.probs[num_rows:].any()
+        runs = zip(
+            aligned.rows_RL.split(aligned.rows_per_expert),
+            aligned.assignments.probs.split(aligned.rows_per_expert),
+            plain.rows_RL.split(plain.rows_per_expert),
+            strict=True,
+        )
+        for rows, probs, received in runs:
+            assert torch.equal(rows[: len(received)], received)
+            assert not rows[len(received) :].any() and not probs[len(received) :].any()
         counts = torch.bincount(aligned.assignments.experts.flatten(), minlength=EXPERTS // 4)
         assert counts.tolist() == aligned.rows_per_expert
 

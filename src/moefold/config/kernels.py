@@ -17,6 +17,7 @@ AttentionBackend = Literal[
     "auto", "sdpa", "triton", "flash_attn_2", "flash_attn_3", "flash_attn_4", "flex", "reference"
 ]
 Graphs = Literal["none", "partial", "full"]
+Compile = Literal["none", "regions"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,6 @@ class KernelsConfig:
     linear: LinearBackend = "torch"
     # CUDA graphs. Planned only: partial (parts of layers are recorded), full (the whole step).
     graphs: Graphs = "none"
+    # torch.compile. regions: of an MoE layer, what lies between its exchanges: scores to probs, balance losses, the
+    # order in which rows are sent, the experts' activation; each is one graph, and a graph break is an error.
+    compile: Compile = "none"

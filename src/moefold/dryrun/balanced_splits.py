@@ -10,7 +10,7 @@ relative to the average, for the most loaded rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 from moefold.batching.zigzag import held_spans
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
-from moefold.moe.dispatch.base import ExchangeName
+from moefold.moe.dispatch.base import ExchangedRows, ExchangeName, HostRows
 from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 
@@ -38,8 +38,7 @@ class BalancedSplitSizes:
         self.run, self.layout, self.rank = run, layout, rank
         self.lengths, self.context, self.imbalance = tuple(lengths), context, imbalance
         # Computed once: every layer of every microbatch asks for them.
-        self._leaving_by_hop: dict[ExchangeName, list[int]] = {}
-        self._arriving_by_hop: dict[ExchangeName, list[list[int]]] = {}
+        self._exchanged: dict[ExchangeName, HostRows] = {}
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return self._leaving
@@ -47,21 +46,20 @@ class BalancedSplitSizes:
     def arriving(self, rows_from_Se: Tensor) -> list[list[int]]:
         return self._arriving
 
+    def exchanged(self, rows_per_expert_E: Tensor, rows_from_Se: Tensor) -> HostRows:
+        return HostRows(self._leaving, self._arriving)
+
     def gathered(self, rows_per_expert_e: Tensor) -> list[int]:
         return self._gathered
 
-    def tokens(self, tokens_of_P: Tensor) -> list[int]:
-        return [len(self._tokens_of(peer)) for peer in self.layout.ranks("expert_block", self.rank)]
+    def tokens_and_gathered(self, tokens_of_P: Tensor, rows_per_expert_e: Tensor) -> tuple[list[int], list[int]]:
+        block = self.layout.ranks("expert_block", self.rank)
+        return [len(self._tokens_of(peer)) for peer in block], self._gathered
 
-    def leaving_once(self, hop: ExchangeName, rows_P: Tensor) -> list[int]:
-        if hop not in self._leaving_by_hop:
-            self._leaving_by_hop[hop] = self._leaving_once(hop)
-        return self._leaving_by_hop[hop]
-
-    def arriving_once(self, hop: ExchangeName, counts_S: Tensor) -> list[list[int]]:
-        if hop not in self._arriving_by_hop:
-            self._arriving_by_hop[hop] = self._arriving_once(hop)
-        return self._arriving_by_hop[hop]
+    def exchanged_once(self, exchanges: Mapping[ExchangeName, ExchangedRows]) -> dict[ExchangeName, HostRows]:
+        for hop in exchanges.keys() - self._exchanged.keys():
+            self._exchanged[hop] = HostRows(self._leaving_once(hop), self._arriving_once(hop))
+        return {hop: self._exchanged[hop] for hop in exchanges}
 
     def _leaving_once(self, hop: ExchangeName) -> list[int]:
         peers, holders = self._peers(hop, self.rank), self._holders(hop, self.rank)

@@ -149,6 +149,7 @@ def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) ->
             interfaces.tokens,
             None if interfaces.routing_policy is None else interfaces.routing_policy(moe),
             route,
+            interfaces.kernels.balance_term,
         ),
         dispatcher=interfaces.dispatcher(moe),
         experts=Experts(moe, dim, interfaces.experts(moe), interfaces.bias_scale),

@@ -7,12 +7,13 @@ the dtype of the rows, in one pass over them. Gather and sum are each other's gr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from moefold.ops.segments import segment_sum
+from moefold.moe.permute import token_of
+from moefold.ops.segments import segment_sum, stable_order
 
 
 class TokenRankMap(NamedTuple):
@@ -45,18 +46,42 @@ def token_rank_map(mask_tW: Tensor, num_pairs: int) -> TokenRankMap:
     return TokenRankMap(token_N, flat_pair.index_select(0, by_token_N), pairs_t.cumsum(0) - pairs_t)
 
 
-def assignment_map(assignment_N: Tensor, num_tokens: int, top_k: int) -> TokenRankMap:
-    """A pair for every kept assignment, in the order of ``assignment_N``, their numbers (token * K + k)."""
-    token_N, num_pairs = assignment_N // top_k, assignment_N.shape[0]
+def assignment_map(assignment_N: Tensor, num_tokens: int, top_k: int, token_N: Tensor | None = None) -> TokenRankMap:
+    """A pair for every kept assignment, in the order of ``assignment_N``, their numbers (token * K + k).
+
+    ``token_N``: their tokens, where known.
+    """
+    token_N, num_pairs = token_of(assignment_N, top_k) if token_N is None else token_N, assignment_N.shape[0]
     pair_N = torch.arange(num_pairs, device=assignment_N.device)
     if num_pairs == num_tokens * top_k:
         order_N = torch.empty_like(pair_N).scatter_(0, assignment_N, pair_N)
-        return TokenRankMap(token_N, order_N, pair_N[::top_k].contiguous())
+        return TokenRankMap(token_N, order_N, pair_N if top_k == 1 else pair_N[::top_k].contiguous())
     flat_pair = torch.full((num_tokens * top_k,), -1, device=assignment_N.device).scatter_(0, assignment_N, pair_N)
     kept = flat_pair >= 0
     by_token_N = torch.nonzero_static(kept, size=num_pairs).flatten()
     kept_t = kept.view(num_tokens, top_k).sum(1)
     return TokenRankMap(token_N, flat_pair.index_select(0, by_token_N), kept_t.cumsum(0) - kept_t)
+
+
+class SendOrder(NamedTuple):
+    """The numbers of the assignments in the order in which they are sent, and the map of their tokens."""
+
+    assignment_N: Tensor
+    sent: TokenRankMap
+
+
+def send_order(expert_tK: Tensor, num_experts: int) -> SendOrder:
+    """By expert, where every assignment is kept: no size depends on data."""
+    assignment_N = stable_order(expert_tK.flatten(), num_experts + 1)
+    return SendOrder(assignment_N, assignment_map(assignment_N, *expert_tK.shape))
+
+
+def gather_assignments(prob_tK: Tensor, assignment_N: Tensor, sent: TokenRankMap) -> Tensor:
+    """The prob of each pair of ``assignment_map``. Where all are kept, its gradient is a gather too."""
+    if assignment_N.shape[0] != prob_tK.numel():
+        return prob_tK.flatten().index_select(0, assignment_N)
+    prob_N: Tensor = _GatherAssignments.apply(prob_tK, assignment_N, sent.order_N)
+    return prob_N
 
 
 def gather_tokens(x_tL: Tensor, sent: TokenRankMap) -> Tensor:
@@ -100,3 +125,19 @@ class _ReduceTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_tL: Tensor) -> tuple[Tensor, None]:
         return grad_tL.index_select(0, ctx.sent.token_N), None
+
+
+class _Assignments(Protocol):
+    order_N: Tensor
+    shape: torch.Size
+
+
+class _GatherAssignments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Assignments, prob_tK: Tensor, assignment_N: Tensor, order_N: Tensor) -> Tensor:
+        ctx.order_N, ctx.shape = order_N, prob_tK.shape
+        return prob_tK.flatten().index_select(0, assignment_N)
+
+    @staticmethod
+    def backward(ctx: _Assignments, grad_N: Tensor) -> tuple[Tensor, None, None]:
+        return grad_N.index_select(0, ctx.order_N).view(ctx.shape), None, None

@@ -10,7 +10,6 @@ from moefold.moe.grouped_experts import (
     KernelPermutation,
     TorchPermutation,
     kernel_activation,
-    torch_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.moe.te_permutation import TransformerEnginePermutation
@@ -48,8 +47,6 @@ def grouped_experts(
     moe: MoEConfig, matmul_policy: MatmulPolicy, matmul: GroupedMatmul, kernels: MoEKernels = MOE_IN_TORCH
 ) -> GroupedExperts:
     """Kernels where there are any; in torch, single operations are faster than the kernels' references."""
-    if kernels.permute is MOE_IN_TORCH.permute:
-        return GroupedExperts(moe, matmul_policy, matmul, TorchPermutation(), torch_activation(moe.activation))
-    return GroupedExperts(
-        moe, matmul_policy, matmul, KernelPermutation(kernels), kernel_activation(kernels, moe.activation)
-    )
+    in_torch = kernels.permute is MOE_IN_TORCH.permute
+    permutation = TorchPermutation() if in_torch else KernelPermutation(kernels)
+    return GroupedExperts(moe, matmul_policy, matmul, permutation, kernel_activation(kernels, moe.activation))

@@ -6,7 +6,8 @@ activation``). That is half of what is known as memory-efficient permutation: mu
 
 What surrounds the GEMMs is injected: a ``Permutation`` and the activation that multiplies by the probs. In torch they
 are a few operations each (``TorchPermutation``), which is faster than running the kernels' references; on a GPU they
-are one kernel each (``KernelPermutation``).
+are one kernel each (``KernelPermutation``). Rows that a dispatcher has put in the order of the experts are taken as
+they are.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moefold.moe.kernels.row_map_reference import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
 from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded, unpermute_rows
 from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
-from moefold.ops.activations import ACTIVATIONS
+from moefold.ops.activations import weighted_activation
 
 
 class Permuted(NamedTuple):
@@ -63,7 +64,8 @@ class GroupedExperts:
         self.permutation, self.activation = permutation, activation
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
-        permuted = self.permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation)
+        permutation = NO_PERMUTATION if expert_in.by_expert else self.permutation
+        permuted = permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation)
         rows_PL, prob_P, _ = permuted
         gate_up_PG = self._matmul(rows_PL, weights.gate_up, expert_in)
         if weights.gate_up_bias is not None:
@@ -74,7 +76,7 @@ class GroupedExperts:
             # Times 0 rather than left out: every rank's bias takes part in the backward pass.
             bias_PL = bias_of_rows(weights.down_bias, rows_PL, expert_in) * weights.bias_scale
             out_PL = out_PL + (bias_PL if prob_P is None else times_prob(bias_PL, prob_P))
-        return self.permutation.unpermute(out_PL, permuted)
+        return permutation.unpermute(out_PL, permuted)
 
     def _matmul(self, rows: Tensor, weight: Tensor, expert_in: ExpertInput) -> Tensor:
         counts = expert_in.rows_per_expert_e, expert_in.rows_per_expert
@@ -123,14 +125,22 @@ class TorchPermutation:
         return unpermute_rows(out_PL, token_P, num_rows, padded)
 
 
+class NoPermutation:
+    """Rows have been received in the order of the experts."""
+
+    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+        prob_P = expert_in.assignments.probs.flatten()
+        return Permuted(expert_in.rows_RL, *((prob_P, None) if prob_at_activation else (None, prob_P)))
+
+    def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
+        return out_PL if permuted.undo is None else times_prob(out_PL, permuted.undo)
+
+
+NO_PERMUTATION = NoPermutation()
+
+
 def torch_activation(name: str) -> WeightedActivation:
-    activation = ACTIVATIONS[name]
-
-    def weighted(gate_up_PG: Tensor, prob_P: Tensor | None) -> Tensor:
-        hidden_PF = activation(*gate_up_PG.chunk(2, dim=-1))
-        return hidden_PF if prob_P is None else times_prob(hidden_PF, prob_P)
-
-    return weighted
+    return lambda gate_up_PG, prob_P: weighted_activation(gate_up_PG, prob_P, name)
 
 
 class KernelPermutation:

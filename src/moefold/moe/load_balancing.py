@@ -61,6 +61,31 @@ class RoutingReport(NamedTuple):
         return self.counts_E.sum() - self.kept_E.sum()
 
 
+# Logits, shares, the kind of score, False for padding tokens or None; to the sum.
+BalanceTerm = Callable[[Tensor, Tensor, Literal["softmax", "sigmoid"], Tensor | None], Tensor]
+
+
+class _Shares(NamedTuple):
+    """The share of each token's set, [t, E] or the same [E] for all, is ``value_tE`` times ``factor``.
+
+    Whole counts are divided by a number that the host knows when the loss is multiplied by its coefficient, and not
+    before.
+    """
+
+    value_tE: Tensor
+    factor: float = 1.0
+
+
+class CountedScores(NamedTuple):
+    """What the router has computed already: assignments per expert of the plain top-k, and all experts' scores."""
+
+    plain_E: Tensor | None = None
+    scores_tE: Tensor | None = None
+
+
+NOTHING_COUNTED = CountedScores()
+
+
 def balance_losses(
     config: MoEConfig,
     logits_tE: Tensor,
@@ -68,39 +93,67 @@ def balance_losses(
     batch: Batch,
     tokens: TokenSharding,
     earlier_E: Tensor | None,
+    known: CountedScores = NOTHING_COUNTED,
+    term: BalanceTerm | None = None,
 ) -> BalanceLosses:
     """``plain`` is each token's plain top-k; ``earlier_E`` counts it over this rank's earlier microbatches of the step.
 
-    A loss that is off costs nothing.
+    A loss that is off costs nothing. ``term`` is another implementation of ``balance_term``, such as a compiled one.
     """
     coefficients, num_experts, off = config.balance, config.num_experts, logits_tE.new_zeros(())
+    if not counts_anything(coefficients) and not coefficients.z:
+        return BalanceLosses(off, off, off, off, off)
     real_t = real_tokens(batch, tokens)
-    p_tE = _without_padding(probabilities(logits_tE, config.router.score), real_t)
+    kind = config.router.score
+    # Computed once for all losses; a term that is given computes its own.
+    p_tE = None if term else _without_padding(probabilities(logits_tE, kind, known.scores_tE), real_t)
+    # Every real token counts K times.
+    sums_known = real_t is None and plain.kept is None
 
-    def counts(sets: TokenSets) -> tuple[Tensor, Tensor]:
+    def counts(sets: TokenSets) -> tuple[Tensor, Tensor | None]:
+        """Assignments per expert of each set, and each token's set, or None where all tokens are in one."""
+        if len(sets.sizes) == 1:
+            count_E = count_assignments(plain, num_experts) if known.plain_E is None else known.plain_E
+            return tokens.sum_counts(count_E[None], "microbatch", batch), None
         set_t = tokens.local_shard(sets.set_of_token_T, batch)
         count_QE = count_by_set(plain, set_t, len(sets.sizes), num_experts)
         return tokens.sum_counts(count_QE, "microbatch", batch), set_t
 
-    def shares(sets: TokenSets) -> Tensor:
+    def shares(sets: TokenSets) -> _Shares:
         count_QE, set_t = counts(sets)
-        return _shares(count_QE, p_tE.dtype)[set_t]
+        if set_t is None:
+            divisor = sets.sizes[0] * config.top_k if sums_known else None
+            return _Shares(count_QE, 1 / divisor) if divisor else _Shares(_shares(count_QE, logits_tE.dtype))
+        return _Shares(_shares(count_QE, logits_tE.dtype)[set_t])
 
-    def shares_of_sequences() -> Tensor:
+    def shares_of_sequences() -> _Shares:
         """Each token's share divided by its sequence's tokens, in units of the step's mean per sequence."""
-        count_QE, set_t = counts(batch.documents)
-        # Every real token counts K times.
-        tokens_Q = (count_QE.sum(-1) / config.top_k).clamp(min=1).to(p_tE.dtype)
         mean = batch.step_tokens / _step_sequences(batch)
-        return (_shares(count_QE, p_tE.dtype) * (mean / tokens_Q)[:, None])[set_t]
+        count_QE, set_t = counts(batch.documents)
+        if set_t is None and sums_known and (num_tokens := batch.documents.sizes[0]):
+            return _Shares(count_QE, mean / (num_tokens * config.top_k * num_tokens))
+        tokens_Q = (count_QE.sum(-1) / config.top_k).clamp(min=1).to(logits_tE.dtype)
+        share_QE = _shares(count_QE, logits_tE.dtype) * (mean / tokens_Q)[:, None]
+        return _Shares(share_QE if set_t is None else share_QE[set_t])
 
-    def shares_of_everyone() -> Tensor:
-        count_E = count_assignments(plain, num_experts)
+    def shares_of_everyone() -> _Shares:
+        count_E = count_assignments(plain, num_experts) if known.plain_E is None else known.plain_E
         count_E = tokens.sum_counts(count_E if earlier_E is None else count_E + earlier_E, "everyone", batch)
-        return _shares(count_E, p_tE.dtype)
+        return _Shares(_shares(count_E, logits_tE.dtype))
 
-    def loss(coefficient: float, share_tE: Callable[[], Tensor]) -> Tensor:
-        return (share_tE() * p_tE).sum() * (coefficient * num_experts / batch.step_tokens) if coefficient else off
+    def shares_of_devices() -> _Shares:
+        share = shares(batch.microbatches)
+        return share._replace(value_tE=even_out(share.value_tE.to(logits_tE.dtype), coefficients.device_groups))
+
+    def loss(coefficient: float, shares: Callable[[], _Shares]) -> Tensor:
+        if not coefficient:
+            return off
+        value_tE, factor = shares()
+        if term is None:
+            total = balance_term(logits_tE, value_tE, kind, real_t, p_tE)
+        else:
+            total = term(logits_tE, value_tE, kind, real_t)
+        return total * (coefficient * num_experts / batch.step_tokens * factor)
 
     def z() -> Tensor:
         return _without_padding(logits_tE.logsumexp(-1, keepdim=True).square(), real_t).sum()
@@ -110,7 +163,7 @@ def balance_losses(
         microbatch=loss(coefficients.microbatch, lambda: shares(batch.microbatches)),
         sequence=loss(coefficients.sequence, by_sequence[coefficients.sequence_mean]),
         global_batch=loss(coefficients.global_batch, shares_of_everyone),
-        device=loss(coefficients.device, lambda: even_out(shares(batch.microbatches), coefficients.device_groups)),
+        device=loss(coefficients.device, shares_of_devices),
         z=z() * (coefficients.z / batch.step_tokens) if coefficients.z else off,
     )
 
@@ -130,9 +183,22 @@ def _without_padding(x_tE: Tensor, real_t: Tensor | None) -> Tensor:
     return x_tE if real_t is None else x_tE.where(real_t[:, None], 0.0)
 
 
-def probabilities(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"]) -> Tensor:
-    """Scores that sum to 1 for each token."""
-    scores_tE = score(logits_tE, kind)
+def balance_term(
+    logits_tE: Tensor,
+    value_tE: Tensor,
+    kind: Literal["softmax", "sigmoid"],
+    real_t: Tensor | None = None,
+    p_tE: Tensor | None = None,
+) -> Tensor:
+    """The sum over tokens and experts of probability times share; ``p_tE`` where probabilities are known."""
+    if p_tE is None:
+        p_tE = _without_padding(probabilities(logits_tE, kind), real_t)
+    return (p_tE * value_tE).sum()
+
+
+def probabilities(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"], scores_tE: Tensor | None = None) -> Tensor:
+    """Scores that sum to 1 for each token; ``scores_tE`` where they are known."""
+    scores_tE = score(logits_tE, kind) if scores_tE is None else scores_tE
     return scores_tE if kind == "softmax" else scores_tE / scores_tE.sum(-1, keepdim=True)
 
 

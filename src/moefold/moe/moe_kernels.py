@@ -10,11 +10,14 @@ from torch import Tensor
 
 from moefold.checks.kernels import experts_in_use
 from moefold.config.run import RunConfig
+from moefold.moe.compiled_regions import region, require_compiler
 from moefold.moe.kernels import router_reference as balance_torch
 from moefold.moe.kernels import router_reference as router_torch
 from moefold.moe.kernels import row_map_reference as permute_torch
 from moefold.moe.kernels import row_map_reference as row_map
+from moefold.moe.load_balancing import BalanceTerm, balance_term
 from moefold.ops import backends
+from moefold.ops.activations import weighted_activation_reference
 from moefold.ops.backends import JOBS, Kernels, resolve
 from moefold.ops.host_probe import HostInfo, probe_host
 from moefold.ops.native.glu import native_activation, native_glu
@@ -29,6 +32,8 @@ class MoEKernels(Kernels):
     unpermute: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
     balance_stats: Callable[..., balance_torch.BalanceStats]
+    # None is the router's own, which shares its scores.
+    balance_term: BalanceTerm | None = None
 
 
 def _shared(kernels: Kernels) -> dict[str, Any]:
@@ -76,9 +81,22 @@ def kernels_named(name: str, device: str, number_format: str | None = None, here
     return {"torch": torch_kernels, "triton": triton_kernels, "native": native_kernels}[name]()
 
 
+def compile_regions(kernels: MoEKernels) -> MoEKernels:
+    """Those that are torch's own operations, compiled; other kernels as they are."""
+    activation = kernels.weighted_activation
+    if activation is MOE_IN_TORCH.weighted_activation:
+        activation = region(weighted_activation_reference)
+    route = region(kernels.route) if kernels.route is MOE_IN_TORCH.route else kernels.route
+    return replace(kernels, route=route, weighted_activation=activation, balance_term=region(balance_term))
+
+
 def kernels_for(run: RunConfig, device: str) -> MoEKernels:
     """The kernels of `run.kernels`; raises where this machine cannot run one of them in `precision.compute`."""
     here, dtype = probe_host(), run.precision.compute
     resolve("experts", experts_in_use(run, device), device, here, dtype)
     resolve("expert_permute", run.kernels.permute, device, here, dtype)
-    return kernels_named(run.kernels.backend, device, dtype, here)
+    kernels = kernels_named(run.kernels.backend, device, dtype, here)
+    if run.kernels.compile == "none":
+        return kernels
+    require_compiler(device, here)
+    return compile_regions(kernels)

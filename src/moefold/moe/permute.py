@@ -8,12 +8,13 @@ number t * K and token number t, one past the end: it reads zeros and prob 0, an
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from moefold.ops.segments import count_keys, rank_within_key, stable_order
+from moefold.ops.segments import count_keys, stable_order, stable_sort
 
 
 class Assignments(Protocol):
@@ -38,7 +39,7 @@ def count_assignments(routing: Assignments, num_experts: int) -> Tensor:
 def group_by_expert(routing: Assignments, num_experts: int, num_rows: int) -> Grouped:
     """The ``num_rows`` kept assignments in the order of their experts."""
     assignment_N = stable_order(flat_experts(routing, num_experts), num_experts + 1)[:num_rows]
-    return Grouped(assignment_N, assignment_N // routing.experts.shape[1])
+    return Grouped(assignment_N, token_of(assignment_N, routing.experts.shape[1]))
 
 
 def group_padded(routing: Assignments, num_experts: int, capacity: int) -> Grouped:
@@ -46,15 +47,22 @@ def group_padded(routing: Assignments, num_experts: int, capacity: int) -> Group
 
     Assignments beyond an expert's capacity are left out: drop by capacity before, so that there are none.
     """
-    experts, device = routing.experts, routing.experts.device
-    num_assignments, num_rows = experts.numel(), num_experts * capacity
-    key_N = flat_experts(routing, num_experts)
-    rank_N = rank_within_key(key_N, num_experts + 1)
-    row_N = (key_N * capacity + rank_N).where((key_N < num_experts) & (rank_N < capacity), num_rows)
-    # One row more than there are: assignments without a row overwrite one another there, and it is cut off.
-    assignment_P = torch.full((num_rows + 1,), num_assignments, device=device)
-    assignment_P = assignment_P.scatter(0, row_N, torch.arange(num_assignments, device=device))[:num_rows]
-    return Grouped(assignment_P, assignment_P // experts.shape[1])
+    device, (num_tokens, top_k) = routing.experts.device, routing.experts.shape
+    num_assignments, key_N = num_tokens * top_k, flat_experts(routing, num_experts)
+    sorted_N, order_N = stable_sort(key_N, num_experts + 1)
+    # Where each expert's run of sorted assignments begins, and where the last one ends.
+    first_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, dtype=sorted_N.dtype, device=device))
+    place_EP = torch.arange(capacity, device=device) + first_E[:-1, None]
+    is_padding_P = (place_EP >= first_E[1:, None]).flatten()
+    # Padding reads the last assignment there is, or the one after it where there is none.
+    order_N = order_N if num_assignments else order_N.new_zeros(1)
+    place_P = place_EP.flatten().clamp_(max=max(num_assignments - 1, 0))
+    assignment_P = order_N.index_select(0, place_P).masked_fill_(is_padding_P, num_assignments)
+    return Grouped(assignment_P, token_of(assignment_P, top_k))
+
+
+def token_of(assignment_N: Tensor, top_k: int) -> Tensor:
+    return assignment_N if top_k == 1 else assignment_N // top_k
 
 
 def gather_rows(x: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
@@ -67,6 +75,53 @@ def gather_rows(x: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
 def gather_probs(prob_tK: Tensor, assignment_N: Tensor, padded: bool = True) -> Tensor:
     """The prob of each assignment number; 0 for padding."""
     return gather_rows(prob_tK.flatten(), assignment_N, padded)
+
+
+def by_expert(rows: Tensor, sizes_We: list[list[int]]) -> Tensor:
+    """From runs of rows by source and then by expert to runs by expert and then by source."""
+    moved: Tensor = rows if _one_run(sizes_We) else _MoveRuns.apply(rows, sizes_We, False)
+    return moved
+
+
+def by_source(rows: Tensor, sizes_We: list[list[int]]) -> Tensor:
+    """The way back of ``by_expert``, and its gradient."""
+    moved: Tensor = rows if _one_run(sizes_We) else _MoveRuns.apply(rows, sizes_We, True)
+    return moved
+
+
+def _one_run(sizes_We: list[list[int]]) -> bool:
+    """Whether both orders are the same."""
+    return len(sizes_We) == 1 or len(sizes_We[0]) == 1
+
+
+class _MoveRuns(torch.autograd.Function):
+    """One copy of all runs. Their sizes are known on the host, so there is no index and no sort."""
+
+    @staticmethod
+    def forward(ctx: _Runs, rows: Tensor, sizes_We: list[list[int]], back: bool) -> Tensor:
+        ctx.sizes_We, ctx.back = sizes_We, back
+        return _move_runs(rows, sizes_We, back)
+
+    @staticmethod
+    def backward(ctx: _Runs, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _move_runs(grad, ctx.sizes_We, not ctx.back), None, None
+
+
+class _Runs(Protocol):
+    sizes_We: list[list[int]]
+    back: bool
+
+
+def _move_runs(rows: Tensor, sizes_We: list[list[int]], back: bool) -> Tensor:
+    """``back``: rows are by expert, and returned by source."""
+    num_sources, num_experts = len(sizes_We), len(sizes_We[0])
+    outer, inner = (num_experts, num_sources) if back else (num_sources, num_experts)
+    if len(set(chain.from_iterable(sizes_We))) == 1:
+        # Runs of one size: a transposition.
+        return rows.unflatten(0, (outer, inner, sizes_We[0][0])).transpose(0, 1).flatten(0, 2)
+    sizes = [sizes_We[j][i] if back else sizes_We[i][j] for i in range(outer) for j in range(inner)]
+    runs = rows.split(sizes)
+    return torch.cat([runs[i * inner + j] for j in range(inner) for i in range(outer)])
 
 
 def unpermute_rows(rows_NL: Tensor, token_N: Tensor, num_tokens: int, padded: bool = True) -> Tensor:

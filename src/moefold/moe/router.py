@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.moe.dispatch.base import Routing
-from moefold.moe.load_balancing import RoutingReport, balance_losses, count_assignments, counts_anything
+from moefold.moe.load_balancing import (
+    BalanceTerm,
+    CountedScores,
+    RoutingReport,
+    balance_losses,
+    count_assignments,
+    counts_anything,
+)
 from moefold.moe.padding_mask import keep_real, real_tokens
 from moefold.moe.routing_policies import (
     CapacityDrop,
@@ -24,7 +31,7 @@ from moefold.moe.routing_policies import (
     TopKRouting,
     build_routing_policy,
 )
-from moefold.moe.topk import choose_topk, score
+from moefold.moe.topk import choose_topk, normalize_probs, score
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.fp32_linear import fp32_linear
@@ -43,8 +50,10 @@ class Router(nn.Module):
         tokens: TokenSharding,
         routing_policy: RoutingPolicy | None = None,
         route: Route | None = None,
+        balance_term: BalanceTerm | None = None,
     ) -> None:
-        """``routing_policy`` overrides the one that the config names; ``route`` is a fused kernel for top-k routing.
+        """``routing_policy`` overrides the one that the config names; ``route`` is a fused kernel for top-k routing,
+        ``balance_term`` one for balance losses.
 
         Evaluation may take another policy than training.
         """
@@ -60,52 +69,53 @@ class Router(nn.Module):
             build_routing_policy(config, training=False) if routing_policy is None else routing_policy
         )
         self.route = route if isinstance(self.routing_policy, TopKRouting) else None
+        self.balance_term = balance_term
         self.drop: DropPolicy | None = None if config.capacity is None else CapacityDrop(config, config.capacity)
 
     def forward(self, x_tD: Tensor, batch: Batch, earlier_E: Tensor | None) -> tuple[Routing, RoutingReport]:
         logits_tE = self._logits(x_tD)
-        assignment, prob_tK = self._assign(logits_tE, batch)
+        assignment, prob_tK, scores_tE = self._assign(logits_tE, batch)
         kept_tK = assignment.kept
         # A policy that says what is kept has applied the capacities itself.
         if self.drop is not None and kept_tK is None:
             kept_tK = self.drop.kept(assignment.experts, prob_tK.detach(), batch, self.tokens)
         real_t = real_tokens(batch, self.tokens)
-        routing = Routing(assignment.experts, prob_tK, keep_real(assignment.experts, kept_tK, real_t))
+        kept_tK = keep_real(assignment.experts, kept_tK, real_t)
         chosen = TopKAssignment(assignment.experts, keep_real(assignment.experts, assignment.kept, real_t))
         plain_tK = self.plain_topk(logits_tE, assignment)
         plain = TopKAssignment(plain_tK, keep_real(plain_tK, None, real_t))
-        return routing, self._report(logits_tE, routing, chosen, plain, batch, earlier_E)
-
-    def _report(
-        self,
-        logits_tE: Tensor,
-        routing: Routing,
-        chosen: TopKAssignment,
-        plain: TopKAssignment,
-        batch: Batch,
-        earlier_E: Tensor | None,
-    ) -> RoutingReport:
+        # Counted once each, and only where they differ.
         num_experts = self.config.num_experts
         counts_E = count_assignments(chosen, num_experts)
-        return RoutingReport(
-            counts_E,
-            counts_E if self.drop is None else count_assignments(routing, num_experts),
-            counts_E if plain.experts is chosen.experts else count_assignments(plain, num_experts),
-            balance_losses(self.config, logits_tE, plain, batch, self.tokens, earlier_E),
+        kept_E = counts_E
+        if self.drop is not None:
+            kept_E = count_assignments(TopKAssignment(assignment.experts, kept_tK), num_experts)
+        plain_E = counts_E if plain_tK is assignment.experts else count_assignments(plain, num_experts)
+        losses = balance_losses(
+            self.config,
+            logits_tE,
+            plain,
+            batch,
+            self.tokens,
+            earlier_E,
+            CountedScores(plain_E, scores_tE),
+            self.balance_term,
         )
+        return Routing(assignment.experts, prob_tK, kept_tK, kept_E), RoutingReport(counts_E, kept_E, plain_E, losses)
 
     def _logits(self, x_tD: Tensor) -> Tensor:
         dtype = torch.promote_types(x_tD.dtype, torch.float32) if self.config.router.fp32 else x_tD.dtype
         return fp32_linear(x_tD, self.weight, self.bias, dtype)
 
-    def _assign(self, logits_tE: Tensor, batch: Batch) -> tuple[TopKAssignment, Tensor]:
+    def _assign(self, logits_tE: Tensor, batch: Batch) -> tuple[TopKAssignment, Tensor, Tensor | None]:
+        """Assignments, their probs, and the scores of all experts where they were computed."""
         if self.route is not None:
             expert_tK, prob_tK = self.route(logits_tE, self.expert_bias, self.config.router, self.config.top_k)
-            return TopKAssignment(expert_tK), prob_tK
+            return TopKAssignment(expert_tK), prob_tK, None
         scores_tE = score(logits_tE, self.config.router.score)
         routing_policy = self.routing_policy if self.training else self.evaluation_policy
         assignment = routing_policy.select(logits_tE.detach(), scores_tE.detach(), self.expert_bias, batch, self.tokens)
-        return assignment, self._probs(logits_tE, scores_tE, assignment)
+        return assignment, self._probs(logits_tE, scores_tE, assignment), scores_tE
 
     def plain_topk(self, logits_tE: Tensor, assignment: TopKAssignment) -> Tensor:
         """The plain top-k of the scores; the assignments themselves where they are that, or where no loss needs it."""
@@ -121,14 +131,19 @@ class Router(nn.Module):
 
     def _probs(self, logits_tE: Tensor, scores_tE: Tensor, assignment: TopKAssignment) -> Tensor:
         """The prob of each assignment; dropping later does not change it."""
-        router = self.config.router
-        if router.score_when == "after_topk":
-            prob_tK = score(logits_tE.gather(1, assignment.experts), router.score)
+        router, kept_tK = self.config.router, assignment.kept
+        is_softmax = router.score == "softmax"
+        if is_softmax and (router.score_when == "after_topk" or (router.normalize and kept_tK is None)):
+            # exp(l) / sum exp(l) over the chosen experts: the softmax of their logits, already normalized.
+            prob_tK = logits_tE.gather(1, assignment.experts).softmax(-1)
+            normalized = kept_tK is None
         else:
-            prob_tK = scores_tE.gather(1, assignment.experts)
-        if assignment.kept is not None:
-            prob_tK = prob_tK * assignment.kept
-        if router.normalize:
-            # The tiny term is for tokens that no expert chose (expert assignment).
-            prob_tK = prob_tK / (prob_tK.sum(-1, keepdim=True) + 1e-20)
-        return prob_tK * router.scale
+            values_tE = scores_tE if router.score_when == "before_topk" else logits_tE
+            prob_tK = values_tE.gather(1, assignment.experts)
+            prob_tK = prob_tK if router.score_when == "before_topk" else prob_tK.sigmoid()
+            normalized = False
+        if kept_tK is not None:
+            prob_tK = prob_tK * kept_tK
+        if router.normalize and not normalized:
+            prob_tK = normalize_probs(prob_tK)
+        return prob_tK if router.scale == 1.0 else prob_tK * router.scale

@@ -32,7 +32,7 @@ class TransformerEnginePermutation:
         num_rows, library = sum(expert_in.rows_per_expert), self.library
         if num_rows == 0:
             return self.without_rows.permute(expert_in, num_experts, prob_at_activation)
-        rows_RL, (experts, probs, kept) = expert_in.rows_RL.contiguous(), expert_in.assignments
+        rows_RL, (experts, probs, kept, _) = expert_in.rows_RL.contiguous(), expert_in.assignments
         # Assignments to experts of other ranks, and dropped ones, fall into one more column, which is cut off.
         column_RK = experts if kept is None else experts.where(kept, num_experts)
         ones_RK = torch.ones_like(column_RK, dtype=torch.int32)

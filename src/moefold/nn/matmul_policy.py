@@ -49,7 +49,7 @@ def sequential(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, h
 
 def grouped(rows_PX: Tensor, weight_eYX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None) -> Tensor:
     """torch's grouped GEMM: float32 and narrower, and rows of X and Y entries that fill a multiple of 16 bytes."""
-    ends_e = rows_per_expert_e.cumsum(0).to(torch.int32)
+    ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32)
     return F.grouped_mm(rows_PX, weight_eYX.transpose(-2, -1), offs=ends_e)
 
 
@@ -64,7 +64,7 @@ def sequential_weight_grad(
 def torch_grouped_weight_grad(
     grad_PY: Tensor, rows_PX: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
 ) -> Tensor:
-    ends_e = rows_per_expert_e.cumsum(0).to(torch.int32)
+    ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32)
     return F.grouped_mm(grad_PY.t(), rows_PX, offs=ends_e)
 
 

@@ -16,28 +16,36 @@ from torch.nn import functional as F
 
 def count_keys(key_N: Tensor, num_segments: int, item_N: Tensor | None = None) -> Tensor:
     """How many items have each key, int64; with ``item_N`` given, only the items that are true."""
-    one_N = torch.ones_like(key_N) if item_N is None else item_N.to(key_N.dtype)
-    return torch.zeros(num_segments, dtype=key_N.dtype, device=key_N.device).index_add(0, key_N, one_N)
+    counts = torch.zeros(num_segments, dtype=key_N.dtype, device=key_N.device)
+    if item_N is None:
+        return counts.scatter_(0, key_N, 1, reduce="add")
+    return counts.index_add_(0, key_N, item_N.to(key_N.dtype))
 
 
 def rank_within_key(key_N: Tensor, num_segments: int, priority_N: Tensor | None = None) -> Tensor:
     """How many items with the same key come before each item: higher priority first, then earlier position.
 
-    After a sort by key, an item's rank is its position minus the start of its key's run.
+    After a sort by key, an item's rank is its position minus that of its key's first item.
     """
-    order_N = stable_order(key_N, num_segments)
-    if priority_N is not None:
+    if priority_N is None:
+        sorted_N, order_N = stable_sort(key_N, num_segments)
+    else:
         best_first_N = priority_N.argsort(descending=True, stable=True)
-        order_N = best_first_N[stable_order(key_N[best_first_N], num_segments)]
-    ends = count_keys(key_N, num_segments).cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    rank_N = torch.arange(key_N.shape[0], device=key_N.device) - starts[key_N[order_N]]
-    return torch.empty_like(rank_N).scatter(0, order_N, rank_N)
+        sorted_N, order_N = stable_sort(key_N.index_select(0, best_first_N), num_segments)
+        order_N = best_first_N.index_select(0, order_N)
+    rank_N = torch.arange(key_N.shape[0], device=key_N.device).sub_(torch.searchsorted(sorted_N, sorted_N))
+    return torch.empty_like(rank_N).scatter_(0, order_N, rank_N)
+
+
+def stable_sort(key_N: Tensor, num_segments: int) -> tuple[Tensor, Tensor]:
+    """Keys in order, and the stable argsort. 16-bit keys sort several times faster."""
+    sorted_N, order_N = key_N.to(torch.int16 if num_segments < 2**15 else torch.int64).sort(stable=True)
+    return sorted_N, order_N
 
 
 def stable_order(key_N: Tensor, num_segments: int) -> Tensor:
-    """The stable argsort by key. 16-bit keys sort several times faster."""
-    return key_N.to(torch.int16 if num_segments < 2**15 else torch.int64).argsort(stable=True)
+    """The stable argsort by key."""
+    return stable_sort(key_N, num_segments)[1]
 
 
 def rank_within_key_reference(key_N: Tensor, priority_N: Tensor | None = None) -> Tensor:

@@ -168,7 +168,9 @@ def _two_level_messages(
     sent = sum(_rows_once(run, layout, moe, (rank,), peer, size) for peer in across)
     crossed = sum(_rows_once(run, layout, moe, (peer,), rank, size) for peer in across)
     of_host = moe.num_experts // len(across)
-    _dedup_all_to_all(run, layout, moe, "ep_across", len(across), moe.num_experts, sent, crossed, times, tally)
+    # Beside its rows and assignments a host is told how many rows go to each of its ranks.
+    numbers = moe.num_experts + len(across) * size
+    _dedup_all_to_all(run, layout, moe, "ep_across", len(across), numbers, sent, crossed, times, tally)
     spread = sum(_rows_once(run, layout, moe, across, peer, 1) for peer in inside)
     received = {}
     for end in layout.ranks("etp", rank):

@@ -18,6 +18,7 @@ from moefold.moe.dispatch.base import (
     ExpertInput,
     Routing,
     SplitSizeSource,
+    counts_of,
     padded_rows,
     shapes_are_fixed,
     tokens_by_shard,
@@ -38,29 +39,41 @@ class AllGatherDispatcher:
         host: SplitSizeSource = SYNC_SPLIT_SIZES,
     ) -> None:
         self.block, self.tokens_of_rank, self.host = block, tokens_of_rank, host
-        self.num_local = num_experts * etp_size // block.size
+        self.num_experts, self.num_local = num_experts, num_experts * etp_size // block.size
         # etp varies fastest inside the block.
         self.first_expert = (block.index // etp_size) * self.num_local
         # Every rank of the block may send ``capacity`` rows to an expert.
         self.local = LocalDispatcher(self.num_local, None if capacity is None else capacity * block.size, host.gathered)
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        sizes = self._exchange_sizes(x_tL) if self.tokens_of_rank is None else self.tokens_of_rank
-        x_RL = all_gather_rows(x_tL, sizes, self.block)
-        return self.local.dispatch(x_RL, self._gather_routing(routing, sizes))._replace(ticket=sizes)
+        if self.tokens_of_rank is not None:
+            x_RL = all_gather_rows(x_tL, self.tokens_of_rank, self.block)
+            gathered = self._gather_routing(routing, self.tokens_of_rank)
+            return self.local.dispatch(x_RL, gathered)._replace(ticket=self.tokens_of_rank)
+        sizes, rows_per_expert_e, rows_per_expert = self._exchange_sizes(x_tL, routing)
+        x_RL, gathered = all_gather_rows(x_tL, sizes, self.block), self._gather_routing(routing, sizes)
+        if self.local.capacity is not None:
+            return self.local.dispatch(x_RL, gathered)._replace(ticket=sizes)
+        return ExpertInput(x_RL, gathered, rows_per_expert_e, rows_per_expert, None, sizes)
 
     def combine(self, expert_out_RL: Tensor, ticket: Sizes) -> Tensor:
         return reduce_scatter_rows(expert_out_RL, ticket, self.block)
 
-    def _exchange_sizes(self, x_tL: Tensor) -> Sizes:
-        num_tokens = torch.tensor([x_tL.shape[0]], device=x_tL.device)
-        return tuple(self.host.tokens(all_gather_no_grad(num_tokens, (1,) * self.block.size, self.block)))
+    def _exchange_sizes(self, x_tL: Tensor, routing: Routing) -> tuple[Sizes, Tensor, list[int]]:
+        """Tokens of each rank, and rows of each expert of this rank, in one exchange and one read."""
+        num_tokens = torch.full((1,), x_tL.shape[0], device=x_tL.device)
+        counts = torch.cat([num_tokens, counts_of(routing, self.num_experts)])[None]
+        counts_WX = all_gather_no_grad(counts, (1,) * self.block.size, self.block)
+        first = 1 + self.first_expert
+        rows_per_expert_e = counts_WX[:, first : first + self.num_local].sum(0)
+        tokens, rows_per_expert = self.host.tokens_and_gathered(counts_WX[:, 0], rows_per_expert_e)
+        return tuple(tokens), rows_per_expert_e, rows_per_expert
 
     def _gather_routing(self, routing: Routing, sizes: Sizes) -> Routing:
         """All ranks' assignments, renumbered to the experts of this rank; those to other experts are not kept."""
         prob_RK = all_gather_rows(routing.probs, sizes, self.block)
         expert_RK = all_gather_no_grad(routing.experts, sizes, self.block) - self.first_expert
-        kept_RK = (expert_RK >= 0) & (expert_RK < self.num_local)
+        kept_RK = (expert_RK >= 0).logical_and_(expert_RK < self.num_local)
         if routing.kept is not None:
             # Booleans travel as bytes: not every backend supports them.
             kept_RK &= all_gather_no_grad(routing.kept.byte(), sizes, self.block).bool()

@@ -3,14 +3,17 @@
 Experts are split over the ep group in contiguous blocks, so rows sorted by expert are sorted by destination too. Where
 an expert is itself split (etp > 1), the ranks that hold its shards all-gather the rows they received, because every
 shard needs every row, and reduce-scatter their partial outputs on the way back. Rows arrive by source rank, then by
-expert, then as they were sent: a stable order, so the same routing gives the same bits.
+expert, then as they were sent: a stable order, so the same routing gives the same bits. The host knows how many came
+from each source for each expert, so they are put in the order of the experts by one copy of whole runs, and the experts
+need not sort them.
 
-With a ``capacity`` every rank sends exactly that many rows per expert, padding included. Then all counts are known
-beforehand, and nothing here waits for the device.
+Counts are exchanged once and read on the host once. With a ``capacity`` every rank sends exactly that many rows per
+expert, padding included. Then all counts are known beforehand, and nothing here waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,11 +29,21 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
-from moefold.moe.dedup_permute import TokenRankMap, assignment_map, gather_tokens, reduce_tokens
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, padded_rows
+from moefold.moe.compiled_regions import region
+from moefold.moe.dedup_permute import (
+    SendOrder,
+    TokenRankMap,
+    assignment_map,
+    gather_assignments,
+    gather_tokens,
+    reduce_tokens,
+    send_order,
+)
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, counts_of, padded_rows
 from moefold.moe.permute import (
     Grouped,
-    count_assignments,
+    by_expert,
+    by_source,
     gather_probs,
     gather_rows,
     group_by_expert,
@@ -40,13 +53,18 @@ from moefold.moe.permute import (
 
 
 class _Counts(NamedTuple):
-    """Rows sent to and received from each ep peer, received by each etp peer, per (source, local expert), in all."""
+    """Rows sent to and received from each ep peer, received by each etp peer, per local expert, per source and local
+    expert."""
 
     send: Sizes
     recv: Sizes
     etp_sizes: Sizes
-    rows_from_We: Tensor
-    rows_per_expert: list[int]
+    rows_per_expert_e: Tensor
+    on_host_We: list[list[int]]
+
+    @property
+    def rows_per_expert(self) -> list[int]:
+        return [sum(rows) for rows in zip(*self.on_host_We, strict=True)]
 
 
 class _Ticket(NamedTuple):
@@ -69,30 +87,42 @@ class AllToAllDispatcher:
         etp: Group,
         capacity: int | None = None,
         host: SplitSizeSource = SYNC_SPLIT_SIZES,
+        order: Callable[[Tensor, int], SendOrder] = send_order,
     ) -> None:
+        """``order``: another implementation of ``send_order``, such as a compiled one."""
+        self.order = order
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ep, self.etp, self.capacity, self.host = ep, etp, capacity, host
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        padded = self.capacity is not None
-        sent, counts = self._sort(routing) if self.capacity is None else self._sort_padded(routing, self.capacity)
-        token_rank_map = None if padded else assignment_map(sent.assignment_N, *routing.experts.shape)
-        rows_NL = gather_rows(x_tL, sent.token_N) if token_rank_map is None else gather_tokens(x_tL, token_rank_map)
-        rows_RL = self._send(rows_NL, counts)
-        prob_R = self._send(gather_probs(routing.probs, sent.assignment_N, padded), counts)
-        expert_R = _expert_of_rows(counts.rows_from_We, rows_RL.shape[0])
+        if self.capacity is not None:
+            sent, counts = self._sort_padded(routing, self.capacity)
+            token_N, token_rank_map = sent.token_N, None
+            rows_NL, prob_N = gather_rows(x_tL, token_N), gather_probs(routing.probs, sent.assignment_N)
+        else:
+            counts = self._exchange_counts(routing)
+            assignment_N, token_rank_map = self._send_order(routing, counts)
+            token_N = token_rank_map.token_N
+            rows_NL = gather_tokens(x_tL, token_rank_map)
+            prob_N = gather_assignments(routing.probs, assignment_N, token_rank_map)
+        rows_RL = by_expert(self._send(rows_NL, counts), counts.on_host_We)
+        prob_R = by_expert(self._send(prob_N, counts), counts.on_host_We)
+        # Expert e as often as it has rows.
+        expert_R = torch.repeat_interleave(counts.rows_per_expert_e, output_size=rows_RL.shape[0])
         return ExpertInput(
             rows_RL,
             Routing(expert_R[:, None], prob_R[:, None]),
-            counts.rows_from_We.sum(0),
+            counts.rows_per_expert_e,
             counts.rows_per_expert,
             None if self.capacity is None else counts.rows_per_expert[0],
-            _Ticket(counts, token_rank_map, sent.token_N, x_tL.shape[0]),
+            _Ticket(counts, token_rank_map, token_N, x_tL.shape[0]),
+            by_expert=True,
         )
 
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
         counts = ticket.counts
-        own = reduce_scatter_rows(expert_out_RL, counts.etp_sizes, self.etp)
+        by_source_RL = by_source(expert_out_RL, counts.on_host_We)
+        own = reduce_scatter_rows(by_source_RL, counts.etp_sizes, self.etp)
         rows_NL = all_to_all_rows(own, send=counts.recv, recv=counts.send, group=self.ep)
         if ticket.token_rank_map is not None:
             return reduce_tokens(rows_NL, ticket.token_rank_map)
@@ -102,31 +132,34 @@ class AllToAllDispatcher:
         received = all_to_all_rows(rows, send=counts.send, recv=counts.recv, group=self.ep)
         return all_gather_rows(received, counts.etp_sizes, self.etp)
 
-    def _sort(self, routing: Routing) -> tuple[Grouped, _Counts]:
-        """Exchange counts with all peers; they are read on the host here and nowhere else."""
-        leaving_E = count_assignments(routing, self.num_experts)
-        leaving = self.host.leaving(leaving_E)
+    def _send_order(self, routing: Routing, counts: _Counts) -> SendOrder:
+        if routing.kept is None:
+            return self.order(routing.experts, self.num_experts)
+        assignment_N, token_N = group_by_expert(routing, self.num_experts, sum(counts.send))
+        return SendOrder(assignment_N, assignment_map(assignment_N, *routing.experts.shape, token_N))
+
+    def _exchange_counts(self, routing: Routing) -> _Counts:
+        """Exchange counts with all peers; they are read on the host here, all in one copy, and nowhere else."""
+        leaving_E = counts_of(routing, self.num_experts)
         received_We = all_to_all_counts(leaving_E, self.ep).view(self.ep.size, self.num_local)
         rows_from_We = all_gather_no_grad(received_We, (self.ep.size,) * self.etp.size, self.etp)
-        on_host_We = self.host.arriving(rows_from_We)
+        leaving, on_host_We = self.host.exchanged(leaving_E, rows_from_We)
         from_source = [sum(rows) for rows in on_host_We]
         # Sources are ordered etp peer by etp peer; what came to this rank itself is its own run of them.
         recv = tuple(from_source[self.etp.index * self.ep.size :][: self.ep.size])
-        rows_per_expert = [sum(rows) for rows in zip(*on_host_We, strict=True)]
-        counts = _Counts(
+        return _Counts(
             _sum_runs(leaving, self.num_local),
             recv,
             _sum_runs(from_source, self.ep.size),
-            rows_from_We,
-            rows_per_expert,
+            rows_from_We.sum(0),
+            on_host_We,
         )
-        return group_by_expert(routing, self.num_experts, sum(leaving)), counts
 
     def _sort_padded(self, routing: Routing, capacity: int) -> tuple[Grouped, _Counts]:
         even = (capacity * self.num_local,) * self.ep.size
         sources = self.ep.size * self.etp.size
-        rows_from_We = torch.full((sources, self.num_local), capacity, device=routing.experts.device)
-        counts = _Counts(even, even, (sum(even),) * self.etp.size, rows_from_We, [capacity * sources] * self.num_local)
+        rows_e = torch.full((self.num_local,), capacity * sources, device=routing.experts.device)
+        counts = _Counts(even, even, (sum(even),) * self.etp.size, rows_e, [[capacity] * self.num_local] * sources)
         return group_padded(routing, self.num_experts, capacity), counts
 
 
@@ -134,15 +167,13 @@ def _sum_runs(counts: list[int], length: int) -> Sizes:
     return tuple(sum(counts[start : start + length]) for start in range(0, len(counts), length))
 
 
-def _expert_of_rows(rows_from_We: Tensor, num_rows: int) -> Tensor:
-    """Rows arrive grouped by source, then by expert."""
-    num_sources, num_local = rows_from_We.shape
-    expert_of_run = torch.arange(num_local, device=rows_from_We.device).repeat(num_sources)
-    return expert_of_run.repeat_interleave(rows_from_We.flatten(), output_size=num_rows)
-
-
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllToAllDispatcher:
     assert run.model.moe is not None
     return AllToAllDispatcher(
-        run.model.moe.num_experts, groups["ep"], groups["etp"], padded_rows(run, groups.layout.size("dp")), host
+        run.model.moe.num_experts,
+        groups["ep"],
+        groups["etp"],
+        padded_rows(run, groups.layout.size("dp")),
+        host,
+        region(send_order) if run.kernels.compile == "regions" else send_order,
     )

@@ -1,9 +1,8 @@
 """All-to-all, with the rows of every expert rounded up to a multiple, so that grouped GEMMs see aligned sizes.
 
 Low-precision grouped GEMMs need each expert's rows in blocks of 16 or 32. Rows travel exactly as with ``all_to_all``;
-the receiving rank appends zero rows with prob 0, as many per expert as its count lacks to the next multiple
-(``parallel.row_multiple``), and cuts their outputs off before rows travel back. An expert without rows stays without.
-With a capacity the experts pad by themselves, so only the capacity is rounded up.
+the receiving rank puts zero rows with prob 0 behind each expert's rows, as many as its count lacks to the next multiple
+(``parallel.row_multiple``), and cuts their outputs out before rows travel back. An expert without rows stays without.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ from moefold.moe.dispatch.base import ExpertInput, Routing, SplitSizeSource
 
 
 class _Ticket(NamedTuple):
+    """``rows`` and ``aligned``: of each expert, as received and with padding."""
+
     inner: Any
-    num_rows: int
+    rows: list[int]
+    aligned: list[int]
 
 
 class AlignedAllToAllDispatcher:
@@ -31,32 +33,39 @@ class AlignedAllToAllDispatcher:
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
         expert_in = self.inner.dispatch(x_tL, routing)
-        aligned = [-(-rows // self.multiple) * self.multiple for rows in expert_in.rows_per_expert]
+        rows = expert_in.rows_per_expert
+        aligned = [-(-count // self.multiple) * self.multiple for count in rows]
         missing_e = -expert_in.rows_per_expert_e % self.multiple
-        expert_in = expert_in._replace(
-            rows_per_expert_e=expert_in.rows_per_expert_e + missing_e,
-            ticket=_Ticket(expert_in.ticket, expert_in.rows_RL.shape[0]),
+        aligned_e = expert_in.rows_per_expert_e + missing_e
+        expert_R = torch.repeat_interleave(aligned_e, output_size=sum(aligned))
+        prob_R = _pad_runs(expert_in.assignments.probs, rows, aligned)
+        return expert_in._replace(
+            rows_RL=_pad_runs(expert_in.rows_RL, rows, aligned),
+            assignments=Routing(expert_R[:, None], prob_R),
+            rows_per_expert_e=aligned_e,
+            rows_per_expert=aligned,
+            capacity=None if expert_in.capacity is None else aligned[0],
+            ticket=_Ticket(expert_in.ticket, rows, aligned),
         )
-        if expert_in.capacity is not None:
-            return expert_in._replace(rows_per_expert=aligned, capacity=aligned[0])
-        num_padding = sum(aligned) - sum(expert_in.rows_per_expert)
-        return _append_rows(expert_in, missing_e, num_padding)._replace(rows_per_expert=aligned)
 
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
-        return self.inner.combine(expert_out_RL[: ticket.num_rows], ticket.inner)
+        return self.inner.combine(_cut_runs(expert_out_RL, ticket.rows, ticket.aligned), ticket.inner)
 
 
-def _append_rows(expert_in: ExpertInput, missing_e: Tensor, num_padding: int) -> ExpertInput:
-    """Zero rows with prob 0, ``missing_e`` of them for each expert; their number is known, so nothing is read back."""
-    rows_RL, (experts, probs, _) = expert_in.rows_RL, expert_in.assignments
-    local_experts = torch.arange(missing_e.shape[0], device=missing_e.device)
-    expert_N = local_experts.repeat_interleave(missing_e, output_size=num_padding)
-    return expert_in._replace(
-        rows_RL=torch.cat([rows_RL, rows_RL.new_zeros(num_padding, rows_RL.shape[1])]),
-        assignments=Routing(
-            torch.cat([experts, expert_N[:, None]]), torch.cat([probs, probs.new_zeros(num_padding, 1)])
-        ),
-    )
+def _pad_runs(rows: Tensor, sizes: list[int], aligned: list[int]) -> Tensor:
+    """Zero rows behind the run of each expert, up to its aligned size."""
+    if sizes == aligned:
+        return rows
+    zeros = rows.new_zeros(max(padded - size for size, padded in zip(sizes, aligned, strict=True)), *rows.shape[1:])
+    runs = zip(rows.split(sizes), sizes, aligned, strict=True)
+    return torch.cat([part for run, size, padded in runs for part in (run, zeros[: padded - size])])
+
+
+def _cut_runs(rows: Tensor, sizes: list[int], aligned: list[int]) -> Tensor:
+    """The way back of ``_pad_runs``."""
+    if sizes == aligned:
+        return rows
+    return torch.cat([run[:size] for run, size in zip(rows.split(aligned), sizes, strict=True)])
 
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AlignedAllToAllDispatcher:

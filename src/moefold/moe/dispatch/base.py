@@ -15,13 +15,17 @@ every expert has a padded capacity or microbatches have a fixed shape, counts fo
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from moefold.batching.zigzag import num_held
 from moefold.config.run import RunConfig
 from moefold.moe.capacity import capacity_of
+from moefold.moe.permute import count_assignments
 from moefold.topology.folded_layout import shard_sizes
 
 
@@ -29,11 +33,18 @@ class Routing(NamedTuple):
     """K assignments per row: expert numbers, probs, and which assignments are kept (None: all; others were dropped).
 
     [t, K] with global expert numbers where the router made it, [R, K] with this rank's own where rows were received.
+    ``counts_E``: how many kept assignments each expert has, where that has been counted.
     """
 
     experts: Tensor
     probs: Tensor
     kept: Tensor | None = None
+    counts_E: Tensor | None = None
+
+
+def counts_of(routing: Routing, num_experts: int) -> Tensor:
+    """[E]: kept assignments of each expert, counted here if they have not been."""
+    return count_assignments(routing, num_experts) if routing.counts_E is None else routing.counts_E
 
 
 class ExpertInput(NamedTuple):
@@ -47,6 +58,8 @@ class ExpertInput(NamedTuple):
     # Every expert computes exactly so many rows, padding included, so no shape depends on data; None if they differ.
     capacity: int | None
     ticket: Any
+    # Rows are those that grouped GEMMs compute: one assignment each, all kept, in the order of the experts.
+    by_expert: bool = False
 
 
 class Dispatcher(Protocol):
@@ -61,8 +74,26 @@ class Dispatcher(Protocol):
 ExchangeName = Literal["direct", "across", "inside"]
 
 
+class ExchangedRows(NamedTuple):
+    """Rows that leave for each rank of a deduplicated exchange, each once however many experts it has there; and from
+    each source rank its rows, then its assignments to each expert at this end of the exchange."""
+
+    leaving_W: Tensor
+    arriving_WX: Tensor
+
+
+class HostRows(NamedTuple):
+    """The same on the host."""
+
+    leaving: list[int]
+    arriving: list[list[int]]
+
+
 class SplitSizeSource(Protocol):
-    """Counts on the host; each method is given the same counts on the device."""
+    """Counts on the host; each method is given the same counts on the device.
+
+    A layer calls one of them once, with everything it needs: every call may wait for the device.
+    """
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         """Rows of this rank's tokens for each expert."""
@@ -72,25 +103,25 @@ class SplitSizeSource(Protocol):
         """Rows from each source rank for each expert of this rank."""
         ...
 
+    def exchanged(self, rows_per_expert_E: Tensor, rows_from_We: Tensor) -> HostRows:
+        """``leaving`` and ``arriving`` together."""
+        ...
+
     def gathered(self, rows_per_expert_e: Tensor) -> list[int]:
         """Rows of all tokens of the expert block for each expert of this rank."""
         ...
 
-    def tokens(self, tokens_of_W: Tensor) -> list[int]:
-        """How many tokens each rank of the expert block holds."""
+    def tokens_and_gathered(self, tokens_of_W: Tensor, rows_per_expert_e: Tensor) -> tuple[list[int], list[int]]:
+        """How many tokens each rank of the expert block holds, and ``gathered``."""
         ...
 
-    def leaving_once(self, exchange: ExchangeName, rows_W: Tensor) -> list[int]:
-        """Rows that leave for each rank of the exchange's group, each once however many experts it has there."""
-        ...
-
-    def arriving_once(self, exchange: ExchangeName, counts_WX: Tensor) -> list[list[int]]:
-        """From each source rank: its rows, then its assignments to each expert at this end of the exchange."""
+    def exchanged_once(self, exchanges: Mapping[ExchangeName, ExchangedRows]) -> dict[ExchangeName, HostRows]:
+        """Of all deduplicated exchanges of a layer."""
         ...
 
 
 class SyncSplitSizes:
-    """Waits for the device and copies the counts."""
+    """Waits for the device and copies the counts, all of a layer in one copy."""
 
     def leaving(self, rows_per_expert_E: Tensor) -> list[int]:
         return rows_per_expert_E.tolist()
@@ -98,17 +129,36 @@ class SyncSplitSizes:
     def arriving(self, rows_from_We: Tensor) -> list[list[int]]:
         return rows_from_We.tolist()
 
+    def exchanged(self, rows_per_expert_E: Tensor, rows_from_We: Tensor) -> HostRows:
+        leaving, arriving = read_together([rows_per_expert_E, rows_from_We])
+        return HostRows(leaving, _rows_of(arriving, rows_from_We))
+
     def gathered(self, rows_per_expert_e: Tensor) -> list[int]:
         return rows_per_expert_e.tolist()
 
-    def tokens(self, tokens_of_W: Tensor) -> list[int]:
-        return tokens_of_W.tolist()
+    def tokens_and_gathered(self, tokens_of_W: Tensor, rows_per_expert_e: Tensor) -> tuple[list[int], list[int]]:
+        tokens, rows = read_together([tokens_of_W, rows_per_expert_e])
+        return tokens, rows
 
-    def leaving_once(self, exchange: ExchangeName, rows_W: Tensor) -> list[int]:
-        return rows_W.tolist()
+    def exchanged_once(self, exchanges: Mapping[ExchangeName, ExchangedRows]) -> dict[ExchangeName, HostRows]:
+        numbers = iter(read_together([tensor for exchanged in exchanges.values() for tensor in exchanged]))
+        return {
+            name: HostRows(next(numbers), _rows_of(next(numbers), exchanged.arriving_WX))
+            for name, exchanged in exchanges.items()
+        }
 
-    def arriving_once(self, exchange: ExchangeName, counts_WX: Tensor) -> list[list[int]]:
-        return counts_WX.tolist()
+
+def read_together(counts: Sequence[Tensor]) -> list[list[int]]:
+    """Whole numbers of several tensors, flat, in one copy to the host."""
+    numbers: list[int] = torch.cat([tensor.flatten() for tensor in counts]).tolist()
+    ends = list(accumulate(tensor.numel() for tensor in counts))
+    return [numbers[end - tensor.numel() : end] for end, tensor in zip(ends, counts, strict=True)]
+
+
+def _rows_of(numbers: list[int], like_WX: Tensor) -> list[list[int]]:
+    """The rows of a matrix from its flat list."""
+    size = like_WX.shape[1]
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 SYNC_SPLIT_SIZES = SyncSplitSizes()

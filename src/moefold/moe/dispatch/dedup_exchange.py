@@ -34,8 +34,7 @@ from moefold.moe.dedup_permute import (
     token_rank_map,
     token_rank_mask,
 )
-from moefold.moe.dispatch.base import ExchangeName, ExpertInput, Routing, SplitSizeSource
-from moefold.moe.permute import count_assignments
+from moefold.moe.dispatch.base import ExchangedRows, ExchangeName, ExpertInput, HostRows, Routing
 
 # Of an expert's number as it travels.
 _NUMBER_BYTES = 2
@@ -50,64 +49,67 @@ class Splits(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Rows with their assignments to the experts of this rank, rows per expert, and what the way back needs."""
+    """Rows with their assignments to the experts of this rank, and what the way back needs."""
 
     rows_RL: Tensor
     assignments: Routing
-    rows_per_expert_e: Tensor
-    rows_per_expert: list[int]
     splits: Splits
     token_rank_map: TokenRankMap
 
-    def expert_input(self, ticket: Any) -> ExpertInput:
+    def expert_input(self, counts: ExchangedRows, on_host: HostRows, ticket: Any) -> ExpertInput:
+        """With the assignments per expert that were counted for this exchange."""
+        rows_per_expert = [sum(rows) for rows in zip(*on_host.arriving, strict=True)][1:]
+        rows_per_expert_e = counts.arriving_WX[:, 1:].sum(0)
         return ExpertInput(
-            self.rows_RL, self.assignments, self.rows_per_expert_e, self.rows_per_expert, capacity=None, ticket=ticket
+            self.rows_RL, self.assignments, rows_per_expert_e, rows_per_expert, capacity=None, ticket=ticket
         )
 
 
 class DedupExchange:
-    """``num_experts`` are those of all ranks of the group together, in blocks of equal size."""
+    """``num_experts`` are those of all ranks of the group together, in blocks of equal size.
 
-    def __init__(self, name: ExchangeName, num_experts: int, group: Group, etp: Group, host: SplitSizeSource) -> None:
-        self.name, self.group, self.etp, self.host = name, group, etp, host
+    Counts come first: ``exchange_counts`` sends them, the dispatcher reads those of all its exchanges together, and
+    ``dispatch`` is given them.
+    """
+
+    def __init__(self, name: ExchangeName, num_experts: int, group: Group, etp: Group) -> None:
+        self.name, self.group, self.etp = name, group, etp
         self.num_experts, self.num_local = num_experts, num_experts // group.size
         self.first_expert = group.index * self.num_local
         assert num_experts < 2**15, f"{num_experts} experts have numbers of more than two bytes"
 
-    def dispatch(self, x_tL: Tensor, routing: Routing) -> Received:
-        mask_tW = token_rank_mask(routing.experts // self.num_local, routing.kept, self.group.size)
-        assignments_E = count_assignments(routing, self.num_experts)
-        splits, counts_We, on_host_We = self._exchange_counts(mask_tW, assignments_E)
+    def mask_of(self, routing: Routing) -> Tensor:
+        """[t, W]: whether a token goes to each rank of the group."""
+        return token_rank_mask(routing.experts // self.num_local, routing.kept, self.group.size)
+
+    def exchange_counts(self, rows_W: Tensor, *more: Tensor) -> ExchangedRows:
+        """Send every peer its row count, then its rows of each of ``more``; nothing is read on the host."""
+        sent = torch.cat([rows_W[:, None], *more], 1)
+        received = all_to_all_counts(sent, self.group)
+        counts = all_gather_no_grad(received, (self.group.size,) * self.etp.size, self.etp)
+        return ExchangedRows(rows_W, counts)
+
+    def dispatch(self, x_tL: Tensor, routing: Routing, mask_tW: Tensor, rows: HostRows) -> Received:
+        splits = self._splits(rows)
         sent = token_rank_map(mask_tW, sum(splits.send))
         rows_NL = gather_tokens(x_tL, sent)
         received = all_to_all_rows(rows_NL, send=splits.send, recv=splits.recv, group=self.group)
         rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp)
         number_tK = routing.experts if routing.kept is None else routing.experts.where(routing.kept, -1)
         prob_RK, number_RK = _SendAssignments.apply(routing.probs, number_tK, sent, splits, self.group, self.etp)
-        expert_RK = number_RK - self.first_expert
-        kept_RK = (expert_RK >= 0) & (expert_RK < self.num_local)
-        assignments = Routing(expert_RK.long(), prob_RK, kept_RK)
-        rows_per_expert = [sum(rows) for rows in zip(*on_host_We, strict=True)]
-        return Received(rows_RL, assignments, counts_We.sum(0), rows_per_expert, splits, sent)
+        expert_RK = number_RK.long().sub_(self.first_expert)
+        kept_RK = (expert_RK >= 0).logical_and_(expert_RK < self.num_local)
+        return Received(rows_RL, Routing(expert_RK, prob_RK, kept_RK), splits, sent)
 
     def combine(self, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
         own = reduce_scatter_rows(expert_out_RL, splits.etp_sizes, self.etp)
         rows_NL = all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group)
         return reduce_tokens(rows_NL, sent)
 
-    def _exchange_counts(self, mask_tW: Tensor, assignments_E: Tensor) -> tuple[Splits, Tensor, list[list[int]]]:
-        """Send every peer its row count and its assignments per expert; read on the host here and nowhere else."""
-        rows_W = mask_tW.sum(0)
-        sent = torch.cat([rows_W[:, None], assignments_E.view(self.group.size, self.num_local)], 1)
-        leaving = self.host.leaving_once(self.name, rows_W)
-        received = all_to_all_counts(sent, self.group)
-        counts = all_gather_no_grad(received, (self.group.size,) * self.etp.size, self.etp)
-        on_host = self.host.arriving_once(self.name, counts)
-        from_source = [rows for rows, *_ in on_host]
-        size = self.group.size
+    def _splits(self, rows: HostRows) -> Splits:
+        from_source, size = [arrived for arrived, *_ in rows.arriving], self.group.size
         runs = [tuple(from_source[start : start + size]) for start in range(0, len(from_source), size)]
-        splits = Splits(tuple(leaving), runs[self.etp.index], tuple(map(sum, runs)))
-        return splits, counts[:, 1:], [per_expert for _, *per_expert in on_host]
+        return Splits(tuple(rows.leaving), runs[self.etp.index], tuple(map(sum, runs)))
 
 
 class _SendAssignments(torch.autograd.Function):

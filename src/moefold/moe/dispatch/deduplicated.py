@@ -14,7 +14,7 @@ from torch import Tensor
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import TokenRankMap
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, counts_of
 from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
 
 
@@ -27,11 +27,15 @@ class DeduplicatedDispatcher:
     """One exchange over the ep group."""
 
     def __init__(self, num_experts: int, ep: Group, etp: Group, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> None:
-        self.exchange = DedupExchange("direct", num_experts, ep, etp, host)
+        self.exchange, self.host = DedupExchange("direct", num_experts, ep, etp), host
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
-        received = self.exchange.dispatch(x_tL, routing)
-        return received.expert_input(_Ticket(received.splits, received.token_rank_map))
+        exchange, mask_tW = self.exchange, self.exchange.mask_of(routing)
+        per_expert_We = counts_of(routing, exchange.num_experts).view(exchange.group.size, exchange.num_local)
+        counts = exchange.exchange_counts(mask_tW.sum(0), per_expert_We)
+        on_host = self.host.exchanged_once({"direct": counts})["direct"]
+        received = exchange.dispatch(x_tL, routing, mask_tW, on_host)
+        return received.expert_input(counts, on_host, _Ticket(received.splits, received.token_rank_map))
 
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
         return self.exchange.combine(expert_out_RL, ticket.splits, ticket.token_rank_map)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing
-from moefold.moe.permute import count_assignments
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, counts_of
 
 
 class LocalDispatcher:
@@ -31,7 +30,7 @@ class LocalDispatcher:
         if self.capacity is not None:
             counts = even_counts(self.num_experts, self.capacity, x_tL)
             return ExpertInput(x_tL, routing, *counts, self.capacity, None)
-        rows_per_expert_E = count_assignments(routing, self.num_experts)
+        rows_per_expert_E = counts_of(routing, self.num_experts)
         return ExpertInput(x_tL, routing, rows_per_expert_E, self.read(rows_per_expert_E), None, None)
 
     def combine(self, expert_out_tL: Tensor, ticket: None) -> Tensor:

@@ -35,10 +35,11 @@ from moefold.moe.dispatch.base import (
     ExpertInput,
     Routing,
     SplitSizeSource,
+    counts_of,
     most_rank_tokens,
     padded_rows,
 )
-from moefold.moe.permute import count_assignments, gather_probs, gather_rows, group_by_expert, group_padded
+from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded
 from moefold.ops.engines import load_engine
 from moefold.precision.dtypes import TORCH_FORMATS
 
@@ -138,14 +139,14 @@ class SymmetricExchange:
 class _Sorted(NamedTuple):
     """Messages sorted by expert: each one's token, and one past the last for padding; rows per expert.
 
-    And of every assignment [t, K]: its message, and whether it has one.
+    And of every assignment [t, K]: its message, and whether it has one (None: all have).
     """
 
     assignment_N: Tensor
     token_N: Tensor
     rows_per_expert_E: Tensor
     message_tK: Tensor
-    sent_tK: Tensor
+    sent_tK: Tensor | None
     padded: bool
 
 
@@ -178,6 +179,7 @@ class SymmetricMemoryDispatcher:
             rows_per_expert,
             None if self.capacity is None else self.capacity * self.ep,
             route,
+            by_expert=True,
         )
 
     def combine(self, expert_out_RL: Tensor, ticket: _Route) -> Tensor:
@@ -199,8 +201,7 @@ class SymmetricMemoryDispatcher:
             rows_per_expert = [self.capacity * self.ep] * self.num_local
         num_rows = sum(rows_per_expert)
         place_R = _places(counts_eW.flatten(), offsets_eW.flatten(), num_rows)
-        local_e = torch.arange(self.num_local, device=counts_eW.device)
-        expert_R = local_e.repeat_interleave(counts_eW.sum(1), output_size=num_rows)
+        expert_R = torch.repeat_interleave(counts_eW.sum(1), output_size=num_rows)
         return received[place_R], expert_R, rows_per_expert, _Route(order, splits_there, place_R)
 
     def _sort(self, routing: Routing) -> _Sorted:
@@ -208,18 +209,19 @@ class SymmetricMemoryDispatcher:
         num_assignments, device = routing.experts.numel(), routing.experts.device
         if self.capacity is None:
             assignment_N, token_N = group_by_expert(routing, self.num_experts, num_assignments)
-            counts_E = count_assignments(routing, self.num_experts)
+            counts_E = counts_of(routing, self.num_experts)
         else:
             assignment_N, token_N = group_padded(routing, self.num_experts, self.capacity)
             counts_E = torch.full((self.num_experts,), self.capacity, device=device)
         places_N = torch.arange(len(assignment_N), device=device)
         # One more than there are assignments, for padding; it is cut off.
-        message = torch.full((num_assignments + 1,), -1, device=device).scatter(0, assignment_N, places_N)
+        message = torch.full((num_assignments + 1,), -1, device=device).scatter_(0, assignment_N, places_N)
         message_tK = message[:num_assignments].view_as(routing.experts)
-        sent_tK = message_tK >= 0
-        if routing.kept is not None:
-            sent_tK = sent_tK & routing.kept
-        return _Sorted(assignment_N, token_N, counts_E, message_tK.clamp(min=0), sent_tK, self.capacity is not None)
+        if self.capacity is None:
+            # Every assignment has a place; those that are not kept, behind the messages.
+            return _Sorted(assignment_N, token_N, counts_E, message_tK, routing.kept, False)
+        sent_tK = message_tK >= 0 if routing.kept is None else (message_tK >= 0).logical_and_(routing.kept)
+        return _Sorted(assignment_N, token_N, counts_E, message_tK.clamp_(min=0), sent_tK, True)
 
 
 def _places(counts_S: Tensor, offsets_S: Tensor, num_rows: int) -> Tensor:
@@ -251,8 +253,15 @@ def _unpack_probs(message: Tensor, dim: int, dtype: torch.dtype, prob_dtype: tor
 
 def _sum_per_token(rows_NL: Tensor, order: _Sorted) -> Tensor:
     """[t, L]: the rows of a token's assignments, summed in their order."""
-    rows_tKL = rows_NL[order.message_tK].where(order.sent_tK[..., None], 0)
-    return rows_tKL.sum(1)
+    return _of_assignments(rows_NL, order).sum(1)
+
+
+def _of_assignments(values_N: Tensor, order: _Sorted) -> Tensor:
+    """[t, K, ...]: of each assignment's message; zeros where it has none."""
+    values_tK = values_N[order.message_tK]
+    if order.sent_tK is None:
+        return values_tK
+    return values_tK.masked_fill_(~order.sent_tK.view(*order.sent_tK.shape, *[1] * (values_tK.ndim - 2)), 0)
 
 
 class _Kept(Protocol):
@@ -283,7 +292,7 @@ class _Dispatch(torch.autograd.Function):
         message_NB = _send_back(ctx.exchange, ctx.route, _pack(ctx.exchange.sizes, grad_RL, grad_R))
         order = ctx.route.order
         grad_N = _unpack_probs(message_NB, ctx.dim, ctx.dtype, grad_R.dtype)
-        grad_tK = grad_N[order.message_tK].where(order.sent_tK, 0)
+        grad_tK = _of_assignments(grad_N, order)
         return _sum_per_token(_unpack(message_NB, ctx.dim, ctx.dtype), order), grad_tK, None, None
 
 

@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import RouterConfig
-from moefold.moe.topk import choose_topk, limit_groups, score
+from moefold.moe.topk import TINY, choose_topk, limit_groups, score
 from moefold.ops.fp32_linear import upcast
 from moefold.ops.segments import count_keys
-
-# For tokens whose scores are all zero.
-TINY = 1e-20
 
 
 def route(logits_tE: Tensor, bias_E: Tensor | None, router: RouterConfig, top_k: int) -> tuple[Tensor, Tensor]:

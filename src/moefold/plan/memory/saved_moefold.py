@@ -81,7 +81,7 @@ MOEFOLD: tuple[Saved, ...] = (
     # The router, the shared expert and a phase that is recomputed keep the same tensor.
     Saved("moe", "normed input", lambda s: s.D),
     # Scores, probabilities and the coefficients of balance losses; probs and numbers of the top-k experts.
-    Saved("moe", "routing", lambda s: 3 * s.experts + 2 * s.top_k + 2, "single"),
+    Saved("moe", "routing", lambda s: 2 * s.experts + 2 * s.top_k + 2, "single"),
     Saved("moe", "top-k experts", lambda s: 8 * s.top_k, "byte"),
     Saved("moe", "row map at the source", lambda s: 16 * s.top_k, "byte", needs="all_to_all"),
     Saved("moe", "row map", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),

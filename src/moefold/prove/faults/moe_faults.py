@@ -16,7 +16,6 @@ import moefold.moe.dispatch.dedup_exchange
 import moefold.pipeline.step
 from moefold.config.moe import RouterConfig
 from moefold.moe.dedup_permute import TokenRankMap
-from moefold.moe.dispatch.base import Routing
 from moefold.moe.dispatch.dedup_exchange import DedupExchange, Received, Splits
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import CapacityDrop
@@ -28,8 +27,8 @@ from moefold.prove.faults.parallel_faults import put, wrap
 
 def one_assignment_per_row() -> None:
     def make(dispatch: Callable[..., Received]) -> Callable[..., Received]:
-        def first_assignment_only(self: DedupExchange, x_tL: Tensor, routing: Routing) -> Received:
-            received = dispatch(self, x_tL, routing)
+        def first_assignment_only(self: DedupExchange, *given: Any) -> Received:
+            received = dispatch(self, *given)
             if self.name == "across":
                 return received
             prob_RK, kept_RK = received.assignments.probs, received.assignments.kept

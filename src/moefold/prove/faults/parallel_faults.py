@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 
 import moefold.moe.dispatch.all_gather
 import moefold.moe.dispatch.all_to_all
-import moefold.moe.grouped_experts
 import moefold.optim.optimizer
 import moefold.parallel.parallelize
 import moefold.parallel.param_shards
@@ -125,7 +124,7 @@ def combine_drops_a_row() -> None:
     def make(put: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda rows, *rest: put(rows * (torch.arange(len(rows)) != 1)[:, None], *rest)
 
-    wrap(moefold.moe.grouped_experts, "unpermute_rows", make)
+    wrap(moefold.moe.dispatch.all_to_all, "reduce_tokens", make)
 
 
 def _change_probs(change: Callable[[Tensor], Tensor]) -> None:
