@@ -135,8 +135,9 @@ class AllToAllDispatcher:
     def _send_order(self, routing: Routing, counts: _Counts) -> SendOrder:
         if routing.kept is None:
             return self.order(routing.experts, self.num_experts)
+        num_tokens, top_k = routing.experts.shape
         assignment_N, token_N = group_by_expert(routing, self.num_experts, sum(counts.send))
-        return SendOrder(assignment_N, assignment_map(assignment_N, *routing.experts.shape, token_N))
+        return SendOrder(assignment_N, assignment_map(assignment_N, num_tokens, top_k, token_N))
 
     def _exchange_counts(self, routing: Routing) -> _Counts:
         """Exchange counts with all peers; they are read on the host here, all in one copy, and nowhere else."""
