@@ -13,8 +13,8 @@ from tests.architecture.sources import PACKAGE, report, shown, source_files, tex
 MAX_FILE, MAX_FUNCTION = 400, 80
 EXCUSE = "Long because:"
 # Ceilings that only fall: lower them when the tree has become smaller.
-MAX_FILES = 400
-MAX_ANY_IN_BODY = 300
+MAX_FILES = 390
+MAX_ANY_IN_BODY = 258
 
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}
 # A check is named after the section of the configuration that it checks, C code after the op that calls it. Files of

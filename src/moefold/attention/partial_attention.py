@@ -80,10 +80,10 @@ def compact(x: Tensor) -> Tensor:
     return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
-def narrowed(out_BHnC: Tensor) -> Tensor:
+def narrowed(out_BHnU: Tensor) -> Tensor:
     """A slice of a padded output in memory of its own, row by row with all heads of a row together."""
-    whole = out_BHnC.untyped_storage().nbytes() <= out_BHnC.numel() * out_BHnC.element_size()
-    return out_BHnC if whole else out_BHnC.transpose(1, 2).contiguous().transpose(1, 2)
+    whole = out_BHnU.untyped_storage().nbytes() <= out_BHnU.numel() * out_BHnU.element_size()
+    return out_BHnU if whole else out_BHnU.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 # ---- putting parts together ----

@@ -155,87 +155,27 @@ class LoggedWork:
 @contextmanager
 def logged_collectives(log: CollectiveLog) -> Iterator[None]:
     """Inside, `torch.distributed` writes to this log."""
-    fake = _FakeCollectives()
-
-    def all_reduce(
-        tensor: Tensor, op: object = None, group: AnyGroup = None, async_op: bool = False
-    ) -> LoggedWork | None:
-        fake.all_reduce(tensor, group=group)
-        return _answer(log.record("all_reduce", group, [tensor], [tensor], async_op), async_op)
-
-    def all_gather(
-        *tensors: Tensor, group: AnyGroup = None, async_op: bool = False, **named: Tensor
-    ) -> LoggedWork | None:
-        output, source = tensors or _named(named, "output", "input")
-        fake.all_gather(output, source, group=group)
-        return _answer(log.record("all_gather", group, [source], [output], async_op), async_op)
-
-    def reduce_scatter(
-        *tensors: Tensor, op: object = None, group: AnyGroup = None, async_op: bool = False, **named: Tensor
-    ) -> LoggedWork | None:
-        output, source = tensors or _named(named, "output", "input")
-        fake.reduce_scatter(output, source, group=group)
-        return _answer(log.record("reduce_scatter", group, [source], [output], async_op), async_op)
-
-    def all_to_all(
-        output: Tensor,
-        tensor: Tensor,
-        output_split_sizes: object = None,
-        input_split_sizes: object = None,
-        group: AnyGroup = None,
-        async_op: bool = False,
-    ) -> LoggedWork | None:
-        fake.all_to_all(output, tensor, group=group)
-        # Ranks differ in how many rows they send; the row itself is the same everywhere.
-        sizes = (tuple(tensor.shape[1:]),) if input_split_sizes else ()
-        return _answer(log.record("all_to_all", group, [tensor], [output], async_op, sizes=sizes), async_op)
-
-    def broadcast(
-        tensor: Tensor, src: int = 0, group: AnyGroup = None, async_op: bool = False, **_: object
-    ) -> LoggedWork | None:
-        return _answer(log.record("broadcast", group, [tensor], [tensor], async_op), async_op)
-
-    def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: object = None) -> LoggedWork | None:
-        return _answer(log.record("barrier", group, [], [], async_op), async_op)
-
-    def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> LoggedWork:
-        fake.isend(tensor, dst, group=group)
-        return log.record("send", group, [tensor], [], True, peer=dst)
-
-    def irecv(tensor: Tensor, src: int, group: AnyGroup = None, tag: int = 0) -> LoggedWork:
-        fake.irecv(tensor, src, group=group)
-        return log.record("recv", group, [], [tensor], True, peer=src)
-
-    def batch(transfers: Sequence[dist.P2POp]) -> list[LoggedWork]:
-        """One launch for all of them: they start together, and none waits for another."""
-        for transfer in transfers:
-            log.connect(transfer.group, transfer.peer, True)
-        works, first = [], len(log.calls)
-        for transfer in transfers:
-            sending = transfer.op is dist.isend
-            reads, writes = ([transfer.tensor], []) if sending else ([], [transfer.tensor])
-            name = "send" if sending else "recv"
-            (fake.isend if sending else fake.irecv)(transfer.tensor, transfer.peer, group=transfer.group)
-            works.append(log.record(name, transfer.group, reads, writes, True, peer=transfer.peer, batch=first))
-        return works
-
+    logged = _LoggedCollectives(log)
     replaced: dict[str, object] = {
-        "all_reduce": all_reduce,
-        "all_gather_into_tensor": all_gather,
-        "all_gather_single": all_gather,
-        "reduce_scatter_tensor": reduce_scatter,
-        "reduce_scatter_single": reduce_scatter,
-        "all_to_all_single": all_to_all,
-        "broadcast": broadcast,
-        "barrier": barrier,
-        "isend": isend,
-        "irecv": irecv,
-        "batch_isend_irecv": batch,
+        "all_reduce": logged.all_reduce,
+        "all_gather_into_tensor": logged.all_gather,
+        "all_gather_single": logged.all_gather,
+        "reduce_scatter_tensor": logged.reduce_scatter,
+        "reduce_scatter_single": logged.reduce_scatter,
+        "all_to_all_single": logged.all_to_all,
+        "broadcast": logged.broadcast,
+        "barrier": logged.barrier,
+        "isend": logged.isend,
+        "irecv": logged.irecv,
+        "batch_isend_irecv": logged.batch,
     }
     known = {name: function for name, function in replaced.items() if hasattr(dist, name)}
     # Names that were taken from torch.distributed when the module was imported.
-    aliases: dict[str, object] = {"_all_gather_single": all_gather, "_reduce_scatter_single": reduce_scatter}
-    transfers: dict[str, object] = {"isend": isend, "irecv": irecv}
+    aliases: dict[str, object] = {
+        "_all_gather_single": logged.all_gather,
+        "_reduce_scatter_single": logged.reduce_scatter,
+    }
+    transfers: dict[str, object] = {"isend": logged.isend, "irecv": logged.irecv}
     with (
         patch.multiple(dist, **known),  # type: ignore[call-overload]
         patch.multiple(distributed_c10d, **transfers),  # type: ignore[call-overload]
@@ -251,6 +191,76 @@ class _FakeCollectives:
         self.all_reduce, self.all_to_all = dist.all_reduce, dist.all_to_all_single
         self.all_gather, self.reduce_scatter = collectives._all_gather_single, collectives._reduce_scatter_single
         self.isend, self.irecv = dist.isend, dist.irecv
+
+
+class _LoggedCollectives:
+    """What stands in for functions of `torch.distributed`, with their arguments."""
+
+    def __init__(self, log: CollectiveLog) -> None:
+        self._log, self._fake = log, _FakeCollectives()
+
+    def all_reduce(
+        self, tensor: Tensor, op: object = None, group: AnyGroup = None, async_op: bool = False
+    ) -> LoggedWork | None:
+        self._fake.all_reduce(tensor, group=group)
+        return _answer(self._log.record("all_reduce", group, [tensor], [tensor], async_op), async_op)
+
+    def all_gather(
+        self, *tensors: Tensor, group: AnyGroup = None, async_op: bool = False, **named: Tensor
+    ) -> LoggedWork | None:
+        output, source = tensors or _named(named, "output", "input")
+        self._fake.all_gather(output, source, group=group)
+        return _answer(self._log.record("all_gather", group, [source], [output], async_op), async_op)
+
+    def reduce_scatter(
+        self, *tensors: Tensor, op: object = None, group: AnyGroup = None, async_op: bool = False, **named: Tensor
+    ) -> LoggedWork | None:
+        output, source = tensors or _named(named, "output", "input")
+        self._fake.reduce_scatter(output, source, group=group)
+        return _answer(self._log.record("reduce_scatter", group, [source], [output], async_op), async_op)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_split_sizes: object = None,
+        input_split_sizes: object = None,
+        group: AnyGroup = None,
+        async_op: bool = False,
+    ) -> LoggedWork | None:
+        self._fake.all_to_all(output, tensor, group=group)
+        # Ranks differ in how many rows they send; the row itself is the same everywhere.
+        sizes = (tuple(tensor.shape[1:]),) if input_split_sizes else ()
+        return _answer(self._log.record("all_to_all", group, [tensor], [output], async_op, sizes=sizes), async_op)
+
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, group: AnyGroup = None, async_op: bool = False, **_: object
+    ) -> LoggedWork | None:
+        return _answer(self._log.record("broadcast", group, [tensor], [tensor], async_op), async_op)
+
+    def barrier(self, group: AnyGroup = None, async_op: bool = False, device_ids: object = None) -> LoggedWork | None:
+        return _answer(self._log.record("barrier", group, [], [], async_op), async_op)
+
+    def isend(self, tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> LoggedWork:
+        self._fake.isend(tensor, dst, group=group)
+        return self._log.record("send", group, [tensor], [], True, peer=dst)
+
+    def irecv(self, tensor: Tensor, src: int, group: AnyGroup = None, tag: int = 0) -> LoggedWork:
+        self._fake.irecv(tensor, src, group=group)
+        return self._log.record("recv", group, [], [tensor], True, peer=src)
+
+    def batch(self, transfers: Sequence[dist.P2POp]) -> list[LoggedWork]:
+        """One launch for all of them: they start together, and none waits for another."""
+        for transfer in transfers:
+            self._log.connect(transfer.group, transfer.peer, True)
+        works, first = [], len(self._log.calls)
+        for transfer in transfers:
+            sending = transfer.op is dist.isend
+            reads, writes = ([transfer.tensor], []) if sending else ([], [transfer.tensor])
+            name = "send" if sending else "recv"
+            (self._fake.isend if sending else self._fake.irecv)(transfer.tensor, transfer.peer, group=transfer.group)
+            works.append(self._log.record(name, transfer.group, reads, writes, True, peer=transfer.peer, batch=first))
+        return works
 
 
 def _named(named: dict[str, Tensor], output: str, source: str) -> tuple[Tensor, Tensor]:
