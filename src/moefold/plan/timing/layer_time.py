@@ -221,7 +221,7 @@ def _sync(workload: Workload, moe: MoE | None, c: Constants) -> float:
     """Dropless dispatch reads row counts back to the host, unless the kernels need no counts there."""
     if moe is None or workload.run.kernels.graphs == "full" or workload.drops:
         return 0.0
-    once = workload.dispatcher in ("deepep", "hybridep") or workload.parallel.dispatcher == "symmetric_memory"
+    once = workload.framework.name == "moefold" or workload.dispatcher in ("deepep", "hybridep")
     return c.sync_us * 1e-6 * (1.0 if once else 2.0)
 
 
