@@ -81,6 +81,7 @@ class CountedRegion(Region):  # type: ignore[type-arg]
 
 @contextmanager
 def compiled_counted(kernels: MoEKernels = MOE_IN_TORCH) -> Iterator[MoEKernels]:
-    """All regions compiled by this backend, also the dispatcher's."""
+    """All regions compiled by this backend, also the dispatcher's; what was compiled before does not count."""
+    torch._dynamo.reset()
     with patch.object(all_to_all, "region", CountedRegion), patch.object(moe_kernels, "region", CountedRegion):
         yield compile_regions(kernels)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from moefold.errors import BackendError
 from moefold.ops.host_probe import HostInfo
 
+# A function is compiled for each dtype, with and without gradients, for no row, one row and more: more than torch's
+# eight, and with ``fullgraph`` one too many is an error. Older versions have only a global limit.
+_LIMIT = {"recompile_limit": 64} if "recompile_limit" in signature(torch.compile).parameters else {}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -32,7 +36,7 @@ class Region(Generic[P, R]):
 
     def __init__(self, plain: Callable[P, R], backend: str | Callable[..., object] = "inductor") -> None:
         self.plain = plain
-        self.compiled: Callable[P, R] = torch.compile(plain, fullgraph=True, backend=backend)
+        self.compiled: Callable[P, R] = torch.compile(plain, fullgraph=True, backend=backend, **_LIMIT)  # type: ignore[call-overload]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         chosen = self.plain if isinstance(args[0], FakeTensor) else self.compiled

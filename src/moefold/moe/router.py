@@ -84,13 +84,14 @@ class Router(nn.Module):
         chosen = TopKAssignment(assignment.experts, keep_real(assignment.experts, assignment.kept, real_t))
         plain_tK = self.plain_topk(logits_tE, assignment)
         plain = TopKAssignment(plain_tK, keep_real(plain_tK, None, real_t))
-        # Counted once each, and only where they differ.
+        # Counted once each, and only where they differ: a policy's own drops are no drops of the plain top-k.
         num_experts = self.config.num_experts
         counts_E = count_assignments(chosen, num_experts)
         kept_E = counts_E
         if self.drop is not None:
             kept_E = count_assignments(TopKAssignment(assignment.experts, kept_tK), num_experts)
-        plain_E = counts_E if plain_tK is assignment.experts else count_assignments(plain, num_experts)
+        same = plain_tK is assignment.experts and assignment.kept is None
+        plain_E = counts_E if same else count_assignments(plain, num_experts)
         losses = balance_losses(
             self.config,
             logits_tE,
