@@ -12,7 +12,7 @@ once; foreach makes about a dozen passes, and holds temporary copies of all para
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn, optim
@@ -32,9 +32,22 @@ def grad_norm_of(primary_shards: Iterable[Tensor], world: Group, device: torch.d
 
     A rank may be primary for none; its zero is on the device all the same, where the others' all-reduce is.
     """
-    squares = [sum_of_squares(shard) for shard in primary_shards]
+    shards = list(primary_shards)
+    squares = sums_of_squares(shards) if device.type == "cuda" else [sum_of_squares(shard) for shard in shards]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
     return all_reduce_no_grad(total, world).sqrt()
+
+
+def sums_of_squares(shards: Sequence[Tensor]) -> list[Tensor]:
+    """``sum_of_squares`` of each, for GPUs: a few launches for all of them instead of eight for each.
+
+    The foreach kernel reads the gradient as it is and sums in float64. On a CPU it would loop over tensors, and make a
+    float64 copy of each.
+    """
+    if not shards:
+        return []
+    norms = torch._foreach_norm([shard.reshape(-1) for shard in shards], 2, torch.float64)
+    return list(torch._foreach_mul(norms, norms))
 
 
 def sum_of_squares(shard: Tensor) -> Tensor:
@@ -51,8 +64,11 @@ def sum_of_squares(shard: Tensor) -> Tensor:
 def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, bound: float) -> None:
     """Scale in place so that the norm is at most ``bound``; every rank computes the same factor."""
     factor = (bound / norm).clamp(max=1.0)
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+        of_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, members in of_dtype.items():
+        torch._foreach_mul_(members, factor.to(dtype))
 
 
 NO_WEIGHT_DECAY = frozenset({"norm", "bias", "sink"})
