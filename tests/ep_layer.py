@@ -77,6 +77,12 @@ def layer_work(
     dispatcher: str, moe: MoEConfig = MOE, kernels: Kernels = lambda: nullcontext(MOE_IN_TORCH)
 ) -> LayerWork:
     """Of rank 0. ``kernels`` is entered on the rank. Two levels need four ranks, two on each of two hosts."""
+    # Entered once, and not by each rank: threads that replace a name at the same time restore one another's value.
+    with as_on_a_gpu():
+        return _layer_work(dispatcher, moe, kernels)
+
+
+def _layer_work(dispatcher: str, moe: MoEConfig, kernels: Kernels) -> LayerWork:
     if dispatcher == "symmetric_memory":
         return on_rank_threads(EP, lambda group: _work_of(_symmetric(group, moe), moe, MOE_IN_TORCH, EP))[0]
     hosts = 2 if dispatcher == "two_level" else 1
@@ -138,10 +144,9 @@ def as_on_a_gpu() -> Iterator[None]:
 def _work_of(dispatcher: Dispatcher, moe: MoEConfig, kernels: MoEKernels, ep: int) -> LayerWork:
     layer, batch = ep_layer(dispatcher, moe, kernels, ep), one_microbatch()
     x_tD = torch.randn(TOKENS, DIM).bfloat16().requires_grad_()
-    with as_on_a_gpu():
-        # Once before: buffers are allocated, and functions compiled, by the first call.
-        _counted_step(layer, x_tD, batch)
-        return _counted_step(layer, x_tD, batch)
+    # Once before: buffers are allocated, and functions compiled, by the first call.
+    _counted_step(layer, x_tD, batch)
+    return _counted_step(layer, x_tD, batch)
 
 
 def _counted_step(layer: MoELayer, x_tD: Tensor, batch: Batch) -> LayerWork:
