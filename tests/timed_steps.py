@@ -16,10 +16,10 @@ from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
+from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, context_shard, whole_batch
 from moefold.parallel.parallelize import build_local_model, groups_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.marks import slow_except
 
-from moefold.config.precision import MemoryConfig
+from moefold.config.memory import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.body.model_inputs import batch_of, fill
 
-from moefold.config.precision import MemoryConfig, RecomputedPhase
+from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces

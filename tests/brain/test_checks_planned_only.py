@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -12,6 +13,8 @@ import pytest
 from moefold.checks.planned_only import PLANNED_ONLY, PlannedOnly
 from moefold.checks.run_all import problems
 from moefold.config.loading import dump_run, override, parse_run
+from moefold.config.memory import RetainedStep
+from moefold.config.optim import ParamGroupConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.launch_command import beyond_moefold, changes_to_run
@@ -22,23 +25,26 @@ from moefold.recipes.catalog import RECIPES, recipe
 
 def offered(row: PlannedOnly) -> tuple[object, ...]:
     """What the key's type allows; items, where it is a tuple."""
-    section, key = row.path.split(".")
-    hints = get_type_hints(type(getattr(RunConfig(), section)))
+    section, _, key = row.path.rpartition(".")
+    hints = get_type_hints(type(attrgetter(section)(RunConfig())))
     return tuple(chain.from_iterable(_values(part) for part in (get_args(hints[key]) or (hints[key],))))
 
 
 def _values(part: Any) -> tuple[object, ...]:
-    if part in (int, Ellipsis, NoneType):
-        return {int: (0, 2), Ellipsis: (), NoneType: (None,)}[part]
+    known: dict[Any, tuple[object, ...]] = {int: (0, 2), float: (0.5,), Ellipsis: (), NoneType: (None,)}
+    known[ParamGroupConfig] = (ParamGroupConfig("*"),)
+    if part in known:
+        return known[part]
     inner = get_args(part)
     return tuple(chain.from_iterable(_values(each) for each in inner)) if inner else (part,)
 
 
 def with_value(run: RunConfig, path: str, value: object) -> RunConfig:
-    section, key = path.split(".")
-    before = getattr(run, section)
+    section, _, key = path.rpartition(".")
+    before: Any = attrgetter(section)(run)
     wanted = (value,) if isinstance(getattr(before, key), tuple) else value
-    return replace(run, **{section: replace(before, **{key: wanted})})
+    changed = replace(before, **{key: wanted})
+    return with_value(run, section, changed) if "." in section else replace(run, **{section: changed})
 
 
 # Written out, so that a row that is missing from the table is missed.
@@ -56,6 +62,11 @@ MUST_BE_REFUSED: dict[str, object] = {
     "memory.offload_layers": 1,
     "memory.optimizer": "host",
     "kernels.graphs": "full",
+    **{f"memory.retain.{step}": "discard" for step in get_args(RetainedStep)},
+    "precision.moments_rounding": "stochastic",
+    "optim.groups": ParamGroupConfig("*"),
+    "optim.algorithm": "muon",
+    "optim.qk_clip": 100.0,
     "optim.trained": "adapters",
 }
 VALUES = [(row, value) for row in PLANNED_ONLY for value in offered(row)]

@@ -9,8 +9,8 @@ import pytest
 
 from moefold.cli.run_argument import split_changes
 from moefold.config.loading import override
+from moefold.config.memory import MemoryConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError
 from moefold.hardware.cluster import cluster_of

@@ -11,10 +11,10 @@ from moefold.blueprint.model_shape import Attention, Layer, MoE, shape_of
 from moefold.blueprint.stages import balanced_stages
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.data import DataConfig
+from moefold.config.memory import Recomputed
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig, Sharding
-from moefold.config.precision import Recomputed
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.memory.in_flight import moments

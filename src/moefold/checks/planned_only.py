@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import get_args
 
+from moefold.config.memory import RecomputedPhase, RetainedStep
 from moefold.config.parallel import DispatcherName, EngineDispatcher
-from moefold.config.precision import Format, RecomputedPhase
+from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -31,8 +33,7 @@ class PlannedOnly:
 
     def values(self, run: RunConfig) -> tuple[object, ...]:
         """Those of this run that cannot be trained."""
-        section, key = self.path.split(".")
-        value = getattr(getattr(run, section), key)
+        value = attrgetter(self.path)(run)
         return tuple(item for item in (value if isinstance(value, tuple) else (value,)) if item not in self.trained)
 
     def described(self, values: tuple[object, ...]) -> str:
@@ -61,8 +62,13 @@ PLANNED_ONLY = (
         "moments in a format of their own ({})",
         "use null: moments are in precision.params",
     ),
+    PlannedOnly("precision.moments_rounding", ("nearest",), "{} rounding of moments"),
+    PlannedOnly("optim.algorithm", ("adamw",), "the {} optimizer"),
+    PlannedOnly("optim.qk_clip", (None,), "QK-clip at {}"),
+    PlannedOnly("optim.groups", (), "groups of parameters ({})"),
     PlannedOnly("optim.trained", ("all",), "training {} alone"),
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
+    *(PlannedOnly(f"memory.retain.{step}", ("keep",), f"{step}: {{}}") for step in get_args(RetainedStep)),
     PlannedOnly("memory.offload", (), "offloading {} to the host", "use [], or recompute phases with memory.recompute"),
     PlannedOnly("memory.offload_layers", (0,), "offloading {} layers to the host"),
     PlannedOnly("memory.optimizer", ("device",), "optimizer states in the {}'s memory"),

@@ -1,4 +1,4 @@
-"""AdamW's hyper-parameters and the lr schedule."""
+"""The optimizer, its hyper-parameters by group of parameters, and the lr schedule."""
 
 from __future__ import annotations
 
@@ -24,11 +24,45 @@ class LRScheduleConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW with weight decay on matrices only, and clipping by the global gradient norm."""
+class MuonConfig:
+    """Muon: momentum, orthogonalised by Newton-Schulz iterations, for hidden matrices; AdamW updates the rest."""
 
     __pydantic_config__: ClassVar = STRICT
 
+    momentum: float = 0.95
+    nesterov: bool = True
+    # Newton-Schulz iterations.
+    iterations: int = 5
+    # The update's root mean square is made this, so that AdamW's lr and weight decay serve both.
+    rms: float = 0.2
+
+
+@dataclass(frozen=True)
+class ParamGroupConfig:
+    """Parameters whose name matches a pattern (`fnmatch`), and what is different for them; the first match counts."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    match: str
+    # Times `optim.lr`; None: as `optim` says.
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    algorithm: Literal["adamw", "muon"] | None = None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW or Muon with weight decay on matrices only, and clipping by the global gradient norm."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # muon: hidden matrices by Muon, embeddings, head, norms, biases and routers by AdamW.
+    algorithm: Literal["adamw", "muon"] = "adamw"
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    # QK-clip (MuonClip): after an update, query and key weights of a head whose largest logit of the step exceeds this
+    # are scaled down. None: off.
+    qk_clip: float | None = None
+    groups: tuple[ParamGroupConfig, ...] = ()
     lr: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95

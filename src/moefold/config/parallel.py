@@ -15,7 +15,7 @@ DispatcherName = Literal[NamedDispatcher, "adaptive"]
 EngineDispatcher = Literal["deepep", "deepep_elastic", "symmetric_memory"]
 # As the planner knows them. hybridep is planned only: `checks/planned_only.py` refuses to train it.
 PlannedDispatcherName = Literal["deepep", "hybridep"]
-Sharding = Literal["none", "zero1", "zero2", "fsdp"]
+Sharding = Literal["none", "zero1", "zero2", "fsdp", "flat"]
 Overlap = Literal["ep", "wgrad"]
 
 
@@ -73,8 +73,9 @@ class ParallelConfig:
     # Dynamic context parallelism: each microbatch is sharded over as many ranks as its longest document needs, at most
     # dp * cp.
     dynamic_cp: bool = False
-    # What is sharded over data-parallel ranks. fsdp: parameters, gradients and optimizer states. Planned only: zero2
-    # (gradients and optimizer states), zero1 (optimizer states), none.
+    # What is sharded over data-parallel ranks. fsdp: parameters, gradients and optimizer states. flat: optimizer states
+    # and master weights (ZeRO-1), with weights and gradients in flat buffers. Planned only: zero2 (gradients and
+    # optimizer states), zero1 (optimizer states), none.
     sharding: Sharding = "fsdp"
     # Planned only: overlaps that another framework adds to any schedule; here the schedule's name says them. ep:
     # dispatch and combine of one microbatch run beside the computation of another. wgrad: deferred weight gradients.

@@ -1,4 +1,4 @@
-"""Number formats of a run, and which activations are kept between forward and backward.
+"""Number formats of a run.
 
 Some values are planned only: other frameworks have them, `moefold plan` predicts them, and `checks/planned_only.py`
 refuses to train them.
@@ -19,7 +19,16 @@ KeptFormat = Literal[Format, "float16", "float8"]
 # row or per block of 128 values, mxfp8 one per 32 values; nvfp4 has four bits and a scale per 16 values.
 NarrowFormat = Literal["float16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
 ComputeFormat = Literal[Format, NarrowFormat]
-BYTES: dict[KeptFormat, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+# The format of master weights; remainder: the bfloat16 weight is their upper half, and 16 bits the lower half.
+MasterFormat = Literal[KeptFormat, "remainder"]
+BYTES: dict[MasterFormat, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "remainder": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,15 @@ class PrecisionConfig:
     params: KeptFormat = "float32"
     # Planned only: float16, fp8_*, mxfp8, nvfp4.
     compute: ComputeFormat = "float32"
-    # Planned only, unless None. Gradients and Adam's moments: None is the format of `params`. Master weights: None is
-    # none, because `params` are their own masters.
+    # Planned only, unless None: the format of gradients; None is the format of `params`.
     gradients: KeptFormat | None = None
-    master: KeptFormat | None = None
+    # Master weights; None is none, because `params` are their own masters.
+    master: MasterFormat | None = None
+    # The optimizer's moments; None is the format of `params`.
     moments: KeptFormat | None = None
+    # Of moments that are narrower than float32. Nearest rounding loses small changes of the second moment where
+    # 1 - beta2 < 2**-8.
+    moments_rounding: Literal["nearest", "stochastic"] = "nearest"
     # FSDP's all-gather of parameters, except routers', which compute in float32. None: the narrower of `params` and
     # `compute`. A weight is cast to `compute` where it is used, so casting it before it is sent changes no value.
     gather: Format | None = None
@@ -61,28 +74,3 @@ class PrecisionConfig:
     @property
     def tp_reduce_format(self) -> Format:
         return self.tp_reduce or ("float64" if self.compute == "float64" else "float32")
-
-
-RecomputedPhase = Literal["attention", "feed_forward", "experts"]
-# Planned only: parts of a phase, and whole layers.
-RecomputedPart = Literal["full", "core_attention", "mla_up", "norms", "activation"]
-Recomputed = Literal[RecomputedPhase, RecomputedPart]
-# Activations that a framework can keep in the host's memory, by Megatron's names of the modules that save them.
-OffloadedActivation = Literal[
-    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
-]
-
-
-@dataclass(frozen=True)
-class MemoryConfig:
-    """A recomputed phase keeps only its input and runs its forward again in backward; no collective runs twice."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    # Planned only: full, core_attention, mla_up, norms, activation.
-    recompute: tuple[Recomputed, ...] = ()
-    # Planned only: activations, all activations of so many layers per pipeline rank, and optimizer states that wait in
-    # the host's memory.
-    offload: tuple[OffloadedActivation, ...] = ()
-    offload_layers: int = 0
-    optimizer: Literal["device", "host"] = "device"

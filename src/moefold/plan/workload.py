@@ -17,8 +17,9 @@ from functools import cached_property
 from typing import Literal
 
 from moefold.blueprint.model_shape import ModelShape, shape_of
+from moefold.config.memory import Recomputed
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import BYTES, NarrowFormat, PrecisionConfig, Recomputed
+from moefold.config.precision import BYTES, NarrowFormat, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster

@@ -17,10 +17,11 @@ from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, PackingMode
 from moefold.config.kernels import KernelsConfig
+from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
-from moefold.config.precision import Format, MemoryConfig, RecomputedPhase
+from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision

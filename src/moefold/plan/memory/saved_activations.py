@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
-from moefold.config.precision import Recomputed
+from moefold.config.memory import Recomputed
 from moefold.plan.workload import PlannedFormat, Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]

@@ -10,7 +10,7 @@ The rows are held against the Megatron Core report: 15 live microbatches of 4 la
 
 from __future__ import annotations
 
-from moefold.config.precision import Recomputed
+from moefold.config.memory import Recomputed
 from moefold.plan.memory.saved_activations import Saved
 
 

@@ -10,7 +10,7 @@ A recomputed phase saves its input alone. The rows that dispatch received pass b
 
 from __future__ import annotations
 
-from moefold.config.precision import Recomputed
+from moefold.config.memory import Recomputed
 from moefold.plan.memory.saved_activations import Saved, Sizes
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from moefold.blueprint.model_shape import Attention, Dense, MoE
-from moefold.config.precision import NarrowFormat, Recomputed
+from moefold.config.memory import Recomputed
+from moefold.config.precision import NarrowFormat
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saved_activations import OPERAND_BYTES
 from moefold.plan.workload import Workload, changed

@@ -13,7 +13,8 @@ from typing import Any
 
 from moefold.blueprint.model_shape import Attention
 from moefold.blueprint.stages import unfolded
-from moefold.config.precision import PrecisionConfig, Recomputed
+from moefold.config.memory import Recomputed
+from moefold.config.precision import PrecisionConfig
 from moefold.plan.workload import Workload, changed
 
 Record = Mapping[str, Any]

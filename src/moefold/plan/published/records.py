@@ -19,8 +19,9 @@ from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.stages import parse_stages
 from moefold.config.data import DataConfig
 from moefold.config.kernels import Graphs, KernelsConfig
+from moefold.config.memory import MemoryConfig, OffloadedActivation, Recomputed
 from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherName, Sharding
-from moefold.config.precision import MemoryConfig, OffloadedActivation, PrecisionConfig, Recomputed
+from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.gpu import gpu_named

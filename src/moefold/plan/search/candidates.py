@@ -19,8 +19,8 @@ from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, Dense, MoE
 from moefold.config.kernels import Graphs
+from moefold.config.memory import Recomputed
 from moefold.config.parallel import Overlap, Sharding
-from moefold.config.precision import Recomputed
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload

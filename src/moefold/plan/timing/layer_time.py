@@ -9,7 +9,7 @@ from typing import NamedTuple
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.config.kernels import Graphs
-from moefold.config.precision import Recomputed
+from moefold.config.memory import Recomputed
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
 from moefold.plan.timing.network_time import dispatch_seconds, ring

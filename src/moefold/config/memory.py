@@ -1,0 +1,85 @@
+"""What a run keeps of its activations and states, where, and what it computes again instead.
+
+The steps of a block that can be retained in other ways than kept, each with what its consumers save of it:
+
+    attention_norm   the norm before attention
+    latent_norm      the norms of MLA's latents
+    mla_up           queries, keys and values of MLA, from their latents
+    core             the attention kernel's output
+    feed_norm        the norm before the feed-forward
+    rows             rows that the experts of this rank received
+    gate_up          the experts' first GEMM
+    activation       the experts' gated activation
+    shared           the shared expert
+    dense            the dense feed-forward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from moefold.config.strict import STRICT
+
+RecomputedPhase = Literal["attention", "feed_forward", "experts"]
+# Planned only: parts of a phase, and whole layers.
+RecomputedPart = Literal["full", "core_attention", "mla_up", "norms", "activation"]
+Recomputed = Literal[RecomputedPhase, RecomputedPart]
+# Activations that a framework can keep in the host's memory, by Megatron's names of the modules that save them.
+OffloadedActivation = Literal[
+    "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"
+]
+RetainedStep = Literal[
+    "attention_norm",
+    "latent_norm",
+    "mla_up",
+    "core",
+    "feed_norm",
+    "rows",
+    "gate_up",
+    "activation",
+    "shared",
+    "dense",
+]
+# discard: recomputed in the backward pass. offload: waits in the host's memory. Planned only: quantize (kept in the
+# matmul's narrow format).
+Retention = Literal["keep", "discard", "offload", "quantize"]
+
+
+@dataclass(frozen=True)
+class RetainConfig:
+    """Per step of a block: what happens to the output that its consumers save for the backward pass."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    attention_norm: Retention = "keep"
+    latent_norm: Retention = "keep"
+    mla_up: Retention = "keep"
+    core: Retention = "keep"
+    feed_norm: Retention = "keep"
+    rows: Retention = "keep"
+    gate_up: Retention = "keep"
+    activation: Retention = "keep"
+    shared: Retention = "keep"
+    dense: Retention = "keep"
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """A recomputed phase keeps only its input and runs its forward again in backward; no collective runs twice."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Planned only: full, core_attention, mla_up, norms, activation.
+    recompute: tuple[Recomputed, ...] = ()
+    # Finer than phases: single steps of a block.
+    retain: RetainConfig = field(default_factory=RetainConfig)
+    # Bound of the host memory for offloaded activations, in GiB per rank; None: no bound. What does not fit is kept.
+    host_gib: float | None = None
+    # Planned only: activations by Megatron's names, and all activations of so many layers per pipeline rank, that wait
+    # in the host's memory.
+    offload: tuple[OffloadedActivation, ...] = ()
+    offload_layers: int = 0
+    # Where optimizer states are between updates. host: in the host's memory, and copied to the device for the update.
+    # cpu: in the host's memory, and the update runs there.
+    optimizer: Literal["device", "host", "cpu"] = "device"
