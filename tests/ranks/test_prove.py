@@ -23,7 +23,7 @@ from moefold.prove.faults import document_faults, moe_faults, parallel_faults, p
 from moefold.prove.mutants import CASES, MUTANTS, Mutant, caught
 from moefold.prove.proof_report import case_report, coverage_report, drawn_case_report, meaning_of, mutants_report
 from moefold.prove.random_cases import draw_case, draw_cases
-from moefold.prove.verdict import Verdict, prove
+from moefold.prove.verdict import Verdict, prove, rounding_tolerance
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.names import SCHEDULES
 
@@ -81,6 +81,17 @@ def kept_params() -> Iterator[Any]:
 def test_a_case_that_failed_once_holds(kept: KeptCase) -> None:
     verdict = prove(kept.case)
     assert verdict.holds, f"{case_report(verdict)}\n\nWhat this case once found: {kept.found}"
+
+
+def test_a_fault_in_bfloat16_is_more_than_one_process_rounds() -> None:
+    """This case exceeds the estimate without a fault; what one process's own rounding allows must not hide one."""
+    case = next(kept.case for kept in KEPT_CASES if kept.found.startswith("in bfloat16"))
+    verdict = prove(case)
+    assert verdict.holds, case_report(verdict)
+    assert any(row.error > rounding_tolerance(case, row.quantity) for row in verdict.rows)
+    faulty = prove(case, fault=parallel_faults.head_norm_not_summed_over_tp)
+    assert caught(faulty), case_report(faulty)
+    assert faulty.culprit.endswith("_norm.weight") and meaning_of(faulty.culprit)
 
 
 def test_kept_cases_are_legal_and_have_what_they_are_kept_for() -> None:

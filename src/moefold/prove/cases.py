@@ -102,6 +102,12 @@ def proof_kernels(dtype: ComputeFormat) -> KernelsConfig:
     return KernelsConfig("sequential" if dtype == "float64" else "grouped")
 
 
+def reference_case(case: Case) -> Case:
+    """The same in float64, with the reference's kernels."""
+    run = replace(case.run, precision=proof_precision("float64"), kernels=proof_kernels("float64"))
+    return Case(run, case.world)
+
+
 def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
     tp, ep, etp = run.parallel.tp, run.parallel.ep, run.parallel.etp
     moe = model.moe

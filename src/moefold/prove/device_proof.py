@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moefold.checks import engine_limits
 from moefold.checks import kernels as kernel_rules
@@ -27,10 +26,10 @@ from moefold.config.kernels import KernelsConfig
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.prove.cases import Case, proof_kernels, proof_precision, reduce_run
-from moefold.prove.compare_rank import compare_rank, difference, floors, reference_size, relative_norm_error
+from moefold.prove.cases import Case, reduce_run, reference_case
+from moefold.prove.compare_rank import compare_rank
 from moefold.prove.reference import reference
-from moefold.prove.verdict import Verdict, verdict_of
+from moefold.prove.verdict import Verdict, rounding_errors, verdict_of
 
 # Keys of ``kernels`` whose named backend is proved; of experts, grouped GEMMs of other libraries.
 _NAMED = ("experts", "permute", "linear", "attention")
@@ -57,12 +56,6 @@ def _refused(run: RunConfig) -> bool:
     return any(rule(run) for rule in (*kernel_rules.RULES, *engine_limits.RULES))
 
 
-def reference_case(case: Case) -> Case:
-    """The same in float64, with the reference's kernels."""
-    run = replace(case.run, precision=proof_precision("float64"), kernels=proof_kernels("float64"))
-    return Case(run, case.world)
-
-
 def prove_on_ranks(case: Case, rank: int, device: torch.device, routing_policy: PolicyOrName | None = None) -> Verdict:
     """Called on every rank of the case's world, in its process group; without one if the world is 1."""
     expected = reference(reference_case(case), routing_policy)
@@ -70,22 +63,6 @@ def prove_on_ranks(case: Case, rank: int, device: torch.device, routing_policy: 
     names = [name for name in expected if not name.startswith("routing/")]
     rounding = {} if case.run.precision.compute == "float64" else rounding_errors(case, expected, routing_policy)
     return verdict_of(case, expected, gather_differences(own, names, device), rounding)
-
-
-def rounding_errors(
-    case: Case, expected: dict[str, Tensor], routing_policy: PolicyOrName | None = None
-) -> dict[str, float]:
-    """The error of one CPU process in the case's format, by quantity."""
-    run = replace(case.run, kernels=proof_kernels(case.run.precision.compute))
-    rounded = reference(Case(run, case.world), routing_policy, routing=expected)
-    sizes = {name: reference_size(tensor) for name, tensor in expected.items() if not name.startswith("routing/")}
-    floor = floors(sizes)
-    return {
-        name: relative_norm_error(
-            [difference(rounded[name], expected[name], is_primary=True)], size, floor.get(name.partition("/")[0], 0.0)
-        )
-        for name, size in sizes.items()
-    }
 
 
 def gather_differences(
