@@ -33,6 +33,8 @@ WIDE_FORMATS: tuple[PlannedFormat, ...] = ("bfloat16", "float16", "float32")
 Dispatcher = Literal["local", PlannedDispatcher]
 # As Megatron trains: 16-bit weights, and gradients, master weights and moments in float32.
 MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
+# Moments in float8 have a float32 scale per block of so many values.
+MOMENT_SCALE, MOMENT_BLOCK = 4, 128
 # Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
 FrameworkName = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
 
@@ -134,8 +136,14 @@ class Workload:
         return 4.0 if self.format == "float32" else 2.0
 
     @cached_property
+    def is_flat(self) -> bool:
+        """moefold's ZeRO-1: weights and gradients whole in flat buffers, main weights and moments sharded."""
+        return self.is_own and self.run.parallel.sharding == "flat"
+
+    @cached_property
     def weight_bytes(self) -> float:
-        return float(BYTES[self.run.precision.params])
+        """Of a parameter as it is held at rest."""
+        return self.gather_bytes if self.is_flat else float(BYTES[self.run.precision.params])
 
     @cached_property
     def gather_bytes(self) -> float:
@@ -145,19 +153,34 @@ class Workload:
     @cached_property
     def gradient_bytes(self) -> float:
         precision = self.run.precision
-        return float(BYTES[precision.gradients or precision.params]) if self._trains_weights else 0.0
+        if not self._trains_weights:
+            return 0.0
+        # Flat buffers add microbatches up in float32 whatever the parameters are.
+        least = 4 if self.is_flat else 0
+        return float(max(least, BYTES[precision.gradients or precision.params]))
 
     @cached_property
     def master_bytes(self) -> float:
         """0 where the weights themselves are the masters."""
-        master = self.run.precision.master
+        precision = self.run.precision
+        master = precision.master
+        if master is None and self.is_flat and precision.gather_format != precision.params:
+            master = precision.params
         return float(BYTES[master]) if master is not None and self._trains_weights else 0.0
+
+    @cached_property
+    def moment_bytes(self) -> float:
+        """Of one moment."""
+        precision = self.run.precision
+        if not self._trains_weights:
+            return 0.0
+        each = float(BYTES[precision.moments or precision.params])
+        return each + MOMENT_SCALE / MOMENT_BLOCK if self.is_own and precision.moments == "float8" else each
 
     @cached_property
     def moments_bytes(self) -> float:
         """Of both moments together."""
-        precision = self.run.precision
-        return 2.0 * BYTES[precision.moments or precision.params] if self._trains_weights else 0.0
+        return 2.0 * self.moment_bytes
 
     @property
     def _trains_weights(self) -> bool:

@@ -8,6 +8,8 @@ What is left is replicated: dense matrices on dp * cp ranks, experts on edp. Dat
     zero1    whole     whole       sharded
     zero2    whole     sharded     sharded
     fsdp     sharded   sharded     sharded, and weights of a few layers are unsharded while they are used
+    flat     whole     whole       sharded: moefold's zero1, whose weights are in the format in which they are gathered;
+                                   main weights in the format of the parameters are sharded beside the moments
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from moefold.units import format_bytes
 
 # Vocabularies are padded to a multiple of this times the tensor-parallel size.
 VOCAB_MULTIPLE = 128
-GRADIENT_WHOLE = ("none", "zero1")
+GRADIENT_WHOLE = ("none", "zero1", "flat")
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
     weights = cut if mode == "fsdp" else held.total
     # Where weights are gathered once for all microbatches, gradients are whole until the last.
     gradients = held.total if mode in GRADIENT_WHOLE or workload_reshards_per_step(workload) else cut
-    if workload.is_own and workload.microbatches == 1 and not workload_reshards_per_step(workload):
+    if mode == "fsdp" and workload.is_own and workload.microbatches == 1 and not workload_reshards_per_step(workload):
         # The only microbatch's activations go as gradients come.
         gradients = 0.0
     states = held.total if mode == "none" else cut
@@ -120,7 +122,12 @@ def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
             size = states * workload.master_bytes
             lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, workload.master_bytes)))
         size = states * workload.moments_bytes
-        lines.append(MemoryLine("optimizer", "moments", size, say.why(states, workload.moments_bytes)))
+        why = say.why(states, workload.moments_bytes)
+        if workload.run.optim.algorithm == "muon":
+            # Hidden matrices have a momentum and no second moment; embedding and head are AdamW's.
+            size -= (states - held.ends / dense) * workload.moment_bytes
+            why = f"{say.why(states, workload.moment_bytes)}; embedding and head twice"
+        lines.append(MemoryLine("optimizer", "moments", size, why))
     return lines + _narrow_copies(workload, held, cut)
 
 

@@ -10,6 +10,7 @@ from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.config.kernels import Graphs
 from moefold.config.memory import Recomputed
+from moefold.plan.memory.states import workload_reshards_per_step
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
 from moefold.plan.timing.network_time import dispatch_seconds, ring
@@ -201,11 +202,14 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     passes = Passes(
         forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
-    return (
-        _with_sharding(workload, layer, passes, c)
-        if workload.parallel.sharding == "fsdp" and workload.parallel.pp == 1
-        else passes
-    )
+    return _with_sharding(workload, layer, passes, c) if shards_by_layer(workload) else passes
+
+
+def shards_by_layer(workload: Workload) -> bool:
+    """Parameters are gathered for every layer and pass, and not once per step."""
+    if workload.parallel.sharding != "fsdp" or workload.parallel.pp > 1:
+        return False
+    return not (workload.is_own and workload_reshards_per_step(workload))
 
 
 def part_passes(part: Part, rates: Rates) -> Passes:
@@ -252,8 +256,8 @@ def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constant
     gather = ring(2.0 * dense, dense_where, workload.cluster, c) + ring(
         2.0 * experts, expert_where, workload.cluster, c
     )
-    # FSDP2 adds gradients up in float32, Megatron in the format in which it computed them.
-    dim = 4.0 if workload.framework.name == "fsdp2" else 2.0
+    # FSDP2 and moefold add gradients up in float32, Megatron in the format in which it computed them.
+    dim = 4.0 if workload.framework.name in ("fsdp2", "moefold") else 2.0
     scatter = ring(dim * dense, dense_where, workload.cluster, c) + ring(
         dim * experts, expert_where, workload.cluster, c
     )

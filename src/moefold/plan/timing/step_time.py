@@ -17,7 +17,7 @@ from moefold.plan.prediction import TimeLine, TimePrediction
 from moefold.plan.stage_contents import StageContents, Stages, contents_of, stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.fitted import INTERVALS
-from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes
+from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes, shards_by_layer
 from moefold.plan.timing.measured_machine import (
     ends_on_machine,
     fixed_on_machine,
@@ -28,6 +28,7 @@ from moefold.plan.timing.measured_machine import (
     stretched,
 )
 from moefold.plan.timing.network_time import PARTS, bubble_units, ring
+from moefold.plan.timing.optimizer_time import optimizer_seconds
 from moefold.plan.timing.throughput import Rates, rates_of
 from moefold.plan.traffic import data_reach, expert_data_reach, pipeline_leaves_domain, stage_bytes
 from moefold.plan.workload import Workload
@@ -35,8 +36,6 @@ from moefold.schedule.actions import place
 from moefold.schedule.names import schedule_named
 
 _NOTHING = Passes(Seconds(), Seconds())
-# Bytes the optimizer reads and writes per parameter: gradient, master, both moments, and the new weight.
-_OPTIMIZER_BYTES = 34.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def step_time(workload: Workload, c: Constants = CURRENT) -> StepTime:
         _messages(workload, c),
         reduction,
         hidden,
-        _optimizer(workload, rates),
+        optimizer_seconds(workload, rates, _own(workload, *_held(workload)), sum(_held(workload))),
         c.step_ms * 1e-3,
     )
 
@@ -153,7 +152,7 @@ def _messages(workload: Workload, c: Constants) -> float:
 def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, float]:
     """Gradients are scattered and parameters gathered once per step, mostly beside the last and first microbatch."""
     parallel = workload.parallel
-    if parallel.sharding == "fsdp" and parallel.pp == 1:
+    if shards_by_layer(workload):
         return 0.0, 0.0
     dense, experts = _held(workload)
     weight = min(2.0, workload.weight_bytes) if parallel.sharding != "none" else workload.gradient_bytes
@@ -201,14 +200,6 @@ def _own(workload: Workload, dense: float, experts: float) -> float:
     shards = 1 if parallel.sharding == "none" else workload.dp * parallel.cp
     edp = 1 if parallel.sharding == "none" else workload.edp
     return dense / shards + experts / edp
-
-
-def _optimizer(workload: Workload, rates: Rates) -> float:
-    dense, experts = _held(workload)
-    own = _own(workload, dense, experts)
-    if workload.run.memory.optimizer == "host":
-        return own * 16.0 / (workload.cluster.gpu.host_gb_s * 1e9)
-    return (own * _OPTIMIZER_BYTES + (dense + experts) * 4.0) * rates.traffic
 
 
 def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
