@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
-from moefold.config.memory import Recomputed
+from moefold.config.memory import Recomputed, RetainedStep
 from moefold.plan.workload import PlannedFormat, Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
@@ -99,6 +99,10 @@ class Saved:
     # It exists only with, or only without, this setting.
     needs: str = ""
     lacks: str = ""
+    # Our own framework: the step of a block (`memory.retain`) that it belongs to; None: always kept.
+    step: RetainedStep | None = None
+    # With this setting it is what a collective gave: it can be offloaded and not discarded.
+    received: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ their output is saved as the next matmul's input. Attention saves what the fused
 the context is cut from a padded output. An activation saves
 both halves of its input and its output; experts save the output before and after the token's prob.
 
+`step` is the step of `memory.retain` with which a row is discarded or offloaded. Only latent attention has a step
+for queries, keys and values. A row that a collective gave can only be offloaded (`received`).
+
 A recomputed phase saves its input alone. The rows that dispatch received pass between phases, so those stay.
 """
 
@@ -43,13 +46,40 @@ MOEFOLD: tuple[Saved, ...] = (
     # ---- attention ----
     Saved("attention", "phase input", lambda s: s.D, needs="attention again"),
     Saved("attention", "input", lambda s: s.D, dropped=_ATTENTION),
-    Saved("attention", "inverse RMS of the input", lambda s: 1, "single", dropped=_ATTENTION),
-    Saved("attention", "normed input", lambda s: s.D * (not _is_latent(s)), cut="whole", dropped=_ATTENTION),
-    Saved("attention", "normed input, for latents", lambda s: s.D * _is_latent(s), dropped=_ATTENTION),
-    Saved("attention", "latents", lambda s: _latents(s) + s.rope * _is_latent(s), dropped=_ATTENTION),
-    Saved("attention", "inverse RMS of latents", lambda s: 2 * _is_latent(s), "single", dropped=_ATTENTION),
+    Saved("attention", "inverse RMS of the input", lambda s: 1, "single", dropped=_ATTENTION, step="attention_norm"),
     Saved(
-        "attention", "normed latents", lambda s: _latents(s) + s.rope * _is_latent(s), cut="whole", dropped=_ATTENTION
+        "attention",
+        "normed input",
+        lambda s: s.D * (not _is_latent(s)),
+        cut="whole",
+        dropped=_ATTENTION,
+        step="attention_norm",
+        received="tensor_parallel",
+    ),
+    Saved(
+        "attention",
+        "normed input, for latents",
+        lambda s: s.D * _is_latent(s),
+        dropped=_ATTENTION,
+        step="attention_norm",
+    ),
+    Saved("attention", "latents", lambda s: _latents(s) + s.rope * _is_latent(s), dropped=_ATTENTION),
+    Saved(
+        "attention",
+        "inverse RMS of latents",
+        lambda s: 2 * _is_latent(s),
+        "single",
+        dropped=_ATTENTION,
+        step="latent_norm",
+    ),
+    Saved(
+        "attention",
+        "normed latents",
+        lambda s: _latents(s) + s.rope * _is_latent(s),
+        cut="whole",
+        dropped=_ATTENTION,
+        step="latent_norm",
+        received="tensor_parallel",
     ),
     Saved(
         "attention",
@@ -59,27 +89,62 @@ MOEFOLD: tuple[Saved, ...] = (
         dropped=_ATTENTION,
     ),
     Saved("attention", "inverse RMS of heads", lambda s: s.normed, "single", "heads", _ATTENTION),
-    Saved("attention", "angles", lambda s: s.rotated, "single", "whole", _ATTENTION),
-    Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "values", lambda s: s.value, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "output of the kernel", lambda s: s.context, cut="heads", dropped=_ATTENTION),
-    Saved("attention", "context", lambda s: s.context * _is_cut(s), cut="heads", dropped=_ATTENTION),
-    Saved("attention", "entries of sinks", _sink_entries, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "angles", lambda s: s.rotated, "single", "whole", _ATTENTION, step="mla_up"),
+    Saved("attention", "queries", lambda s: s.query, cut="heads", dropped=_ATTENTION, step="mla_up"),
+    Saved("attention", "keys", lambda s: s.key, cut="heads", dropped=_ATTENTION, step="mla_up"),
+    Saved("attention", "values", lambda s: s.value, cut="heads", dropped=_ATTENTION, step="mla_up"),
+    Saved(
+        "attention",
+        "output of the kernel",
+        lambda s: s.context,
+        cut="heads",
+        dropped=_ATTENTION,
+        step="core",
+        received="context_parallel",
+    ),
+    Saved(
+        "attention",
+        "context",
+        lambda s: s.context * _is_cut(s),
+        cut="heads",
+        dropped=_ATTENTION,
+        step="core",
+        received="context_parallel",
+    ),
+    Saved(
+        "attention",
+        "entries of sinks",
+        _sink_entries,
+        cut="heads",
+        dropped=_ATTENTION,
+        step="core",
+        received="context_parallel",
+    ),
     Saved("attention", "mask", lambda s: s.masked, cut="whole", dropped=_ATTENTION),
-    Saved("attention", "log-sum-exp", lambda s: s.heads, "single", "heads", _ATTENTION),
+    Saved(
+        "attention",
+        "log-sum-exp",
+        lambda s: s.heads,
+        "single",
+        "heads",
+        _ATTENTION,
+        step="core",
+        received="context_parallel",
+    ),
     # ---- dense ----
     Saved("dense", "phase input", lambda s: s.D, needs="feed_forward again"),
     Saved("dense", "input", lambda s: s.D, dropped=_FEED),
-    Saved("dense", "inverse RMS of the input", lambda s: 1, "single", dropped=_FEED),
-    Saved("dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED),
-    Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED),
-    Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED),
+    Saved("dense", "inverse RMS of the input", lambda s: 1, "single", dropped=_FEED, step="feed_norm"),
+    Saved(
+        "dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED, step="feed_norm", received="tensor_parallel"
+    ),
+    Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED, step="dense"),
+    Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED, step="dense"),
     # ---- MoE layer: routing and dispatch ----
     Saved("moe", "input", lambda s: s.D),
-    Saved("moe", "inverse RMS of the input", lambda s: 1, "single"),
+    Saved("moe", "inverse RMS of the input", lambda s: 1, "single", step="feed_norm"),
     # The router, the shared expert and a phase that is recomputed keep the same tensor.
-    Saved("moe", "normed input", lambda s: s.D),
+    Saved("moe", "normed input", lambda s: s.D, step="feed_norm"),
     # Scores, probabilities and the coefficients of balance losses; probs and numbers of the top-k experts.
     Saved("moe", "routing", lambda s: 2 * s.experts + 2 * s.top_k + 2, "single"),
     Saved("moe", "top-k experts", lambda s: 8 * s.top_k, "byte"),
@@ -87,8 +152,16 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("moe", "row map", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
     Saved("moe", "in the latent dim", lambda s: s.travel * (s.travel != s.D)),
     # Recomputation gathers them again from this rank's tokens.
-    Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all"),
-    Saved("moe", "received rows", lambda s: s.top_k * s.travel, cut="rows", needs="all_to_all"),
+    Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all", step="rows"),
+    Saved(
+        "moe",
+        "received rows",
+        lambda s: s.top_k * s.travel,
+        cut="rows",
+        needs="all_to_all",
+        step="rows",
+        received="all_to_all",
+    ),
     # ---- MoE layer: experts ----
     Saved(
         "moe",
@@ -97,11 +170,13 @@ MOEFOLD: tuple[Saved, ...] = (
         cut="whole",
         dropped=_EXPERTS,
         needs="tensor_parallel",
+        step="feed_norm",
+        received="tensor_parallel",
     ),
-    Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_EXPERTS),
-    Saved("moe", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_EXPERTS),
-    Saved("moe", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_EXPERTS),
-    Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS),
+    Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_EXPERTS, step="shared"),
+    Saved("moe", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_EXPERTS, step="shared"),
+    Saved("moe", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_EXPERTS, step="gate_up"),
+    Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS, step="activation"),
     Saved(
         "moe",
         "after activation, times prob",
@@ -109,6 +184,7 @@ MOEFOLD: tuple[Saved, ...] = (
         cut="columns",
         dropped=_EXPERTS,
         needs="weighted_inside",
+        step="activation",
     ),
     Saved(
         "moe",
@@ -118,6 +194,13 @@ MOEFOLD: tuple[Saved, ...] = (
         dropped=_EXPERTS,
         lacks="weighted_inside",
     ),
-    Saved("moe", "clamped, and its sigmoid", lambda s: 4 * s.top_k * s.clamped, cut="columns", dropped=_EXPERTS),
+    Saved(
+        "moe",
+        "clamped, and its sigmoid",
+        lambda s: 4 * s.top_k * s.clamped,
+        cut="columns",
+        dropped=_EXPERTS,
+        step="activation",
+    ),
     Saved("moe", "biases of rows", lambda s: s.top_k * s.biased, cut="rows", dropped=_EXPERTS),
 )
