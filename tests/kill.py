@@ -186,10 +186,10 @@ class Diary(Callback):
 def digest(context: TrainContext) -> str:
     """Of every number this rank holds: parameters, moments, statistics, random state."""
     found = hashlib.sha256()
-    parameters = dict(context.local_model.model.named_parameters())
+    parameters = [piece.parameter for piece in context.local_model.pieces()]
     state = context.optimizer.state
-    tensors = [local_part(p) for p in parameters.values()]
-    tensors += [local_part(state[p][m]) for p in parameters.values() for m in ("exp_avg", "exp_avg_sq", "step")]
+    tensors = [local_part(p) for p in parameters]
+    tensors += [local_part(state[p][m]) for p in parameters for m in ("exp_avg", "exp_avg_sq", "step")]
     tensors += [*context.local_model.model.buffers(), torch.get_rng_state()]
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of, run_record
 from moefold.comm.process_groups import Groups, Ledger
@@ -37,21 +36,20 @@ def share_alone(run: RunConfig | None = None) -> LocalModel:
 
 
 def optimizer_for(local_model: LocalModel) -> AdamW:
-    kinds = {spec.name: spec.kind for spec in parameters(local_model.run.model)}
-    return adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), local_model.run.optim)
+    return adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), local_model.run.optim)
 
 
 def fill_moments(local_model: LocalModel, optimizer: AdamW, seed: int, steps: float = 3.0) -> None:
     """Moments that depend on the global place only, so that every layout has the same ones."""
-    for name, parameter in local_model.model.named_parameters():
+    for piece in local_model.pieces():
         state: dict[str, Tensor] = {"step": torch.tensor(steps)}
         for kind in ("exp_avg", "exp_avg_sq"):
-            state[kind] = torch.zeros_like(parameter.detach())
-            into = torch.empty_like(local_part(state[kind]))
-            shard = local_model.param_shards[name]
-            proof_init("matrix", seed, f"{kind}/{name}", shard.shape, shard.box, 1.0, into)
-            local_part(state[kind]).copy_(into)
-        optimizer.state[parameter] = state
+            state[kind] = torch.zeros_like(piece.parameter.detach())
+            for box, part in piece.by_box(state[kind]):
+                into = torch.empty_like(part)
+                proof_init("matrix", seed, f"{kind}/{piece.name}", piece.shard.shape, box, 1.0, into)
+                part.copy_(into)
+        optimizer.state[piece.parameter] = state
 
 
 def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[LocalModel, AdamW]:
@@ -65,9 +63,10 @@ def everything(local_model: LocalModel, optimizer: AdamW) -> dict[str, Tensor]:
     """Copies of every local tensor that a checkpoint restores."""
     state = dict(local_model.model.named_buffers())
     found = {f"buffer/{spec.name}": state[spec.name] for spec in local_buffers(local_model.run, local_model.model)}
-    for name, parameter in local_model.model.named_parameters():
-        found[f"parameter/{name}"] = local_part(parameter.detach())
-        found |= {f"{kind}/{name}": local_part(value) for kind, value in optimizer.state.get(parameter, {}).items()}
+    for piece in local_model.pieces():
+        states = optimizer.state.get(piece.parameter, {})
+        found[f"parameter/{piece.name}"] = local_part(piece.parameter.detach())
+        found |= {f"{kind}/{piece.name}": local_part(value) for kind, value in states.items()}
     return {name: value.clone() for name, value in found.items()}
 
 

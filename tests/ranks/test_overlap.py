@@ -30,7 +30,6 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.nn.batch import whole_batch
-from moefold.parallel.fsdp import unshard_for_step
 from moefold.parallel.parallelize import build_local_model, groups_of
 from moefold.pipeline.runtime import run_schedule
 
@@ -100,8 +99,7 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
         batches.append(whole_batch(hidden[:-1], hidden[1:], (TOKENS,), step_labels=count, step_tokens=count))
     steps, waits = [], []
     gradients: dict[str, torch.Tensor] = {}
-    if local_model.reshard_per_step:
-        unshard_for_step(local_model.model, local_model.message_dtypes)
+    local_model.sharding.start_step()
     for _ in range(STEPS):
         local_model.model.zero_grad()
         torch.distributed.barrier()

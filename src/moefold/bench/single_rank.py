@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from moefold.attention.sdpa import attend
 from moefold.bench.calibration_shapes import ATTENTION, DENSE, EXPERTS, RUNS, AttentionShape, DenseShape, ExpertsShape
 from moefold.bench.clock import Progress, Reference, Trial, ratios
-from moefold.blueprint.parameters import parameters
 from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
@@ -119,10 +118,7 @@ def single_rank_model(run: RunConfig, device: str = "cpu") -> LocalModel:
 
 
 def optimizer_of(local_model: LocalModel) -> Optimizer:
-    kinds = {spec.name: spec.kind for spec in parameters(local_model.run.model)}
-    return adamw(
-        ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), local_model.run.optim
-    )
+    return adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), local_model.run.optim)
 
 
 def random_batch(run: RunConfig) -> Batch:
@@ -138,9 +134,8 @@ def _update(local_model: LocalModel, optimizer: Optimizer) -> Trial:
     """The end of a step: gradient norm, clipping, optimizer."""
 
     def update() -> None:
-        gradients = finish_gradients(
-            local_model.model, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes
-        )
+        gradients = local_model.sharding.reduce_gradients()
+        finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
         primary = primary_shards(gradients, local_model.param_shards)
         norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
         clip_gradients(gradients.values(), norm, local_model.run.optim.clip_norm)

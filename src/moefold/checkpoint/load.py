@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from moefold.checkpoint.manifest import Manifest, data_name, read_table
 from moefold.checkpoint.shard_file import ShardReader
-from moefold.checkpoint.state_dict import copy_into_live, fresh_seed, needed_chunks
+from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, needed_tensors
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, volume, whole
 from moefold.checkpoint.verify import check_files, quick_check
@@ -187,9 +187,15 @@ def _staged(path: Path, local_model: LocalModel, optimizer: Optimizer | None) ->
     world = local_model.groups["world"]
     checkpoint = Checkpoint(path, first=world.index)
     offered = {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
-    needed = needed_chunks(local_model, optimizer, offered)
+    needed = needed_tensors(local_model, optimizer, offered)
     checkpoint.check_files(range(world.index, checkpoint.manifest.world, world.size))
-    return checkpoint, {chunk.name: checkpoint.read(chunk.name, chunk.box) for chunk in needed}
+    return checkpoint, {want.name: _read_needed(checkpoint, want) for want in needed}
+
+
+def _read_needed(checkpoint: Checkpoint, want: NeededTensor) -> Tensor:
+    if len(want.boxes) == 1:
+        return checkpoint.read(want.name, want.boxes[0]).view(want.sizes)
+    return torch.cat([checkpoint.read(want.name, box).flatten() for box in want.boxes]).view(want.sizes)
 
 
 def _restore_random_state(checkpoint: Checkpoint, local_model: LocalModel) -> None:

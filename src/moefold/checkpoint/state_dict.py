@@ -4,24 +4,27 @@ Names in a checkpoint are "KIND/NAME": "parameter/layers.0...", "buffer/...", an
 keeps for a parameter ("exp_avg/...", "exp_avg_sq/...", "step/..."). Optimizer state is either of the
 parameter's shape, and sharded like it, or a scalar. A replicated shard is written by its primary replica and read by
 all.
+
+A rank holds pieces of parameters (``LocalModel.pieces``): one box of the global tensor each under FSDP, several in flat
+sharding. Each box is one chunk; a rank reads the boxes of its own pieces, so any layout reads any other's.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.blueprint.parameters import buffers, parameters
-from moefold.checkpoint.tensor_spec import Chunk, ChunkSpec, TensorSpec, volume, whole
+from moefold.checkpoint.tensor_spec import Box, Chunk, TensorSpec, whole
 from moefold.config.loading import dump_run
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import LocalModel, local_buffers
-from moefold.parallel.param_shards import local_part
+from moefold.parallel.param_shards import TrainedPiece, local_part
 from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
@@ -47,32 +50,40 @@ def chunks_of(local_model: LocalModel, optimizer: Optimizer | None) -> list[Chun
 
 def _primary_chunks(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
     kinds = _state_kinds(optimizer)
-    for name, parameter in local_model.model.named_parameters():
-        param_shard = local_model.param_shards[name]
-        if not param_shard.is_primary:
+    for piece in local_model.pieces():
+        if not piece.is_primary:
             continue
-        yield Chunk(f"parameter/{name}", param_shard.shape, param_shard.box, local_part(parameter.detach()))
+        yield from _chunks("parameter", piece, piece.parameter.detach())
         for kind, single in kinds.items():
-            state = _state_or_zeros(optimizer, parameter, kind, single)
+            state = _state_or_zeros(optimizer, piece, kind, single)
             if not single:
-                yield Chunk(f"{kind}/{name}", param_shard.shape, param_shard.box, local_part(state))
-            elif all(part.start == 0 for part in param_shard.box) and volume(param_shard.box):
-                yield Chunk(f"{kind}/{name}", (), (), local_part(state))
+                yield from _chunks(kind, piece, state)
+            elif piece.starts_tensor:
+                yield Chunk(f"{kind}/{piece.name}", (), (), local_part(state))
     if local_model.groups["stage"].index == 0:
         live = dict(local_model.model.named_buffers())
         for spec in local_buffers(local_model.run, local_model.model):
             yield Chunk(f"buffer/{spec.name}", spec.shape, whole(spec.shape), live[spec.name])
 
 
+def _chunks(kind: str, piece: TrainedPiece, values: Tensor) -> Iterator[Chunk]:
+    for box, part in piece.by_box(values):
+        yield Chunk(f"{kind}/{piece.name}", piece.shard.shape, box, part)
+
+
 def tensors_elsewhere(local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
-    """Tensors of a checkpoint that belong to other pipeline stages."""
+    """Tensors of a checkpoint of which this rank has no part: those of other pipeline stages, for one."""
     kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[local_model.run.precision.params]
     found: dict[str, TensorSpec] = {}
+    held = {piece.name for piece in local_model.pieces()}
+    first = {piece.name for piece in local_model.pieces() if piece.starts_tensor}
     for spec in parameters(local_model.run.model):
-        if spec.name not in local_model.param_shards:
-            found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
-            for kind, single in kinds.items():
-                found[f"{kind}/{spec.name}"] = TensorSpec(*((torch.float32, ()) if single else (dtype, spec.shape)))
+        tensor = TensorSpec(dtype, spec.shape)
+        if spec.name not in held:
+            found |= {f"{kind}/{spec.name}": tensor for kind in ("parameter", *kinds) if not kinds.get(kind, False)}
+        # A single number is written with the first element.
+        if spec.name not in first:
+            found |= {f"{kind}/{spec.name}": TensorSpec(torch.float32, ()) for kind in kinds if kinds[kind]}
     here = {spec.name for spec in local_buffers(local_model.run, local_model.model)}
     wide = torch.promote_types(dtype, torch.float32)
     others = (spec for spec in buffers(local_model.run.model) if spec.name not in here)
@@ -91,24 +102,35 @@ def _state_kinds(optimizer: Optimizer | None) -> dict[str, bool]:
     return kinds
 
 
-def _state_or_zeros(optimizer: Optimizer | None, parameter: nn.Parameter, kind: str, single: bool) -> Tensor:
+def _state_or_zeros(optimizer: Optimizer | None, piece: TrainedPiece, kind: str, single: bool) -> Tensor:
     """A parameter that never had a gradient has no state; its first step would start from zeros."""
     assert optimizer is not None
-    state = optimizer.state.get(parameter, {})
+    state = optimizer.state.get(piece.parameter, {})
     if kind in state:
         return state[kind]
-    return torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(parameter.detach())
+    return torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(piece.parameter.detach())
 
 
-def needed_chunks(
+@dataclass(frozen=True)
+class NeededTensor:
+    """The boxes that a rank reads of a global tensor; in order they fill a tensor of ``sizes``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    sizes: tuple[int, ...]
+
+
+def needed_tensors(
     local_model: LocalModel, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]
-) -> list[ChunkSpec]:
+) -> list[NeededTensor]:
     """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
-    wants = {chunk.name: chunk for chunk in _weights_needed(local_model)}
+    wants = {want.name: want for want in _weights_needed(local_model)}
     kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
     states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
     if optimizer is not None:
-        wants |= {chunk.name: chunk for kind in states for chunk in _states_needed(local_model, kind, offered)}
+        wants |= {want.name: want for kind in states for want in _states_needed(local_model, kind, offered)}
     ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
     differences = {name: "is missing" for name in wants if name not in offered}
     elsewhere = _names_of_model(local_model, kinds)
@@ -142,23 +164,28 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
     return [f"{name} {differences[name]}" for name in names[:_MAX_LISTED]] + more
 
 
-def _weights_needed(local_model: LocalModel) -> Iterator[ChunkSpec]:
-    for name, parameter in local_model.model.named_parameters():
-        param_shard = local_model.param_shards[name]
-        yield ChunkSpec(f"parameter/{name}", parameter.dtype, param_shard.shape, param_shard.box)
+def _weights_needed(local_model: LocalModel) -> Iterator[NeededTensor]:
+    for piece in local_model.pieces():
+        yield _needed("parameter", piece)
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
-        yield ChunkSpec(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, whole(spec.shape))
+        boxes = (whole(spec.shape),)
+        yield NeededTensor(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, boxes, spec.shape)
 
 
-def _states_needed(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[ChunkSpec]:
+def _needed(kind: str, piece: TrainedPiece) -> NeededTensor:
+    sizes = tuple(local_part(piece.parameter.detach()).shape)
+    return NeededTensor(f"{kind}/{piece.name}", piece.parameter.dtype, piece.shard.shape, piece.boxes, sizes)
+
+
+def _states_needed(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[NeededTensor]:
     """A kind of state is there for all parameters or for none."""
-    for name, parameter in local_model.model.named_parameters():
-        param_shard, spec = local_model.param_shards[name], offered.get(f"{kind}/{name}")
+    for piece in local_model.pieces():
+        spec = offered.get(f"{kind}/{piece.name}")
         if spec is not None and spec.shape == ():
-            yield ChunkSpec(f"{kind}/{name}", torch.float32, (), ())
+            yield NeededTensor(f"{kind}/{piece.name}", torch.float32, (), ((),), ())
         else:
-            yield ChunkSpec(f"{kind}/{name}", parameter.dtype, param_shard.shape, param_shard.box)
+            yield _needed(kind, piece)
 
 
 @torch.no_grad()
@@ -172,21 +199,23 @@ def copy_into_live(local_model: LocalModel, optimizer: Optimizer | None, values:
     # A fused update reads step counts on the parameter's device; the others read them on the host.
     groups = [] if optimizer is None else optimizer.param_groups
     fused = {parameter for group in groups if group.get("fused") for parameter in group["params"]}
-    for name, parameter in local_model.model.named_parameters():
-        local_part(parameter).copy_(values[f"parameter/{name}"])
+    for piece in local_model.pieces():
+        parameter = piece.parameter
+        local_part(parameter).copy_(values[f"parameter/{piece.name}"])
         if optimizer is not None:
             counts = parameter.device if parameter in fused else torch.device("cpu")
             optimizer.state[parameter] = {
-                kind: _state_like(parameter, values[f"{kind}/{name}"], counts) for kind in states
+                kind: _state_like(piece, values[f"{kind}/{piece.name}"], counts) for kind in states
             }
             if not states:
                 del optimizer.state[parameter]
+    local_model.sharding.weights_changed()
 
 
-def _state_like(parameter: nn.Parameter, value: Tensor, device_of_counts: torch.device) -> Tensor:
-    if value.dim() == 0 and parameter.dim() > 0:
+def _state_like(piece: TrainedPiece, value: Tensor, device_of_counts: torch.device) -> Tensor:
+    if value.dim() == 0 and piece.parameter.dim() > 0:
         return value.to(device_of_counts, copy=True)
-    state = torch.zeros_like(parameter.detach())
+    state = torch.zeros_like(piece.parameter.detach())
     local_part(state).copy_(value)
     return state
 

@@ -114,7 +114,7 @@ def dry_run_of_rank(
     whole, here = microbatches or len(batches), groups["pp"].index
     executed = microbatches or enough_microbatches(run, here, whole)
     with CachedFakeMode() as mode, under or nullcontext():
-        materialize_fake(local_model.model, device)
+        local_model.sharding.allocate(device, materialize_fake)
         optimizer = make_optimizer(local_model)
         fakes = [fake_batch(batches[number % len(batches)], mode, device) for number in range(executed)]
         trace = second_step(local_model, optimizer, fakes, progress)

@@ -18,7 +18,8 @@ Only torch's public interface is used: unshard, reshard, and assign the sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -33,8 +34,9 @@ from moefold.blueprint.sharding import grid_of, shard_dim
 from moefold.comm.process_groups import Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
+from moefold.parallel.data_sharding import Materialize
 from moefold.parallel.gradient_buckets import bucket_bytes, reduce_bucket
-from moefold.parallel.param_shards import DATA_GROUPS
+from moefold.parallel.param_shards import DATA_GROUPS, ParamShard, TrainedPiece, local_gradient
 from moefold.precision.dtypes import TORCH_FORMATS
 
 
@@ -49,6 +51,57 @@ class MessageDtypes(NamedTuple):
 def message_dtypes(precision: PrecisionConfig) -> MessageDtypes:
     names = (precision.params, precision.gather_format, precision.reduce_format)
     return MessageDtypes(*(TORCH_FORMATS[name] for name in names))
+
+
+@dataclass(frozen=True)
+class FsdpSharding:
+    """``DataSharding`` by torch's FSDP2.
+
+    With ``once``, parameters are unsharded for a whole step and gradients reduced at its end; else FSDP's hooks do both
+    per layer and microbatch.
+    """
+
+    model: Decoder
+    groups: Groups
+    param_shards: Mapping[str, ParamShard]
+    dtypes: MessageDtypes
+    once: bool
+    # Bytes of a bucket of gradients.
+    bucket: int
+
+    def allocate(self, device: torch.device, materialize: Materialize) -> None:
+        materialize(self.model, device)
+
+    def pieces(self) -> tuple[TrainedPiece, ...]:
+        shards = self.param_shards
+        return tuple(
+            TrainedPiece(parameter, shards[name], (shards[name].box,))
+            for name, parameter in self.model.named_parameters()
+        )
+
+    def start_step(self) -> None:
+        if self.once:
+            unshard_for_step(self.model, self.dtypes)
+
+    def before_forward(self, stage: int) -> None:
+        """All stages are unsharded at once."""
+
+    def after_backward(self, stage: int) -> None:
+        """All gradients are reduced at the end."""
+
+    def reduce_gradients(self) -> dict[str, Tensor]:
+        if self.once:
+            reduce_for_step(self.model, self.groups, self.dtypes, self.bucket)
+        return {name: local_gradient(name, parameter) for name, parameter in self.model.named_parameters()}
+
+    def weights_changed(self) -> None:
+        """The next unshard gathers them."""
+
+    def start_evaluation(self) -> None:
+        self.start_step()
+
+    def end_evaluation(self) -> None:
+        reshard_all(self.model)
 
 
 def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool, dtypes: MessageDtypes) -> None:

@@ -21,7 +21,7 @@ from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
 from moefold.blueprint.bucket_sizes import MEBIBYTE
-from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
+from moefold.blueprint.parameters import ParameterSpec, buffers, init_std
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
 from moefold.comm.comm_stream import CommStream, comm_stream
@@ -50,8 +50,9 @@ from moefold.nn.matmul_policy import WeightGradQueue, matmul_policy_named
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
-from moefold.parallel.fsdp import MessageDtypes, message_dtypes, shard_over_data
-from moefold.parallel.param_shards import ParamShard, build_param_shards, local_part, resize_to_local
+from moefold.parallel.data_sharding import DataSharding, to_empty
+from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
+from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import parts_by_rank
@@ -73,9 +74,15 @@ class LocalModel:
     # All stages of the pipeline; the model has the modules of this rank's stages.
     stages: tuple[StageSpec, ...]
     device: torch.device
+    # How weights, gradients and optimizer states are divided over data-parallel ranks.
+    sharding: DataSharding
     # The queue of deferred weight gradients, and the stream for all-to-alls, if the schedule uses them.
     weight_grads: WeightGradQueue | None = None
     comm_stream: CommStream | None = None
+
+    def pieces(self) -> tuple[TrainedPiece, ...]:
+        """What this rank updates and saves."""
+        return self.sharding.pieces()
 
     @property
     def reshard_per_step(self) -> bool:
@@ -113,8 +120,8 @@ def build_local_model(
 ) -> LocalModel:
     """Build this rank's shard; ``init`` computes the initial values, and ``routing_policy`` replaces the config's."""
     local = build_on_meta(run, groups, device, routing_policy=routing_policy)
-    local.model.to_empty(device=device)
-    init_local_model(run, local.model, local.param_shards, init)
+    local.sharding.allocate(device, to_empty)
+    init_local_model(local, init)
     return local
 
 
@@ -142,11 +149,19 @@ def build_on_meta(
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards)
-    shard_over_data(model, groups, device.type, run_reshards_per_step(run.parallel), message_dtypes(run.precision))
+    sharding = data_sharding(run, groups, model, param_shards, device)
     stream = comm_stream(device) if schedule.overlaps else None
-    return LocalModel(
-        run, groups, model, param_shards, stages_of(run.model, run.parallel), device, weight_grads, stream
-    )
+    stages = stages_of(run.model, run.parallel)
+    return LocalModel(run, groups, model, param_shards, stages, device, sharding, weight_grads, stream)
+
+
+def data_sharding(
+    run: RunConfig, groups: Groups, model: Decoder, param_shards: dict[str, ParamShard], device: torch.device
+) -> DataSharding:
+    """Shard a model on the meta device as ``parallel.sharding`` says."""
+    once, dtypes = run_reshards_per_step(run.parallel), message_dtypes(run.precision)
+    shard_over_data(model, groups, device.type, once, dtypes)
+    return FsdpSharding(model, groups, param_shards, dtypes, once, run.parallel.bucket_mb * MEBIBYTE)
 
 
 def parallel_interfaces_of(
@@ -174,19 +189,18 @@ def parallel_interfaces_of(
 
 
 @torch.no_grad()
-def init_local_model(run: RunConfig, model: Decoder, param_shards: dict[str, ParamShard], init: InitValues) -> None:
+def init_local_model(local_model: LocalModel, init: InitValues) -> None:
     """Initialise every parameter's shard and every buffer."""
-    tensors = dict(model.named_parameters())
-    for spec in parameters(run.model):
-        if spec.name not in param_shards:
-            continue
-        shard = local_part(tensors[spec.name])
-        values = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
-        box, std = param_shards[spec.name].box, init_std(run.model, spec.name)
-        init(spec.kind, run.seed, spec.name, spec.shape, box, std, values)
-        shard.copy_(values)
-    state = dict(model.named_buffers())
-    for spec in local_buffers(run, model):
+    run = local_model.run
+    for piece in local_model.pieces():
+        std = init_std(run.model, piece.name)
+        for box, shard in piece.by_box(piece.parameter):
+            values = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
+            init(piece.kind, run.seed, piece.name, piece.shard.shape, box, std, values)
+            shard.copy_(values)
+    local_model.sharding.weights_changed()
+    state = dict(local_model.model.named_buffers())
+    for spec in local_buffers(run, local_model.model):
         whole = tuple(slice(0, size) for size in spec.shape)
         init(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, state[spec.name])
 

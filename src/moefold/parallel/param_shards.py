@@ -13,8 +13,9 @@ several pipeline ranks, such as a tied embedding: their gradients are summed ove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ class ParamShard:
     """This rank's shard of one parameter."""
 
     name: str
+    # What the tensor is for, as the blueprint says (``ParameterSpec.kind``).
+    kind: str
     shape: tuple[int, ...]
     # The rank's shard under tensor and expert parallelism (what FSDP unshards to), and its shard under FSDP as well.
     unsharded_box: Box
@@ -55,6 +58,48 @@ class ParamShard:
     @property
     def is_primary(self) -> bool:
         return self.is_first_pp_rank and all(group.index == 0 for group in self.replica_groups)
+
+
+@dataclass(frozen=True)
+class TrainedPiece:
+    """What the optimizer updates of one parameter on this rank, and where its elements lie in the global tensor.
+
+    Under FSDP, ``parameter`` is the model's own, a DTensor or a plain tensor, and holds one box. In flat sharding it is
+    a range of this rank's flat main weights: one dim, and several boxes one after the other, each in row-major order.
+    """
+
+    parameter: nn.Parameter
+    shard: ParamShard
+    boxes: tuple[Box, ...]
+
+    @property
+    def name(self) -> str:
+        return self.shard.name
+
+    @property
+    def kind(self) -> str:
+        return self.shard.kind
+
+    @property
+    def is_primary(self) -> bool:
+        return self.shard.is_primary
+
+    @property
+    def starts_tensor(self) -> bool:
+        """Whether it has the first element of the global tensor; one piece of each parameter does, per replica."""
+        first = self.boxes[0]
+        return all(part.start == 0 < part.stop for part in first)
+
+    def by_box(self, values: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Each box with its elements in ``values``, a tensor of the parameter's layout; views in the box's shape."""
+        local, start = local_part(values), 0
+        if len(self.boxes) == 1 and local.dim() == len(self.boxes[0]):
+            yield self.boxes[0], local
+            return
+        for box in self.boxes:
+            sizes = [part.stop - part.start for part in box]
+            yield box, local[start : start + prod(sizes)].view(sizes)
+            start += prod(sizes)
 
 
 def build_param_shards(model: ModelConfig, groups: Groups, parts_of_rank: Sequence[Parts]) -> dict[str, ParamShard]:
@@ -73,6 +118,7 @@ def _param_shard(spec: ParameterSpec, groups: Groups, pp_ranks: tuple[int, ...])
     partial = tuple(groups[axis] for axis in partial_axes(spec))
     return ParamShard(
         spec.name,
+        spec.kind,
         spec.shape,
         unsharded_box,
         _fsdp_box(unsharded_box, shard),
@@ -109,11 +155,11 @@ def resize_to_local(model: nn.Module, param_shards: dict[str, ParamShard]) -> No
 
 
 @torch.no_grad()
-def finish_gradients(
-    model: nn.Module, param_shards: dict[str, ParamShard], pp: Group, bucket: int
-) -> dict[str, Tensor]:
-    """All-reduce partial gradients in buckets of ``bucket`` bytes; returns this rank's shard of every gradient."""
-    gradients = {name: local_gradient(name, parameter) for name, parameter in model.named_parameters()}
+def finish_gradients(gradients: dict[str, Tensor], param_shards: dict[str, ParamShard], pp: Group, bucket: int) -> None:
+    """All-reduce partial gradients, in place and in buckets of ``bucket`` bytes. ``gradients`` are this rank's shards.
+
+    Ranks of one partial group, and pipeline ranks that share a parameter, have the same elements of it.
+    """
     by_group: dict[str, tuple[Group, dict[str, int]]] = {}
     for name, gradient in gradients.items():
         for group in param_shards[name].partial_groups:
@@ -124,7 +170,6 @@ def finish_gradients(
     for name, gradient in gradients.items():
         if len(param_shards[name].pp_ranks) > 1:
             gradient.copy_(all_reduce_p2p(gradient, param_shards[name].pp_ranks, pp))
-    return gradients
 
 
 def local_gradient(name: str, parameter: nn.Parameter) -> Tensor:

@@ -16,7 +16,6 @@ from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.nn.batch import Batch
 from moefold.optim.optimizer import clip_gradients, grad_norm_of
-from moefold.parallel.fsdp import reduce_for_step, reshard_all, unshard_for_step
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import StepSums
@@ -46,15 +45,12 @@ def run_step(
     on_action: OnAction | None = None,
 ) -> StepResult:
     """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
+    sharding = local_model.sharding
     optimizer.zero_grad()
-    if local_model.reshard_per_step:
-        unshard_for_step(local_model.model, local_model.message_dtypes)
+    sharding.start_step()
     sums = over_ranks(run_schedule(local_model, batches, on_action), local_model.groups)
-    if local_model.reshard_per_step:
-        reduce_for_step(local_model.model, local_model.groups, local_model.message_dtypes, local_model.bucket_bytes)
-    gradients = finish_gradients(
-        local_model.model, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes
-    )
+    gradients = sharding.reduce_gradients()
+    finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
     if on_gradients is not None:
         on_gradients(gradients)
     primary = primary_shards(gradients, local_model.param_shards)
@@ -64,6 +60,7 @@ def run_step(
         return StepResult(sums, grad_norm, reason)
     clip_gradients(gradients.values(), grad_norm, local_model.run.optim.clip_norm)
     optimizer.step()
+    sharding.weights_changed()
     move_expert_biases(local_model.model, sums.kept_ME)
     return StepResult(sums, grad_norm)
 
@@ -73,10 +70,9 @@ def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
     training = local_model.model.training
     local_model.model.eval()
     try:
-        if local_model.reshard_per_step:
-            unshard_for_step(local_model.model, local_model.message_dtypes)
+        local_model.sharding.start_evaluation()
         sums = over_ranks(run_forward_only(local_model, batches), local_model.groups)
-        reshard_all(local_model.model)
+        local_model.sharding.end_evaluation()
     finally:
         local_model.model.train(training)
     return sums.loss

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moefold.blueprint.parameters import parameters
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, local_buffers
-from moefold.parallel.param_shards import local_part
+from moefold.parallel.param_shards import TrainedPiece
 from moefold.pipeline.step import StepResult, count_step_labels, run_step
 from moefold.prove.cases import Case
 from moefold.prove.proof_inputs import labels_of_rank, on_device, proof_init, rank_batch, rows_in_wave
@@ -111,10 +110,7 @@ def compare_rank(
     """Differences from the reference's quantities, by name, as plain JSON."""
     groups = groups_of(case.run, case.world, rank, _TIMEOUT)
     local_model = build_local_model(case.run, groups, device, proof_init, routing_policy)
-    kinds = {spec.name: spec.kind for spec in parameters(case.run.model)}
-    optimizer = adamw(
-        ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), case.run.optim
-    )
+    optimizer = adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), case.run.optim)
     labels = tuple(count_step_labels(count, groups) for count in labels_of_rank(case, rank))
     batches = [on_device(rank_batch(case, wave, rank, labels), device) for wave in range(case.num_waves)]
     if case.run.precision.compute != "float64":
@@ -126,7 +122,8 @@ def compare_rank(
         seen.update(_shard_differences(local_model, "gradient", gradients, expected))
 
     result = run_step(local_model, optimizer, batches, on_gradients)
-    seen |= _shard_differences(local_model, "parameter", dict(local_model.model.named_parameters()), expected)
+    weights = {piece.name: piece.parameter.detach() for piece in local_model.pieces()}
+    seen |= _shard_differences(local_model, "parameter", weights, expected)
     seen |= _optimizer_differences(local_model, optimizer, expected)
     seen |= _replicated_differences(local_model, result, expected, is_primary=rank == 0)
     return {name: [item.largest, item.squares, item.elements, item.is_primary] for name, item in seen.items()}
@@ -135,15 +132,21 @@ def compare_rank(
 def _shard_differences(
     local_model: LocalModel, what: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> dict[str, Difference]:
-    """Of each parameter-like tensor, against the box of the reference tensor that this rank holds."""
+    """Of each parameter-like tensor, against the boxes of the reference tensor that this rank holds."""
     return {
-        f"{what}/{name}": difference(
-            local_part(tensor.detach()),
-            expected[f"{what}/{name}"][local_model.param_shards[name].box],
-            local_model.param_shards[name].is_primary,
-        )
-        for name, tensor in tensors.items()
+        f"{what}/{piece.name}": _piece_difference(piece, tensors[piece.name], expected[f"{what}/{piece.name}"])
+        for piece in local_model.pieces()
     }
+
+
+def _piece_difference(piece: TrainedPiece, values: Tensor, expected: Tensor) -> Difference:
+    found = [difference(part, expected[box], piece.is_primary) for box, part in piece.by_box(values)]
+    return Difference(
+        max(item.largest for item in found),
+        sum(item.squares for item in found),
+        sum(item.elements for item in found),
+        piece.is_primary,
+    )
 
 
 def _optimizer_differences(
@@ -151,7 +154,7 @@ def _optimizer_differences(
 ) -> dict[str, Difference]:
     seen: dict[str, Difference] = {}
     for what in ("exp_avg", "exp_avg_sq"):
-        states = {name: optimizer.state[parameter][what] for name, parameter in local_model.model.named_parameters()}
+        states = {piece.name: optimizer.state[piece.parameter][what] for piece in local_model.pieces()}
         seen |= _shard_differences(local_model, what, states, expected)
     return seen
 

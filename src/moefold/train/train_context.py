@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
@@ -77,10 +76,7 @@ def build_train_context(
 
 
 def make_optimizer(local_model: LocalModel) -> Optimizer:
-    kinds = {spec.name: spec.kind for spec in parameters(local_model.run.model)}
-    return adamw(
-        ((parameter, kinds[name]) for name, parameter in local_model.model.named_parameters()), local_model.run.optim
-    )
+    return adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), local_model.run.optim)
 
 
 def make_saver(local_model: LocalModel, directory: Path, incarnation: int, device: torch.device) -> Saver:
