@@ -1,0 +1,176 @@
+"""Flat buffers of ZeRO-1: which parameters lie in which bucket, where, and which range of it each rank owns.
+
+A bucket is one run of elements that is reduced and gathered by one collective. Its parameters are of one grid (dense
+ones are summed over dp x cp, experts over edp), have one format, and are used by the same stages of this rank: they are
+needed at the same time, and complete at the same time. A parameter on several pipeline ranks has a bucket to itself, so
+that all of these ranks cut it alike.
+
+Nothing is padded. Inside a bucket, parameters whose size is a multiple of ``ALIGNMENT`` come first, so that matrices
+start at 16-byte addresses, as GPUs' matmuls want them. Of N elements each of n ranks owns N / n, rounded down to a
+multiple of ``ALIGNMENT``, so that ranges start aligned too; the last rank owns what is left as well, fewer
+than n ALIGNMENT elements.
+
+A range may cut a parameter anywhere. In a row-major tensor it is a few boxes (``boxes_of_range``): checkpoints store
+boxes, and any other layout reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from moefold.blueprint.parameters import ParameterSpec
+from moefold.blueprint.sharding import grid_of, local_shape
+from moefold.blueprint.stage_modules import Parts, parts_of
+from moefold.blueprint.stages import StageSpec
+from moefold.config.model import ModelConfig
+from moefold.config.precision import KeptFormat, PrecisionConfig
+from moefold.topology.folded_layout import FoldedLayout, GridName
+
+Box = tuple[slice, ...]
+
+# In elements: 16 bytes of bfloat16.
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """``shape`` is what tensor and expert parallelism leave to this rank; ``start`` is the offset in the bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """``stages`` are those of this rank that use its parameters; ``format`` is that of the whole weights."""
+
+    grid: GridName
+    format: KeptFormat
+    stages: tuple[int, ...]
+    parameters: tuple[FlatParameter, ...]
+
+    @property
+    def size(self) -> int:
+        return self.parameters[-1].stop
+
+    def owned(self, ways: int, index: int) -> range:
+        """The elements that rank ``index`` of ``ways`` updates."""
+        return owned_range(self.size, ways, index)
+
+
+def owned_range(size: int, ways: int, index: int) -> range:
+    """
+    >>> [owned_range(45, 2, rank) for rank in range(2)]
+    [range(0, 16), range(16, 45)]
+    """
+    each = even_part(size, ways)
+    return range(index * each, size if index == ways - 1 else (index + 1) * each)
+
+
+def even_part(size: int, ways: int) -> int:
+    """What every rank but the last owns of a bucket."""
+    return size if ways == 1 else size // (ways * ALIGNMENT) * ALIGNMENT
+
+
+def flat_buckets(
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    layout: FoldedLayout,
+    held: Iterable[tuple[ParameterSpec, bool]],
+    stages: Sequence[StageSpec],
+    limit: int,
+) -> tuple[FlatBucket, ...]:
+    """The buckets of a rank, in the order in which its stages need them.
+
+    ``held``: its parameters, each with whether other pipeline ranks have it too. ``stages``: its stages. ``limit``: at
+    most this many elements per bucket; a larger parameter has its own.
+    """
+    parts = {stage.index: parts_of((stage,), model) for stage in stages}
+    groups: dict[tuple[tuple[int, ...], GridName, KeptFormat, str], list[ParameterSpec]] = {}
+    for spec, shared in held:
+        key = (stages_using(spec.name, parts), grid_of(spec.name), weight_format(spec, precision), spec.name * shared)
+        groups.setdefault(key, []).append(spec)
+    found = []
+    for (users, grid, kept, _), specs in groups.items():
+        for names in _filled({spec.name: local_shape(spec, layout) for spec in specs}, limit):
+            found.append(FlatBucket(grid, kept, users, _placed(names)))
+    return tuple(sorted(found, key=lambda bucket: bucket.stages))
+
+
+def stages_using(name: str, parts: dict[int, Parts]) -> tuple[int, ...]:
+    return tuple(stage for stage, of_stage in parts.items() if of_stage.holds(name))
+
+
+def weight_format(spec: ParameterSpec, precision: PrecisionConfig) -> KeptFormat:
+    """Of the whole weights: as they are gathered; routers compute in float32 and stay in ``precision.params``."""
+    return precision.params if "router" in spec.name.split(".") else precision.gather_format
+
+
+def _filled(shapes: dict[str, tuple[int, ...]], limit: int) -> list[dict[str, tuple[int, ...]]]:
+    """In the order of the forward, which is that of ``shapes``."""
+    buckets: list[dict[str, tuple[int, ...]]] = []
+    used = 0
+    for name, shape in shapes.items():
+        if not buckets or used + prod(shape) > limit:
+            buckets.append({})
+            used = 0
+        buckets[-1][name] = shape
+        used += prod(shape)
+    return buckets
+
+
+def _placed(shapes: dict[str, tuple[int, ...]]) -> tuple[FlatParameter, ...]:
+    aligned = sorted(shapes, key=lambda name: prod(shapes[name]) % ALIGNMENT > 0)
+    placed: list[FlatParameter] = []
+    for name in aligned:
+        placed.append(FlatParameter(name, shapes[name], placed[-1].stop if placed else 0))
+    return tuple(placed)
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """The elements start..stop of a row-major tensor as boxes, in order; at most 2 * dims - 1 of them.
+
+    >>> for box in boxes_of_range((3, 4), 2, 9):
+    ...     print([(part.start, part.stop) for part in box])
+    [(0, 1), (2, 4)]
+    [(1, 2), (0, 4)]
+    [(2, 3), (0, 1)]
+    """
+    if start >= stop:
+        return ()
+    if len(shape) <= 1:
+        return ((slice(start, stop),) if shape else (),)
+    inner = prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        return _row(shape, first, start - first * inner, stop - first * inner)
+    whole_from, whole_to = -(-start // inner), stop // inner
+    middle = (slice(whole_from, whole_to), *(slice(0, size) for size in shape[1:]))
+    return (
+        *(_row(shape, first, start - first * inner, inner) if whole_from > first else ()),
+        *((middle,) if whole_from < whole_to else ()),
+        *(_row(shape, last, 0, stop - last * inner) if whole_to <= last else ()),
+    )
+
+
+def _row(shape: Sequence[int], index: int, start: int, stop: int) -> tuple[Box, ...]:
+    return tuple((slice(index, index + 1), *box) for box in boxes_of_range(shape[1:], start, stop))
+
+
+def shifted(boxes: Iterable[Box], corner: Box) -> tuple[Box, ...]:
+    """Boxes relative to the corner of another, in the coordinates of the tensor that this one is a box of."""
+    return tuple(
+        tuple(slice(part.start + at.start, part.stop + at.start) for part, at in zip(box, corner, strict=True))
+        for box in boxes
+    )
