@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from moefold.blueprint.model_shape import ModelShape, shape_of
-from moefold.config.memory import Recomputed
+from moefold.config.memory import Recomputed, RetainConfig, RetainedStep, Retention
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import BYTES, NarrowFormat, PrecisionConfig
 from moefold.config.run import RunConfig
@@ -33,6 +33,7 @@ WIDE_FORMATS: tuple[PlannedFormat, ...] = ("bfloat16", "float16", "float32")
 Dispatcher = Literal["local", PlannedDispatcher]
 # As Megatron trains: 16-bit weights, and gradients, master weights and moments in float32.
 MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
+_ALL_KEPT = RetainConfig()
 # Moments in float8 have a float32 scale per block of so many values.
 MOMENT_SCALE, MOMENT_BLOCK = 4, 128
 # Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
@@ -212,6 +213,20 @@ class Workload:
     @cached_property
     def recompute(self) -> frozenset[Recomputed]:
         return frozenset(self.run.memory.recompute)
+
+    @cached_property
+    def _retained(self) -> Mapping[Retention, frozenset[RetainedStep]]:
+        """Steps of `memory.retain` by what is done with them; other frameworks have other names for theirs."""
+        retain, found = self.run.memory.retain, dict[Retention, frozenset[RetainedStep]]()
+        if self.is_own and retain != _ALL_KEPT:
+            for step in get_args(RetainedStep):
+                how: Retention = getattr(retain, step)
+                found[how] = found.get(how, frozenset()) | {step}
+        return found
+
+    def retained(self, how: Retention) -> frozenset[RetainedStep]:
+        """Steps of a block that are kept, discarded or offloaded."""
+        return self._retained.get(how, frozenset())
 
     @cached_property
     def drops(self) -> bool:

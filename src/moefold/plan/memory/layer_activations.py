@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from moefold.blueprint.model_shape import Layer
+from moefold.blueprint.model_shape import Attention, Layer
 from moefold.plan.memory.saved_activations import (
     Kept,
     Saved,
@@ -39,16 +39,20 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
     kept: dict[str, float] = {}
     saved: dict[str, float] = {}
     away = 0.0
+    steps: dict[bool, float] = {True: 0.0, False: 0.0}
+    kept_feed = 0.0
     for row in rows_of(layer, setting.framework):
         size = row_bytes(row, sizes, setting)
         name = f"{row.part}: {row.name}"
-        if is_dropped(row, layer, setting):
+        dropped = is_dropped(row, layer, setting)
+        if dropped or is_offloaded(row, layer, setting):
             saved[name] = size
-        elif row.offload in setting.offloaded:
-            saved[name] = size
-            away += size
+            away += 0.0 if dropped else size
+            if row.step is not None and not row.dropped & setting.recompute:
+                steps[row.part == "attention"] += size
         else:
             kept[name] = size
+            kept_feed += size * (row.part in ("dense", "moe"))
     return Kept(
         kept=tuple(kept.items()),
         total=sum(kept.values()) * (1 - setting.offloaded_share),
@@ -56,6 +60,9 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         backward=_backward(sizes, setting),
         away=away,
         saved=tuple(saved.items()),
+        again_attention=steps[True],
+        again_feed=steps[False],
+        kept_feed=kept_feed,
     )
 
 
@@ -69,7 +76,19 @@ def rows_of(layer: Layer, framework: str) -> tuple[Saved, ...]:
 def is_dropped(row: Saved, layer: Layer, setting: Setting) -> bool:
     if "full" in setting.recompute:
         return row is not rows_of(layer, setting.framework)[0]
-    return bool(row.dropped & setting.recompute)
+    if row.dropped & setting.recompute:
+        return True
+    given = row.received and row.received in setting.on
+    return row.step in setting.discarded and not given and _has_step(row, layer)
+
+
+def is_offloaded(row: Saved, layer: Layer, setting: Setting) -> bool:
+    return row.offload in setting.offloaded or (row.step in setting.offloaded and _has_step(row, layer))
+
+
+def _has_step(row: Saved, layer: Layer) -> bool:
+    """Queries, keys and values are a step of latent attention alone."""
+    return row.step != "mla_up" or (isinstance(layer.mixer, Attention) and layer.mixer.is_latent)
 
 
 def _backward(sizes: Sizes, setting: Setting) -> float:

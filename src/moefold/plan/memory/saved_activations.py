@@ -123,6 +123,9 @@ class Setting:
     offloaded_share: float
     # Names of what is on: see `setting_of`.
     on: frozenset[str]
+    # Our own framework: steps of `memory.retain` that are recomputed; those that wait in the host's memory are among
+    # `offloaded`.
+    discarded: frozenset[RetainedStep] = frozenset()
 
     def __hash__(self) -> int:
         # A key of caches that a search asks a hundred thousand times.
@@ -153,6 +156,10 @@ class Kept:
     away: float
     # What recomputation and offloading save, by name of the tensor.
     saved: tuple[tuple[str, float], ...]
+    # Of `again`, what retained steps of attention and of the feed-forward give back, and what the latter keeps anyway.
+    again_attention: float = 0.0
+    again_feed: float = 0.0
+    kept_feed: float = 0.0
 
 
 def setting_of(workload: Workload) -> Setting:
@@ -183,12 +190,13 @@ def setting_of(workload: Workload) -> Setting:
         tp=parallel.tp,
         etp=parallel.etp,
         recompute=workload.recompute,
-        offloaded=frozenset(workload.run.memory.offload),
+        offloaded=frozenset(workload.run.memory.offload) | workload.retained("offload"),
         length=workload.run.data.seq_len,
         sequences=workload.run.data.micro_batch if workload.is_own else 1,
         imbalance=workload.imbalance,
         offloaded_share=min(1.0, away),
         on=frozenset(on),
+        discarded=workload.retained("discard"),
     )
 
 

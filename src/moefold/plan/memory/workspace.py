@@ -15,6 +15,8 @@ a layer   the peak is at the experts' first matrix: its gradient, and the gradie
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moefold.blueprint.matmuls import layer_matmuls
 from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import layer_counts
@@ -41,7 +43,7 @@ def workspace_lines(
 ) -> list[MemoryLine]:
     """Buffers, and the larger of the two moments."""
     if workload.is_own:
-        return own_workspace(workload, stages, held)
+        return own_workspace(workload, stages, setting)
     lines = _unused_gradients(workload, held) + _answer_lines(workload, stages)
     loss = _loss_lines(workload, stages)
     layer = _layer_lines(workload, stages, setting) + under_way_lines(workload, held)
@@ -134,7 +136,7 @@ Copied = tuple[bool, bool]
 def copies_weights(workload: Workload) -> Copied:
     """Those that FSDP gathers in the format of matmuls need none."""
     narrow = workload.format != "float32" and workload.weight_bytes > 2
-    kept = workload.is_own and narrow and not (workload.ep_overlap or workload.delay_wgrad)
+    kept = workload.is_own and narrow and not (workload.ep_overlap or workload.delay_wgrad or workload.is_flat)
     dense, experts = (kept and (ways == 1 or workload.gather_bytes > 2) for ways in shards(workload))
     return dense, experts
 
@@ -165,9 +167,9 @@ def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int, copied: Cop
     return copied[0] * dense + copied[1] * experts
 
 
-def own_workspace(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:
+def own_workspace(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
     """The larger of the two moments."""
-    loss, layer = _own_loss(workload, stages), _own_layer(workload, stages, held)
+    loss, layer = _own_loss(workload, stages), _own_layer(workload, stages, setting)
     return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
 
 
@@ -199,19 +201,39 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
     ]
 
 
-def _own_layer(workload: Workload, stages: tuple[StageContents, ...], held: RankWeights) -> list[MemoryLine]:
-    widest = max((_inside(workload, layer) for stage in stages for layer, _ in stage.layers), default=(0.0, 0.0))
-    rows, weights = widest
+def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
+    kinds = dict.fromkeys(layer for stage in stages for layer, _ in stage.layers)
+    rows, weights = max((_inside(workload, layer) for layer in kinds), default=(0.0, 0.0))
     word = workload.word
-    per_weight = word if workload_reshards_per_step(workload) else word + workload.gradient_bytes
+    per_weight = word if workload.is_flat or workload_reshards_per_step(workload) else word + workload.gradient_bytes
     lines = [
         MemoryLine("buffers", "gradients inside a layer", rows, "of an activation, before and after"),
         MemoryLine(
             "buffers", "gradient of one weight", weights * per_weight, f"{weights / 1e9:.3f}B elements of the largest"
         ),
+        *_again_lines(workload, kinds, setting),
     ]
-    if not workload_reshards_per_step(workload) and (head := _head_gradient(workload, stages)):
+    by_layer = not workload.is_flat and not workload_reshards_per_step(workload)
+    if by_layer and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
+    return lines
+
+
+def _again_lines(workload: Workload, kinds: Iterable[Layer], setting: Setting) -> list[MemoryLine]:
+    """Retained steps: what one layer's backward has again. When attention's turn comes, the feed-forward's is gone."""
+    if not setting.discarded and not workload.retained("offload"):
+        return []
+    tokens = workload.context_tokens
+    kept = [kept_by(layer, workload.model.dim, setting) for layer in kinds]
+    again = max((max(one.again_feed, one.again_attention - one.kept_feed) for one in kept), default=0.0)
+    away = max((one.away for one in kept), default=0.0)
+    lines = []
+    if again > 0:
+        why = f"one layer, {tokens:,.0f} tokens of {again:,.0f} bytes"
+        lines.append(MemoryLine("buffers", "recomputed or brought back", again * tokens, why))
+    if away > 0:
+        why = f"the next layer on its way from the host, {tokens:,.0f} tokens of {away:,.0f} bytes"
+        lines.append(MemoryLine("buffers", "on its way", away * tokens, why))
     return lines
 
 

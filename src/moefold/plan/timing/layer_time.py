@@ -9,7 +9,9 @@ from typing import NamedTuple
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
 from moefold.config.kernels import Graphs
-from moefold.config.memory import Recomputed
+from moefold.config.memory import Recomputed, RetainedStep
+from moefold.plan.memory.layer_activations import kept_by
+from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.states import workload_reshards_per_step
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
@@ -53,6 +55,22 @@ _AGAIN_MOEFOLD = _AGAIN | {
 }
 
 
+# What a discarded step (`memory.retain`) runs forward once more: parts, and which share of each. A norm is two of the
+# five passes over memory around one half of a block; of a feed-forward's matmuls the last is not needed again.
+_STEPS: dict[str, dict[str, float]] = {
+    "attention_norm": {"norms": 0.2},
+    "latent_norm": {"norms": 0.05},
+    "mla_up": {"mla_up": 1.0},
+    "core": {"core_attention": 1.0},
+    "feed_norm": {"norms": 0.2},
+    "rows": {"permutation": 0.3},
+    "gate_up": {"experts": 2 / 3},
+    "activation": {"activation": 1.0},
+    "shared": {"shared": 2 / 3, "shared_activation": 1.0},
+    "dense": {"feed_forward": 2 / 3, "dense_activation": 1.0},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """One pass, cause by cause; the causes add up to the pass's time. `hidden_*` run beside it and are not in it."""
@@ -64,13 +82,17 @@ class Seconds:
     expert: float = 0.0
     context: float = 0.0
     sharded: float = 0.0
+    # Copies of activations to the host's memory and back.
+    offload: float = 0.0
     hidden_tensor: float = 0.0
     hidden_expert: float = 0.0
     hidden_sharded: float = 0.0
+    hidden_offload: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.moving + self.host + self.tensor + self.expert + self.context + self.sharded
+        waits = self.tensor + self.expert + self.context + self.sharded + self.offload
+        return self.compute + self.moving + self.host + waits
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         """Written out, for a search does this a million times."""
@@ -82,9 +104,11 @@ class Seconds:
             self.expert + times * other.expert,
             self.context + times * other.context,
             self.sharded + times * other.sharded,
+            self.offload + times * other.offload,
             self.hidden_tensor + times * other.hidden_tensor,
             self.hidden_expert + times * other.hidden_expert,
             self.hidden_sharded + times * other.hidden_sharded,
+            self.hidden_offload + times * other.hidden_offload,
         )
 
 
@@ -120,11 +144,12 @@ class Launched(NamedTuple):
     recompute: frozenset[Recomputed]
     graphs: Graphs
     graph_parts: frozenset[str]
+    discarded: frozenset[RetainedStep] = frozenset()
 
 
 def loads_of(workload: Workload, layer: Layer, sizes: Sizes) -> tuple[Load, Load, Load]:
     graphs, parts = workload.run.kernels.graphs, workload.framework.graph_parts
-    return loads(layer, sizes, Launched(workload.is_own, workload.recompute, graphs, parts))
+    return loads(layer, sizes, Launched(workload.is_own, workload.recompute, graphs, parts, workload.retained("discard")))
 
 
 # What comes after the host knows how many rows travel.
@@ -134,7 +159,7 @@ _AFTER_ROUTING = frozenset({"permutation", "experts", "activation", "latent"})
 @lru_cache(maxsize=100_000)
 def loads(layer: Layer, sizes: Sizes, launched: Launched) -> tuple[Load, Load, Load]:
     """Forward up to the routing, forward from there, and backward with what is recomputed."""
-    again = _recomputed(launched)
+    again, steps = _recomputed(launched), _recomputed_steps(launched)
     graphed = _graphed(launched)
     full = "full" in launched.recompute
     before = after = backward = Load()
@@ -144,14 +169,27 @@ def loads(layer: Layer, sizes: Sizes, launched: Launched) -> tuple[Load, Load, L
             after = after.plus(part.forward, share)
         else:
             before = before.plus(part.forward, share)
-        twice = full or part.name in again
-        backward = backward.plus(part.backward + part.forward if twice else part.backward, share)
+        work = part.backward
+        if full or part.name in again:
+            work += part.forward
+        elif part.name in steps:
+            work += part.forward.scaled(steps[part.name])
+        backward = backward.plus(work, share)
     return before, after, backward
 
 
 def _recomputed(launched: Launched) -> frozenset[str]:
     again = _AGAIN_MOEFOLD if launched.is_own else _AGAIN
     return frozenset().union(*(again.get(name, frozenset()) for name in launched.recompute))
+
+
+def _recomputed_steps(launched: Launched) -> dict[str, float]:
+    """Shares of parts that discarded steps run again."""
+    found: dict[str, float] = {}
+    for step in launched.discarded:
+        for part, share in _STEPS[step].items():
+            found[part] = found.get(part, 0.0) + share
+    return found
 
 
 def _graphed(launched: Launched) -> frozenset[str]:
@@ -202,7 +240,21 @@ def layer_passes(workload: Workload, layer: Layer, sizes: Sizes, rates: Rates, c
     passes = Passes(
         forward, one(backward, 2 + 2 * repeated, 1.5 + again, 2 + again, back=True, waits=max(again, repeated))
     )
+    if workload.retained("offload"):
+        passes = _with_offload(workload, layer, passes)
     return _with_sharding(workload, layer, passes, c) if shards_by_layer(workload) else passes
+
+
+def _with_offload(workload: Workload, layer: Layer, passes: Passes) -> Passes:
+    """Offloaded steps leave during the layer's forward and return during the backward of the layer after it."""
+    sent = kept_by(layer, workload.model.dim, setting_of(workload)).away * workload.context_tokens
+    seconds = sent / (workload.cluster.gpu.host_gb_s * 1e9)
+
+    def one(pass_: Seconds) -> Seconds:
+        shown = max(0.0, seconds - pass_.total)
+        return pass_.plus(Seconds(offload=shown, hidden_offload=seconds - shown))
+
+    return Passes(one(passes.forward), one(passes.backward))
 
 
 def shards_by_layer(workload: Workload) -> bool:

@@ -215,6 +215,7 @@ def predict_time(workload: Workload, c: Constants = CURRENT) -> TimePrediction:
         TimeLine("communication", "expert dispatch and combine", both.expert + both.hidden_expert, both.hidden_expert),
         TimeLine("communication", "context parallelism", both.context),
         TimeLine("communication", "sharded parameters", both.sharded + both.hidden_sharded, both.hidden_sharded),
+        TimeLine("host", "offloaded activations", both.offload + both.hidden_offload, both.hidden_offload),
         TimeLine("communication", "messages between stages", step.messages),
         TimeLine(
             "communication", "gradients and parameters", step.reduction + step.hidden_reduction, step.hidden_reduction
