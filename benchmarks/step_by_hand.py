@@ -25,7 +25,7 @@ from moefold.moe.experts import ExpertWeights
 from moefold.moe.moe_kernels import kernels_for
 from moefold.moe.topk import choose_topk
 from moefold.nn.init import init_values
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.fp32_linear import fp32_linear
 from moefold.ops.rmsnorm import rms_norm
@@ -59,7 +59,7 @@ class StepByHand:
         self.dtype = TORCH_FORMATS[run.precision.compute]
         self.w = {name: nn.Parameter(value) for name, value in initial_parameters(run).items()}
         kernels = kernels_for(run, "cpu")
-        self.experts = expert_backend(experts_in_use(run, "cpu"), NativeMatmul(), kernels=kernels)(moe)
+        self.experts = expert_backend(experts_in_use(run, "cpu"), ParameterMatmul(), kernels=kernels)(moe)
         self.optimizer = _adamw(run, self.w)
         self.loss = self.norm = 0.0
 

@@ -39,7 +39,7 @@ from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.moe.router import Router
 from moefold.moe.topk import choose_topk_reference
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens
 from moefold.parallel.parallelize import dispatcher_for
 
@@ -163,7 +163,7 @@ def ep_layer(dispatcher: Dispatcher, moe: MoEConfig, kernels: MoEKernels, ep: in
     """In bfloat16, its router in float32, with this rank's part of the experts; without a shared expert."""
     route = None if kernels.route is MOE_IN_TORCH.route else kernels.route
     mine = replace(moe, num_experts=moe.num_experts // ep)
-    experts = Experts(mine, DIM, expert_backend("grouped", NativeMatmul(), kernels=kernels)(mine)).bfloat16()
+    experts = Experts(mine, DIM, expert_backend("grouped", ParameterMatmul(), kernels=kernels)(mine)).bfloat16()
     router = Router(moe, DIM, LocalTokens(), route=route, balance_term=kernels.balance_term)
     layer = MoELayer(router, dispatcher, experts)
     torch.manual_seed(0)

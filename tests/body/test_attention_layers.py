@@ -13,7 +13,7 @@ from moefold.attention.core import LocalCore
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens
 
 WIDTH = 12
@@ -42,7 +42,7 @@ def _float64() -> object:
 
 
 def _layer(config: GQAConfig | MLAConfig, tokens: LocalTokens | None = None, layer: int = 0) -> nn.Module:
-    seam, matmul_policy = tokens or LocalTokens(), NativeMatmul()
+    seam, matmul_policy = tokens or LocalTokens(), ParameterMatmul()
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(config, RopeConfig(), WIDTH, layer, 1e-6, seam, LocalCore(), matmul_policy)
     return LatentAttention(config, YARN, WIDTH, 1e-6, seam, LocalCore(), matmul_policy)

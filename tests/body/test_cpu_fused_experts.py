@@ -18,7 +18,7 @@ from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
 from moefold.moe.padded_permutation import STEP, pad_rows, rounded_up
 from moefold.moe.permute import count_assignments
-from moefold.nn.matmul_policy import NativeMatmul, WeightGradQueue
+from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
 from moefold.ops.activations import swiglu_reference
 from moefold.ops.glu import AutogradGLU, SwiGLU
 from moefold.ops.segments import segment_sum, segment_sum_reference
@@ -54,7 +54,7 @@ def _dropped(chance: random.Random) -> float | None:
 
 def build(case: Case, name: str, dtype: torch.dtype, weight_grads: WeightGradQueue | None = None) -> Experts:
     torch.manual_seed(case.seed)
-    experts = Experts(case.config, case.dim, expert_backend(name, NativeMatmul(), weight_grads)(case.config))
+    experts = Experts(case.config, case.dim, expert_backend(name, ParameterMatmul(), weight_grads)(case.config))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return experts.to(dtype)

@@ -9,14 +9,14 @@ from tests.body.model_inputs import batch_of, fill
 from torch import Tensor
 
 from moefold.nn.layers import FeedForward
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens
 
 BATCH = batch_of(1, 5, 11)
 
 
 def _layer(hidden: int, activation: str = "swiglu") -> FeedForward:
-    layer = FeedForward(6, hidden, activation, LocalTokens(), NativeMatmul()).double()
+    layer = FeedForward(6, hidden, activation, LocalTokens(), ParameterMatmul()).double()
     fill(layer)
     return layer
 

@@ -22,7 +22,7 @@ from moefold.moe.grouped_experts import (
     torch_activation,
 )
 from moefold.moe.moe_kernels import torch_kernels, triton_kernels
-from moefold.nn.matmul_policy import NativeMatmul, sequential
+from moefold.nn.matmul_policy import ParameterMatmul, sequential
 
 WIDTH, SOURCES, E, K = 16, 7, 4, 3
 
@@ -63,7 +63,7 @@ CASES = list(product(("activation", "output"), (False, True), ("swiglu", "clampe
 def test_as_between_torch_operations(
     kernels: str, weight_at: str, bias: bool, activation: str, capacity: int | None
 ) -> None:
-    moe, matmul_policy = config(weight_at, bias, activation), NativeMatmul()
+    moe, matmul_policy = config(weight_at, bias, activation), ParameterMatmul()
     dtype, scope, made = torch.float64, nullcontext, torch_kernels
     if kernels == "triton":
         scope, made, dtype = _interpreting(), triton_kernels, torch.float32

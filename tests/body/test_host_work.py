@@ -32,7 +32,7 @@ from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.moe.router import Router
 from moefold.moe.topk import choose_topk_reference
 from moefold.nn.batch import whole_batch
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens
 
 TOKENS, WIDTH = 64, 32
@@ -82,7 +82,7 @@ def moe_layer(engine: str, config: MoEConfig) -> Callable[[], Tensor]:
     torch.manual_seed(0)
     slots = None if config.capacity is None else capacity_of(TOKENS, config.capacity.factor, config.top_k, 8)
     router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots)
-    experts = Experts(config, WIDTH, expert_backend(engine, NativeMatmul())(config)).bfloat16()
+    experts = Experts(config, WIDTH, expert_backend(engine, ParameterMatmul())(config)).bfloat16()
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token = torch.arange(TOKENS)

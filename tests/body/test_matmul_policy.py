@@ -1,4 +1,5 @@
-"""A backward cut in two computes what the whole one computes, with the same number of matmuls."""
+"""A matmul that saves the parameter itself has the bits of autograd's; so has a backward cut in two, with as many
+matmuls, and a gradient that is added in place."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.autograd_matmul import AutogradMatmul, matmuls_by_autograd
+from tests.peak_memory import PeakMemory
 from tests.staged_runs import EXACT, MODEL, microbatches, share_on, staged_run
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +24,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
 from moefold.nn.layers import FeedForward
-from moefold.nn.matmul_policy import GROUPED_MATMULS, MatmulPolicy, NativeMatmul, SplitBackwardMatmul, WeightGradQueue
+from moefold.nn.matmul_policy import GROUPED_MATMULS, MatmulPolicy, ParameterMatmul, WeightGradQueue
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.pipeline_state import objective_of
 from moefold.pipeline.runtime import run_schedule
@@ -56,10 +59,6 @@ def gemms_of(work: Callable[[], object]) -> Counter[str]:
 
 
 # ---- one product ----
-
-
-def _products(weight_grads: WeightGradQueue | None) -> MatmulPolicy:
-    return NativeMatmul() if weight_grads is None else SplitBackwardMatmul(weight_grads)
 
 
 def _linear(matmul_policy: MatmulPolicy, backend: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -106,8 +105,9 @@ def test_a_matmul_has_the_bits_of_its_reference(
     results = []
     for weight_grads in (None, WeightGradQueue()):
         x, weight = _leaves(case, params, compute)
+        policy = AutogradMatmul() if weight_grads is None else ParameterMatmul(weight_grads)
         for factor in (1.0, 3.0):  # twice: gradients add up
-            y = times(_products(weight_grads), backend, x, weight)
+            y = times(policy, backend, x, weight)
             with weight_grads.deferring(factor) if weight_grads is not None and put_off else nullcontext():
                 y.backward(torch.full_like(y, factor))
             if weight_grads is not None:
@@ -120,6 +120,58 @@ def test_a_matmul_has_the_bits_of_its_reference(
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("backend", "params", "compute"), BACKENDS_AND_FORMATS)
+@pytest.mark.parametrize("put_off", [False, True])
+def test_a_gradient_that_is_added_in_place_has_the_bits_of_autograd(
+    case: str, backend: str, params: torch.dtype, compute: torch.dtype, put_off: bool
+) -> None:
+    """Into views of one buffer that is as wide as the parameters or wider, on weights of the compute dtype too."""
+    times = CASES[case][0]
+    for stored in (params, compute):
+        found = []
+        for policy in (AutogradMatmul(), ParameterMatmul(WeightGradQueue(), in_place=True)):
+            x, weight = _leaves(case, stored, compute)
+            weight.grad_dtype = params
+            buffer = torch.zeros(2, weight.numel(), dtype=params)
+            view = weight.grad = buffer[1].view_as(weight)
+            for factor in (1.0, 3.0):
+                y = times(policy, backend, x, weight)
+                waits = isinstance(policy, ParameterMatmul) and put_off
+                with policy.weight_grads.deferring(factor) if waits else nullcontext():
+                    y.backward(torch.full_like(y, factor))
+                if waits:
+                    policy.weight_grads.run_until(factor)
+            assert weight.grad is view and not buffer[0].any()
+            found.append((x.grad, buffer))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_a_gradient_in_place_needs_no_wide_copy() -> None:
+    """A bfloat16 weight whose gradient is collected in float32: beside the product there is no cast of it."""
+    x, weight = torch.ones(2, 64, dtype=torch.bfloat16), nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    peaks = []
+    for in_place in (True, False):
+        weight.grad = torch.zeros(64, 64)
+        y = ParameterMatmul(in_place=in_place).linear(x, weight)
+        with PeakMemory() as memory:
+            y.sum().backward()
+        peaks.append(memory.peak)
+    product, buffer = 64 * 64 * 2, 64 * 64 * 4
+    assert peaks[0] < product + buffer + 64 < peaks[1]
+
+
+@pytest.mark.parametrize("case", ["linear", "stacked weight", "grouped"])
+def test_no_cast_of_a_weight_is_saved(case: str) -> None:
+    x, weight = _leaves(case, torch.float32, torch.bfloat16)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
+        CASES[case][0](ParameterMatmul(), "sequential", x, weight)
+    kept = {tensor.untyped_storage()._cdata for tensor in saved if tensor.is_floating_point()}
+    assert kept == {x.untyped_storage()._cdata}
+
+
 def test_what_needs_no_gradient_gets_no_matmul() -> None:
     for backend, case in (("sequential", "linear"), ("grouped", "grouped")):
         times = CASES[case][0]
@@ -128,7 +180,7 @@ def test_what_needs_no_gradient_gets_no_matmul() -> None:
             x, weight = _leaves(case, torch.float32, torch.float32)
             x.requires_grad_(x_counts)
             weight.requires_grad_(weight_counts)
-            y = times(_products(weight_grads), backend, x, weight)
+            y = times(ParameterMatmul(weight_grads), backend, x, weight)
             with weight_grads.deferring("later"):
                 assert sum(gemms_of(lambda y=y: y.sum().backward()).values()) == x_counts
             assert (
@@ -142,7 +194,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     for case in ("linear", "grouped"):
         x, weight = _leaves(case, torch.float64, torch.float64)
         with torch.no_grad():
-            y = CASES[case][0](_products(WeightGradQueue()), "sequential", x, weight)
+            y = CASES[case][0](ParameterMatmul(WeightGradQueue()), "sequential", x, weight)
         assert y.grad_fn is None
 
 
@@ -204,10 +256,10 @@ def test_both_halves_together_execute_the_matmuls_of_the_whole(
     attention: str, backend: str, recompute: tuple[str, ...]
 ) -> None:
     precision = PrecisionConfig("float32", "float32")
-    native, whole, split = (
-        _share(schedule, attention, precision, backend, recompute) for schedule in ("1f1b", "zb_h1", "zb_h1")
-    )
-    assert native.weight_grads is None and split.weight_grads is not None
+    with matmuls_by_autograd():
+        native = _share("1f1b", attention, precision, backend, recompute)
+    whole, split = (_share(schedule, attention, precision, backend, recompute) for schedule in ("1f1b", "zb_h1"))
+    assert whole.weight_grads is None and split.weight_grads is not None
     expected = gemms_of(_objective(native).backward)
     unsplit = gemms_of(_objective(whole).backward)
     objective = _objective(split)
@@ -248,7 +300,9 @@ def test_a_whole_step_executes_as_many_matmuls_with_its_backwards_split(
 ) -> None:
     """zb_h1 on one rank, against 1f1b."""
     precision = PrecisionConfig("float32", "float32")
-    plain, split = (_share(schedule, attention, precision, backend, recompute) for schedule in ("1f1b", "zb_h1"))
+    with matmuls_by_autograd():
+        plain = _share("1f1b", attention, precision, backend, recompute)
+    split = _share("zb_h1", attention, precision, backend, recompute)
     batches = microbatches(plain.run, SHAPES)
     sums = []
     expected, found = (
@@ -259,6 +313,26 @@ def test_a_whole_step_executes_as_many_matmuls_with_its_backwards_split(
     assert sum(found.values()) == sum(expected.values()) - spared
     assert torch.equal(sums[0].loss, sums[1].loss) and torch.equal(sums[0].counts_ME, sums[1].counts_ME)
     assert_equal_gradients(_gradients(split), _gradients(plain))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("recompute", [(), EVERYTHING])
+def test_a_whole_step_has_the_bits_of_autograd_also_in_place(schedule: str, recompute: tuple[str, ...]) -> None:
+    """Parameters in float32, matmuls in bfloat16."""
+    precision, found = PrecisionConfig("float32", "bfloat16"), []
+    for way in ("autograd", "parameter", "in place"):
+        with matmuls_by_autograd() if way == "autograd" else nullcontext():
+            local = _share("1f1b" if way == "autograd" else schedule, "mla", precision, "sequential", recompute)
+        for module in local.model.modules() if way == "in place" else ():
+            for owner in (module, getattr(module, "backend", None)):
+                if isinstance(getattr(owner, "matmul_policy", None), ParameterMatmul):
+                    owner.matmul_policy.in_place = True
+        for parameter in local.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        run_schedule(local, microbatches(local.run, SHAPES))
+        found.append(_gradients(local))
+    assert_equal_gradients(found[1], found[0])
+    assert_equal_gradients(found[2], found[0])
 
 
 @contextmanager

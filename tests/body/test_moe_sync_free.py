@@ -18,7 +18,7 @@ from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
-from moefold.nn.matmul_policy import NativeMatmul, grouped
+from moefold.nn.matmul_policy import ParameterMatmul, grouped
 from moefold.nn.parallel_interfaces import LocalTokens
 
 WIDTH, TOKENS, SHARDS = 16, 24, 3
@@ -41,7 +41,7 @@ def layer(config: MoEConfig, dtype: torch.dtype) -> Callable[[Tensor], None]:
     """An MoE layer on one process, as a function that runs it forward and backward."""
     torch.manual_seed(0)
     router, dispatcher = Router(config, WIDTH, LocalTokens()), LocalDispatcher(config.num_experts, slots_of(config))
-    experts = Experts(config, WIDTH, grouped_experts(config, NativeMatmul(), grouped)).to(dtype)
+    experts = Experts(config, WIDTH, grouped_experts(config, ParameterMatmul(), grouped)).to(dtype)
     for parameter in (*router.parameters(), *experts.parameters()):
         torch.nn.init.normal_(parameter)
     token, earlier_E = torch.arange(TOKENS), torch.ones(config.num_experts, dtype=torch.int64)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from moefold.nn.matmul_policy import (
     ENGINE_MATMULS,
     GroupedMatmul,
-    NativeMatmul,
-    SplitBackwardMatmul,
+    ParameterMatmul,
     WeightGradQueue,
     sequential,
 )
@@ -49,7 +48,7 @@ def outcome(matmul: GroupedMatmul, given: Case, deferred: bool, host: bool) -> O
     rows = given.rows.clone().requires_grad_()
     weight = nn.Parameter(given.weight.detach().clone())
     queue = WeightGradQueue()
-    policy = SplitBackwardMatmul(queue) if deferred else NativeMatmul()
+    policy = ParameterMatmul(queue if deferred else None)
     out = policy.grouped(matmul, rows, weight, torch.tensor(given.counts), given.counts if host else None)
     with queue.deferring("microbatch"):
         out.backward(given.grad)

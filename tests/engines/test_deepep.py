@@ -27,7 +27,7 @@ from moefold.moe.dispatch.handle_exchange import HandleDispatcher
 from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import ExpertWeights
-from moefold.nn.matmul_policy import NativeMatmul, sequential
+from moefold.nn.matmul_policy import ParameterMatmul, sequential
 
 
 def make(group: Group) -> HandleDispatcher:
@@ -112,7 +112,7 @@ def test_numbers_of_ranks_without_a_config_are_refused_by_the_library() -> None:
 def test_grouped_experts_take_what_deepep_delivers() -> None:
     """Rows with experts of other ranks among their assignments, numbered -1, through real experts of this rank."""
     moe = MoEConfig(num_experts=EXPERTS, top_k=CHOICES, expert_hidden_dim=DIM)
-    experts_of = grouped_experts(moe, NativeMatmul(), sequential)
+    experts_of = grouped_experts(moe, ParameterMatmul(), sequential)
     batch = microbatch(3, dropping=True)
     torch.manual_seed(0)
     gate_up, down = torch.randn(EXPERTS, 2, DIM, DIM).bfloat16(), torch.randn(EXPERTS, DIM, DIM).bfloat16()

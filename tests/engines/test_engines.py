@@ -21,7 +21,7 @@ from moefold.errors import BackendError, UnknownNameError
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import kernels_for
-from moefold.nn.matmul_policy import NativeMatmul
+from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.ops import engines
 from moefold.ops.backends import BACKENDS
 from moefold.ops.engines import ENGINES, LIBRARIES, OPTIONAL, load_engine
@@ -143,7 +143,7 @@ def test_experts_of_another_version_stop_when_they_are_built(
 ) -> None:
     monkeypatch.setattr(engines, "installed_version", lambda package: "0.0.1")
     with pytest.raises(BackendError, match=f"{experts}: {package} 0.0.1 is installed, {package} >="):
-        expert_backend(experts, NativeMatmul())(MoEConfig())
+        expert_backend(experts, ParameterMatmul())(MoEConfig())
 
 
 @pytest.mark.parametrize(("experts", "package"), [("deepgemm", "deep_gemm"), ("mxfp8", "torchao")])

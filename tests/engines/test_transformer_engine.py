@@ -15,7 +15,7 @@ from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.experts import ExpertWeights
 from moefold.moe.grouped_experts import GroupedExperts, TorchPermutation, torch_activation
 from moefold.moe.te_permutation import TransformerEnginePermutation
-from moefold.nn.matmul_policy import NativeMatmul, sequential
+from moefold.nn.matmul_policy import ParameterMatmul, sequential
 
 ROWS, DIM, EXPERTS, CHOICES = 7, 4, 4, 3
 
@@ -88,7 +88,7 @@ def test_experts_equal_those_with_torch_permutation(weight_at: str, kept: str) -
         gate_up = nn.Parameter(torch.randn(EXPERTS, 2, 8, DIM, dtype=torch.float64))
         down = nn.Parameter(torch.randn(EXPERTS, DIM, 8, dtype=torch.float64))
         arrived = arrive(kept)
-        experts = GroupedExperts(moe, NativeMatmul(), sequential, permutation, torch_activation("swiglu"))
+        experts = GroupedExperts(moe, ParameterMatmul(), sequential, permutation, torch_activation("swiglu"))
         out = experts(arrived, ExpertWeights(gate_up, down, None, None, 1.0))
         leaves = [arrived.rows_RL, arrived.assignments.probs, gate_up, down]
         found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 from moefold.dryrun.fake_cuda.load_guard import load_guard
 
@@ -23,6 +24,7 @@ def main() -> dict[str, list[tuple[str, str]]]:
     load_guard()
     import torch
     from tests.gpu_lab.lab_faults import no_device_for_communicators
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from moefold.api.runs import load_run
     from moefold.comm.comm_stream import CudaCommStream
@@ -33,7 +35,17 @@ def main() -> dict[str, list[tuple[str, str]]]:
     from moefold.dryrun.fake_cuda.laboratory import RankReport, compare, fake_launch
     from moefold.dryrun.fake_cuda.stream_hazards import StreamHazards
     from moefold.dryrun.fake_world import CachedFakeMode
+    from moefold.nn.matmul_policy import ParameterMatmul
     from moefold.parallel.parallelize import groups_of
+
+    class OperatorNames(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(function))
+            return function(*args, **(kwargs or {}))
 
     class Forgetful(CudaCommStream):
         """Does not keep alive what the work uses, and tells the allocator nothing."""
@@ -69,7 +81,22 @@ def main() -> dict[str, list[tuple[str, str]]]:
             reports.append(RankReport(rank, tuple(hazards.findings.values()), tuple(log.calls), 0, 0))
         return [(finding.kind, str(finding)) for finding in compare(reports)]
 
+    def fused_accumulation() -> list[tuple[str, str]]:
+        """Weight gradients of a bfloat16 matmul go straight into the float32 buffer that they are collected in."""
+        hazards = StreamHazards()
+        with fake_cuda(), CachedFakeMode(), hazards:
+            buffer = torch.zeros(3 * 8 * 16, device="cuda:0")
+            weight = torch.nn.Parameter(torch.ones(8, 16, device="cuda:0", dtype=torch.bfloat16))
+            weight.grad_dtype = torch.float32
+            weight.grad = buffer[8 * 16 : 2 * 8 * 16].view_as(weight)
+            x = torch.ones(5, 16, device="cuda:0", dtype=torch.bfloat16, requires_grad=True)
+            with OperatorNames() as names:
+                ParameterMatmul(in_place=True).linear(x, weight).sum().backward()
+            assert "aten.addmm.dtype_out" in names.seen, names.seen
+        return [(finding.kind, str(finding)) for finding in hazards.findings.values()]
+
     found = {
+        "fused accumulation": fused_accumulation(),
         "comm stream": communicate(CudaCommStream),
         "comm stream that keeps nothing": communicate(Forgetful),
         "ring with an empty rank": ring_with_an_empty_rank(),

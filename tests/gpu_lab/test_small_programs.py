@@ -26,6 +26,11 @@ def test_a_communication_stream_keeps_what_it_reads(found: Found) -> None:
     assert kind == "no record_stream" and "neg on another stream" in text
 
 
+def test_a_gradient_is_added_by_its_gemm(found: Found) -> None:
+    """`addmm` with float32 output, into a view of a buffer."""
+    assert found["fused accumulation"] == []
+
+
 def test_a_rank_without_rows_may_skip_the_first_transfer_of_a_ring(found: Found) -> None:
     """Only because communicators exist by then: torch makes a lazy one when all ranks of the group call it."""
     assert found["ring with an empty rank"] == []

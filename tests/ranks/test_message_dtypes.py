@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.autograd_matmul import matmuls_by_autograd
 from tests.support import on_ranks
+from torch.distributed.fsdp import FSDPModule
 
 import moefold
 from moefold.comm.process_groups import Groups
@@ -80,6 +82,23 @@ def test_bfloat16_parameters_on_the_wire_change_no_value(recipe: str, layout: di
     for loss, other_loss, difference in compared(recipe, layout, {}, {"precision.gather": "float32"}):
         assert loss == other_loss
         assert difference <= (2**-8 if recipe.startswith("gpt_oss") else 0.0)
+
+
+@pytest.mark.parametrize("gather", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", [[], pytest.param(["attention", "experts"], marks=pytest.mark.slow)])
+def test_a_weight_that_fsdp_frees_is_cast_again_in_backward(gather: str, recompute: list[str]) -> None:
+    """Layers are resharded after forward; their parameters are the same objects, gathered again, in backward."""
+    changes = SMALL | {"precision.gather": gather, "memory.recompute": recompute}
+    run = moefold.load_run("deepseek_v3_proxy", changes)
+
+    def work(groups: Groups) -> bool:
+        loss, found = one_step(run, groups)
+        with matmuls_by_autograd():
+            wanted_loss, wanted = one_step(run, groups)
+        assert any(isinstance(module, FSDPModule) for module in build_local_model(run, groups, CPU).model.modules())
+        return loss == wanted_loss and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+    assert on_ranks(work, 2) == [True, True]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from moefold.bench.clock import Progress, Reference, Trial, ratios
 from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
-from moefold.nn.matmul_policy import GROUPED_MATMULS, NativeMatmul
+from moefold.nn.matmul_policy import GROUPED_MATMULS, ParameterMatmul
 from moefold.optim.optimizer import adamw, clip_gradients, grad_norm_of
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.parallel.param_shards import finish_gradients
@@ -65,14 +65,14 @@ def _forward_and_backward(name: str, forward: Callable[[], list[Tensor]]) -> dic
 
 
 def _dense(shape: DenseShape) -> Callable[[], list[Tensor]]:
-    policy = NativeMatmul()
+    policy = ParameterMatmul()
     up, down = _weights(2, shape.hidden, shape.dim), _weights(shape.dim, shape.hidden)
     x, hidden = _inputs(shape.tokens, shape.dim), _inputs(shape.tokens, shape.hidden)
     return lambda: [policy.linear(x.view_as(x), up), policy.linear(hidden.view_as(hidden), down)]
 
 
 def _experts(shape: ExpertsShape) -> Callable[[], list[Tensor]]:
-    policy, matmul = NativeMatmul(), GROUPED_MATMULS[KernelsConfig().experts]
+    policy, matmul = ParameterMatmul(), GROUPED_MATMULS[KernelsConfig().experts]
     host = [shape.rows // shape.experts] * shape.experts
     counts_e = torch.tensor(host)
     up = _weights(shape.experts, 2, shape.hidden, shape.dim)

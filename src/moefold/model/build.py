@@ -31,7 +31,7 @@ from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import RoutingPolicy
 from moefold.nn.layers import FeedForward, Linear, RMSNorm
-from moefold.nn.matmul_policy import MatmulPolicy, NativeMatmul
+from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens, LocalVocab, TokenSharding, VocabSharding
 from moefold.nn.vocab import Embedding, LanguageLoss
 
@@ -58,7 +58,7 @@ class ParallelInterfaces:
 
 
 def local_interfaces(experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH) -> ParallelInterfaces:
-    matmul_policy = NativeMatmul()
+    matmul_policy = ParameterMatmul()
     return ParallelInterfaces(
         LocalTokens(),
         LocalVocab(),

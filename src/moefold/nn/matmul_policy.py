@@ -3,10 +3,14 @@
 The weight is stored in its own dtype; the matmul is computed in the dtype of the input. ``LinearKernels`` are the three
 matmuls of a linear layer: torch's, or another library's.
 
-``NativeMatmul`` leaves both gradients to autograd. ``SplitBackwardMatmul`` splits the backward in two: the gradient of
-the input is computed at once, because the previous stage waits for it, and the gradient of the weight is deferred until
-the schedule has a gap. Both halves together execute exactly the matmuls of the whole, and what they need is kept by
-reference, so a recomputed input is recomputed once.
+``ParameterMatmul`` saves the parameter and the input, and casts the weight again in backward: autograd would save the
+cast, one more copy of all weights for every microbatch in flight. Its backward has two halves. The gradient of the
+input is computed at once, because the previous stage waits for it; the gradient of the weight may be deferred until the
+schedule has a gap (``WeightGradQueue``). Both halves together execute exactly the matmuls of the whole, and what they
+need is kept by reference, so a recomputed input is recomputed once.
+
+Where gradients are collected in one wide buffer (flat sharding), a weight gradient is added to it as it is computed
+(``accumulate_weight_grad``, gradient accumulation fusion), and autograd gets none.
 
 Experts use a grouped GEMM, one matrix per expert applied to that expert's rows: P rows sorted by expert, X dim in, Y
 dim out. ``sequential`` is the reference, one matmul per expert in any dtype. ``grouped`` is one call for all experts
@@ -125,49 +129,8 @@ class MatmulPolicy(Protocol):
         ...
 
 
-class NativeMatmul:
-    def __init__(self, linear: LinearKernels = TORCH_LINEAR) -> None:
-        self.kernels = linear
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        matrix = weight.flatten(0, -2).to(x.dtype)
-        if self.kernels is TORCH_LINEAR:
-            return F.linear(x, matrix)
-        out: Tensor = _KernelLinear.apply(x, matrix, self.kernels)
-        return out
-
-    def grouped(
-        self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
-    ) -> Tensor:
-        return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
-
-
-class _LinearContext(Protocol):
-    kernels: LinearKernels
-    saved_tensors: tuple[Tensor, Tensor]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
-class _KernelLinear(torch.autograd.Function):
-    """Three matmuls that have no derivatives of their own."""
-
-    @staticmethod
-    def forward(ctx: _LinearContext, x: Tensor, weight_YX: Tensor, kernels: LinearKernels) -> Tensor:
-        ctx.save_for_backward(x, weight_YX)
-        ctx.kernels = kernels
-        return kernels.forward(x, weight_YX)
-
-    @staticmethod
-    def backward(ctx: _LinearContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight_YX = ctx.saved_tensors
-        dx = ctx.kernels.input_grad(grad, weight_YX) if ctx.needs_input_grad[0] else None
-        return dx, ctx.kernels.weight_grad(grad, x) if ctx.needs_input_grad[1] else None, None
-
-
-# Computes one weight's gradient, in the shape of the weight.
-Gradient = Callable[[], Tensor]
+# Computes one weight's gradient, in the shape of the weight; None if it has added it to ``weight.grad`` itself.
+Gradient = Callable[[], Tensor | None]
 
 
 class WeightGradQueue:
@@ -227,27 +190,58 @@ class WeightGradQueue:
         return not self._waiting
 
 
-def _accumulate(weight: nn.Parameter, gradient: Tensor) -> None:
-    # A leaf may collect its gradient in another dtype than its own, as FSDP's gathered parameters do.
-    gradient = gradient.to(weight.grad_dtype or weight.dtype)
-    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+def _accumulate(weight: nn.Parameter, gradient: Tensor | None) -> None:
+    if gradient is None:
+        return
+    if weight.grad is None:
+        # A leaf may collect its gradient in another dtype than its own, as FSDP's gathered parameters do.
+        weight.grad = gradient.to(weight.grad_dtype or weight.dtype)
+    else:
+        weight.grad.add_(gradient)
 
 
-class SplitBackwardMatmul:
-    def __init__(self, weight_grads: WeightGradQueue, linear: LinearKernels = TORCH_LINEAR) -> None:
-        self.weight_grads = weight_grads
-        self.kernels = linear
+def accumulate_weight_grad(weight: nn.Parameter, grad: Tensor, x: Tensor, kernels: LinearKernels) -> None:
+    """``weight.grad += grad^T x``, into a gradient that may be wider than the product.
+
+    On GPUs torch's GEMM adds to its output in float32, so that neither a product nor a cast of it is stored. On CPUs
+    the product is rounded to its own dtype first and cast entry by entry as it is added: the bits of the usual way.
+    """
+    assert weight.grad is not None
+    narrow = grad.dtype in (torch.bfloat16, torch.float16) and weight.grad.dtype == torch.float32
+    if kernels is TORCH_LINEAR and grad.device.type == "cuda" and narrow:
+        out_YX = weight.grad.view(-1, weight.shape[-1])
+        rows = grad.flatten(0, -2).t(), x.flatten(0, -2)
+        torch.ops.aten.addmm.dtype_out(out_YX, *rows, torch.float32, out=out_YX)
+    else:
+        weight.grad.add_(kernels.weight_grad(grad, x).view(weight.shape))
+
+
+class ParameterMatmul:
+    """``weight_grads``: where a schedule defers weight gradients to. ``in_place``: a weight that has a gradient already
+    is added to at once, and not by autograd, whose hooks for accumulated gradients do not run then."""
+
+    def __init__(
+        self,
+        weight_grads: WeightGradQueue | None = None,
+        linear: LinearKernels = TORCH_LINEAR,
+        in_place: bool = False,
+    ) -> None:
+        self.weight_grads, self.kernels, self.in_place = weight_grads, linear, in_place
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight)
-        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self.weight_grads, self.kernels)
+        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self)
 
     def grouped(
         self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
     ) -> Tensor:
         kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
-        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self.weight_grads)
+        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self)
         return _Grouped.apply(kept, weight, *more)
+
+    def adds_to(self, weight: Tensor) -> bool:
+        """Whether a gradient of this weight is added in place."""
+        return self.in_place and weight.grad is not None
 
 
 class _Keep(torch.autograd.Function):
@@ -276,23 +270,29 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         keeper: Any,
         passes_on: bool,
-        weight_grads: WeightGradQueue,
-        kernels: LinearKernels,
+        policy: ParameterMatmul,
     ) -> Tensor:
-        """``keeper`` saved the input for the backward; ``passes_on`` says whether the input needs a gradient."""
-        ctx.weight, ctx.keeper, ctx.passes_on, ctx.weight_grads = weight, keeper, passes_on, weight_grads
-        ctx.kernels = kernels
-        return kernels.forward(x, weight.flatten(0, -2).to(x.dtype))
+        """``keeper`` saved the input for the backward; ``passes_on`` says whether the input needs a gradient.
+
+        The weight is kept as an attribute and not as a saved tensor: FSDP frees and gathers it again between forward
+        and backward, and gradients accumulate on this object.
+        """
+        ctx.weight, ctx.keeper, ctx.passes_on, ctx.policy = weight, keeper, passes_on, policy
+        return policy.kernels.forward(x, weight.flatten(0, -2).to(x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        (x,), weight, kernels = ctx.keeper.saved_tensors, ctx.weight, ctx.kernels
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (x,), weight, policy = ctx.keeper.saved_tensors, ctx.weight, ctx.policy
+        kernels: LinearKernels = policy.kernels
 
-        def weight_gradient() -> Tensor:
-            return kernels.weight_grad(grad, x).view(weight.shape)
+        def weight_gradient() -> Tensor | None:
+            if not policy.adds_to(weight):
+                return kernels.weight_grad(grad, x).view(weight.shape)
+            accumulate_weight_grad(weight, grad, x, kernels)
+            return None
 
         dx = kernels.input_grad(grad, weight.flatten(0, -2).to(grad.dtype)) if ctx.passes_on else None
-        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None, None
+        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None
 
 
 class _Grouped(torch.autograd.Function):
@@ -306,20 +306,24 @@ class _Grouped(torch.autograd.Function):
         rows_per_expert_e: Tensor,
         host: list[int] | None,
         matmul: GroupedMatmul,
-        weight_grads: WeightGradQueue,
+        policy: ParameterMatmul,
     ) -> Tensor:
         ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
-        ctx.host, ctx.matmul, ctx.weight_grads = host, matmul, weight_grads
+        ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
         return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, rows_per_expert_e = ctx.keeper.saved_tensors
-        weight, host, matmul = ctx.weight, ctx.host, ctx.matmul
+        weight, host, matmul, policy = ctx.weight, ctx.host, ctx.matmul, ctx.policy
         grad = grad.contiguous()
 
-        def weight_gradient() -> Tensor:
-            return grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+        def weight_gradient() -> Tensor | None:
+            gradient = grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+            if not policy.adds_to(weight):
+                return gradient
+            weight.grad.add_(gradient)
+            return None
 
         transposed = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
         drows = matmul(grad, transposed, rows_per_expert_e, host) if ctx.passes_on else None
@@ -329,16 +333,16 @@ class _Grouped(torch.autograd.Function):
 def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:
     if not ctx.needs_input_grad[1]:
         return None
-    if ctx.weight_grads.active:
-        ctx.weight_grads.put(weight, gradient)
+    weight_grads: WeightGradQueue | None = ctx.policy.weight_grads
+    if weight_grads is not None and weight_grads.active:
+        weight_grads.put(weight, gradient)
         return None
     return gradient()
 
 
-def matmul_policy_named(linear: str, weight_grads: WeightGradQueue | None) -> MatmulPolicy:
+def matmul_policy_named(linear: str, weight_grads: WeightGradQueue | None, in_place: bool = False) -> MatmulPolicy:
     """With the kernels of ``kernels.linear``; ``weight_grads`` is where a schedule defers weight gradients to."""
     if linear != "torch":
         # A missing or wrong version stops the run here, and not in its first step.
         load_engine("transformer_engine_gemm")
-    kernels = LINEAR_KERNELS[linear]
-    return NativeMatmul(kernels) if weight_grads is None else SplitBackwardMatmul(weight_grads, kernels)
+    return ParameterMatmul(weight_grads, LINEAR_KERNELS[linear], in_place)
