@@ -1,0 +1,65 @@
+"""Parameter groups as data: which lr, weight decay and algorithm the optimizer uses for a parameter.
+
+Two tables are read from top to bottom, and the first match counts. ``optim.groups`` matches names of the blueprint
+with `fnmatch` patterns, and says what is different for them. ``NO_DECAY_KINDS`` is the rule for what no group decides:
+norms, biases and attention sinks have no weight decay, because decay would pull scales and offsets towards zero for no
+gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from moefold.config.optim import OptimConfig, ParamGroupConfig
+
+# Kinds of `blueprint.parameters` without weight decay.
+NO_DECAY_KINDS = frozenset({"norm", "bias", "sink"})
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How one parameter is updated; parameters with equal rules are updated together."""
+
+    algorithm: Literal["adamw", "muon"]
+    # Times the lr of the schedule.
+    lr_scale: float
+    weight_decay: float
+
+
+def update_rule(name: str, kind: str, optim: OptimConfig) -> UpdateRule:
+    """The rule of the parameter ``name`` of ``kind``, both from the blueprint."""
+    group = matching_group(name, optim.groups)
+    decay = 0.0 if kind in NO_DECAY_KINDS else optim.weight_decay
+    if group is None:
+        return UpdateRule(optim.algorithm, 1.0, decay)
+    return UpdateRule(
+        group.algorithm or optim.algorithm,
+        group.lr_scale,
+        decay if group.weight_decay is None else group.weight_decay,
+    )
+
+
+def matching_group(name: str, groups: Iterable[ParamGroupConfig]) -> ParamGroupConfig | None:
+    return next((group for group in groups if fnmatchcase(name, group.match)), None)
+
+
+def unmatched(groups: tuple[ParamGroupConfig, ...], names: Iterable[str]) -> dict[int, int | None]:
+    """Groups that no parameter is in, by number; and the earlier group that has all they match, None if nothing does.
+
+    A group without parameters is a typing error or a wrong order, which training would not show.
+    """
+    names = tuple(names)
+    taken = {name: _first(name, groups) for name in names}
+    empty = set(range(len(groups))) - set(taken.values())
+    found: dict[int, int | None] = {}
+    for number in sorted(empty):
+        matched = [taken[name] for name in names if fnmatchcase(name, groups[number].match)]
+        found[number] = matched[0] if matched else None
+    return found
+
+
+def _first(name: str, groups: tuple[ParamGroupConfig, ...]) -> int | None:
+    return next((number for number, group in enumerate(groups) if fnmatchcase(name, group.match)), None)

@@ -1,0 +1,103 @@
+"""Random bits for stochastic rounding that depend on the element, and not on which rank holds it or what ran before.
+
+Stochastic rounding is right on average: a value between two neighbours of the format becomes the upper one with the
+probability of its distance from the lower one. The random bits are a hash of a key (the run's seed, the step and the
+parameter's name) and of the element's index in the global tensor, as in counter-based generators (Salmon et al. 2011).
+So any layout rounds every element in the same way, a resumed run continues to the bit, and no generator has a state.
+
+The hash is SplitMix64's output function (Steele et al. 2014) on a Weyl sequence. Two moments use different bits of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+Box = tuple[slice, ...]
+
+# As signed 64-bit numbers: torch multiplies modulo 2**64.
+_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+# Bits of one random number, and how many numbers one hash gives.
+NOISE_BITS = 16
+NUMBERS_PER_HASH = 4
+
+
+def noise_key(seed: int, step: int, name: str) -> int:
+    """A signed 64-bit number."""
+    digest = hashlib.sha256(f"moments/{seed}/{step}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def element_hash(indices: Tensor, key: int) -> Tensor:
+    """64 random bits for each global index, as int64. ``indices`` is overwritten."""
+    mixed = indices.mul_(_WEYL).add_(key)
+    mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST)
+    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_SECOND)
+    return mixed.bitwise_xor_(_shifted(mixed, 31))
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Right by so many bits, with zeros from the left; torch's own shift repeats the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def noise(hashed: Tensor, number: int) -> Tensor:
+    """The 16 random bits with this ``number`` (0 to 3) of each hash, as int32 from 0 to 65535."""
+    return (hashed >> (NOISE_BITS * number)).to(torch.int32).bitwise_and_((1 << NOISE_BITS) - 1)
+
+
+def global_indices(
+    shape: Sequence[int], boxes: Sequence[Box], start: int, stop: int, device: torch.device | str
+) -> Tensor:
+    """Indices in the flattened global tensor of ``shape``, of the elements ``start`` to ``stop`` of all ``boxes``.
+
+    The elements of a box are in row-major order, and the boxes follow each other.
+    """
+    found, first = [], 0
+    for box in boxes:
+        size = prod(part.stop - part.start for part in box)
+        low, high = max(start, first), min(stop, first + size)
+        if low < high:
+            found.append(_indices_in_box(shape, box, low - first, high - first, device))
+        first += size
+    if not found:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _indices_in_box(shape: Sequence[int], box: Box, start: int, stop: int, device: torch.device | str) -> Tensor:
+    """Dims that the box has whole are joined to the dim before, so that a contiguous box needs no division."""
+    dims = _joined(shape, box)
+    position = torch.arange(start, stop, dtype=torch.int64, device=device)
+    if not dims:
+        return position
+    index = torch.zeros_like(position) if len(dims) > 1 else None
+    stride = 1
+    for number, (size, first, length) in enumerate(reversed(dims)):
+        outermost = number == len(dims) - 1
+        coordinate = position if outermost else position % length
+        if not outermost:
+            position = position // length
+        step = coordinate.add_(first).mul_(stride)
+        index = step if index is None else index.add_(step)
+        stride *= size
+    assert index is not None
+    return index
+
+
+def _joined(shape: Sequence[int], box: Box) -> list[tuple[int, int, int]]:
+    """(size of the dim, first index, length of the slice) of as few dims as describe the box."""
+    dims: list[tuple[int, int, int]] = []
+    for size, part in zip(shape, box, strict=True):
+        length = part.stop - part.start
+        if dims and length == size:
+            before = dims.pop()
+            dims.append((before[0] * size, before[1] * size, before[2] * size))
+        else:
+            dims.append((size, part.start, length))
+    return dims
