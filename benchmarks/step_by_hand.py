@@ -15,6 +15,7 @@ from benchmarks.runner import Options
 from benchmarks.timed_layer import saved_for_backward
 from moefold.attention.sdpa import attend
 from moefold.bench.step_bench import run_for_bench, step_tokens
+from moefold.blueprint.param_groups import NO_DECAY_KINDS
 from moefold.blueprint.parameters import init_std, parameters
 from moefold.checks.kernels import experts_in_use
 from moefold.config.attention import GQAConfig
@@ -30,7 +31,6 @@ from moefold.ops.cross_entropy import vocab_stats
 from moefold.ops.fp32_linear import fp32_linear
 from moefold.ops.rmsnorm import rms_norm
 from moefold.ops.rope import rotary_tables, rotate
-from moefold.optim.optimizer import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS
 
 
@@ -126,7 +126,7 @@ class StepByHand:
 
 def _adamw(run: RunConfig, w: dict[str, nn.Parameter]) -> torch.optim.AdamW:
     kinds, optim = {spec.name: spec.kind for spec in parameters(run.model)}, run.optim
-    decayed = [parameter for name, parameter in w.items() if kinds[name] not in NO_WEIGHT_DECAY]
-    others = [parameter for name, parameter in w.items() if kinds[name] in NO_WEIGHT_DECAY]
+    decayed = [parameter for name, parameter in w.items() if kinds[name] not in NO_DECAY_KINDS]
+    others = [parameter for name, parameter in w.items() if kinds[name] in NO_DECAY_KINDS]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, optim.lr, (optim.beta1, optim.beta2), optim.eps, fused=True)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from moefold.bench.clock import Reference, barrier
-from moefold.bench.single_rank import optimizer_of
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
@@ -23,7 +22,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, context_shard, whole_batch
 from moefold.parallel.parallelize import build_local_model, groups_of
-from moefold.pipeline.step import run_step
+from moefold.pipeline.step import make_optimizer, run_step
 
 MODEL = ModelConfig(
     vocab_size=512,
@@ -111,7 +110,7 @@ def _live(layout: Timed, rank: int, steps: int) -> list[dict[str, float]]:
     run = layout.run
     groups = groups_of(run, layout.world, rank, timedelta(seconds=120))
     local_model = build_local_model(run, groups, torch.device("cpu"))
-    optimizer, reference = optimizer_of(local_model), Reference()
+    optimizer, reference = make_optimizer(local_model), Reference()
     found = []
     for number in range(steps):
         batches = random_batches(run, groups, number)

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
 
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of, run_record
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.optim.optimizer import adamw
+from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, local_buffers
 from moefold.parallel.param_shards import local_part
+from moefold.pipeline.step import make_optimizer
 from moefold.prove.proof_inputs import proof_init
 from moefold.recipes.catalog import RECIPES
 from moefold.topology.folded_layout import fold
@@ -35,11 +35,7 @@ def share_alone(run: RunConfig | None = None) -> LocalModel:
     return build_local_model(run, groups, torch.device("cpu"), proof_init)
 
 
-def optimizer_for(local_model: LocalModel) -> AdamW:
-    return adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), local_model.run.optim)
-
-
-def fill_moments(local_model: LocalModel, optimizer: AdamW, seed: int, steps: float = 3.0) -> None:
+def fill_moments(local_model: LocalModel, optimizer: ModelOptimizer, seed: int, steps: float = 3.0) -> None:
     """Moments that depend on the global place only, so that every layout has the same ones."""
     for piece in local_model.pieces():
         state: dict[str, Tensor] = {"step": torch.tensor(steps)}
@@ -52,14 +48,14 @@ def fill_moments(local_model: LocalModel, optimizer: AdamW, seed: int, steps: fl
         optimizer.state[piece.parameter] = state
 
 
-def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[LocalModel, AdamW]:
+def trained_alone(seed: int = 0, run: RunConfig | None = None) -> tuple[LocalModel, ModelOptimizer]:
     local_model = share_alone(replace(run or small_run(), seed=seed))
-    optimizer = optimizer_for(local_model)
+    optimizer = make_optimizer(local_model)
     fill_moments(local_model, optimizer, seed)
     return local_model, optimizer
 
 
-def everything(local_model: LocalModel, optimizer: AdamW) -> dict[str, Tensor]:
+def everything(local_model: LocalModel, optimizer: ModelOptimizer) -> dict[str, Tensor]:
     """Copies of every local tensor that a checkpoint restores."""
     state = dict(local_model.model.named_buffers())
     found = {f"buffer/{spec.name}": state[spec.name] for spec in local_buffers(local_model.run, local_model.model)}
@@ -74,7 +70,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
-def save_step(root: Path, local_model: LocalModel, optimizer: AdamW | None, step: int, **options: int) -> Path:
+def save_step(root: Path, local_model: LocalModel, optimizer: ModelOptimizer | None, step: int, **options: int) -> Path:
     """A committed checkpoint by a lone writer."""
     saver = Saver(root, local_model.groups["world"], 0, background=False, about=run_record(local_model), **options)
     saver.begin(step, chunks_of(local_model, optimizer), {"train": {"step": step}})

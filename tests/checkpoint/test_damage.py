@@ -18,10 +18,9 @@ from tests.checkpoint.damages import (
     forged_tables,
     random_damage,
 )
-from tests.checkpoint.saved_runs import everything, fill_moments, optimizer_for, same, small_run, trained_alone
+from tests.checkpoint.saved_runs import everything, fill_moments, same, small_run, trained_alone
 from tests.support import on_ranks
 from torch import Tensor
-from torch.optim import AdamW
 
 from moefold.checkpoint.load import latest, load_into, load_latest
 from moefold.checkpoint.save import Saver
@@ -29,7 +28,9 @@ from moefold.checkpoint.state_dict import chunks_of
 from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
+from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model
+from moefold.pipeline.step import make_optimizer
 from moefold.prove.proof_inputs import proof_init
 
 OLDER, NEWER = 4, 8
@@ -42,7 +43,7 @@ def save_on_two_ranks(root: Path, seed: int) -> None:
         for step in (OLDER, NEWER):
             run = replace(small_run(ep=2), seed=seed + step)
             local_model = build_local_model(run, groups, torch.device("cpu"), proof_init)
-            optimizer = optimizer_for(local_model)
+            optimizer = make_optimizer(local_model)
             fill_moments(local_model, optimizer, seed + step)
             saver = Saver(root, groups["world"], 0, background=False)
             saver.begin(step, chunks_of(local_model, optimizer), {"step": step})
@@ -65,7 +66,7 @@ class Patient:
     def __init__(self, original: Path, root: Path) -> None:
         self.original, self.root = original, root
         self.local_model: LocalModel
-        self.optimizer: AdamW
+        self.optimizer: ModelOptimizer
         self.local_model, self.optimizer = trained_alone(seed=77)
         load_into(original / f"step_{OLDER:08d}", self.local_model, self.optimizer)
         self.in_older = everything(self.local_model, self.optimizer)
@@ -170,7 +171,7 @@ def test_ranks_that_see_different_damage_choose_the_same_checkpoint(
 
     def work(groups: Groups) -> int:
         local_model = build_local_model(small_run(tp=2), groups, torch.device("cpu"), proof_init)
-        optimizer = optimizer_for(local_model)
+        optimizer = make_optimizer(local_model)
         before = everything(local_model, optimizer)
         with pytest.raises(CheckpointError, match="damaged" if groups.rank == 1 else "refused by rank 1"):
             load_into(path.parent, local_model, optimizer)

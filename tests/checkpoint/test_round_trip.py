@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.checkpoint.saved_runs import everything, fill_moments, optimizer_for, same, save_step, share_alone, small_run
+from tests.checkpoint.saved_runs import everything, fill_moments, same, save_step, share_alone, small_run
 from tests.checkpoint.saved_runs import trained_alone as trained
 
 from moefold.checkpoint.load import Checkpoint, latest, load_into, load_latest
 from moefold.checkpoint.verify import verify
 from moefold.config.precision import PrecisionConfig
 from moefold.errors import CheckpointError, MismatchError
+from moefold.pipeline.step import make_optimizer
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
@@ -33,11 +34,11 @@ def test_everything_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_before_the_first_step_there_are_no_moments(tmp_path: Path) -> None:
     local_model = share_alone()
-    path = save_step(tmp_path, local_model, optimizer_for(local_model), 0)
+    path = save_step(tmp_path, local_model, make_optimizer(local_model), 0)
     other, its_optimizer = trained(seed=2)
     load_into(path, other, its_optimizer)
     assert not its_optimizer.state
-    assert same(everything(local_model, optimizer_for(local_model)), everything(other, its_optimizer))
+    assert same(everything(local_model, make_optimizer(local_model)), everything(other, its_optimizer))
 
 
 def test_a_parameter_that_never_had_a_gradient_starts_from_zeros(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_other_shapes_dtypes_and_layers_are_refused_by_name_before_anything_chan
     )
     for other, message in cases:
         its = share_alone(other)
-        its_optimizer = optimizer_for(its)
+        its_optimizer = make_optimizer(its)
         fill_moments(its, its_optimizer, 3)
         before = everything(its, its_optimizer)
         with pytest.raises(MismatchError, match=message):
@@ -88,7 +89,7 @@ def test_other_shapes_dtypes_and_layers_are_refused_by_name_before_anything_chan
         assert same(before, everything(its, its_optimizer))
     shallower = share_alone(replace(run, model=replace(run.model, num_layers=2)))
     with pytest.raises(MismatchError, match=r"parameter/layers.2.attention_norm.weight is not part of this model"):
-        load_into(path, shallower, optimizer_for(shallower))
+        load_into(path, shallower, make_optimizer(shallower))
 
 
 def test_weights_alone_can_be_loaded_with_and_without_an_optimizer(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from tests.staged_runs import microbatches, share_on
 from torch import nn
 from torch.optim import lr_scheduler
 
-from moefold.blueprint.parameters import parameters
 from moefold.config.attention import GQAConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
@@ -24,9 +23,9 @@ from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.optim.lr_schedule import lr_at
-from moefold.optim.optimizer import adamw, clip_gradients, sum_of_squares
+from moefold.optim.optimizer import clip_gradients, sum_of_squares
 from moefold.pipeline.runtime import run_schedule
-from moefold.pipeline.step import run_step
+from moefold.pipeline.step import make_optimizer, run_step
 
 OPTIM = OptimConfig(lr=0.03, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, clip_norm=0.05)
 MODEL = ModelConfig(
@@ -73,8 +72,7 @@ def test_four_steps_of_a_model_by_hand() -> None:
     """Gradients, one norm over all of them, one bound, one update, at a learning rate that changes."""
     share, batches = share_on(RUN), microbatches(RUN, ((6, 4), (5,)), seed=1)
     named = dict(share.model.named_parameters())
-    kinds = {spec.name: spec.kind for spec in parameters(MODEL)}
-    optimizer = adamw(((parameter, kinds[name]) for name, parameter in named.items()), OPTIM)
+    optimizer = make_optimizer(share)
     numbers = {name: [Number(x) for x in value.detach().flatten().tolist()] for name, value in named.items()}
     assert {is_decayed(name) for name in named} == {True, False}
     for lr in (0.03, 0.02, 0.05, 0.01):

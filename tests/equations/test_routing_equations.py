@@ -21,8 +21,7 @@ from moefold.moe.dispatch.base import Routing
 from moefold.moe.router import Router
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.parallel_interfaces import LocalTokens
-from moefold.optim.optimizer import adamw
-from moefold.pipeline.step import evaluate, run_step
+from moefold.pipeline.step import evaluate, make_optimizer, run_step
 
 WIDTH = 6
 
@@ -262,8 +261,7 @@ def test_the_bias_follows_what_is_computed() -> None:
     assert router.expert_bias is not None
     before = router.expert_bias.tolist()
     router.register_forward_hook(lambda module, given, output: seen.append(output[0]))
-    kinds = ((parameter, "norm") for parameter in share.model.parameters())
-    run_step(share, adamw(kinds, run.optim), microbatches(run, [(9, 12), (14,), (5, 8)]))  # type: ignore[arg-type]
+    run_step(share, make_optimizer(share), microbatches(run, [(9, 12), (14,), (5, 8)]))
     assert len(seen) == 3 and all(isinstance(routing, Routing) for routing in seen)
     asked, load = [0] * 8, [0] * 8
     for routing in seen:

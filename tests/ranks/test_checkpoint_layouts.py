@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.saved_runs import everything, fill_moments, optimizer_for, same, small_run
+from tests.checkpoint.saved_runs import everything, fill_moments, same, small_run
 from tests.support import on_ranks
 
 from moefold.checkpoint.load import Checkpoint, load_latest
@@ -19,6 +19,7 @@ from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.parallel.parallelize import build_local_model
+from moefold.pipeline.step import make_optimizer
 from moefold.prove.proof_inputs import proof_init
 
 # (world, degrees)
@@ -87,7 +88,7 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
     def save(groups: Groups) -> None:
         torch.manual_seed(groups.rank)
         local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), proof_init)
-        optimizer = optimizer_for(local_model)
+        optimizer = make_optimizer(local_model)
         fill_moments(local_model, optimizer, seed=1)
         saver = Saver(tmp_path, groups["world"], 0, about=run_record(local_model))
         elsewhere = tensors_elsewhere(local_model, optimizer)
@@ -99,10 +100,10 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
 
     def load(groups: Groups) -> list[float]:
         expected = build_local_model(run_of(new_degrees), groups, torch.device("cpu"), proof_init)
-        its_optimizer = optimizer_for(expected)
+        its_optimizer = make_optimizer(expected)
         fill_moments(expected, its_optimizer, seed=1)
         local_model = build_local_model(run_of(new_degrees), groups, torch.device("cpu"))
-        optimizer = optimizer_for(local_model)
+        optimizer = make_optimizer(local_model)
         torch.manual_seed(77)
         found = load_latest(tmp_path, local_model, optimizer)
         assert found is not None and found[1] == {"train": {"step": 5}}
@@ -135,7 +136,7 @@ def test_the_bytes_of_model_and_moments_do_not_depend_on_the_layout(tmp_path: Pa
 
         def save(groups: Groups, root: Path = root, degrees: dict[str, Any] = degrees) -> None:
             local_model = build_local_model(run_of(degrees), groups, torch.device("cpu"), proof_init)
-            optimizer = optimizer_for(local_model)
+            optimizer = make_optimizer(local_model)
             fill_moments(local_model, optimizer, seed=1)
             saver = Saver(root, groups["world"], 0, background=False)
             saver.begin(1, chunks_of(local_model, optimizer), {}, tensors_elsewhere(local_model, optimizer))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.checkpoint.saved_runs import optimizer_for
 from tests.marks import slow_except
 from tests.staged_runs import MODEL, Lengths, microbatches, on_shares, share_on, staged_run
 from torch import Tensor
@@ -24,7 +23,7 @@ from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import local_part
 from moefold.pipeline.pipeline_state import PipelineState
 from moefold.pipeline.runtime import run_forward_only, run_schedule
-from moefold.pipeline.step import evaluate, run_step
+from moefold.pipeline.step import evaluate, make_optimizer, run_step
 
 # Two steps of the same processes: documents of any lengths, another number of microbatches, a microbatch of one token.
 STEPS: tuple[tuple[Lengths, ...], ...] = (
@@ -47,7 +46,7 @@ class Step(NamedTuple):
 
 def run_steps(local_model: LocalModel, steps: Sequence[Sequence[Batch]]) -> list[Step]:
     """Train; every gradient is copied as it was before clipping."""
-    optimizer, done = optimizer_for(local_model), []
+    optimizer, done = make_optimizer(local_model), []
     for batches in steps:
         seen: dict[str, Tensor] = {}
         result = run_step(

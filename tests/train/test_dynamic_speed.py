@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from tests.data.token_files import megatron
 
-from moefold.blueprint.parameters import parameters
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
@@ -33,9 +32,8 @@ from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
-from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
-from moefold.pipeline.step import run_step
+from moefold.pipeline.step import make_optimizer, run_step
 from moefold.train.batches import step_batches
 
 RANKS, S, ROUNDS, VOCAB = 4, 4096, 9, 512
@@ -79,8 +77,7 @@ def way(path: str, batch: int, parallel: ParallelConfig, rank: int) -> Splits:
     data = DataConfig(S, batch, 1, "bin_packed", train=path, validation=None)
     run = RunConfig(name="speed", model=MODEL, data=data, parallel=parallel)
     local_model = build_local_model(run, groups_of(run, RANKS, rank, timedelta(seconds=300)), CPU)
-    kinds = {spec.name: spec.kind for spec in parameters(run.model)}
-    optimizer = adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), run.optim)
+    optimizer = make_optimizer(local_model)
     return Splits(local_model, optimizer, open_samples(run.data, VOCAB, run.seed))
 
 

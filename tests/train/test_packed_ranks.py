@@ -12,14 +12,12 @@ import torch
 from tests.marks import slow_except
 from tests.train.test_packed import BATCH, run_of
 
-from moefold.blueprint.parameters import parameters
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.data.samples import open_samples
-from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import build_local_model, groups_of
-from moefold.pipeline.step import evaluate, run_step
+from moefold.pipeline.step import evaluate, make_optimizer, run_step
 from moefold.prove.proof_inputs import proof_init
 from moefold.train.batches import step_batches
 
@@ -41,8 +39,7 @@ def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
 
     def work(rank: int) -> list[list[float]]:
         local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, proof_init)
-        kinds = {spec.name: spec.kind for spec in parameters(run.model)}
-        optimizer = adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), run.optim)
+        optimizer = make_optimizer(local_model)
         samples, told = open_samples(run.data, run.model.vocab_size, run.seed), []
         for number in range(3):
             data = step_batches(samples, number * BATCH, run, local_model.groups, CPU)

@@ -22,7 +22,6 @@ import pytest
 import torch
 from tests.data.token_files import megatron
 
-from moefold.blueprint.parameters import parameters
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
@@ -30,9 +29,8 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
-from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model
-from moefold.pipeline.step import run_step
+from moefold.pipeline.step import make_optimizer, run_step
 from moefold.topology.folded_layout import fold
 from moefold.train.batches import step_batches
 
@@ -71,8 +69,7 @@ def way(path: str, documents: str) -> Splits:
     run = replace(run, optim=replace(run.optim, lr=1e-4))
     groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
     local_model = build_local_model(run, groups, torch.device("cpu"))
-    kinds = {spec.name: spec.kind for spec in parameters(run.model)}
-    optimizer = adamw(((p, kinds[name]) for name, p in local_model.model.named_parameters()), run.optim)
+    optimizer = make_optimizer(local_model)
     return Splits(local_model, optimizer, open_samples(run.data, VOCAB, run.seed))
 
 

@@ -21,11 +21,11 @@ from moefold.config.kernels import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.matmul_policy import GROUPED_MATMULS, ParameterMatmul
-from moefold.optim.optimizer import adamw, clip_gradients, grad_norm_of
+from moefold.optim.optimizer import clip_gradients, grad_norm_of
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.parallel.param_shards import finish_gradients
 from moefold.pipeline.runtime import run_schedule
-from moefold.pipeline.step import primary_shards
+from moefold.pipeline.step import make_optimizer, primary_shards
 
 
 def measure_alone(rounds: int, progress: Progress | None) -> dict[str, float]:
@@ -108,17 +108,13 @@ def _whole_runs() -> dict[str, Trial]:
     for name, run in RUNS.items():
         local_model = single_rank_model(run)
         trials[f"run {name}"] = partial(run_schedule, local_model, [random_batch(run)])
-        trials[f"update {name}"] = _update(local_model, optimizer_of(local_model))
+        trials[f"update {name}"] = _update(local_model, make_optimizer(local_model))
     return trials
 
 
 def single_rank_model(run: RunConfig, device: str = "cpu") -> LocalModel:
     """The whole model on one rank."""
     return build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=60)), torch.device(device))
-
-
-def optimizer_of(local_model: LocalModel) -> Optimizer:
-    return adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), local_model.run.optim)
 
 
 def random_batch(run: RunConfig) -> Batch:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from moefold.bench.clock import Progress, Timing, alternate
-from moefold.bench.single_rank import optimizer_of, single_rank_model
+from moefold.bench.single_rank import single_rank_model
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
 from moefold.pipeline.pipeline_state import StepSums
-from moefold.pipeline.step import StepResult, run_step
+from moefold.pipeline.step import StepResult, make_optimizer, run_step
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.recipes.catalog import recipe
 
@@ -65,7 +65,7 @@ class TrainStep:
     def __init__(self, run: RunConfig, device: str = "cpu") -> None:
         self.run_config, self.device = run, device
         self.local_model = single_rank_model(run, device)
-        self.optimizer = optimizer_of(self.local_model)
+        self.optimizer = make_optimizer(self.local_model)
         self.last: StepResult | None = None
 
     def prepare(self, seed: int) -> list[Batch]:

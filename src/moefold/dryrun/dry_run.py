@@ -32,11 +32,10 @@ from moefold.errors import ConfigError, Problem
 from moefold.nn.batch import Ahead, Batch
 from moefold.parallel.parallelize import LocalModel, build_on_meta, groups_of
 from moefold.pipeline.pipeline_state import PipelineState
-from moefold.pipeline.step import run_step
+from moefold.pipeline.step import make_optimizer, run_step
 from moefold.schedule.actions import Action
 from moefold.schedule.names import schedule_named
 from moefold.train.batches import step_batches
-from moefold.train.train_context import make_optimizer
 
 CPU = torch.device("cpu")
 

@@ -21,13 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from moefold.optim.element_noise import element_hash, global_indices, noise, noise_key
 from moefold.optim.moment_formats import BLOCK, MomentFormat, moment_formats
 from moefold.optim.remainder import join, split_into
 from moefold.optim.state_staging import Staged, Staging, StatesOn
-from moefold.optim.trained_pieces import Piece, SavedKind
+from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer
 
 # Elements of a chunk; full blocks.
 CHUNK = 1 << 20
@@ -53,7 +52,7 @@ class Chunk(NamedTuple):
     lead: int
 
 
-class ChunkedAdamW(Optimizer):
+class ChunkedAdamW(SavingOptimizer):
     """``groups``: as torch's, with "params", "lr", "weight_decay"; every parameter is that of one of ``pieces``."""
 
     def __init__(

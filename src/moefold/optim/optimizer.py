@@ -1,26 +1,30 @@
-"""The update: the global norm of all gradients, clipping by it, and AdamW with weight decay on matrices only.
+"""The update: the global norm of all gradients, clipping by it, and one optimizer over all that a rank updates.
 
 Each rank sums the squares of the shards for which it is the primary replica; every shard has exactly one. One
 all-reduce over all ranks then counts every element of the model once, across grids, stages and shards.
 
-Norms, biases and sinks get no weight decay. DTensors and plain tensors are in separate param groups, because one fused
-update cannot mix the two.
-
-``optim.implementation`` names torch's implementation. The fused update reads and writes parameter, gradient and moments
-once; foreach makes about a dozen passes, and holds temporary copies of all parameters of a group.
+`build_optimizer` gives every piece its rule (`blueprint.param_groups`: algorithm, lr, weight decay), and makes one
+optimizer per algorithm from the table ``ALGORITHMS``. `ModelOptimizer` is all of them as one. AdamW with states as
+torch has them is torch's, in the implementation that ``optim.implementation`` names: the fused update reads and writes
+parameter, gradient and moments once; foreach makes about a dozen passes, and holds temporary copies of all parameters
+of a group. Any other format or place of states is `ChunkedAdamW`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from moefold.blueprint.param_groups import UpdateRule, update_rule
 from moefold.comm.collectives import all_reduce_no_grad
-from moefold.comm.process_groups import Group
-from moefold.config.optim import OptimConfig
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.run import RunConfig
+from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, local_of
+from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer
 
 # Squares are summed in float32 (or float64) over spans of this many entries, and the spans in float64.
 _SPAN = 4096
@@ -71,24 +75,137 @@ def clip_gradients(gradients: Iterable[Tensor], norm: Tensor, bound: float) -> N
         torch._foreach_mul_(members, factor.to(dtype))
 
 
-NO_WEIGHT_DECAY = frozenset({"norm", "bias", "sink"})
+# ---- the optimizer ----
 
 
-def adamw(parameters: Iterable[tuple[nn.Parameter, str]], config: OptimConfig) -> optim.AdamW:
-    """``parameters`` are pairs of a parameter and its kind in the blueprint."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter, kind in parameters:
-        groups.setdefault((kind not in NO_WEIGHT_DECAY, isinstance(parameter, DTensor)), []).append(parameter)
-    return optim.AdamW(
-        [
-            {"params": members, "weight_decay": config.weight_decay if decayed else 0.0}
-            for (decayed, _), members in groups.items()
-        ]
+@dataclass(frozen=True)
+class OptimizerInputs:
+    """What an algorithm may read: the run, where its parameters are, and the groups of ranks, if there are any."""
+
+    run: RunConfig
+    device: torch.device
+    groups: Groups | None = None
+
+
+PiecesByRule = Mapping[UpdateRule, Sequence[Piece]]
+MakePart = Callable[[PiecesByRule, OptimizerInputs], SavingOptimizer]
+
+
+class ModelOptimizer(SavingOptimizer):
+    """One optimizer of several parts. Groups and states are the parts' own objects."""
+
+    def __init__(self, parts: Sequence[SavingOptimizer], lr: float) -> None:
+        groups = [group for part in parts for group in part.param_groups]
         # A pipeline rank with empty stages has no parameters; torch needs at least one group.
-        or [{"params": []}],
+        super().__init__(groups or [{"params": [], "lr_scale": 1.0}], {"lr": lr})
+        self.parts = tuple(parts)
+        self._part_of = {
+            parameter: part for part in parts for group in part.param_groups for parameter in group["params"]
+        }
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def set_lr(self, lr: float) -> None:
+        """The lr of the schedule, which every group scales."""
+        for group in self.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+
+    def saved_kinds(self, parameter: nn.Parameter) -> dict[str, SavedKind]:
+        return self._part_of[parameter].saved_kinds(parameter)
+
+    def saved_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return self._part_of[parameter].saved_state(parameter)
+
+    def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
+        self._part_of[parameter].load_saved(parameter, saved)
+
+
+def build_optimizer(pieces: Iterable[Piece], inputs: OptimizerInputs) -> ModelOptimizer:
+    by_algorithm: dict[str, dict[UpdateRule, list[Piece]]] = {}
+    for piece in pieces:
+        rule = update_rule(piece.name, piece.kind, inputs.run.optim)
+        by_algorithm.setdefault(rule.algorithm, {}).setdefault(rule, []).append(piece)
+    parts = [ALGORITHMS[name](by_rule, inputs) for name, by_rule in by_algorithm.items()]
+    return ModelOptimizer(parts, inputs.run.optim.lr)
+
+
+def state_format(run: RunConfig) -> StateFormat | None:
+    """How AdamW stores its states; None where torch's own AdamW does it."""
+    precision, on = run.precision, run.memory.optimizer
+    moments, remainder = precision.moments or precision.params, precision.master == "remainder"
+    stochastic = precision.moments_rounding == "stochastic" and moments in ("bfloat16", "float8")
+    if moments == precision.params and on == "device" and not stochastic and not remainder:
+        return None
+    return StateFormat(moments, stochastic, remainder, on)
+
+
+def adamw(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
+    config, format = inputs.run.optim, state_format(inputs.run)
+    pieces = [piece for members in by_rule.values() for piece in members]
+    betas = (config.beta1, config.beta2)
+    if format is not None:
+        return ChunkedAdamW(
+            [param_group(rule, members) for rule, members in by_rule.items()],
+            pieces,
+            format,
+            lr=config.lr,
+            betas=betas,
+            eps=config.eps,
+            fused=config.implementation == "fused",
+            seed=inputs.run.seed,
+            device=inputs.device,
+        )
+    # DTensors and plain tensors are in separate groups, because one fused update cannot mix the two.
+    groups: dict[tuple[UpdateRule, bool], list[Piece]] = {}
+    for rule, members in by_rule.items():
+        for piece in members:
+            groups.setdefault((rule, isinstance(piece.parameter, DTensor)), []).append(piece)
+    return TorchAdamW(
+        [param_group(rule, members) for (rule, _), members in groups.items()],
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
+        betas=betas,
         eps=config.eps,
         foreach=config.implementation == "foreach",
         fused=config.implementation == "fused",
     )
+
+
+def param_group(rule: UpdateRule, pieces: Iterable[Piece]) -> dict[str, object]:
+    """As torch has them."""
+    parameters = [piece.parameter for piece in pieces]
+    return {"params": parameters, "weight_decay": rule.weight_decay, "lr_scale": rule.lr_scale}
+
+
+# By the names of `optim.algorithm`.
+ALGORITHMS: dict[str, MakePart] = {"adamw": adamw}
+
+
+class TorchAdamW(optim.AdamW, SavingOptimizer):
+    """torch's AdamW, with states for checkpoints."""
+
+    def saved_kinds(self, parameter: nn.Parameter) -> dict[str, SavedKind]:
+        moment = SavedKind(parameter.dtype, single=False)
+        return {"step": SavedKind(torch.float32, single=True), "exp_avg": moment, "exp_avg_sq": moment}
+
+    def saved_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """A parameter that never had a gradient has no state; its first step would start from zeros."""
+        state: dict[str, Tensor] = self.state.get(parameter) or {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(parameter.detach()),
+            "exp_avg_sq": torch.zeros_like(parameter.detach()),
+        }
+        return {kind: local_of(value) for kind, value in state.items()}
+
+    @torch.no_grad()
+    def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
+        """A fused update reads step counts on the parameter's device; the others read them on the host."""
+        counts = parameter.device if self.defaults["fused"] else torch.device("cpu")
+        state = {"step": saved["step"].to(counts, copy=True)}
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[kind] = torch.zeros_like(parameter.detach())
+            local_of(state[kind]).copy_(saved[kind])
+        self.state[parameter] = state

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Box = tuple[slice, ...]
 
@@ -48,15 +49,17 @@ class SavedKind(NamedTuple):
     single: bool
 
 
-class SavesStates(Protocol):
-    """What checkpoints ask of an optimizer, for one of its parameters."""
+class SavingOptimizer(Optimizer):
+    """An optimizer that checkpoints can ask what it keeps for one of its parameters."""
 
     def saved_kinds(self, parameter: nn.Parameter) -> dict[str, SavedKind]:
         """The kinds, whether or not there was an update yet."""
-        ...
+        raise NotImplementedError
 
     def saved_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """By kind: a scalar, or a tensor with the shape of the rank's part; zeros before the first update."""
-        ...
+        raise NotImplementedError
 
-    def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None: ...
+    def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
+        """The inverse of `saved_state`; ``saved`` has all kinds, and is copied."""
+        raise NotImplementedError

@@ -15,7 +15,7 @@ from moefold.comm.process_groups import Groups
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.nn.batch import Batch
-from moefold.optim.optimizer import clip_gradients, grad_norm_of
+from moefold.optim.optimizer import ModelOptimizer, OptimizerInputs, build_optimizer, clip_gradients, grad_norm_of
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import StepSums
@@ -34,6 +34,12 @@ class StepResult(NamedTuple):
 OnGradients = Callable[[dict[str, Tensor]], None]
 # From the step's sums and grad norm, which are the same on all ranks: a reason to skip the update, or None.
 SkipReason = Callable[[StepSums, Tensor], str | None]
+
+
+def make_optimizer(local_model: LocalModel) -> ModelOptimizer:
+    """Of all that this rank updates, as the run's config says."""
+    inputs = OptimizerInputs(local_model.run, local_model.device, local_model.groups)
+    return build_optimizer(local_model.pieces(), inputs)
 
 
 def run_step(

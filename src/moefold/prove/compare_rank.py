@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.optim.optimizer import adamw
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, local_buffers
 from moefold.parallel.param_shards import TrainedPiece
-from moefold.pipeline.step import StepResult, count_step_labels, run_step
+from moefold.pipeline.step import StepResult, count_step_labels, make_optimizer, run_step
 from moefold.prove.cases import Case
 from moefold.prove.proof_inputs import labels_of_rank, on_device, proof_init, rank_batch, rows_in_wave
 from moefold.prove.routing_replay import replay_routing
@@ -110,7 +109,7 @@ def compare_rank(
     """Differences from the reference's quantities, by name, as plain JSON."""
     groups = groups_of(case.run, case.world, rank, _TIMEOUT)
     local_model = build_local_model(case.run, groups, device, proof_init, routing_policy)
-    optimizer = adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), case.run.optim)
+    optimizer = make_optimizer(local_model)
     labels = tuple(count_step_labels(count, groups) for count in labels_of_rank(case, rank))
     batches = [on_device(rank_batch(case, wave, rank, labels), device) for wave in range(case.num_waves)]
     if case.run.precision.compute != "float64":

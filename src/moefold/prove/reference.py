@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moefold.blueprint.param_groups import NO_DECAY_KINDS
 from moefold.blueprint.parameters import buffers, init_std, moe_block_names, parameters
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
-from moefold.optim.optimizer import NO_WEIGHT_DECAY
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proof_kernels
 from moefold.prove.proof_inputs import labels_of_batch, proof_init, wave_batch
@@ -105,7 +105,7 @@ def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Quantities:
     named = dict(model.named_parameters())
     optimizer = torch.optim.AdamW(
         [
-            {"params": [parameter], "weight_decay": 0.0 if kinds[name] in NO_WEIGHT_DECAY else optim.weight_decay}
+            {"params": [parameter], "weight_decay": 0.0 if kinds[name] in NO_DECAY_KINDS else optim.weight_decay}
             for name, parameter in named.items()
         ],
         lr=optim.lr,

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.optim import Optimizer
 
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.run_lock import take_incarnation
@@ -19,8 +18,9 @@ from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
 from moefold.errors import TrainingError
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.optim.optimizer import adamw
+from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
+from moefold.pipeline.step import make_optimizer
 from moefold.train.state import TrainState
 
 
@@ -32,7 +32,7 @@ class TrainContext:
     directory: Path
     device: torch.device
     local_model: LocalModel
-    optimizer: Optimizer
+    optimizer: ModelOptimizer
     samples: AnySamples
     validation: AnySamples | None
     saver: Saver
@@ -73,10 +73,6 @@ def build_train_context(
     saver = make_saver(local_model, directory, incarnation, device)
     context = TrainContext(run, directory, device, local_model, optimizer, samples, validation, saver)
     return context, _resume(context)
-
-
-def make_optimizer(local_model: LocalModel) -> Optimizer:
-    return adamw(((piece.parameter, piece.kind) for piece in local_model.pieces()), local_model.run.optim)
 
 
 def make_saver(local_model: LocalModel, directory: Path, incarnation: int, device: torch.device) -> Saver:

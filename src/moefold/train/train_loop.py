@@ -149,8 +149,7 @@ def _step(
     data = batches.take(state.samples, (state.samples + (i + 1) * run.data.global_batch for i in range(ahead)))
     read = time.perf_counter()
     lr = lr_at(number, run.train.steps, run.optim)
-    for group in context.optimizer.param_groups:
-        group["lr"] = lr
+    context.optimizer.set_lr(lr)
 
     def reason_to_skip(sums: StepSums, grad_norm: Tensor) -> str | None:
         balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))

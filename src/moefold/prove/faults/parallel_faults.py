@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+import moefold.blueprint.param_groups
 import moefold.moe.dispatch.all_gather
 import moefold.moe.dispatch.all_to_all
-import moefold.optim.optimizer
 import moefold.parallel.parallelize
 import moefold.parallel.param_shards
 import moefold.pipeline.step
@@ -289,7 +289,7 @@ def init_depends_on_the_layout() -> None:
 
 
 def decay_on_everything() -> None:
-    put(moefold.optim.optimizer, "NO_WEIGHT_DECAY", frozenset())
+    put(moefold.blueprint.param_groups, "NO_DECAY_KINDS", frozenset())
 
 
 def dropped_assignments_kept_by_others() -> None:
