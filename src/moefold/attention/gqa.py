@@ -7,6 +7,8 @@ code runs on all heads and on a shard of them.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.fp32_linear import upcast
 
@@ -32,6 +35,7 @@ class GroupedQueryAttention(nn.Module):
         core: AttentionCore,
         matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
+        retain: Retention = KEEP_ALL,
     ) -> None:
         super().__init__()
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -48,9 +52,10 @@ class GroupedQueryAttention(nn.Module):
         self.window = config.window if layer % config.window_every == 0 else None
         self.tokens = tokens
         self.core = core
+        self.retain = retain
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_SD = self.tokens.gather(x_tD, batch)
+        x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
         q_SHC = self._heads(self.q(x_SD), self.q_norm)
         k_SJC = self._heads(self.k(x_SD), self.k_norm)
         v_SJC = self._heads(self.v(x_SD), None)
@@ -59,7 +64,8 @@ class GroupedQueryAttention(nn.Module):
         scale = self.head_dim**-0.5
         # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
         sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))
-        seen_SHC = self.core(q_SHC, k_SJC, v_SJC, batch, scale=scale, window=self.window, sinks_H=sinks_H)
+        attend = partial(self.core, batch=batch, scale=scale, window=self.window, sinks_H=sinks_H)
+        seen_SHC = self.retain.step("core", attend, q_SHC, k_SJC, v_SJC)
         return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_SHC.flatten(1))))
 
     def _heads(self, x_SX: Tensor, norm: nn.Module | None) -> Tensor:

@@ -7,15 +7,19 @@ of the tokens.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from moefold.attention.core import AttentionCore, Rotary
+from moefold.attention.partial_attention import compact
 from moefold.config.attention import MLAConfig, RopeConfig
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.rope import latent_softmax_scale
 
@@ -31,6 +35,7 @@ class LatentAttention(nn.Module):
         core: AttentionCore,
         matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
+        retain: Retention = KEEP_ALL,
     ) -> None:
         super().__init__()
         query_dim = config.nope_dim + config.rope_dim
@@ -49,26 +54,40 @@ class LatentAttention(nn.Module):
         self.scale = query_dim**-0.5 * latent_softmax_scale(rope.yarn)
         self.tokens = tokens
         self.core = core
+        self.retain = retain
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        tables = self.rotary(batch.positions_S, like=x_tD)
-        q_SHC = self._queries(x_tD, batch, tables)
-        k_SHC, v_SHU = self._keys_and_values(x_tD, batch, tables)
-        seen_SHU = self.core(q_SHC, k_SHC, v_SHU, batch, scale=self.scale, window=None, sinks_H=None)
+        q_in_SX, both_SX = self._queries_in(x_tD, batch), self._latents(x_tD, batch)
+        q_SHC, k_SHC, v_SHU = self.retain.step("mla_up", partial(self._up, batch.positions_S), q_in_SX, both_SX)
+        del q_in_SX, both_SX
+        attend = partial(self.core, batch=batch, scale=self.scale, window=None, sinks_H=None)
+        seen_SHU = self.retain.step("core", attend, q_SHC, k_SHC, v_SHU)
+        del q_SHC, k_SHC, v_SHU
         return self.tokens.reduce(self.out(seen_SHU.flatten(1)))
 
-    def _queries(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> Tensor:
-        nope, rope = self.config.nope_dim, self.config.rope_dim
+    def _queries_in(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        """What queries are projected from: their normed latents, or the layer's input."""
         if self.config.q_latent is None:
-            q_SX = self.q(self.tokens.gather(x_tD, batch))
-        else:
-            q_SX = self.q_up(self.tokens.gather(self.q_norm(self.q_down(x_tD)), batch))
-        return self.rotary.rotate_queries(q_SX.unflatten(1, (-1, nope + rope)), tables)
+            return self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
+        normed_tX = self.retain.step("latent_norm", self.q_norm, self.q_down(x_tD))
+        return self.retain.received("latent_norm", self.tokens.gather(normed_tX, batch))
 
-    def _keys_and_values(self, x_tD: Tensor, batch: Batch, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _latents(self, x_tD: Tensor, batch: Batch) -> Tensor:
+        """Normed latents of keys and values, and beside them the entries that carry positions."""
+        both_tX = self.retain.step("latent_norm", self._normed, self.kv_down(x_tD))
+        return self.retain.received("latent_norm", self.tokens.gather(both_tX, batch))
+
+    def _normed(self, both_tX: Tensor) -> Tensor:
+        latent_tk, rope_tX = both_tX.split((self.config.kv_latent, self.config.rope_dim), dim=-1)
+        return torch.cat((self.kv_norm(latent_tk), rope_tX), dim=-1)
+
+    def _up(self, positions_S: Tensor, q_in_SX: Tensor, both_SX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        latent_tk, rope_tX = self.kv_down(x_tD).split((config.kv_latent, config.rope_dim), dim=-1)
-        both_SX = self.tokens.gather(torch.cat((self.kv_norm(latent_tk), rope_tX), dim=-1), batch)
+        cos, sin = (self.retain.received("mla_up", table) for table in self.rotary(positions_S, like=both_SX))
+        q_SX = (self.q if config.q_latent is None else self.q_up)(q_in_SX)
+        q_SHC = self.rotary.rotate_queries(q_SX.unflatten(1, (-1, config.nope_dim + config.rope_dim)), (cos, sin))
         latent_Sk, rope_SX = both_SX.split((config.kv_latent, config.rope_dim), dim=-1)
         heads_SHX = self.kv_up(latent_Sk).unflatten(1, (-1, config.nope_dim + config.value_dim))
-        return self.rotary.keys_and_values(heads_SHX, rope_SX, tables, config.nope_dim)
+        k_SHC, v_SHU = self.rotary.keys_and_values(heads_SHX, rope_SX, (cos, sin), config.nope_dim)
+        # Values that are a view of the projection would keep its key half alive too.
+        return q_SHC, k_SHC, compact(v_SHU)

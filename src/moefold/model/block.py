@@ -16,7 +16,8 @@ from moefold.moe.layer import MoELayer
 from moefold.moe.load_balancing import RoutingReport
 from moefold.nn.batch import Batch
 from moefold.nn.layers import FeedForward, RMSNorm
-from moefold.nn.phase import Phase, Stream, nest, recomputed, run_in_order
+from moefold.nn.phase import Phase, Stream, inside, nest, recomputed, run_in_order
+from moefold.nn.step_retention import KEEP_ALL, Retention
 
 
 class BlockOutput(NamedTuple):
@@ -32,9 +33,11 @@ class Block(nn.Module):
         feed_forward_norm: RMSNorm,
         feed_forward: FeedForward | MoELayer,
         recompute: frozenset[str] = frozenset(),
+        retain: Retention = KEEP_ALL,
     ) -> None:
-        """``recompute`` names the phases that keep their input only."""
+        """``recompute`` names the phases that keep their input only; ``retain``: what others keep of their steps."""
         super().__init__()
+        self.retain = retain
         self.recompute = recompute
         self.attention_norm = attention_norm
         self.attention = attention
@@ -49,11 +52,12 @@ class Block(nn.Module):
         if self.recompute:
             output: BlockOutput = run_in_order(self.phases(batch, earlier_E), x_tD)
             return output
-        x_tD = self._attention(x_tD, batch)
-        if isinstance(self.feed_forward, FeedForward):
-            return self._dense(x_tD, batch)
-        y_tD, report = self.feed_forward(self.feed_forward_norm(x_tD), batch, earlier_E)
-        return BlockOutput(x_tD + y_tD, report)
+        with self.retain.scope():
+            x_tD = self._attention(x_tD, batch)
+            if isinstance(self.feed_forward, FeedForward):
+                return self._dense(x_tD, batch)
+            y_tD, report = self.feed_forward(self._feed_norm(x_tD), batch, earlier_E)
+            return BlockOutput(x_tD + y_tD, report)
 
     def phases(self, batch: Batch, earlier_E: Tensor | None = None) -> tuple[Phase, ...]:
         """The same forward step by step; phases in ``recompute`` save their input only."""
@@ -62,14 +66,19 @@ class Block(nn.Module):
             dense = Phase("feed_forward", Stream.COMPUTE, lambda x_tD: self._dense(x_tD, batch))
             phases: tuple[Phase, ...] = attention, dense
         else:
-            phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self.feed_forward_norm, _add_residual)
-        return tuple(recomputed(phase) if phase.name in self.recompute else phase for phase in phases)
+            phases = attention, *nest(self.feed_forward.phases(batch, earlier_E), self._feed_norm, _add_residual)
+        return tuple(
+            recomputed(phase) if phase.name in self.recompute else inside(phase, self.retain.scope) for phase in phases
+        )
 
     def _attention(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        return x_tD + self.attention(self.attention_norm(x_tD), batch)
+        return x_tD + self.attention(self.retain.step("attention_norm", self.attention_norm, x_tD), batch)
+
+    def _feed_norm(self, x_tD: Tensor) -> Tensor:
+        return self.retain.step("feed_norm", self.feed_forward_norm, x_tD)
 
     def _dense(self, x_tD: Tensor, batch: Batch) -> BlockOutput:
-        return BlockOutput(x_tD + self.feed_forward(self.feed_forward_norm(x_tD), batch), None)
+        return BlockOutput(x_tD + self.feed_forward(self._feed_norm(x_tD), batch), None)
 
 
 def _add_residual(x_tD: Tensor, output: tuple[Tensor, RoutingReport]) -> BlockOutput:

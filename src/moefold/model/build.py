@@ -17,6 +17,7 @@ from moefold.attention.mla import LatentAttention
 from moefold.blueprint.parameters import moe_block_names
 from moefold.blueprint.stage_modules import Parts, parts_of, whole_model
 from moefold.config.attention import GQAConfig
+from moefold.config.memory import RetainedStep
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.model.block import Block
@@ -33,6 +34,7 @@ from moefold.moe.routing_policies import RoutingPolicy
 from moefold.nn.layers import FeedForward, Linear, RMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens, LocalVocab, TokenSharding, VocabSharding
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.nn.vocab import Embedding, LanguageLoss
 
 
@@ -55,17 +57,22 @@ class ParallelInterfaces:
     kernels: MoEKernels = MOE_IN_TORCH
     # Phases that save only their input and are recomputed in the backward pass.
     recompute: frozenset[str] = frozenset()
+    # What the other phases keep of their steps.
+    retain: Retention = KEEP_ALL
 
 
-def local_interfaces(experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH) -> ParallelInterfaces:
+def local_interfaces(
+    experts_backend: str = "sequential", kernels: MoEKernels = MOE_IN_TORCH, retain: Retention = KEEP_ALL
+) -> ParallelInterfaces:
     matmul_policy = ParameterMatmul()
     return ParallelInterfaces(
         LocalTokens(),
         LocalVocab(),
         lambda moe: LocalDispatcher(moe.num_experts),
         matmul_policy,
-        expert_backend(experts_backend, matmul_policy, kernels=kernels),
+        expert_backend(experts_backend, matmul_policy, kernels=kernels, retain=retain),
         kernels=kernels,
+        retain=retain,
     )
 
 
@@ -107,13 +114,15 @@ def _block(model: ModelConfig, layer: int, interfaces: ParallelInterfaces) -> Bl
     if model.moe is not None and model.is_moe_layer(layer):
         feed_forward: FeedForward | MoELayer = build_moe_layer(model.moe, model.dim, interfaces)
     else:
-        feed_forward = _dense(model.dim, model.dense_hidden_dim, "swiglu", interfaces)
+        feed_forward = _dense(model.dim, model.dense_hidden_dim, "swiglu", "dense", interfaces)
     attention = _attention(model, layer, interfaces)
-    return Block(_norm(model, interfaces), attention, _norm(model, interfaces), feed_forward, interfaces.recompute)
+    norms = _norm(model, interfaces), _norm(model, interfaces)
+    return Block(norms[0], attention, norms[1], feed_forward, interfaces.recompute, interfaces.retain)
 
 
-def _dense(dim: int, hidden: int, activation: str, interfaces: ParallelInterfaces) -> FeedForward:
-    return FeedForward(dim, hidden, activation, interfaces.tokens, interfaces.matmul_policy, interfaces.kernels)
+def _dense(dim: int, hidden: int, activation: str, step: RetainedStep, interfaces: ParallelInterfaces) -> FeedForward:
+    tokens, matmul_policy, kernels = interfaces.tokens, interfaces.matmul_policy, interfaces.kernels
+    return FeedForward(dim, hidden, activation, tokens, matmul_policy, kernels, step, interfaces.retain)
 
 
 def _attention(
@@ -131,15 +140,24 @@ def _attention(
             interfaces.core,
             interfaces.matmul_policy,
             interfaces.kernels,
+            interfaces.retain,
         )
     return LatentAttention(
-        config, rope, dim, eps, interfaces.tokens, interfaces.core, interfaces.matmul_policy, interfaces.kernels
+        config,
+        rope,
+        dim,
+        eps,
+        interfaces.tokens,
+        interfaces.core,
+        interfaces.matmul_policy,
+        interfaces.kernels,
+        interfaces.retain,
     )
 
 
 def build_moe_layer(moe: MoEConfig, dim: int, interfaces: ParallelInterfaces) -> MoELayer:
     latent = moe.latent_dim
-    shared = _dense(dim, moe.shared_hidden_dim, moe.activation, interfaces) if moe.shared_hidden_dim else None
+    shared = _dense(dim, moe.shared_hidden_dim, moe.activation, "shared", interfaces) if moe.shared_hidden_dim else None
     # In torch one call is no faster, and the router's own steps are the reference.
     route = None if interfaces.kernels.route is MOE_IN_TORCH.route else interfaces.kernels.route
     return MoELayer(

@@ -29,6 +29,7 @@ from moefold.moe.padded_permutation import (
 )
 from moefold.moe.permute import count_assignments
 from moefold.nn.matmul_policy import WeightGradQueue
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.glu import GLU
 from moefold.ops.segments import segment_sum
 
@@ -242,13 +243,14 @@ def _down_bias_gradients(
 
 
 class CpuFusedExperts:
-    def __init__(self, gate: GLU, weight_grads: WeightGradQueue | None = None) -> None:
-        self.gate, self.weight_grads = gate, weight_grads
+    def __init__(self, gate: GLU, weight_grads: WeightGradQueue | None = None, retain: Retention = KEEP_ALL) -> None:
+        """``retain``: the rows and the first GEMM's output can be offloaded; the activation is never kept."""
+        self.gate, self.weight_grads, self.retain = gate, weight_grads, retain
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
         down_bias = None if weights.down_bias is None else weights.down_bias * weights.bias_scale
         out: Tensor = _Fused.apply(
-            expert_in.rows_RL,
+            self.retain.received("rows", expert_in.rows_RL),
             expert_in.assignments.probs,
             weights.gate_up,
             weights.down,
@@ -257,6 +259,7 @@ class CpuFusedExperts:
             pad_rows(expert_in.assignments, _rows_per_expert(expert_in, weights)),
             self.gate,
             self.weight_grads,
+            self.retain,
         )
         return out
 
@@ -282,9 +285,11 @@ class _Fused(torch.autograd.Function):
         rows: PaddedRowMap,
         gate: GLU,
         weight_grads: WeightGradQueue | None,
+        retain: Retention,
     ) -> Tensor:
         weights = _fused_weights(gate_up, down, gate_up_bias, down_bias)
         y_RL, gate_up_PG = fused_forward(x_RL, prob_RK, weights, rows, gate)
+        gate_up_PG = retain.received("gate_up", gate_up_PG)
         _, *maps = rows
         ctx.save_for_backward(x_RL, prob_RK, gate_up_PG, gate_up, down, gate_up_bias, down_bias, *maps)
         ctx.sizes, ctx.gate, ctx.weight_grads = rows.sizes, gate, weight_grads
@@ -316,6 +321,7 @@ class _Fused(torch.autograd.Function):
             grads.ddown_eLF,
             None if grads.dgate_up_bias_eG is None else grads.dgate_up_bias_eG.view(gate_up_bias.shape),
             grads.ddown_bias_eL,
+            None,
             None,
             None,
             None,

@@ -14,6 +14,7 @@ from moefold.moe.grouped_experts import (
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.moe.te_permutation import TransformerEnginePermutation
 from moefold.nn.matmul_policy import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul, MatmulPolicy, WeightGradQueue
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.engines import load_engine
 
 
@@ -23,19 +24,21 @@ def expert_backend(
     weight_grads: WeightGradQueue | None = None,
     kernels: MoEKernels = MOE_IN_TORCH,
     permute: str = "backend",
+    retain: Retention = KEEP_ALL,
 ) -> ExpertBackendMaker:
-    """``weight_grads``: where deferred weight gradients wait, if the schedule defers them.
+    """``weight_grads``: where deferred weight gradients wait, if the schedule defers them. ``retain``: what is kept of
+    the steps of the experts.
 
     ``permute``: whose permutation surrounds grouped GEMMs (``kernels.permute``).
     """
 
     def make(config: MoEConfig) -> ExpertBackend:
         if name == "fused":
-            return CpuFusedExperts(kernels.glu(config.activation), weight_grads)
+            return CpuFusedExperts(kernels.glu(config.activation), weight_grads, retain)
         if name in ENGINE_MATMULS:
             # A missing or wrong version stops the run here, and not in its first step.
             load_engine(name)
-        experts = grouped_experts(config, matmul_policy, (GROUPED_MATMULS | ENGINE_MATMULS)[name], kernels)
+        experts = grouped_experts(config, matmul_policy, (GROUPED_MATMULS | ENGINE_MATMULS)[name], kernels, retain)
         if permute == "transformer_engine":
             experts.permutation = TransformerEnginePermutation(load_engine(permute))
         return experts
@@ -44,9 +47,13 @@ def expert_backend(
 
 
 def grouped_experts(
-    moe: MoEConfig, matmul_policy: MatmulPolicy, matmul: GroupedMatmul, kernels: MoEKernels = MOE_IN_TORCH
+    moe: MoEConfig,
+    matmul_policy: MatmulPolicy,
+    matmul: GroupedMatmul,
+    kernels: MoEKernels = MOE_IN_TORCH,
+    retain: Retention = KEEP_ALL,
 ) -> GroupedExperts:
     """Kernels where there are any; in torch, single operations are faster than the kernels' references."""
     in_torch = kernels.permute is MOE_IN_TORCH.permute
     permutation = TorchPermutation() if in_torch else KernelPermutation(kernels)
-    return GroupedExperts(moe, matmul_policy, matmul, permutation, kernel_activation(kernels, moe.activation))
+    return GroupedExperts(moe, matmul_policy, matmul, permutation, kernel_activation(kernels, moe.activation), retain)

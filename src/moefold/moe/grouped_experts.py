@@ -12,7 +12,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from moefold.moe.kernels.row_map_reference import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
 from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded, unpermute_rows
 from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.activations import weighted_activation
 
 
@@ -39,15 +40,26 @@ class Permuted(NamedTuple):
 
 
 class Permutation(Protocol):
-    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted: ...
+    def permute(
+        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+    ) -> Permuted: ...
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
         """[R, L]: each received row's expert outputs, summed."""
         ...
 
 
-# [P, G] before the activation, and the probs to multiply by or None, to [P, F].
-WeightedActivation = Callable[[Tensor, Tensor | None], Tensor]
+class WeightedActivation(Protocol):
+    def __call__(self, gate_up_PG: Tensor, prob_P: Tensor | None) -> Tensor:
+        """[P, G] before the activation, and the probs to multiply by or None, to [P, F]."""
+        ...
+
+
+class RowCounts(NamedTuple):
+    """Rows of each expert, on the device and on the host."""
+
+    rows_per_expert_e: Tensor
+    rows_per_expert: list[int]
 
 
 class GroupedExperts:
@@ -58,29 +70,39 @@ class GroupedExperts:
         matmul: GroupedMatmul,
         permutation: Permutation,
         activation: WeightedActivation,
+        retain: Retention = KEEP_ALL,
     ) -> None:
+        self.retain = retain
         self.prob_at_activation = config.weight_at == "activation"
         self.matmul_policy, self.matmul = matmul_policy, matmul
         self.permutation, self.activation = permutation, activation
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
         permutation = NO_PERMUTATION if expert_in.by_expert else self.permutation
-        permuted = permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation)
+        permuted = permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation, self.retain)
         rows_PL, prob_P, _ = permuted
-        gate_up_PG = self._matmul(rows_PL, weights.gate_up, expert_in)
-        if weights.gate_up_bias is not None:
-            gate_up_PG = gate_up_PG + bias_of_rows(weights.gate_up_bias.flatten(1), rows_PL, expert_in)
-        hidden_PF = self.activation(gate_up_PG, prob_P)
-        out_PL = self._matmul(hidden_PF, weights.down, expert_in)
+        counts = RowCounts(expert_in.rows_per_expert_e, expert_in.rows_per_expert)
+        # Only the counts: what is recomputed must not hold the rows that were received.
+        gate_up = partial(self._gate_up, weights, counts)
+        gate_up_PG = self.retain.step("gate_up", gate_up, self.retain.received("rows", rows_PL))
+        if prob_P is None:
+            hidden_PF = self.retain.step("activation", partial(self.activation, prob_P=None), gate_up_PG)
+        else:
+            hidden_PF = self.retain.step("activation", self.activation, gate_up_PG, prob_P)
+        del gate_up_PG
+        out_PL = self.matmul_policy.grouped(self.matmul, hidden_PF, weights.down, *counts)
+        del hidden_PF
         if weights.down_bias is not None:
             # Times 0 rather than left out: every rank's bias takes part in the backward pass.
-            bias_PL = bias_of_rows(weights.down_bias, rows_PL, expert_in) * weights.bias_scale
+            bias_PL = bias_of_rows(weights.down_bias, rows_PL, counts) * weights.bias_scale
             out_PL = out_PL + (bias_PL if prob_P is None else times_prob(bias_PL, prob_P))
         return permutation.unpermute(out_PL, permuted)
 
-    def _matmul(self, rows: Tensor, weight: Tensor, expert_in: ExpertInput) -> Tensor:
-        counts = expert_in.rows_per_expert_e, expert_in.rows_per_expert
-        return self.matmul_policy.grouped(self.matmul, rows, weight, *counts)
+    def _gate_up(self, weights: ExpertWeights, counts: RowCounts, rows_PL: Tensor) -> Tensor:
+        gate_up_PG = self.matmul_policy.grouped(self.matmul, rows_PL, weights.gate_up, *counts)
+        if weights.gate_up_bias is None:
+            return gate_up_PG
+        return gate_up_PG + bias_of_rows(weights.gate_up_bias.flatten(1), rows_PL, counts)
 
 
 def times_prob(rows: Tensor, prob_P: Tensor) -> Tensor:
@@ -91,9 +113,9 @@ def times_prob(rows: Tensor, prob_P: Tensor) -> Tensor:
     return (rows * prob_P[:, None]).to(rows.dtype)
 
 
-def bias_of_rows(bias_eX: Tensor, rows_PL: Tensor, expert_in: ExpertInput) -> Tensor:
+def bias_of_rows(bias_eX: Tensor, rows_PL: Tensor, counts: RowCounts) -> Tensor:
     """Each row's own expert's bias; the number of rows is known from their shape, so nothing is read back."""
-    bias_PX = bias_eX.repeat_interleave(expert_in.rows_per_expert_e, dim=0, output_size=rows_PL.shape[0])
+    bias_PX = bias_eX.repeat_interleave(counts.rows_per_expert_e, dim=0, output_size=rows_PL.shape[0])
     return bias_PX.to(rows_PL.dtype)
 
 
@@ -106,13 +128,15 @@ class _UndoPermute(NamedTuple):
 
 
 class TorchPermutation:
-    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+    def permute(
+        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+    ) -> Permuted:
         padded = expert_in.capacity is not None
         if expert_in.capacity is None:
             groups = group_by_expert(expert_in.assignments, num_experts, sum(expert_in.rows_per_expert))
         else:
             groups = group_padded(expert_in.assignments, num_experts, expert_in.capacity)
-        rows_PL = gather_rows(expert_in.rows_RL, groups.token_N, padded)
+        rows_PL = retain.step("rows", partial(gather_rows, token_N=groups.token_N, padded=padded), expert_in.rows_RL)
         prob_P = gather_probs(expert_in.assignments.probs, groups.assignment_N, padded)
         num_rows = expert_in.rows_RL.shape[0]
         if prob_at_activation:
@@ -128,7 +152,9 @@ class TorchPermutation:
 class NoPermutation:
     """Rows have been received in the order of the experts."""
 
-    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+    def permute(
+        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+    ) -> Permuted:
         prob_P = expert_in.assignments.probs.flatten()
         return Permuted(expert_in.rows_RL, *((prob_P, None) if prob_at_activation else (None, prob_P)))
 
@@ -149,10 +175,22 @@ class KernelPermutation:
     def __init__(self, kernels: MoEKernels) -> None:
         self.kernels = kernels
 
-    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+    def permute(
+        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+    ) -> Permuted:
         row_map, prob_RK = self._row_map(expert_in, num_experts), expert_in.assignments.probs
-        rows_PL, prob_P = self.kernels.permute(expert_in.rows_RL, row_map, prob_RK if prob_at_activation else None)
-        return Permuted(rows_PL, prob_P, (row_map, None if prob_at_activation else prob_RK))
+        if prob_at_activation:
+            permute = partial(self._rows_and_probs, row_map)
+            return Permuted(*retain.step("rows", permute, expert_in.rows_RL, prob_RK), (row_map, None))
+        return Permuted(retain.step("rows", partial(self._rows, row_map), expert_in.rows_RL), None, (row_map, prob_RK))
+
+    def _rows_and_probs(self, row_map: RowMap, rows_RL: Tensor, prob_RK: Tensor) -> tuple[Tensor, Tensor]:
+        rows_PL, prob_P = self.kernels.permute(rows_RL, row_map, prob_RK)
+        assert prob_P is not None
+        return rows_PL, prob_P
+
+    def _rows(self, row_map: RowMap, rows_RL: Tensor) -> Tensor:
+        return self.kernels.permute(rows_RL, row_map, None)[0]
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
         row_map, prob_RK = permuted.undo

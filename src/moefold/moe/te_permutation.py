@@ -15,6 +15,7 @@ from torch import Tensor
 from moefold.errors import BackendError
 from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.grouped_experts import Permuted, TorchPermutation
+from moefold.nn.step_retention import KEEP_ALL, Retention
 
 
 class TransformerEnginePermutation:
@@ -24,7 +25,9 @@ class TransformerEnginePermutation:
         self.library = library
         self.without_rows = TorchPermutation()
 
-    def permute(self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool) -> Permuted:
+    def permute(
+        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+    ) -> Permuted:
         if expert_in.capacity is not None:
             raise BackendError(
                 "kernels.permute: transformer_engine does not pad capacities; use kernels.permute backend"

@@ -9,9 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from moefold.config.memory import RetainedStep
 from moefold.nn.batch import Batch
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
+from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 
@@ -72,8 +74,12 @@ class FeedForward(nn.Module):
         tokens: TokenSharding,
         matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
+        step: RetainedStep = "dense",
+        retain: Retention = KEEP_ALL,
     ) -> None:
+        """``step``: which step of a block this is, for ``retain``."""
         super().__init__()
+        self.step, self.retain = step, retain
         self.gate_up = nn.Parameter(torch.empty(2, hidden, dim))
         self.down = nn.Parameter(torch.empty(dim, hidden))
         self.activation = activation
@@ -82,7 +88,10 @@ class FeedForward(nn.Module):
         self.matmul_policy = matmul_policy
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        x_SD = self.tokens.gather(x_tD, batch)
-        gate_up_SG = self.matmul_policy.linear(x_SD, self.gate_up)
-        hidden_SF = self.kernels.weighted_activation(gate_up_SG, None, self.activation)
+        x_SD = self.retain.received("feed_norm", self.tokens.gather(x_tD, batch))
+        hidden_SF = self.retain.step(self.step, self._hidden, x_SD)
         return self.tokens.reduce(self.matmul_policy.linear(hidden_SF, self.down))
+
+    def _hidden(self, x_SD: Tensor) -> Tensor:
+        gate_up_SG = self.retain.received(self.step, self.matmul_policy.linear(x_SD, self.gate_up))
+        return self.kernels.weighted_activation(gate_up_SG, None, self.activation)

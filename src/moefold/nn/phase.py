@@ -8,6 +8,7 @@ travel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -52,6 +53,16 @@ def nest(phases: Sequence[Phase], enter: Callable[[Any], Any], leave: Callable[[
 
     last = len(phases) - 1
     return tuple(replace(phase, run=partial(run, phase, i == 0, i == last)) for i, phase in enumerate(phases))
+
+
+def inside(phase: Phase, scope: Callable[[], AbstractContextManager[None]]) -> Phase:
+    """The same phase, run inside a context of its own."""
+
+    def run(carry: Any) -> Any:
+        with scope():
+            return phase.run(carry)
+
+    return replace(phase, run=run)
 
 
 def recomputed(phase: Phase) -> Phase:

@@ -103,6 +103,8 @@ class Saved:
     step: RetainedStep | None = None
     # With this setting it is what a collective gave: it can be offloaded and not discarded.
     received: str = ""
+    # Too small to be offloaded: it falls only where the step is discarded.
+    discard_only: bool = False
 
 
 @dataclass(frozen=True)

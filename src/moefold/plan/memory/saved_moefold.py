@@ -46,7 +46,15 @@ MOEFOLD: tuple[Saved, ...] = (
     # ---- attention ----
     Saved("attention", "phase input", lambda s: s.D, needs="attention again"),
     Saved("attention", "input", lambda s: s.D, dropped=_ATTENTION),
-    Saved("attention", "inverse RMS of the input", lambda s: 1, "single", dropped=_ATTENTION, step="attention_norm"),
+    Saved(
+        "attention",
+        "inverse RMS of the input",
+        lambda s: 1,
+        "single",
+        dropped=_ATTENTION,
+        step="attention_norm",
+        discard_only=True,
+    ),
     Saved(
         "attention",
         "normed input",
@@ -71,6 +79,7 @@ MOEFOLD: tuple[Saved, ...] = (
         "single",
         dropped=_ATTENTION,
         step="latent_norm",
+        discard_only=True,
     ),
     Saved(
         "attention",
@@ -134,7 +143,9 @@ MOEFOLD: tuple[Saved, ...] = (
     # ---- dense ----
     Saved("dense", "phase input", lambda s: s.D, needs="feed_forward again"),
     Saved("dense", "input", lambda s: s.D, dropped=_FEED),
-    Saved("dense", "inverse RMS of the input", lambda s: 1, "single", dropped=_FEED, step="feed_norm"),
+    Saved(
+        "dense", "inverse RMS of the input", lambda s: 1, "single", dropped=_FEED, step="feed_norm", discard_only=True
+    ),
     Saved(
         "dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED, step="feed_norm", received="tensor_parallel"
     ),
@@ -142,7 +153,7 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED, step="dense"),
     # ---- MoE layer: routing and dispatch ----
     Saved("moe", "input", lambda s: s.D),
-    Saved("moe", "inverse RMS of the input", lambda s: 1, "single", step="feed_norm"),
+    Saved("moe", "inverse RMS of the input", lambda s: 1, "single", step="feed_norm", discard_only=True),
     # The router, the shared expert and a phase that is recomputed keep the same tensor.
     Saved("moe", "normed input", lambda s: s.D, step="feed_norm"),
     # Scores, probabilities and the coefficients of balance losses; probs and numbers of the top-k experts.

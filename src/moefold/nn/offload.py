@@ -1,0 +1,209 @@
+"""Saved tensors that wait in the host's memory between a forward and its backward.
+
+A ``Slot`` is one storage, however many views of it autograd saves. The slots of one block of one chunk (a stage's
+forward of one microbatch) are a group. A group is copied out when its forward ends. The pipeline says in which order
+chunks go backward (``schedule/offload_order.py``), so the order of reloads is known without a warm-up step: when the
+backward reaches a group, the one that follows is copied back meanwhile. What goes backward right after its forward
+stays. A group that has to be waited for because nobody asked for it ahead of time is a **stall**, and is counted.
+
+Copies on a GPU go from and to pinned memory, out on one stream and back on another, ordered by events: a copy out
+waits for the computation that made the tensor and for the last reader of its host buffer; a copy back waits for its own
+copy out (without that a reload right after the forward reads what has not been written); the computation waits for the
+copy back. Blocks that a stream did not allocate are recorded on it (``record_stream``), so that the allocator does not
+reuse them too early. (Executed on fake CUDA tensors, `dryrun/fake_cuda`; not on a GPU.) On a CPU, host and device are
+the same memory and copies are plain.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from moefold.nn.host_pool import HostBuffer, HostPool
+
+# (stage, microbatch)
+Chunk = tuple[int, int]
+# A copy of less is not worth its launch.
+LEAST_BYTES = 4096
+
+
+class Slot:
+    """One storage: on the device (``here``), in a host buffer, or on its way."""
+
+    def __init__(self, tensor: Tensor, group: OffloadGroup) -> None:
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        # Detached: what waits must not hold the graph that made it.
+        self.here: Tensor | None = tensor.detach().as_strided((size,), (1,), 0)
+        self.dtype, self.size, self.device, self.group = tensor.dtype, size, tensor.device, group
+        self.host: HostBuffer | None = None
+        self.sent: torch.cuda.Event | None = None
+        self.back: torch.cuda.Event | None = None
+
+    def __del__(self) -> None:
+        # Its backward never asked for it.
+        if self.host is not None:
+            self.group.offload.pool.give(self.host, self.sent)
+
+
+class Away:
+    """A view of a slot's storage; the slot is freed with the last of them."""
+
+    __slots__ = ("offset", "size", "slot", "stride")
+
+    def __init__(self, slot: Slot, tensor: Tensor) -> None:
+        self.slot = slot
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def get(self) -> Tensor:
+        return self.slot.group.offload.get(self.slot).as_strided(self.size, self.stride, self.offset)
+
+
+class OffloadGroup:
+    """The slots of one block's forward, or of one of its phases."""
+
+    def __init__(self, offload: Offload, chunk: Chunk | None) -> None:
+        self.offload, self.chunk = offload, chunk
+        self._slots: list[weakref.ref[Slot]] = []
+        self.is_asked_for = False
+
+    def add(self, tensor: Tensor) -> Slot:
+        slot = Slot(tensor, self)
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def slots(self) -> Iterator[Slot]:
+        """In the order in which the backward needs them, more or less: the last saved first."""
+        for reference in reversed(self._slots):
+            if (slot := reference()) is not None:
+                yield slot
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._slots
+
+
+class Offload:
+    """``ahead``: how many groups are copied back before the backward reaches them."""
+
+    def __init__(self, pool: HostPool, device: torch.device, ahead: int = 1, least: int = LEAST_BYTES) -> None:
+        self.pool, self.ahead, self.least = pool, ahead, least
+        self.chunk: Chunk | None = None
+        # Groups that were waited for, tensors that stayed because the pool was full, and bytes that were copied out.
+        self.stalls = self.not_taken = self.bytes_out = 0
+        self._order: Sequence[Chunk] = ()
+        self._stays: frozenset[Chunk] = frozenset()
+        self._groups: dict[Chunk, list[OffloadGroup]] = {}
+        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+
+    # ---- what the pipeline says ----
+
+    def start_step(self, order: Sequence[Chunk], stays: frozenset[Chunk]) -> None:
+        """``order``: chunks as they go backward; ``stays``: those that go backward right after their forward."""
+        self._order, self._stays = order, stays
+        self._groups.clear()
+
+    def start_forward(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+
+    def end_backward(self, chunk: Chunk) -> None:
+        self._groups.pop(chunk, None)
+
+    # ---- forward ----
+
+    def is_sent(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.untyped_storage().nbytes() >= self.least
+
+    def new_group(self) -> OffloadGroup:
+        return OffloadGroup(self, self.chunk)
+
+    def send(self, group: OffloadGroup) -> None:
+        """Its forward is over: copy out what its backward will need."""
+        if group.is_empty or group.chunk in self._stays:
+            return
+        if group.chunk is not None:
+            self._groups.setdefault(group.chunk, []).append(group)
+        for slot in group.slots():
+            assert slot.here is not None
+            slot.host = self.pool.take(slot.size * slot.here.element_size())
+            if slot.host is None:
+                self.not_taken += 1
+                continue
+            self._copy_out(slot, slot.here, slot.host)
+            self.bytes_out += slot.size * slot.here.element_size()
+            slot.here = None
+
+    def _copy_out(self, slot: Slot, here: Tensor, host: HostBuffer) -> None:
+        target = host.as_dtype(slot.dtype, slot.size)
+        if self._streams is None:
+            target.copy_(here)
+            return
+        out, _ = self._streams
+        out.wait_stream(torch.cuda.current_stream(slot.device))
+        if host.last_read is not None:
+            out.wait_event(host.last_read)
+        with torch.cuda.stream(out):
+            target.copy_(here, non_blocking=True)
+        here.record_stream(out)
+        slot.sent = out.record_event()
+
+    # ---- backward ----
+
+    def get(self, slot: Slot) -> Tensor:
+        group = slot.group
+        if not group.is_asked_for:
+            if slot.here is None:
+                self.stalls += 1
+            self._ask_for(group)
+        # Slots of a group are asked for in one go, but one may have been added since.
+        if slot.here is None:
+            self._copy_back(slot)
+        self._ask_for_following(group)
+        assert slot.here is not None
+        if slot.back is not None:
+            current = torch.cuda.current_stream(slot.device)
+            current.wait_event(slot.back)
+            slot.here.record_stream(current)
+        return slot.here
+
+    def _ask_for(self, group: OffloadGroup) -> None:
+        group.is_asked_for = True
+        for slot in group.slots():
+            if slot.here is None:
+                self._copy_back(slot)
+
+    def _ask_for_following(self, group: OffloadGroup) -> None:
+        for count, follower in enumerate(self._following(group)):
+            if count == self.ahead:
+                return
+            if not follower.is_asked_for:
+                self._ask_for(follower)
+
+    def _following(self, group: OffloadGroup) -> Iterator[OffloadGroup]:
+        """Groups in the order in which they go backward, after this one."""
+        if group.chunk is None or group.chunk not in self._order:
+            return
+        groups = self._groups.get(group.chunk, [])
+        if group in groups:
+            yield from reversed(groups[: groups.index(group)])
+        for chunk in self._order[self._order.index(group.chunk) + 1 :]:
+            yield from reversed(self._groups.get(chunk, []))
+
+    def _copy_back(self, slot: Slot) -> None:
+        host = slot.host
+        assert host is not None
+        source, slot.host = host.as_dtype(slot.dtype, slot.size), None
+        if self._streams is None:
+            slot.here = source.clone()
+            self.pool.give(host, None)
+            return
+        _, back = self._streams
+        assert slot.sent is not None
+        back.wait_event(slot.sent)
+        with torch.cuda.stream(back):
+            slot.here = torch.empty(slot.size, dtype=slot.dtype, device=slot.device)
+            slot.here.copy_(source, non_blocking=True)
+        slot.back = back.record_event()
+        self.pool.give(host, slot.back)
