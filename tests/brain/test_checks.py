@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import context, engine_limits, kernels, model, parallel, pipeline, planned_only, precision, train
+from moefold.checks import (
+    context,
+    engine_limits,
+    kernels,
+    model,
+    muon_rules,
+    parallel,
+    pipeline,
+    planned_only,
+    precision,
+    train,
+)
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
 from moefold.checks.sizes import divisors
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
@@ -324,7 +335,7 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 def test_every_rule_has_a_case() -> None:
     """Those about pipelines, context, messages, other libraries and what is planned only have files of their own."""
     elsewhere = {*pipeline.RULES, *context.RULES, *parallel.DISPATCH_RULES, *planned_only.RULES, *engine_limits.RULES}
-    elsewhere |= set(precision.RULES)
+    elsewhere |= {*precision.RULES, *muon_rules.RULES}
     assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere
     assert elsewhere <= set(RULES)
 

@@ -65,7 +65,6 @@ MUST_BE_REFUSED: dict[str, object] = {
     **{f"memory.retain.{step}": "discard" for step in get_args(RetainedStep)},
     "precision.moments_rounding": "stochastic",
     "optim.groups": ParamGroupConfig("*"),
-    "optim.algorithm": "muon",
     "optim.qk_clip": 100.0,
     "optim.trained": "adapters",
 }

@@ -3,7 +3,7 @@
 Two tables are read from top to bottom, and the first match counts. ``optim.groups`` matches names of the blueprint
 with `fnmatch` patterns, and says what is different for them. ``NO_DECAY_KINDS`` is the rule for what no group decides:
 norms, biases and attention sinks have no weight decay, because decay would pull scales and offsets towards zero for no
-gain.
+gain. Under `optim.algorithm: muon`, hidden matrices alone are Muon's (`blueprint/muon_matrices.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from moefold.blueprint.muon_matrices import muon_algorithm
 from moefold.config.optim import OptimConfig, ParamGroupConfig
 
 # Kinds of `blueprint.parameters` without weight decay.
@@ -33,10 +34,11 @@ def update_rule(name: str, kind: str, optim: OptimConfig) -> UpdateRule:
     """The rule of the parameter ``name`` of ``kind``, both from the blueprint."""
     group = matching_group(name, optim.groups)
     decay = 0.0 if kind in NO_DECAY_KINDS else optim.weight_decay
+    algorithm = muon_algorithm(name, kind) if optim.algorithm == "muon" else optim.algorithm
     if group is None:
-        return UpdateRule(optim.algorithm, 1.0, decay)
+        return UpdateRule(algorithm, 1.0, decay)
     return UpdateRule(
-        group.algorithm or optim.algorithm,
+        group.algorithm or algorithm,
         group.lr_scale,
         decay if group.weight_decay is None else group.weight_decay,
     )

@@ -112,3 +112,20 @@ def local_slices(spec: ParameterSpec, layout: FoldedLayout, rank: int) -> tuple[
 def shard_dim(local_shape: tuple[int, ...], ways: int) -> int:
     """The dim that sharded data parallelism shards: the first that divides evenly, else dim 0 unevenly."""
     return next((dim for dim, size in enumerate(local_shape) if size % ways == 0), 0)
+
+
+def data_sharded_box(spec: ParameterSpec, layout: FoldedLayout, rank: int) -> tuple[slice, ...]:
+    """The region that this rank holds under `parallel.sharding: fsdp`."""
+    group = "expert_shard" if grid_of(spec.name) == "expert" else "dense_shard"
+    return chunk_box(local_slices(spec, layout, rank), layout.index(group, rank), layout.size(group))
+
+
+def chunk_box(box: tuple[slice, ...], index: int, ways: int) -> tuple[slice, ...]:
+    """Chunk `index` of the box along its `shard_dim`, as `torch.chunk` does: full ones first, then the rest."""
+    sizes = tuple(part.stop - part.start for part in box)
+    dim = shard_dim(sizes, ways)
+    chunk = -(-sizes[dim] // ways)
+    start = min(chunk * index, sizes[dim])
+    stop = min(start + chunk, sizes[dim])
+    first = box[dim].start
+    return (*box[:dim], slice(first + start, first + stop), *box[dim + 1 :])

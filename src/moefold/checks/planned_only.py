@@ -63,7 +63,6 @@ PLANNED_ONLY = (
         "use null: moments are in precision.params",
     ),
     PlannedOnly("precision.moments_rounding", ("nearest",), "{} rounding of moments"),
-    PlannedOnly("optim.algorithm", ("adamw",), "the {} optimizer"),
     PlannedOnly("optim.qk_clip", (None,), "QK-clip at {}"),
     PlannedOnly("optim.groups", (), "groups of parameters ({})"),
     PlannedOnly("optim.trained", ("all",), "training {} alone"),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from moefold.checks import context, engine_limits, kernels, model, parallel, pipeline, planned_only, precision, train
+from moefold.checks import (
+    context,
+    engine_limits,
+    kernels,
+    model,
+    muon_rules,
+    parallel,
+    pipeline,
+    planned_only,
+    precision,
+    train,
+)
 from moefold.checks.sizes import sizes_are_bounded, sizes_are_positive
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -21,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *engine_limits.RULES,
     *train.RULES,
     *precision.RULES,
+    *muon_rules.RULES,
     *planned_only.RULES,
 )
 RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN

@@ -44,6 +44,8 @@ MUST_BE_POSITIVE = frozenset(
         "model.moe.router.scale",
         "optim.eps",
         "optim.clip_norm",
+        "optim.muon.rms",
+        "optim.qk_clip",
     }
 )
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from moefold.config.strict import STRICT
 
 OptimImplementation = Literal["fused", "foreach", "for_loop"]
+NewtonSchulzCoefficients = Literal["quintic", "you", "polar_express"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class MuonConfig:
 
     momentum: float = 0.95
     nesterov: bool = True
-    # Newton-Schulz iterations.
+    # Newton-Schulz iterations, and the published set of coefficients that they use (optim/newton_schulz.py).
     iterations: int = 5
-    # The update's root mean square is made this, so that AdamW's lr and weight decay serve both.
+    coefficients: NewtonSchulzCoefficients = "quintic"
+    # The format of the iterations. bfloat16: as the papers do on GPUs; a float64 run iterates in float64.
+    compute: Literal["float32", "bfloat16"] = "float32"
+    # The update's root mean square is made about this, by a factor rms * sqrt(max(rows, columns)) (Moonlight), so that
+    # AdamW's lr and weight decay serve both.
     rms: float = 0.2
 
 

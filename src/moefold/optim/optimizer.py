@@ -19,12 +19,17 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
+from moefold.blueprint.muon_owners import muon_parameters
 from moefold.blueprint.param_groups import UpdateRule, update_rule
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.process_groups import Group, Groups
+from moefold.config.optim import OptimConfig
 from moefold.config.run import RunConfig
 from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, local_of
+from moefold.optim.muon import Muon
 from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer
+from moefold.plan.stage_contents import parts_by_rank
+from moefold.precision.dtypes import TORCH_FORMATS
 
 # Squares are summed in float32 (or float64) over spans of this many entries, and the spans in float64.
 _SPAN = 4096
@@ -125,12 +130,18 @@ class ModelOptimizer(SavingOptimizer):
 
 
 def build_optimizer(pieces: Iterable[Piece], inputs: OptimizerInputs) -> ModelOptimizer:
-    by_algorithm: dict[str, dict[UpdateRule, list[Piece]]] = {}
+    # A rank without a piece of any matrix still meets the others in Muon's exchanges.
+    by_algorithm: dict[str, dict[UpdateRule, list[Piece]]] = {name: {} for name in algorithms_of(inputs.run.optim)}
     for piece in pieces:
         rule = update_rule(piece.name, piece.kind, inputs.run.optim)
         by_algorithm.setdefault(rule.algorithm, {}).setdefault(rule, []).append(piece)
     parts = [ALGORITHMS[name](by_rule, inputs) for name, by_rule in by_algorithm.items()]
     return ModelOptimizer(parts, inputs.run.optim.lr)
+
+
+def algorithms_of(config: OptimConfig) -> set[str]:
+    """Those that this stage's ranks must all have."""
+    return {"muon"} & {config.algorithm, *(group.algorithm for group in config.groups)}
 
 
 def state_format(run: RunConfig) -> StateFormat | None:
@@ -180,8 +191,24 @@ def param_group(rule: UpdateRule, pieces: Iterable[Piece]) -> dict[str, object]:
     return {"params": parameters, "weight_decay": rule.weight_decay, "lr_scale": rule.lr_scale}
 
 
+def muon(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
+    run, groups = inputs.run, inputs.groups
+    assert groups is not None, "Muon deals matrices to the ranks of its stage"
+    layouts = muon_parameters(run, groups.layout, groups.rank, parts_by_rank(run)[groups["pp"].index].holds)
+    return Muon(
+        [param_group(rule, members) for rule, members in by_rule.items()],
+        [piece for members in by_rule.values() for piece in members],
+        layouts,
+        groups["stage"],
+        run.optim.muon,
+        run.optim.lr,
+        inputs.device,
+        torch.promote_types(TORCH_FORMATS[run.precision.params], torch.float32),
+    )
+
+
 # By the names of `optim.algorithm`.
-ALGORITHMS: dict[str, MakePart] = {"adamw": adamw}
+ALGORITHMS: dict[str, MakePart] = {"adamw": adamw, "muon": muon}
 
 
 class TorchAdamW(optim.AdamW, SavingOptimizer):

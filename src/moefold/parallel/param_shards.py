@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moefold.blueprint.bucket_sizes import fill_buckets
 from moefold.blueprint.parameters import ParameterSpec, parameters
-from moefold.blueprint.sharding import grid_of, local_slices, partial_axes, shard_dim
+from moefold.blueprint.sharding import chunk_box, grid_of, local_slices, partial_axes
 from moefold.blueprint.stage_modules import Parts
 from moefold.comm.p2p import all_reduce_p2p
 from moefold.comm.process_groups import Group, Groups
@@ -121,23 +121,12 @@ def _param_shard(spec: ParameterSpec, groups: Groups, pp_ranks: tuple[int, ...])
         spec.kind,
         spec.shape,
         unsharded_box,
-        _fsdp_box(unsharded_box, shard),
+        chunk_box(unsharded_box, shard.index, shard.size),
         replica_groups=(replicate, *partial),
         partial_groups=partial,
         pp_ranks=pp_ranks,
         is_first_pp_rank=groups["pp"].index == pp_ranks[0],
     )
-
-
-def _fsdp_box(unsharded_box: Box, shard: Group) -> Box:
-    """Shard the box along the dim the blueprint picks, in chunks as ``torch.chunk``: full ones first, then the rest."""
-    sizes = tuple(part.stop - part.start for part in unsharded_box)
-    dim = shard_dim(sizes, shard.size)
-    chunk = -(-sizes[dim] // shard.size)
-    start = min(chunk * shard.index, sizes[dim])
-    stop = min(start + chunk, sizes[dim])
-    first = unsharded_box[dim].start
-    return (*unsharded_box[:dim], slice(first + start, first + stop), *unsharded_box[dim + 1 :])
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -149,7 +149,9 @@ class Launched(NamedTuple):
 
 def loads_of(workload: Workload, layer: Layer, sizes: Sizes) -> tuple[Load, Load, Load]:
     graphs, parts = workload.run.kernels.graphs, workload.framework.graph_parts
-    return loads(layer, sizes, Launched(workload.is_own, workload.recompute, graphs, parts, workload.retained("discard")))
+    return loads(
+        layer, sizes, Launched(workload.is_own, workload.recompute, graphs, parts, workload.retained("discard"))
+    )
 
 
 # What comes after the host knows how many rows travel.

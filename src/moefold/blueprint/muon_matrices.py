@@ -1,0 +1,153 @@
+"""Which parameters Muon updates, and as which matrices.
+
+Muon replaces the update of a matrix by the nearest orthogonal one, so it matters what *one* matrix is. Hidden matrices
+are updated by Muon, everything else by AdamW (`ALGORITHM_OF_KIND`): embedding and head, whose rows are separate
+vectors; norms, biases and sinks, which are no matrices; routers, whose rows are compared with each other, and gates of
+one row.
+
+A stored parameter may be several matrices in one tensor. Each is orthogonalised by itself (`MATRIX_VIEWS`):
+
+    experts, one by one; gate and up apart      [E, 2, F, D] is 2 E matrices [F, D]
+    query, key and value projections by head    Per-Head Muon of Kimi K3; for MLA's up-projections GLM-5's Muon Split
+    keys and values of MLA's up-projection      also apart in every head: two projections that share an input
+    MLA's down-projection                       the latent and the shared rotated key apart
+    all others                                  whole, attention's output projection too
+
+By head, a head with large gradients does not decide the update of the others, and Newton-Schulz is cheaper.
+
+A view cuts every dim of the parameter into consecutive segments; the matrices are all combinations of segments, so the
+matrices that a box touches are found without looking at the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import accumulate, product
+from math import prod
+from typing import Literal
+
+from moefold.blueprint.model_shape import Attention, shape_of
+from moefold.blueprint.parameters import ParameterSpec
+from moefold.config.model import ModelConfig
+
+Algorithm = Literal["adamw", "muon"]
+# One (start, stop) per dim of a whole parameter.
+Spans = tuple[tuple[int, int], ...]
+
+# By kind of `blueprint/parameters.py`.
+ALGORITHM_OF_KIND: dict[str, Algorithm] = {
+    "matrix": "muon",
+    "expert": "muon",
+    "embedding": "adamw",
+    "head": "adamw",
+    "router": "adamw",
+    "norm": "adamw",
+    "bias": "adamw",
+    "sink": "adamw",
+}
+# Of kind "matrix", but of one row: a sigmoid's weights.
+GATES = ("*.shared_gate.weight",)
+
+
+def muon_algorithm(name: str, kind: str) -> Algorithm:
+    """Who updates a parameter under `optim.algorithm: muon`."""
+    if any(fnmatchcase(name, pattern) for pattern in GATES):
+        return "adamw"
+    return ALGORITHM_OF_KIND[kind]
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """Parameters whose name matches are blocks of rows of these sizes, repeated down the parameter."""
+
+    pattern: str
+    rows: Callable[[Attention], tuple[int, ...]]
+
+
+# The first match counts; a name without one is a whole matrix, or a stack of them along its leading dims.
+MATRIX_VIEWS = (
+    MatrixView("*.attention.q.weight", lambda a: (a.qk_dim,)),
+    MatrixView("*.attention.k.weight", lambda a: (a.qk_dim,)),
+    MatrixView("*.attention.v.weight", lambda a: (a.v_dim,)),
+    MatrixView("*.attention.q_up.weight", lambda a: (a.qk_dim,)),
+    MatrixView("*.attention.kv_up.weight", lambda a: (a.qk_dim - a.rope_dim, a.v_dim)),
+    MatrixView("*.attention.kv_down.weight", lambda a: (a.kv_latent, a.rope_dim)),
+)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices of one parameter: for every dim, where its segments begin, and the dim's size at the end."""
+
+    name: str
+    edges: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Segments per dim."""
+        return tuple(len(edges) - 1 for edges in self.edges)
+
+    def __len__(self) -> int:
+        return prod(self.counts)
+
+    @property
+    def size(self) -> int:
+        """Elements of the parameter."""
+        return prod(edges[-1] for edges in self.edges)
+
+    def spans(self, number: int) -> Spans:
+        """Where matrix `number` lies in the parameter; matrices count as the parameter's elements do."""
+        found: list[tuple[int, int]] = []
+        for edges, count in zip(reversed(self.edges), reversed(self.counts)):
+            number, segment = divmod(number, count)
+            found.append((edges[segment], edges[segment + 1]))
+        return tuple(reversed(found))
+
+    def shape(self, number: int) -> tuple[int, int]:
+        (a, b), (c, d) = self.spans(number)[-2:]
+        return b - a, d - c
+
+    def touched(self, box: Spans) -> Iterator[int]:
+        """The matrices of which this box of the parameter has elements."""
+        if any(start >= stop for start, stop in box):
+            return
+        segments = [
+            range(bisect_right(edges, start) - 1, bisect_left(edges, stop))
+            for edges, (start, stop) in zip(self.edges, box, strict=True)
+        ]
+        for place in product(*segments):
+            number = 0
+            for segment, count in zip(place, self.counts):
+                number = number * count + segment
+            yield number
+
+
+def matrices_of(spec: ParameterSpec, model: ModelConfig) -> Matrices:
+    """A parameter of a model as Muon sees it: each leading dim is a stack, and rows are cut as `MATRIX_VIEWS` says."""
+    *stacks, rows, columns = spec.shape
+    sizes = _row_sizes(spec, model) or (rows,)
+    if rows % sum(sizes):
+        raise ValueError(f"{spec.name}: {rows} rows are not a multiple of blocks of {sizes}")
+    row_edges = (0, *accumulate(sizes * (rows // sum(sizes))))
+    return Matrices(spec.name, (*(tuple(range(size + 1)) for size in stacks), row_edges, (0, columns)))
+
+
+def _row_sizes(spec: ParameterSpec, model: ModelConfig) -> tuple[int, ...]:
+    view = next((view for view in MATRIX_VIEWS if fnmatchcase(spec.name, view.pattern)), None)
+    if view is None:
+        return ()
+    attention = next(layer.mixer for layer in shape_of(model).layers if isinstance(layer.mixer, Attention))
+    return tuple(size for size in view.rows(attention) if size)
+
+
+def newton_schulz_flops(rows: int, columns: int, iterations: int) -> int:
+    """Of one matrix, whose smaller side is m and larger n: per iteration X X^T, its square, and the product with X.
+
+    A multiplication and its addition count as two: 2 m^2 n + 2 m^3 + 2 m^2 n.
+    """
+    m, n = sorted((rows, columns))
+    return iterations * (4 * m * m * n + 2 * m**3)

@@ -1,0 +1,123 @@
+"""Muon over sharded parameters is Muon: any layout equals one process, from the same gradients to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.marks import slow_except
+from tests.staged_runs import MODEL, on_shares, share_on, staged_run
+
+from moefold.blueprint.muon_matrices import muon_algorithm
+from moefold.blueprint.parameters import parameters
+from moefold.comm.spawn import spawn_ranks
+from moefold.config.attention import MLAConfig
+from moefold.config.kernels import KernelsConfig
+from moefold.config.model import ModelConfig
+from moefold.config.optim import OptimConfig
+from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+from moefold.config.train import SavingConfig
+from moefold.nn.init import init_values
+from moefold.parallel.parallelize import LocalModel
+from moefold.parallel.param_shards import local_part
+from moefold.pipeline.step import make_optimizer
+from moefold.recipes.catalog import RECIPES
+from moefold.train.state import Outcome
+from moefold.train.train_context import build_train_context
+from moefold.train.train_loop import train
+
+MLA = replace(MODEL, attention=MLAConfig(num_heads=4))
+WITH_MLA = ("fsdp4", "pp2 tp2 ep2")
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp4": (4, {}),
+    "hybrid": (4, {"dp_replicate": 2, "edp_replicate": 2}),
+    "tp2 etp2": (4, {"tp": 2, "etp": 2}),
+    "ep2": (4, {"ep": 2}),
+    "pp2 tp2 ep2": (4, {"pp": 2, "tp": 2, "ep": 2}),
+    "cp2 ep4": (4, {"cp": 2, "ep": 4}),
+    "fsdp3": (3, {}),
+}
+
+
+def muon_run(model: ModelConfig, **words: Any) -> RunConfig:
+    return replace(staged_run(model, **words), optim=OptimConfig(algorithm="muon", lr=0.02, weight_decay=0.1))
+
+
+def steps_from_given_gradients(local_model: LocalModel, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Gradients are functions of the element's place in the whole tensor, as initial values are."""
+    optimizer = make_optimizer(local_model)
+    for step in range(steps):
+        for name, parameter in local_model.model.named_parameters():
+            shard = local_model.param_shards[name]
+            parameter.grad = torch.zeros_like(parameter)
+            values = torch.empty(local_part(parameter).shape, dtype=parameter.dtype)
+            init_values("matrix", 7 + step, name, shard.shape, shard.box, 1.0, values)
+            local_part(parameter.grad).copy_(values)
+        optimizer.step()
+    return {name: local_part(p.detach()) for name, p in local_model.model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_is_one_process_to_the_bit(layout: str) -> None:
+    """What AdamW updates may differ in the last bit: torch's fused update rounds the rest of a vector otherwise."""
+    world, degrees = LAYOUTS[layout]
+    model = MLA if layout in WITH_MLA else MODEL
+    run = muon_run(model, precision=PrecisionConfig("float32", "float32"))
+    want = steps_from_given_gradients(share_on(run))
+    by_muon = {spec.name for spec in parameters(model) if muon_algorithm(spec.name, spec.kind) == "muon"}
+
+    def work(local_model: LocalModel) -> int:
+        found = steps_from_given_gradients(local_model)
+        for name, value in found.items():
+            expected = want[name][local_model.param_shards[name].box]
+            if name in by_muon:
+                assert torch.equal(value, expected), name
+            else:
+                torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7, msg=name)
+        return len(by_muon & set(found))
+
+    parallel = ParallelConfig(**degrees)
+    assert min(on_shares(replace(run, parallel=parallel), world, work)) > 3
+
+
+@pytest.mark.parametrize("layout", slow_except(["tp2 etp2", "pp2 tp2 ep2", "cp2 ep4", "hybrid"], "hybrid"))
+def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
+    """Three steps of data, forward, backward and update, in float64."""
+    world, degrees = LAYOUTS[layout]
+    want = _trained(_tiny(tmp_path / "one"), 0, 1)
+
+    def work(rank: int) -> float:
+        run = _tiny(tmp_path / "many", ParallelConfig(**degrees))
+        return max(
+            float((value - want[name][0][box]).abs().max() / want[name][0].abs().max())
+            for name, (value, box) in _trained(run, rank, world).items()
+            if value.numel()
+        )
+
+    assert max(spawn_ranks(work, world, seconds=60)) < 1e-9
+
+
+def _tiny(directory: Path, parallel: ParallelConfig | None = None) -> RunConfig:
+    base = RECIPES["debug_mla"]()
+    return replace(
+        base,
+        data=replace(base.data, seq_len=16, global_batch=8, micro_batch=1, validation=None),
+        train=replace(base.train, steps=3, directory=str(directory), saving=SavingConfig(every=0)),
+        optim=OptimConfig(algorithm="muon", lr=0.02),
+        precision=PrecisionConfig("float64", "float64"),
+        kernels=KernelsConfig(experts="sequential"),
+        parallel=parallel or ParallelConfig(),
+    )
+
+
+def _trained(run: RunConfig, rank: int, world: int) -> dict[str, tuple[torch.Tensor, Any]]:
+    context, state = build_train_context(run, rank, world, torch.device("cpu"), 30.0)
+    assert train(context, state, []) == Outcome.FINISHED
+    shards = context.local_model.param_shards
+    named = context.local_model.model.named_parameters()
+    return {name: (local_part(value.detach()), shards[name].box) for name, value in named}
