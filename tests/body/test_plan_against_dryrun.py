@@ -108,6 +108,26 @@ SMALL = {
         "deepseek_v3_proxy", 8, 1, batch=8, pp=2, ep=2, dp_replicate=2, precision={"reduce": "bfloat16"}
     ),
     "wide gathers": case("qwen3_30b_a3b_proxy", 4, batch=8, ep=2, precision={"gather": "float32"}),
+    "flat": case("deepseek_v3_proxy", 6, batch=12, ep=2, sharding="flat"),
+    "flat, a module ahead": case(
+        "deepseek_v3_proxy", 8, 1, batch=16, mtp=1, pp=2, vpp=2, ep=2, schedule="interleaved", sharding="flat"
+    ),
+    "flat copies, tensor": case(
+        "qwen3_30b_a3b_proxy", 8, batch=16, tp=2, ep=2, dp_replicate=2, sharding="flat", bucket_mb=1
+    ),
+    "flat, narrow sums, pairs": case(
+        "deepseek_v3_proxy",
+        8,
+        1,
+        layers=4,
+        batch=16,
+        pp=2,
+        vpp=2,
+        ep=2,
+        schedule="dualpipe_v",
+        sharding="flat",
+        precision={"reduce": "bfloat16"},
+    ),
     "uneven experts": case("kimi_k2_proxy", 8, batch=16, micro_batch=2, pp=2, ep=2),
 }
 
@@ -128,7 +148,7 @@ def near(chosen: Case, seen: DryRun) -> None:
     assert allocated(memory_at(workload, chosen.stage)) == pytest.approx(seen.peak_total, rel=0.05)
 
 
-@pytest.mark.parametrize("name", slow_except(SMALL, "four contexts"))
+@pytest.mark.parametrize("name", slow_except(SMALL, "four contexts", "flat"))
 def test_messages_are_those_of_the_step(name: str) -> None:
     same_messages(SMALL[name], rehearsed(SMALL[name]))
 

@@ -35,7 +35,7 @@ CUT: Layout = (4, {"cp": 4, "ep": 4})
 IN_A_V: Layout = (4, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "stages": "Et|t|tm|L"})
 EMPTY: Layout = (3, {"pp": 3, "stages": "Ettt||mL"})
 
-# Of the saving and of the loading run: every axis once, of which `make check` tries the first two.
+# Of the saving and of the loading run: every axis once.
 PAIRS: list[tuple[Layout, Layout]] = [
     ((3, {}), (4, {"tp": 2, "ep": 2, "etp": 2})),
     (IN_A_V, EMPTY),
@@ -68,6 +68,33 @@ PAIRS: list[tuple[Layout, Layout]] = [
 ]
 
 
+def flat(layout: Layout, **more: Any) -> Layout:
+    return layout[0], {**layout[1], "sharding": "flat", **more}
+
+
+# Between FSDP and flat sharding, in both directions, and between flat layouts.
+PAIRS += [
+    ((2, {"tp": 2, "ep": 2}), flat((3, {}))),
+    (flat(IN_A_V), (3, {})),
+    (flat((3, {})), (4, {"tp": 2, "ep": 2, "etp": 2})),
+    ((3, {}), flat((4, {"tp": 2, "ep": 2, "etp": 2}))),
+    (flat(ALONE), (4, {"ep": 4})),
+    ((4, {"ep": 4}), flat(ALONE)),
+    (flat(PIPED), FOLDED),
+    (FOLDED, flat(PIPED)),
+    (flat(CUT), PIPED),
+    (PIPED, flat(CUT)),
+    (flat((8, {"ep": 2})), flat((5, {}))),
+    ((4, {"ep": 2, "dp_replicate": 2, "edp_replicate": 2}), flat((4, {"ep": 2}))),
+    (flat((4, {"ep": 2, "dp_replicate": 2, "edp_replicate": 2})), (2, {})),
+    ((2, {}), flat((4, {"dp_replicate": 4, "edp_replicate": 2}))),
+    (EMPTY, flat(IN_A_V)),
+    (flat(EMPTY), flat(FOLDED)),
+]
+# The pairs that `make check` tries.
+QUICK = (0, 1, len(PAIRS) - 16, len(PAIRS) - 15)
+
+
 def label(pair: tuple[Layout, Layout]) -> str:
     sides = ("x".join([str(world), *(f"{name}{size}" for name, size in degrees.items())]) for world, degrees in pair)
     return "-to-".join(sides)
@@ -80,7 +107,14 @@ def run_of(degrees: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "pair", [pytest.param(pair, marks=pytest.mark.slow if n >= 2 else ()) for n, pair in enumerate(PAIRS)], ids=label
+    "pair",
+    [
+        pytest.param(
+            pair, marks=() if n in QUICK else pytest.mark.nightly if n >= len(PAIRS) - 16 else pytest.mark.slow
+        )
+        for n, pair in enumerate(PAIRS)
+    ],
+    ids=label,
 )
 def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -> None:
     (world, degrees), (new_world, new_degrees) = pair
@@ -94,8 +128,8 @@ def test_any_layout_to_any_layout(pair: tuple[Layout, Layout], tmp_path: Path) -
         elsewhere = tensors_elsewhere(local_model, optimizer)
         saver.begin(5, chunks_of(local_model, optimizer), {"train": {"step": 5}}, elsewhere)
         # What happens to the live tensors after `begin` must not reach the file.
-        for parameter in local_model.model.parameters():
-            parameter.detach().zero_()
+        for piece in local_model.pieces():
+            piece.parameter.detach().zero_()
         assert saver.finish() == 5
 
     def load(groups: Groups) -> list[float]:
@@ -131,7 +165,8 @@ def test_the_bytes_of_model_and_moments_do_not_depend_on_the_layout(tmp_path: Pa
         return digest.hexdigest()
 
     found = set()
-    for number, (world, degrees) in enumerate([ALONE, (2, {"tp": 2}), (4, {"ep": 4}), PIPED, FOLDED, CUT]):
+    layouts = [ALONE, (2, {"tp": 2}), (4, {"ep": 4}), PIPED, FOLDED, CUT, flat(PIPED), flat((3, {}))]
+    for number, (world, degrees) in enumerate(layouts):
         root = tmp_path / str(number)
 
         def save(groups: Groups, root: Path = root, degrees: dict[str, Any] = degrees) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from moefold.checkpoint.files import FileRecord, read_bounded, read_recorded, write_file
-from moefold.checkpoint.tensor_spec import DTYPE_NAMES, DTYPES, ChunkSpec, TensorSpec, is_rank_record
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, DTYPES, Box, ChunkSpec, TensorSpec, intersection, is_rank_record
 from moefold.config.strict import STRICT
 from moefold.errors import CheckpointError
 
@@ -169,14 +169,16 @@ def read_table(directory: Path, manifest: Manifest, rank: int) -> list[ChunkSpec
     table = _parsed(path, content, _table_adapter)
     if (table.format, table.version, table.step, table.rank) != (TABLE_FORMAT, VERSION, manifest.step, rank):
         raise CheckpointError(f"{path}: is {table.format} {table.version} of rank {table.rank} at step {table.step}")
-    chunks: dict[str, ChunkSpec] = {}
+    chunks: list[ChunkSpec] = []
+    boxes: dict[str, list[Box]] = {}
     for entry in table.chunks:
         _check_chunk(path, entry, manifest)
-        if entry.name in chunks:
-            raise CheckpointError(f"{path}: {entry.name} is listed twice")
         box = tuple(slice(start, stop) for start, stop in entry.box)
-        chunks[entry.name] = ChunkSpec(entry.name, DTYPES[entry.dtype], entry.shape, box)
-    return list(chunks.values())
+        if any(intersection(box, other) is not None for other in boxes.get(entry.name, ())):
+            raise CheckpointError(f"{path}: {entry.name} is listed twice")
+        boxes.setdefault(entry.name, []).append(box)
+        chunks.append(ChunkSpec(entry.name, DTYPES[entry.dtype], entry.shape, box))
+    return chunks
 
 
 def _check_chunk(path: Path, entry: ChunkEntry, manifest: Manifest) -> None:

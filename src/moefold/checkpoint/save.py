@@ -160,7 +160,8 @@ class Saver:
         self.about = dict(about or {})
         self.run_dir = root.parent if run_dir is None else run_dir
         self.device = device or torch.device("cpu")
-        self._copies: dict[str, Tensor] = {}
+        # By name and corner of the box.
+        self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._save: _Save | None = None
         self._committed: list[int] = []
         if world.index == 0:
@@ -218,14 +219,15 @@ class Saver:
     def _copy(self, chunks: Sequence[Chunk]) -> None:
         """Into buffers that are reused by all saves: page faults would cost more than the copy."""
         for chunk in chunks:
-            copy = self._copies.get(chunk.name)
+            key = (chunk.name, chunk.spec.corner)
+            copy = self._copies.get(key)
             if copy is None or copy.shape != chunk.tensor.shape or copy.dtype != chunk.tensor.dtype:
-                copy = self._copies[chunk.name] = torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype)
+                copy = self._copies[key] = torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype)
             copy.copy_(chunk.tensor.detach())
 
     def _writing(self, temporary: Path, step: int, specs: list[ChunkSpec]) -> Callable[[], Written]:
         rank = self.world.index
-        tensors = [self._copies[spec.name] for spec in specs]
+        tensors = [self._copies[spec.name, spec.corner] for spec in specs]
         return lambda: write_rank(temporary, step, rank, specs, tensors)
 
     def _poll(self) -> None:

@@ -1,7 +1,8 @@
 """One rank's chunks in one safetensors file: a header that is a pure function of the chunks, then their bytes.
 
 The header can be computed from the rank's table, so a reader never parses a header from a file: it computes the one
-that must be there and compares. Any safetensors tool can read the file; its keys are the global names.
+that must be there and compares. Any safetensors tool can read the file; its keys are the global names. A rank of flat
+sharding has several boxes of a tensor: the keys of the second and later ones are NAME#1, NAME#2 and so on.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,21 +18,24 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.files import FileRecord, check_written, naming, opened, write_file
-from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Box, ChunkSpec, inside
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Box, ChunkSpec, inside, intersection
 from moefold.errors import CheckpointError
 
 
 def shard_order(chunks: Iterable[ChunkSpec]) -> list[ChunkSpec]:
     """Large dtypes first, so that every chunk starts at a multiple of its item size."""
-    return sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
+    return sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name, chunk.corner))
 
 
 def shard_header(chunks: Sequence[ChunkSpec]) -> bytes:
     """For chunks in shard order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
+    seen: Counter[str] = Counter()
     for chunk in chunks:
-        entries[chunk.name] = {
+        key = f"{chunk.name}#{seen[chunk.name]}" if chunk.name in seen else chunk.name
+        seen[chunk.name] += 1
+        entries[key] = {
             "dtype": DTYPE_NAMES[chunk.dtype],
             "shape": list(chunk.sizes),
             "data_offsets": [offset, offset + chunk.num_bytes],
@@ -70,10 +75,10 @@ class ShardReader:
         """``chunks`` come from the rank's table, whose hash was checked; the file's length was too."""
         self.path = path
         header = shard_header(chunks)
-        self.offsets: dict[str, tuple[int, ChunkSpec]] = {}
+        self.offsets: dict[str, list[tuple[int, ChunkSpec]]] = {}
         offset = len(header)
         for chunk in chunks:
-            self.offsets[chunk.name] = (offset, chunk)
+            self.offsets.setdefault(chunk.name, []).append((offset, chunk))
             offset += chunk.num_bytes
         with opened(path) as descriptor, naming(path):
             size = os.fstat(descriptor).st_size
@@ -85,8 +90,8 @@ class ShardReader:
             raise CheckpointError(f"{path}: its header does not say what its table says")
 
     def view(self, name: str, box: Box) -> Tensor:
-        """A box that lies inside the chunk, as a view into the file."""
-        offset, chunk = self.offsets[name]
+        """A box that lies inside one of the chunks, as a view into the file."""
+        offset, chunk = next(found for found in self.offsets[name] if intersection(box, found[1].box) == box)
         if not chunk.num_elements:
             return torch.empty(chunk.sizes, dtype=chunk.dtype)
         flat = torch.frombuffer(self._map, dtype=chunk.dtype, count=chunk.num_elements, offset=offset)

@@ -25,7 +25,6 @@ from moefold.config.loading import dump_run
 from moefold.errors import CheckpointError, MismatchError
 from moefold.parallel.parallelize import LocalModel, local_buffers
 from moefold.parallel.param_shards import TrainedPiece, local_part
-from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
 _MAX_LISTED = 200
@@ -73,7 +72,7 @@ def _chunks(kind: str, piece: TrainedPiece, values: Tensor) -> Iterator[Chunk]:
 
 def tensors_elsewhere(local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
     """Tensors of a checkpoint of which this rank has no part: those of other pipeline stages, for one."""
-    kinds, dtype = _state_kinds(optimizer), TORCH_FORMATS[local_model.run.precision.params]
+    kinds, dtype = _state_kinds(optimizer), local_model.sharding.main_dtype
     found: dict[str, TensorSpec] = {}
     held = {piece.name for piece in local_model.pieces()}
     first = {piece.name for piece in local_model.pieces() if piece.starts_tensor}

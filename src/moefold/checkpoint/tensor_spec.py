@@ -61,6 +61,11 @@ class ChunkSpec:
         return sizes_of(self.box)
 
     @property
+    def corner(self) -> tuple[int, ...]:
+        """Of several boxes of one tensor, it tells which."""
+        return tuple(part.start for part in self.box)
+
+    @property
     def num_elements(self) -> int:
         return prod(self.sizes)
 

@@ -72,7 +72,7 @@ PLANNED_ONLY = (
     PlannedOnly("memory.offload_layers", (0,), "offloading {} layers to the host"),
     PlannedOnly("memory.optimizer", ("device",), "optimizer states in the {}'s memory"),
     PlannedOnly("kernels.graphs", ("none",), "{} graphs"),
-    PlannedOnly("parallel.sharding", ("fsdp",), "{} sharding"),
+    PlannedOnly("parallel.sharding", ("fsdp", "flat"), "{} sharding"),
     PlannedOnly(
         "parallel.overlap",
         (),

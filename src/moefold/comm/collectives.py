@@ -9,6 +9,12 @@ Sums over ranks of 16-bit tensors are computed and sent in float32, so that no d
 another one.
 
 ``all_to_all_rows`` moves uneven numbers of rows, ``all_to_all_counts`` the counts themselves.
+
+``start_...`` sum or gather a flat buffer in place; the caller waits for the handles. Of n ranks each owns ``each``
+consecutive elements, and the last one what is left of the buffer as well. The even part goes by one reduce-scatter or
+all-gather, without copies: NCCL and gloo allow this rank's range of the buffer to be the other end of the collective.
+The rest, a few elements if any, is all-reduced, or broadcast by its owner. All ranks of a group must start the same
+collectives in the same order.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from moefold.comm.process_groups import Group
 from moefold.errors import ExchangeError
@@ -204,3 +211,47 @@ def _all_to_all(rows: Tensor, send: Sizes, recv: Sizes, group: Group) -> Tensor:
     received = rows.new_empty(sum(recv), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), list(recv), list(send), group=group.handle)
     return received
+
+
+# ---- flat buffers ----
+
+
+def start_reduce_scatter(flat: Tensor, each: int, group: Group) -> list[Work]:
+    """Sums over the ranks; afterwards this rank's range holds its sums, and the others nothing of use."""
+    if group.alone:
+        return []
+    even, rest = flat[: each * group.size], flat[each * group.size :]
+    works = []
+    if each:
+        group.ledger.record("reduce_scatter", group.name, even)
+        mine = even[each * group.index : each * (group.index + 1)]
+        works.append(_reduce_scatter_single(mine, even, group=group.handle, async_op=True))
+    if rest.numel():
+        group.ledger.record("all_reduce", group.name, rest)
+        works.append(dist.all_reduce(rest, group=group.handle, async_op=True))
+    return [work for work in works if work is not None]
+
+
+def start_all_gather(flat: Tensor, each: int, group: Group) -> list[Work]:
+    """Every rank's range, on every rank."""
+    if group.alone:
+        return []
+    even, rest = flat[: each * group.size], flat[each * group.size :]
+    works = []
+    if each:
+        mine = even[each * group.index : each * (group.index + 1)]
+        group.ledger.record("all_gather", group.name, mine)
+        works.append(_all_gather_single(even, mine, group=group.handle, async_op=True))
+    if rest.numel():
+        group.ledger.record("broadcast", group.name, rest)
+        works.append(dist.broadcast(rest, group.ranks[-1], group=group.handle, async_op=True))
+    return [work for work in works if work is not None]
+
+
+def start_all_reduce(flat: Tensor, group: Group) -> list[Work]:
+    """Sums over the ranks, on every rank."""
+    if group.alone or not flat.numel():
+        return []
+    group.ledger.record("all_reduce", group.name, flat)
+    work = dist.all_reduce(flat, group=group.handle, async_op=True)
+    return [] if work is None else [work]

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from moefold.comm.process_groups import Groups, Ledger, Traffic
 from moefold.dryrun.storage_tracker import Peak, StorageTracker, peak_of
 from moefold.nn.batch import Ahead, Batch, TokenSets
+from moefold.parallel.flat_sharding import FlatSharding
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import DATA_GROUPS
 from moefold.pipeline.pipeline_state import Key, PipelineState, hidden_tensors
@@ -106,11 +107,18 @@ class _StepTracer:
                     self._claim_input(state, part)
             self._claim((action.stage, action.microbatch), action.parts[0].kind is Kind.FORWARD)
         traffic = self.collectives.traffic()
-        self.by_action.append((action, gained(traffic, self._before)))
+        self.by_action.append((action, self._of_action(gained(traffic, self._before))))
         self._before, self._since = traffic, self.storages.num_seen
         self.storages.mark(" overlapped with ".join(_described(part) for part in action.parts))
         if self._on_action is not None:
             self._on_action(state, action)
+
+    def _of_action(self, traffic: TrafficTable) -> TrafficTable:
+        """Flat sharding sums a stage's gradients after its last backward, once per step: not what the action sends."""
+        if not isinstance(self.local_model.sharding, FlatSharding):
+            return traffic
+        per_step = [name for pair in DATA_GROUPS.values() for name in pair]
+        return {key: sent for key, sent in traffic.items() if key[1] not in per_step}
 
     def on_gradients(self, gradients: dict[str, Tensor]) -> None:
         for gradient in gradients.values():
@@ -138,10 +146,15 @@ class _StepTracer:
         return StepTrace(peak, saved, held, self.by_action, self.collectives.traffic(), size)
 
     def _add_existing(self, optimizer: Optimizer, batches: Sequence[Batch]) -> int:
-        """Storages that exist before the step. Gradients of the step before do not: a step starts by dropping them."""
+        """Storages that exist before the step. Gradients of the step before do not: a step starts by dropping them.
+        Flat sharding's do, in buffers that stay."""
         optimizer.zero_grad()
         for parameter in self.local_model.model.parameters():
             self.storages.add(parameter, "parameters")
+        for piece in self.local_model.pieces():
+            # Main weights beside the model's parameters, where sharding has them.
+            self.storages.category.setdefault(self.storages.add(piece.parameter), "optimizer state")
+        self._tag_gradients()
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):

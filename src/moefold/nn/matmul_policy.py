@@ -21,7 +21,7 @@ and weights when there are no rows at all: another rank may be waiting for this 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -174,6 +174,12 @@ class WeightGradQueue:
     def run_until(self, key: object) -> None:
         """Compute the oldest ones until none of this key waits."""
         while any(waiting == key for waiting, _, _ in self._waiting):
+            self.run_one()
+
+    def run_for(self, weights: Iterable[nn.Parameter]) -> None:
+        """Compute the oldest ones until none of these weights waits."""
+        wanted = {id(weight) for weight in weights}
+        while any(id(weight) in wanted for _, weight, _ in self._waiting):
             self.run_one()
 
     def run_before(self, key: object) -> None:

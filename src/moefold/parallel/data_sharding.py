@@ -27,6 +27,11 @@ Materialize = Callable[[nn.Module, torch.device], object]
 
 
 class DataSharding(Protocol):
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """Of the pieces: of the weights that are updated and saved."""
+        ...
+
     def allocate(self, device: torch.device, materialize: Materialize) -> None:
         """Memory for everything that this rank holds, without values; the model was built on the meta device."""
         ...

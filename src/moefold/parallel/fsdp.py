@@ -69,6 +69,10 @@ class FsdpSharding:
     # Bytes of a bucket of gradients.
     bucket: int
 
+    @property
+    def main_dtype(self) -> torch.dtype:
+        return self.dtypes.params
+
     def allocate(self, device: torch.device, materialize: Materialize) -> None:
         materialize(self.model, device)
 

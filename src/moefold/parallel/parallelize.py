@@ -51,11 +51,12 @@ from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.data_sharding import DataSharding, to_empty
+from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
 from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
-from moefold.plan.stage_contents import parts_by_rank
+from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold
@@ -149,19 +150,39 @@ def build_on_meta(
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards)
-    sharding = data_sharding(run, groups, model, param_shards, device)
+    sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads)
     stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
     return LocalModel(run, groups, model, param_shards, stages, device, sharding, weight_grads, stream)
 
 
-def data_sharding(
-    run: RunConfig, groups: Groups, model: Decoder, param_shards: dict[str, ParamShard], device: torch.device
+def fsdp_sharding(
+    run: RunConfig,
+    groups: Groups,
+    model: Decoder,
+    param_shards: dict[str, ParamShard],
+    device: torch.device,
+    weight_grads: WeightGradQueue | None,
 ) -> DataSharding:
-    """Shard a model on the meta device as ``parallel.sharding`` says."""
     once, dtypes = run_reshards_per_step(run.parallel), message_dtypes(run.precision)
     shard_over_data(model, groups, device.type, once, dtypes)
     return FsdpSharding(model, groups, param_shards, dtypes, once, run.parallel.bucket_mb * MEBIBYTE)
+
+
+def flat_sharding(
+    run: RunConfig,
+    groups: Groups,
+    model: Decoder,
+    param_shards: dict[str, ParamShard],
+    device: torch.device,
+    weight_grads: WeightGradQueue | None,
+) -> DataSharding:
+    layout = flat_layout_of(run, groups.layout, groups["pp"].index)
+    return FlatSharding(model, groups, param_shards, layout, flat_dtypes(run.precision), weight_grads)
+
+
+# By ``parallel.sharding``: from a model on the meta device.
+SHARDINGS = {"fsdp": fsdp_sharding, "flat": flat_sharding}
 
 
 def parallel_interfaces_of(

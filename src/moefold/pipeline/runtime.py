@@ -39,8 +39,13 @@ def run_schedule(local_model: LocalModel, batches: Sequence[Batch], on_action: O
     order = _order(local_model, len(batches))
     actions = order.actions[local_model.groups["pp"].index]
     state = init_state(local_model, order, batches, actions)
-    for action in actions:
+    starts, ends = first_forwards(actions), last_backwards(actions)
+    for number, action in enumerate(actions):
+        for stage in starts.get(number, ()):
+            local_model.sharding.before_forward(stage)
         _RUN_ACTION[action.kind](state, action)
+        for stage in ends.get(number, ()):
+            local_model.sharding.after_backward(stage)
         if on_action is not None:
             on_action(state, action)
     if local_model.weight_grads is not None:
@@ -56,7 +61,10 @@ def run_forward_only(local_model: LocalModel, batches: Sequence[Batch]) -> StepS
     order = _order(local_model, len(batches))
     actions = tuple(_forward_half(order.actions[local_model.groups["pp"].index]))
     state = init_state(local_model, order, batches, actions)
-    for action in actions:
+    starts = first_forwards(actions)
+    for number, action in enumerate(actions):
+        for stage in starts.get(number, ()):
+            local_model.sharding.before_forward(stage)
         _RUN_ACTION[action.kind](state, action)
         if action.kind is Kind.FORWARD:
             # No backward follows.
@@ -65,6 +73,30 @@ def run_forward_only(local_model: LocalModel, batches: Sequence[Batch]) -> StepS
     if state.channels is not None:
         state.channels.finish()
     return state.sums
+
+
+def first_forwards(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """By an action's number, the stages whose first forward it has."""
+    first: dict[int, int] = {}
+    for number, action in enumerate(actions):
+        for part in action.parts:
+            if part.kind is Kind.FORWARD:
+                first.setdefault(part.stage, number)
+    return _by_number(first)
+
+
+def last_backwards(actions: Sequence[Action]) -> dict[int, list[int]]:
+    """By an action's number, the stages whose last backward it has: of inputs, of weights or of both."""
+    last: dict[int, int] = {}
+    for number, action in enumerate(actions):
+        for part in action.parts:
+            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+                last[part.stage] = number
+    return _by_number(last)
+
+
+def _by_number(numbers: dict[int, int]) -> dict[int, list[int]]:
+    return {number: [stage for stage in numbers if numbers[stage] == number] for number in numbers.values()}
 
 
 def _order(local_model: LocalModel, num_microbatches: int) -> Order:

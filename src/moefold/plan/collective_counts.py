@@ -23,6 +23,7 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.blueprint.bucket_sizes import MEBIBYTE, fill_buckets
+from moefold.blueprint.flat_layout import FlatBucket, even_part
 from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
@@ -33,11 +34,16 @@ from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.plan.expert_messages import Tally, expert_messages, tokens_of
-from moefold.plan.stage_contents import parts_by_rank
+from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.schedule.actions import place
 from moefold.schedule.names import run_reshards_per_step, schedule_named
-from moefold.topology.folded_layout import FoldedLayout, fold
+from moefold.topology.folded_layout import FoldedLayout, GridName, fold
 
+# Shard and replicate, by grid.
+_FLAT_GROUPS: dict[GridName, tuple[str, str]] = {
+    "attention": ("dense_shard", "dense_replicate"),
+    "expert": ("expert_shard", "expert_replicate"),
+}
 _DATA_GROUPS = ("dense_shard", "dense_replicate", "expert_shard", "expert_replicate")
 # Losses and norms: two sums, five balance losses, dropped rows and the norm, in the formats that they are kept in.
 _LOSSES, _BALANCE, _NORM = 8, 20, 8
@@ -63,7 +69,7 @@ def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None
     parts = parts_by_rank(run)
     _sharding(run, layout, parts[here], rank, number, tally)
     _microbatches(run, layout, here, rank, number, tally)
-    _end_of_step(run, layout, parts, here, tally)
+    _end_of_step(run, layout, parts, rank, tally)
     found = sorted((key, count) for key, count in tally.calls.items())
     return tuple(Message(*key, count, tally.sizes[key]) for key, count in found)
 
@@ -72,6 +78,9 @@ def messages(run: RunConfig, world: int, rank: int = 0, microbatches: int | None
 
 
 def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, number: int, tally: Tally) -> None:
+    if run.parallel.sharding == "flat":
+        _flat_buffers(run, layout, rank, tally)
+        return
     held = [spec for spec in parameters(run.model) if parts.holds(spec.name)]
     once = run_reshards_per_step(run.parallel)
     precision = run.precision
@@ -111,6 +120,50 @@ def _buckets(run: RunConfig, layout: FoldedLayout, held: Sequence[ParameterSpec]
             whole = sum(sizes[name] for name in names)
             tally.add("reduce_scatter", shard, whole)
             tally.add("all_reduce", copies, whole // ways)
+
+
+def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally) -> None:
+    """Per bucket and step: weights once, in the format of the buffer, and gradients once.
+
+    The even part of a bucket goes by one all_gather and one reduce_scatter, what the last rank owns beyond it by a
+    broadcast and an all_reduce; replicas then sum what the rank owns.
+    """
+    each = BYTES[run.precision.reduce_format]
+    for bucket in flat_layout_of(run, layout, layout.coordinate(rank, "pp")):
+        shard, copies = _FLAT_GROUPS[bucket.grid]
+        ways = layout.size(shard)
+        even, kept = even_part(bucket.size, ways), BYTES[bucket.format]
+        rest = bucket.size - ways * even
+        if even:
+            tally.add("all_gather", shard, even * kept)
+            tally.add("reduce_scatter", shard, ways * even * each)
+        if rest:
+            tally.add("broadcast", shard, rest * kept)
+            tally.add("all_reduce", shard, rest * each)
+        if owned := bucket.owned(ways, layout.ranks(shard, rank).index(rank)):
+            tally.add("all_reduce", copies, len(owned) * each)
+
+
+def _shard_sizes(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int) -> dict[str, int]:
+    """Elements of the gradients that this rank has after they were summed over data-parallel ranks, by name."""
+    if run.parallel.sharding == "flat":
+        return {
+            name: size
+            for bucket in flat_layout_of(run, layout, layout.coordinate(rank, "pp"))
+            for name, size in _owned_sizes(bucket, layout, rank).items()
+        }
+    return {
+        spec.name: _padded(local_shape(spec, layout), layout.size(_FLAT_GROUPS[grid_of(spec.name)][0]))[0]
+        for spec in parameters(run.model)
+        if parts.holds(spec.name)
+    }
+
+
+def _owned_sizes(bucket: FlatBucket, layout: FoldedLayout, rank: int) -> dict[str, int]:
+    shard = _FLAT_GROUPS[bucket.grid][0]
+    owned = bucket.owned(layout.size(shard), layout.ranks(shard, rank).index(rank))
+    cuts = {each.name: min(owned.stop, each.stop) - max(owned.start, each.start) for each in bucket.parameters}
+    return {name: size for name, size in cuts.items() if size > 0}
 
 
 def _modules(held: Iterable[ParameterSpec], own_routers: bool) -> dict[str, list[ParameterSpec]]:
@@ -179,19 +232,18 @@ def _stage(run: RunConfig, layout: FoldedLayout, stage: StageSpec, rank: int, nu
 # ---- once per step ----
 
 
-def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...], here: int, tally: Tally) -> None:
+def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...], rank: int, tally: Tally) -> None:
     each = BYTES[run.precision.params]
     partial: dict[str, dict[str, int]] = {}
+    shards = _shard_sizes(run, layout, parts[layout.coordinate(rank, "pp")], rank)
     for spec in parameters(run.model):
-        if not parts[here].holds(spec.name):
+        if spec.name not in shards:
             continue
-        ways = layout.size("expert_shard" if grid_of(spec.name) == "expert" else "dense_shard")
-        shard, _ = _padded(local_shape(spec, layout), ways)
         for axis in partial_axes(spec):
-            partial.setdefault(axis, {})[spec.name] = shard * each
+            partial.setdefault(axis, {})[spec.name] = shards[spec.name] * each
         others = sum(each_rank.holds(spec.name) for each_rank in parts) - 1
         if others:
-            tally.add("send", "pp", shard * each, others)
+            tally.add("send", "pp", shards[spec.name] * each, others)
     for axis, sizes in partial.items():
         for names in fill_buckets(sizes, run.parallel.bucket_mb * MEBIBYTE):
             tally.add("all_reduce", axis, sum(sizes[name] for name in names))

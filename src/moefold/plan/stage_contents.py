@@ -11,10 +11,14 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from moefold.blueprint.bucket_sizes import MEBIBYTE
+from moefold.blueprint.flat_layout import FlatBucket, flat_buckets
 from moefold.blueprint.model_shape import Layer, ModelShape
+from moefold.blueprint.parameters import parameters
 from moefold.blueprint.stage_modules import Parts, parts_of
 from moefold.blueprint.stage_ranks import StagePlace, place_stages
 from moefold.blueprint.stages import StageSpec, balanced_stages, even_stages, parse_stages, stages_of
+from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 from moefold.plan.workload import Workload
 from moefold.schedule.actions import place
@@ -97,3 +101,17 @@ def parts_by_rank(run: RunConfig) -> tuple[Parts, ...]:
     return tuple(
         parts_of((stage for stage in stages if holder[stage.index] == rank), run.model) for rank in range(parallel.pp)
     )
+
+
+def flat_layout_of(run: RunConfig, layout: FoldedLayout, pp_rank: int) -> tuple[FlatBucket, ...]:
+    """The flat buffers of a pipeline rank, in buckets of ``parallel.bucket_mb`` of gradients."""
+    parallel, parts = run.parallel, parts_by_rank(run)
+    holder = place(parallel.pp, parallel.vpp, schedule_named(parallel.schedule).placement)
+    stages = [stage for stage in stages_of(run.model, parallel) if holder[stage.index] == pp_rank]
+    held = [
+        (spec, sum(other.holds(spec.name) for other in parts) > 1)
+        for spec in parameters(run.model)
+        if parts[pp_rank].holds(spec.name)
+    ]
+    limit = parallel.bucket_mb * MEBIBYTE // max(4, BYTES[run.precision.params])
+    return flat_buckets(run.model, run.precision, layout, held, stages, limit)

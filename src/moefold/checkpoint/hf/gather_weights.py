@@ -23,6 +23,7 @@ from moefold.checkpoint.hf.name_rules import HfTensor, hf_copies, hf_tensors
 from moefold.comm.collectives import all_gather_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import ConversionError, Problem
+from moefold.parallel.flat_sharding import FlatSharding
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import DATA_GROUPS, local_part
 
@@ -45,10 +46,14 @@ def hf_weights(local_model: LocalModel, dtype: torch.dtype | None = None) -> Ite
     family = family_of(model)
     for hf_tensor in (*hf_tensors(family_rules(family), model), *hf_copies(family_copies(family), model)):
         by_name.setdefault(hf_tensor.moefold_name, []).append(hf_tensor)
-    live = dict(local_model.model.named_parameters())
+    live, sharding = dict(local_model.model.named_parameters()), local_model.sharding
     with torch.no_grad():
         for spec in parameters(model):
-            shard = local_part(live[spec.name].detach())
+            if isinstance(sharding, FlatSharding):
+                # Main weights, gathered over data-parallel ranks; the model's own may have a narrower format.
+                shard = sharding.whole_main(spec.name)
+            else:
+                shard = local_part(live[spec.name].detach())
             for hf_tensor, gathered in _gathered(local_model, spec, shard, by_name[spec.name]):
                 values = hf_tensor.to_hf(gathered)
                 yield hf_tensor.hf_name, values if dtype is None else values.to(dtype)
@@ -100,7 +105,7 @@ def _gathers(local_model: LocalModel, spec: ParameterSpec) -> list[_Gather]:
     dim = shard_dim(tuple(sizes), fsdp.size)
     chunk = -(-sizes[dim] // fsdp.size)
     shard_sizes = tuple(max(0, min(chunk, sizes[dim] - i * chunk)) for i in range(fsdp.size))
-    found = [_Gather(fsdp, dim, shard_sizes)]
+    found = [] if isinstance(local_model.sharding, FlatSharding) else [_Gather(fsdp, dim, shard_sizes)]
     found += [_Gather(groups[cut.axis], cut.dim, (sizes[cut.dim],) * groups[cut.axis].size) for cut in cuts(spec)]
     return [gather for gather in found if not gather.group.alone]
 

@@ -1,0 +1,261 @@
+"""Flat sharding (ZeRO-1): weights and gradients whole, main weights and optimizer states sharded.
+
+The buckets of `blueprint/flat_layout.py` have two buffers each: weights in the format of their all-gather
+(``precision.gather``; routers in ``precision.params``), and gradients in float32. The model's parameters are views of
+the first, and their ``.grad`` are views of the second, to which every backward adds in place: nothing is copied
+before a collective or after it. Of every bucket this rank updates one range, in the format of main weights; where
+weights have this format too, its main weights *are* its range of the weights.
+
+    start_step           gradients are zeroed; the all-gathers of all buckets start, in the order of their first use
+    before_forward       waits for the buckets of the stage
+    after_backward       the reduce-scatters of buckets start of which no stage has a backward left
+    reduce_gradients     waits for them, and sums over replicas (hybrid sharding)
+    weights_changed      main weights are rounded into this rank's range of the weights
+
+So both collectives run beside the first and last microbatches of a pipeline, and per step a parameter is sent once as a
+gradient and once as a weight, however many microbatches there are. A gradient is summed in the order of FSDP: over
+data-parallel ranks here, then over partial groups and pipeline ranks (`finish_gradients`), which have the same ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+
+from moefold.blueprint.flat_layout import FlatBucket, FlatParameter, boxes_of_range, even_part, shifted
+from moefold.comm.collectives import all_gather_no_grad, start_all_gather, start_all_reduce, start_reduce_scatter
+from moefold.comm.process_groups import Group, Groups
+from moefold.config.precision import PrecisionConfig
+from moefold.model.decoder import Decoder
+from moefold.nn.matmul_policy import WeightGradQueue
+from moefold.parallel.data_sharding import Materialize
+from moefold.parallel.param_shards import DATA_GROUPS, ParamShard, TrainedPiece
+from moefold.precision.dtypes import TORCH_FORMATS
+
+
+@dataclass(frozen=True)
+class FlatDtypes:
+    """Of main weights, of gradients, and of their sums over data-parallel ranks."""
+
+    main: torch.dtype
+    gradients: torch.dtype
+    reduce: torch.dtype
+
+
+def flat_dtypes(precision: PrecisionConfig) -> FlatDtypes:
+    """Main weights are in ``precision.master``, or in ``precision.params`` where that is None."""
+    params = TORCH_FORMATS[precision.params]
+    main = TORCH_FORMATS.get(precision.master, params) if precision.master is not None else params
+    gradients = torch.promote_types(params, torch.float32)
+    return FlatDtypes(main, gradients, TORCH_FORMATS[precision.reduce_format])
+
+
+@dataclass
+class LiveBucket:
+    """A bucket's memory, and what is under way for it."""
+
+    layout: FlatBucket
+    shard: Group
+    replicate: Group
+    weights: Tensor
+    gradients: Tensor
+    # This rank's range: main weights.
+    main: Tensor
+    gathering: list[Work] = field(default_factory=list)
+    # Stages with a backward to come; the sum starts when there is none. ``sent`` is what is summed.
+    open_stages: set[int] = field(default_factory=set)
+    sent: Tensor | None = None
+    reducing: list[Work] = field(default_factory=list)
+
+    @property
+    def owned(self) -> range:
+        return self.layout.owned(self.shard.size, self.shard.index)
+
+    @property
+    def each(self) -> int:
+        return even_part(self.layout.size, self.shard.size)
+
+    @property
+    def alone(self) -> bool:
+        return self.shard.alone and self.replicate.alone
+
+    def mine(self, flat: Tensor) -> Tensor:
+        return flat[self.owned.start : self.owned.stop]
+
+
+class FlatSharding:
+    """``DataSharding`` by flat buffers."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        groups: Groups,
+        param_shards: Mapping[str, ParamShard],
+        layout: Sequence[FlatBucket],
+        dtypes: FlatDtypes,
+        weight_grads: WeightGradQueue | None,
+    ) -> None:
+        """``weight_grads`` is where the schedule defers weight gradients to."""
+        self.model, self.groups, self.param_shards = model, groups, param_shards
+        self.layout, self.dtypes, self.weight_grads = layout, dtypes, weight_grads
+        self.buckets: list[LiveBucket] = []
+        self._pieces: tuple[TrainedPiece, ...] = ()
+        # Whether the whole weights are those of the last update; the same on all ranks.
+        self._gathered = False
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        return self.dtypes.main
+
+    def allocate(self, device: torch.device, materialize: Materialize) -> None:
+        for name, buffer in list(self.model.named_buffers()):
+            owner, leaf = _owner(self.model, name)
+            setattr(owner, leaf, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+        self.buckets = [self._bucket(layout, device) for layout in self.layout]
+        pieces: dict[str, TrainedPiece] = {}
+        for bucket in self.buckets:
+            for parameter in bucket.layout.parameters:
+                self._set_parameter(bucket, parameter)
+                piece = _piece(bucket, parameter, self.param_shards[parameter.name])
+                if piece is not None:
+                    pieces[parameter.name] = piece
+        self._pieces = tuple(pieces[name] for name in self.param_shards if name in pieces)
+
+    def _bucket(self, layout: FlatBucket, device: torch.device) -> LiveBucket:
+        replicate, shard = (self.groups[name] for name in DATA_GROUPS[layout.grid])
+        weights = torch.empty(layout.size, dtype=TORCH_FORMATS[layout.format], device=device)
+        gradients = torch.empty(layout.size, dtype=self.dtypes.gradients, device=device)
+        own = layout.owned(shard.size, shard.index)
+        main = weights[own.start : own.stop]
+        if weights.dtype != self.dtypes.main:
+            main = torch.empty(len(own), dtype=self.dtypes.main, device=device)
+        return LiveBucket(layout, shard, replicate, weights, gradients, main)
+
+    def _set_parameter(self, bucket: LiveBucket, where: FlatParameter) -> None:
+        owner, leaf = _owner(self.model, where.name)
+        parameter = nn.Parameter(_view(bucket.weights, where))
+        parameter.grad_dtype = self.dtypes.gradients
+        parameter.grad = _view(bucket.gradients, where)
+        setattr(owner, leaf, parameter)
+
+    def pieces(self) -> tuple[TrainedPiece, ...]:
+        return self._pieces
+
+    def start_step(self) -> None:
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.open_stages = set(bucket.layout.stages)
+        self._start_gathers()
+
+    def start_evaluation(self) -> None:
+        self._start_gathers()
+
+    def end_evaluation(self) -> None:
+        """Weights stay whole."""
+
+    def _start_gathers(self) -> None:
+        if not self._gathered:
+            for bucket in self.buckets:
+                bucket.gathering = start_all_gather(bucket.weights, bucket.each, bucket.shard)
+        self._gathered = True
+
+    def before_forward(self, stage: int) -> None:
+        for bucket in self.buckets:
+            if stage in bucket.layout.stages:
+                _wait(bucket.gathering)
+
+    def after_backward(self, stage: int) -> None:
+        ending = [bucket for bucket in self.buckets if bucket.open_stages == {stage}]
+        if self.weight_grads is not None and ending:
+            self.weight_grads.run_for(self._parameters_of(ending))
+        for bucket in ending:
+            self._start_sum(bucket)
+        for bucket in self.buckets:
+            bucket.open_stages.discard(stage)
+
+    def _parameters_of(self, buckets: Iterable[LiveBucket]) -> list[nn.Parameter]:
+        names = (where.name for bucket in buckets for where in bucket.layout.parameters)
+        return [self.model.get_parameter(name) for name in names]
+
+    def _start_sum(self, bucket: LiveBucket) -> None:
+        bucket.sent = bucket.gradients if bucket.alone else bucket.gradients.to(self.dtypes.reduce)
+        bucket.reducing = start_reduce_scatter(bucket.sent, bucket.each, bucket.shard)
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.sent is None:
+                raise RuntimeError(f"stages {sorted(bucket.open_stages)} had no backward in this step")
+        for bucket in self.buckets:
+            _wait(bucket.reducing)
+            assert bucket.sent is not None
+            bucket.sent = bucket.mine(bucket.sent)
+            bucket.reducing = start_all_reduce(bucket.sent, bucket.replicate)
+        for bucket in self.buckets:
+            _wait(bucket.reducing)
+            summed, bucket.sent = bucket.sent, None
+            assert summed is not None
+            gradients |= _by_name(bucket, summed.to(self.dtypes.main))
+        for piece in self._pieces:
+            piece.parameter.grad = gradients[piece.name]
+        return {piece.name: gradients[piece.name] for piece in self._pieces}
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        for bucket in self.buckets:
+            if bucket.main.dtype != bucket.weights.dtype:
+                bucket.mine(bucket.weights).copy_(bucket.main)
+        self._gathered = False
+
+    def whole_main(self, name: str) -> Tensor:
+        """The main weights of one parameter, gathered over data-parallel ranks; all of these must call it."""
+        bucket, where = next(
+            (bucket, where) for bucket in self.buckets for where in bucket.layout.parameters if where.name == name
+        )
+        ranges = [_cut(bucket.layout.owned(bucket.shard.size, index), where) for index in range(bucket.shard.size)]
+        own = ranges[bucket.shard.index]
+        mine = bucket.main[own.start - bucket.owned.start : own.stop - bucket.owned.start]
+        return all_gather_no_grad(mine, tuple(map(len, ranges)), bucket.shard).view(where.shape)
+
+
+def _wait(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
+
+
+def _view(flat: Tensor, where: FlatParameter) -> Tensor:
+    return flat[where.start : where.stop].view(where.shape)
+
+
+def _cut(owned: range, where: FlatParameter) -> range:
+    """The part of a rank's range that lies in a parameter; empty if there is none."""
+    start = min(max(owned.start, where.start), owned.stop)
+    return range(start, max(start, min(owned.stop, where.stop)))
+
+
+def _piece(bucket: LiveBucket, where: FlatParameter, shard: ParamShard) -> TrainedPiece | None:
+    owned = bucket.owned
+    cut = _cut(owned, where)
+    if not cut:
+        return None
+    values = bucket.main[cut.start - owned.start : cut.stop - owned.start]
+    boxes = boxes_of_range(where.shape, cut.start - where.start, cut.stop - where.start)
+    return TrainedPiece(nn.Parameter(values), shard, shifted(boxes, shard.unsharded_box))
+
+
+def _by_name(bucket: LiveBucket, mine: Tensor) -> dict[str, Tensor]:
+    """This rank's range of a bucket, cut into its parameters."""
+    start = bucket.owned.start
+    cuts = {where.name: _cut(bucket.owned, where) for where in bucket.layout.parameters}
+    return {name: mine[cut.start - start : cut.stop - start] for name, cut in cuts.items() if cut}
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf
