@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.marks import slow_except
-from tests.support import on_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -28,17 +26,15 @@ from moefold.data.samples import Sample
 from moefold.dryrun.dry_run import FullDocuments
 from moefold.dryrun.trace_step import gained
 from moefold.nn.batch import IGNORED, Batch, whole_batch
-from moefold.optim.optimizer import NO_WEIGHT_DECAY
 from moefold.parallel.flat_sharding import FlatSharding
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.pipeline.pipeline_state import PipelineState
 from moefold.pipeline.runtime import run_schedule
-from moefold.pipeline.step import evaluate, move_expert_biases, run_step
+from moefold.pipeline.step import evaluate, make_optimizer, move_expert_biases, run_step
 from moefold.plan.collective_counts import messages
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.actions import Action
 from moefold.train.batches import step_batches
-from moefold.train.train_context import make_optimizer
 
 CPU = torch.device("cpu")
 TOKENS = 16
@@ -76,7 +72,7 @@ def steps_of_one_process(run: RunConfig, ranks: int, waves: int, steps: int, pat
         named, kinds = dict(local_model.model.named_parameters()), local_model.param_shards
         decayed: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
         for name, parameter in named.items():
-            decayed[kinds[name].kind not in NO_WEIGHT_DECAY].append(parameter)
+            decayed[kinds[name].kind not in ("norm", "bias", "sink")].append(parameter)
         optim = run.optim
         optimizer = torch.optim.AdamW(
             [
@@ -102,7 +98,7 @@ def steps_of_one_process(run: RunConfig, ranks: int, waves: int, steps: int, pat
             found |= {f"{kind}/{name}": optimizer.state[p][kind] for name, p in named.items()}
         save_file(found | {"losses": torch.stack(losses)}, str(path))
 
-    on_ranks(work, 1)
+    in_groups(work, replace(run, parallel=ParallelConfig()), 1)
 
 
 def of_step(run: RunConfig, step: int, wave: int, ranks: int, waves: int) -> list[Batch]:
@@ -134,7 +130,7 @@ def test_steps_are_those_of_one_process_with_plain_adamw(
     """
     run = small_run(PrecisionConfig(compute=compute), **layout, sharding="flat")
     assert problems(run, world) == []
-    path, waves = tmp_path / "one.safetensors", 4
+    path, waves = tmp_path / "one.safetensors", 2
     ranks = world // layout.get("pp", 1)
     steps_of_one_process(run, ranks, waves, steps, path)
 
@@ -154,7 +150,7 @@ def test_steps_are_those_of_one_process_with_plain_adamw(
                 for box, part in piece.by_box(values):
                     assert torch.equal(part, expected[f"{kind}/{piece.name}"][box]), f"{kind}/{piece.name}"
 
-    on_ranks(work, world, **layout, sharding="flat")
+    in_groups(work, run, world)
 
 
 # ---- FSDP ----
@@ -176,7 +172,12 @@ AGAINST_FSDP: dict[str, tuple[int, PrecisionConfig, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(AGAINST_FSDP, "pipeline"))
+MARKS = {"pipeline": (), "everything": pytest.mark.slow, "replicas": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.nightly)) for name in AGAINST_FSDP]
+)
 def test_steps_are_those_of_fsdp(name: str) -> None:
     """To the bit: three steps, an evaluation between them, and main weights."""
     world, precision, layout = AGAINST_FSDP[name]
@@ -272,7 +273,7 @@ def test_collectives_run_beside_the_first_and_the_last_microbatches() -> None:
 
 def in_groups(work: Callable[[Groups], Any], run: RunConfig, world: int) -> list[Any]:
     """On forked ranks, with the groups that the run's schedule needs."""
-    return spawn_ranks(lambda rank: work(groups_of(run, world, rank, timedelta(seconds=30))), world, seconds=120)
+    return spawn_ranks(lambda rank: work(groups_of(run, world, rank, timedelta(seconds=30))), world, seconds=300)
 
 
 # ---- memory ----
@@ -303,7 +304,7 @@ def test_parameters_and_gradients_are_views_of_the_buffers() -> None:
             aliased = bucket.main.untyped_storage().data_ptr() == bucket.weights.untyped_storage().data_ptr()
             assert aliased == routers
 
-    on_ranks(work, 2)
+    in_groups(work, run, 2)
 
 
 def test_a_skipped_update_leaves_the_weights() -> None:
@@ -318,4 +319,4 @@ def test_a_skipped_update_leaves_the_weights() -> None:
         assert result.skipped == "a test" and torch.equal(result.sums.loss, loss)
         assert torch.equal(evaluate(local_model, batches), loss)
 
-    on_ranks(work, 2)
+    in_groups(work, run, 2)
