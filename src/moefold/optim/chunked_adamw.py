@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -159,7 +160,7 @@ class ChunkedAdamW(SavingOptimizer):
             return None
         piece = chunk.piece
         indices = global_indices(piece.shard.shape, piece.boxes, chunk.start, chunk.stop, device)
-        return element_hash(indices, noise_key(self.seed, step, piece.name))
+        return element_hash(indices, noise_key(self.seed, step, piece.name), prod(piece.shard.shape))
 
     # ---- checkpoints ----
 

@@ -5,7 +5,8 @@ probability of its distance from the lower one. The random bits are a hash of a 
 parameter's name) and of the element's index in the global tensor, as in counter-based generators (Salmon et al. 2011).
 So any layout rounds every element in the same way, a resumed run continues to the bit, and no generator has a state.
 
-The hash is SplitMix64's output function (Steele et al. 2014) on a Weyl sequence. Two moments use different bits of it.
+The hash is the finalizer of MurmurHash3 (Appleby 2011), in 32-bit integers, which CPUs and GPUs multiply fast. One hash
+gives 16 bits for each of the two moments.
 """
 
 from __future__ import annotations
@@ -19,36 +20,37 @@ from torch import Tensor
 
 Box = tuple[slice, ...]
 
-# As signed 64-bit numbers: torch multiplies modulo 2**64.
-_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
-# Bits of one random number, and how many numbers one hash gives.
+# As signed 32-bit numbers: torch multiplies modulo 2**32.
+_FIRST, _SECOND, _PAGE = 0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32), 0x9E3779B9 - (1 << 32)
+# Bits of one random number; a hash has two.
 NOISE_BITS = 16
-NUMBERS_PER_HASH = 4
 
 
 def noise_key(seed: int, step: int, name: str) -> int:
-    """A signed 64-bit number."""
+    """A signed 32-bit number."""
     digest = hashlib.sha256(f"moments/{seed}/{step}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+    return int.from_bytes(digest[:4], "little", signed=True)
 
 
-def element_hash(indices: Tensor, key: int) -> Tensor:
-    """64 random bits for each global index, as int64. ``indices`` is overwritten."""
-    mixed = indices.mul_(_WEYL).add_(key)
-    mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST)
-    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_SECOND)
-    return mixed.bitwise_xor_(_shifted(mixed, 31))
+def element_hash(indices: Tensor, key: int, size: int) -> Tensor:
+    """32 random bits for each index of a global tensor of ``size`` elements, as int32."""
+    mixed = indices.to(torch.int32).bitwise_xor_(key)
+    if size > 1 << 32:
+        # The upper half of an index is zero in smaller tensors.
+        mixed.add_((indices >> 32).to(torch.int32).mul_(_PAGE))
+    mixed.bitwise_xor_(_shifted(mixed, 16)).mul_(_FIRST)
+    mixed.bitwise_xor_(_shifted(mixed, 13)).mul_(_SECOND)
+    return mixed.bitwise_xor_(_shifted(mixed, 16))
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
     """Right by so many bits, with zeros from the left; torch's own shift repeats the sign."""
-    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+    return (bits >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def noise(hashed: Tensor, number: int) -> Tensor:
-    """The 16 random bits with this ``number`` (0 to 3) of each hash, as int32 from 0 to 65535."""
-    return (hashed >> (NOISE_BITS * number)).to(torch.int32).bitwise_and_((1 << NOISE_BITS) - 1)
+    """The 16 random bits with this ``number`` (0 or 1) of each hash, as int32 from 0 to 65535."""
+    return _shifted(hashed, NOISE_BITS) if number else hashed.bitwise_and((1 << NOISE_BITS) - 1)
 
 
 def global_indices(
