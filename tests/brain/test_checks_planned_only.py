@@ -14,7 +14,6 @@ from moefold.checks.planned_only import PLANNED_ONLY, PlannedOnly
 from moefold.checks.run_all import problems
 from moefold.config.loading import dump_run, override, parse_run
 from moefold.config.memory import RetainedStep
-from moefold.config.optim import ParamGroupConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.launch_command import beyond_moefold, changes_to_run
@@ -32,7 +31,6 @@ def offered(row: PlannedOnly) -> tuple[object, ...]:
 
 def _values(part: Any) -> tuple[object, ...]:
     known: dict[Any, tuple[object, ...]] = {int: (0, 2), float: (0.5,), Ellipsis: (), NoneType: (None,)}
-    known[ParamGroupConfig] = (ParamGroupConfig("*"),)
     if part in known:
         return known[part]
     inner = get_args(part)
@@ -56,15 +54,12 @@ MUST_BE_REFUSED: dict[str, object] = {
     "precision.params": "float8",
     "precision.gradients": "bfloat16",
     "precision.master": "float32",
-    "precision.moments": "bfloat16",
+    "precision.moments": "float16",
     "memory.recompute": "norms",
     "memory.offload": "moe_act",
     "memory.offload_layers": 1,
-    "memory.optimizer": "host",
     "kernels.graphs": "full",
     **{f"memory.retain.{step}": "discard" for step in get_args(RetainedStep)},
-    "precision.moments_rounding": "stochastic",
-    "optim.groups": ParamGroupConfig("*"),
     "optim.qk_clip": 100.0,
     "optim.trained": "adapters",
 }

@@ -1,4 +1,7 @@
-"""Rules about the formats of messages: what ranks send and sum is no narrower than what they compute with."""
+"""Rules about number formats: of messages, of the optimizer's moments and of main weights.
+
+What ranks send and sum is no narrower than what they compute with. Moments are not rounded in a way that freezes them.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,84 @@ def sums_are_no_narrower_than_what_they_add(run: RunConfig) -> list[Problem]:
     ]
 
 
+# Significant bits, hidden one included: nearest rounding drops relative changes below 2**-bits, at the least.
+SIGNIFICANT_BITS = {"bfloat16": 8, "float8": 4}
+
+
+def moments_can_follow_the_gradients(run: RunConfig) -> list[Problem]:
+    """A moment m becomes beta * m + (1 - beta) * x. Where gradients vanish it has to shrink by a factor of beta, and
+    nearest rounding undoes that if 1 - beta is below half a unit in the last place, which is at most 2**-bits of m."""
+    precision, optim = run.precision, run.optim
+    format = precision.moments or precision.params
+    bits = SIGNIFICANT_BITS.get(format)
+    # Parameters in float8 are planned only.
+    if bits is None or (precision.moments is None and format == "float8") or precision.moments_rounding == "stochastic":
+        return []
+    frozen = {name: beta for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)) if 1 - beta < 2.0**-bits}
+    if not frozen:
+        return []
+    said = ", ".join(f"1 - optim.{name} = {1 - beta:.2g}" for name, beta in frozen.items())
+    return [
+        Problem(
+            "precision.moments" if precision.moments else "precision.params",
+            f"{format} moments rounded to nearest lose changes below 2**-{bits} = {2.0**-bits:.2g}, and {said}: a "
+            "moment could not fall when gradients do",
+            "use precision.moments_rounding: stochastic, precision.moments: float32, or betas of at most "
+            f"{1 - 2.0**-bits:g}",
+        )
+    ]
+
+
+def stochastic_rounding_has_something_to_round(run: RunConfig) -> Problem | None:
+    format = run.precision.moments or run.precision.params
+    if run.precision.moments_rounding == "nearest" or format in SIGNIFICANT_BITS:
+        return None
+    return Problem(
+        "precision.moments_rounding",
+        f"stochastic rounding of moments in {format}, which are not rounded",
+        "use nearest, or precision.moments: bfloat16 or float8",
+    )
+
+
+def moments_are_rounded_from_float32(run: RunConfig) -> Problem | None:
+    """The update is computed in float32, or in float64 throughout."""
+    precision = run.precision
+    if (precision.moments or precision.params) == precision.params or precision.params != "float64":
+        return None
+    return Problem(
+        "precision.moments",
+        f"{precision.moments} moments of float64 parameters",
+        "use null, or precision.params: float32",
+    )
+
+
+def remainders_have_weights_beside_them(run: RunConfig) -> Problem | None:
+    """The remainder completes bfloat16 weights that live from step to step. FSDP has none: its bfloat16 weights are
+    gathered, used and freed."""
+    precision = run.precision
+    if precision.master != "remainder":
+        return None
+    sharding, gather = run.parallel.sharding, precision.gather_format
+    if sharding == "flat" and precision.params == "float32" and gather == "bfloat16":
+        return None
+    return Problem(
+        "precision.master",
+        f"a remainder completes bfloat16 weights that are kept; with parallel.sharding: {sharding}, precision.params: "
+        f"{precision.params} and weights computed with in {gather} there are none",
+        "use null; or parallel.sharding: flat, precision.params: float32 and precision.compute: bfloat16",
+    )
+
+
 def _format(name: str) -> Format | None:
     """None for formats that are planned only."""
     return next((known for known in FORMATS if known == name), None)
 
 
-RULES = (gathered_parameters_lose_no_digits, sums_are_no_narrower_than_what_they_add)
+RULES = (
+    gathered_parameters_lose_no_digits,
+    sums_are_no_narrower_than_what_they_add,
+    moments_can_follow_the_gradients,
+    stochastic_rounding_has_something_to_round,
+    moments_are_rounded_from_float32,
+    remainders_have_weights_beside_them,
+)

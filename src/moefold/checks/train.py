@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import isfinite, isnan
 
+from moefold.blueprint.param_groups import unmatched
+from moefold.blueprint.parameters import parameters
 from moefold.checks.sizes import divides, divisors
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
@@ -32,6 +34,34 @@ def lr_schedule_fits_into_the_run(run: RunConfig) -> Problem | None:
 def lr_ends_at_or_below_the_peak(run: RunConfig) -> Problem | None:
     floor = run.optim.lr_schedule.floor
     return None if floor <= 1 else Problem("optim.lr_schedule.floor", f"is {floor:g} times the peak", "use 0 to 1")
+
+
+def parameter_groups_have_parameters(run: RunConfig) -> list[Problem]:
+    """A pattern that matches nothing is a typing error, which training would not show."""
+    groups = run.optim.groups
+    if not groups:
+        return []
+    names = [spec.name for spec in parameters(run.model)]
+    found = []
+    for number, before in unmatched(groups, names).items():
+        path, pattern = f"optim.groups.{number}.match", groups[number].match
+        if before is None:
+            message, fix = f"{pattern!r} matches no parameter", f"use names such as {names[1]}, with * for any part"
+        else:
+            message = f"every parameter that {pattern!r} matches is in group {before} ({groups[before].match!r})"
+            fix = "put the narrower pattern first: the first match counts"
+        found.append(Problem(path, message, fix))
+    return found
+
+
+def parameter_groups_have_usable_numbers(run: RunConfig) -> list[Problem]:
+    found = []
+    for number, group in enumerate(run.optim.groups):
+        for name, value in (("lr_scale", group.lr_scale), ("weight_decay", group.weight_decay)):
+            if value is not None and not (isfinite(value) and value >= 0):
+                path = f"optim.groups.{number}.{name}"
+                found.append(Problem(path, f"is {value:g}", "use 0 or a positive number"))
+    return found
 
 
 def microbatches_fill_the_batch(run: RunConfig) -> Problem | None:
@@ -84,6 +114,8 @@ RULES = (
     name_is_one_word,
     lr_schedule_fits_into_the_run,
     lr_ends_at_or_below_the_peak,
+    parameter_groups_have_parameters,
+    parameter_groups_have_usable_numbers,
     microbatches_fill_the_batch,
     mixture_weights_are_positive,
 )
