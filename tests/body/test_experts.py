@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from tests.engines.fake_deepgemm import fake_deep_gemm
+from tests.engines.test_transformer_engine import FAKE as te_fake
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
+from moefold.moe import expert_backends
 from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
-from moefold.nn.matmul_policy import ParameterMatmul
+from moefold.moe.grouped_experts import GroupedExperts, KernelPermutation, kernel_activation
+from moefold.moe.moe_kernels import MOE_IN_TORCH
+from moefold.nn import grouped_deepgemm
+from moefold.nn.matmul_policy import ParameterMatmul, grouped
 from moefold.ops.activations import ACTIVATIONS
 
 CONFIG = MoEConfig(num_experts=4, expert_hidden_dim=8)
@@ -118,27 +125,57 @@ def test_narrow_rows_and_wide_weights(engine: str) -> None:
     assert arrived.assignments.probs.grad is not None and arrived.assignments.probs.grad.dtype == torch.float32
 
 
-def bytes_saved(weight_at: str) -> tuple[int, int]:
-    """All bytes kept for backward beside the inputs, and how many tensors of the shape of the output are among them."""
-    config = replace(CONFIG, weight_at=weight_at)
-    experts, arrived = build(config), arrive([5, 1, 4, 2])
+# Mixtral's ratios: hidden rows are 3.5 times as wide as the model's.
+MIXTRAL = MoEConfig(num_experts=4, top_k=2, expert_hidden_dim=56)
+BACKENDS = {
+    "sequential": partial(expert_backend, "sequential"),
+    "grouped": partial(expert_backend, "grouped"),
+    "deepgemm": partial(expert_backend, "deepgemm"),
+    "fused": partial(expert_backend, "fused"),
+    "grouped, kernels' permutation": lambda policy: (
+        lambda moe: GroupedExperts(
+            moe, policy, grouped, KernelPermutation(MOE_IN_TORCH), kernel_activation(MOE_IN_TORCH, moe.activation)
+        )
+    ),
+    "grouped, Transformer Engine's permutation": partial(expert_backend, "grouped", permute="transformer_engine"),
+}
+
+
+def bytes_saved(name: str, config: MoEConfig) -> int:
+    """Bytes kept for backward beside parameters and the rows and probs that have arrived."""
+    torch.manual_seed(1)
+    experts = Experts(config, WIDTH, BACKENDS[name](ParameterMatmul())(config))
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    arrived = arrive([32, 0, 64, 32], torch.bfloat16, torch.float32)
     given = (arrived.rows_RL, arrived.assignments.probs, *experts.parameters())
     known = {t.untyped_storage().data_ptr() for t in given}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in known:
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in known:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         experts(arrived)
-    return sum(t.untyped_storage().nbytes() for t in kept.values()), sum(t.shape == (12, WIDTH) for t in kept.values())
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
-def test_weighing_the_activation_saves_nothing_as_wide_as_the_output() -> None:
-    (inside, wide_inside), (outside, wide_outside) = bytes_saved("activation"), bytes_saved("output")
-    # Sorted rows; and the output.
-    assert (wide_inside, wide_outside) == (1, 2)
-    # The weighed activation is kept instead of the output: R x F for R x L.
-    assert outside - inside == 12 * (WIDTH - CONFIG.expert_hidden_dim) * 8
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_prob_at_the_activation_saves_only_what_the_second_matmul_reads(
+    name: str, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probs at the output keep the output as well, at every shape."""
+    monkeypatch.setattr(grouped_deepgemm, "load_engine", lambda name: fake_deep_gemm())
+    monkeypatch.setattr(expert_backends, "load_engine", lambda name: te_fake)
+    config = replace(MIXTRAL, activation=activation)
+    inside = bytes_saved(name, config)
+    sorted_rows, gate_up, hidden, probs = 128 * WIDTH * 2, 128 * 112 * 2, 128 * 56 * 2, 128 * 4
+    if name == "fused":
+        assert inside == gate_up
+        return
+    assert sorted_rows + gate_up + hidden <= inside <= sorted_rows + gate_up + hidden + probs
+    outside = bytes_saved(name, replace(config, weight_at="output"))
+    assert outside >= inside + 128 * WIDTH * 2 - probs

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from math import exp
 
+import pytest
 import torch
 
 from moefold.ops.activations import (
@@ -49,13 +50,24 @@ def test_swiglu_has_the_bits_of_its_reference_and_keeps_its_inputs_only() -> Non
         assert all(map(torch.equal, *found))
 
 
-def test_the_weighted_activation_has_the_bits_of_its_reference() -> None:
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_weighted_activation_has_the_bits_of_its_reference_and_keeps_its_inputs_only(
+    name: str, weighted: bool
+) -> None:
     for rows, weights in ((torch.float64,) * 2, (torch.float32,) * 2, (torch.bfloat16, torch.float32)):
-        gate_up, weight = torch.randn(6, 20).to(rows).requires_grad_(), torch.rand(6).to(weights).requires_grad_()
+        gate_up = (5 * torch.randn(6, 20)).to(rows).requires_grad_()
+        leaves = (gate_up, torch.rand(6).to(weights).requires_grad_()) if weighted else (gate_up,)
         found = []
         for activation in (weighted_activation, weighted_activation_reference):
-            made = activation(gate_up, weight)
+            kept: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+                made = activation(gate_up, leaves[1] if weighted else None, name)
             assert made.dtype == rows
             grad = torch.linspace(-1, 1, made.numel()).to(rows).view_as(made)
-            found.append((made, *torch.autograd.grad(made, (gate_up, weight), grad)))
+            found.append((made, *torch.autograd.grad(made, leaves, grad)))
+            inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+            assert ({tensor.untyped_storage().data_ptr() for tensor in kept} == inputs) is (
+                activation is weighted_activation
+            )
         assert all(map(torch.equal, *found))

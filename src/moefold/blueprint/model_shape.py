@@ -74,7 +74,6 @@ class MoE:
     gated: bool = True
     # Experts add biases, and clamp what enters their activation.
     biased: bool = False
-    clamped: bool = False
     # The router adds a learned bias to its logits; the shared expert's output is scaled by a learned sigmoid.
     logit_bias: bool = False
     shared_gate: bool = False
@@ -160,7 +159,6 @@ def _feed(model: ModelConfig, index: int) -> Dense | MoE:
         moe.shared_hidden_dim,
         moe.latent_dim or 0,
         biased=moe.expert_mlp_bias,
-        clamped=moe.activation == "clamped_swiglu",
         logit_bias=moe.router.logit_bias,
         shared_gate=moe.shared_gate,
     )

@@ -1,7 +1,9 @@
 """GLU activations: act(gate) * up.
 
-``swiglu`` saves only its two inputs for backward; autograd would save silu(gate) as well. ``swiglu_reference`` is the
-plain form. ``weighted_activation`` multiplies by a weight per row in the same pass.
+Every function here saves its inputs for backward and nothing else; autograd would save silu(gate) and, where rows have
+weights, the activation before its weight: as much again as the hidden rows that the next matmul saves. Backward
+computes the activation once more, elementwise and so with the same bits. ``swiglu_reference`` is the plain form.
+``weighted_activation`` multiplies by a weight per row in the same pass.
 """
 
 from __future__ import annotations
@@ -50,11 +52,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu": swiglu, 
 
 def weighted_activation(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str = "swiglu") -> Tensor:
     """act(gate, up) of every row, times the row's weight if there is one, in the dtype of the rows."""
-    if activation == "swiglu" and weight_X is not None:
-        weighted_XF: Tensor = _WeightedSwiglu.apply(gate_up_XG, weight_X)
-        return weighted_XF
-    out_XF = ACTIVATIONS[activation](*gate_up_XG.chunk(2, dim=-1))
-    return out_XF if weight_X is None else (out_XF * weight_X[:, None]).to(out_XF.dtype)
+    out_XF: Tensor
+    if activation != "swiglu":
+        out_XF = _RecomputedActivation.apply(gate_up_XG, weight_X, activation)
+        return out_XF
+    if weight_X is None:
+        return swiglu(*gate_up_XG.chunk(2, dim=-1))
+    out_XF = _WeightedSwiglu.apply(gate_up_XG, weight_X)
+    return out_XF
 
 
 def weighted_activation_reference(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str = "swiglu") -> Tensor:
@@ -71,24 +76,49 @@ class _SavesTensors(Protocol):
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """Saves what autograd would: gate and up, the activation and the weights. Products are written in the dtype of the
-    rows where they are computed, and both halves of the gradient into one tensor, so that nothing is cast or joined."""
+    """Products are written in the dtype of the rows where they are computed, and both halves of the gradient into one
+    tensor, so that nothing is cast or joined."""
 
     @staticmethod
     def forward(ctx: _SavesTensors, gate_up_XG: Tensor, weight_X: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_XG, weight_X)
         gate_XF, up_XF = gate_up_XG.chunk(2, dim=-1)
         act_XF = F.silu(gate_XF).mul_(up_XF)
-        ctx.save_for_backward(gate_XF, up_XF, act_XF, weight_X)
-        return torch.mul(act_XF, weight_X[:, None], out=torch.empty_like(act_XF))
+        return torch.mul(act_XF, weight_X[:, None], out=act_XF)
 
     @staticmethod
     def backward(ctx: _SavesTensors, grad_XF: Tensor) -> tuple[Tensor, Tensor]:
-        gate_XF, up_XF, act_XF, weight_X = ctx.saved_tensors
-        dgate_up_XG = gate_XF.new_empty(gate_XF.shape[0], 2 * gate_XF.shape[1])
+        gate_up_XG, weight_X = ctx.saved_tensors
+        gate_XF, up_XF = gate_up_XG.chunk(2, dim=-1)
+        dgate_up_XG = torch.empty_like(gate_up_XG, memory_format=torch.contiguous_format)
         dgate_XF, dup_XF = dgate_up_XG.chunk(2, dim=-1)
+        silu_XF = F.silu(gate_XF)
         wide_XF = grad_XF.to(torch.promote_types(grad_XF.dtype, weight_X.dtype))
-        dweight_X = (wide_XF * act_XF).sum(-1)
-        dact_XF = torch.mul(wide_XF, weight_X[:, None], out=torch.empty_like(act_XF))
-        torch.mul(F.silu(gate_XF), dact_XF, out=dup_XF)
+        dweight_X = (wide_XF * (silu_XF * up_XF)).sum(-1)
+        dact_XF = torch.mul(wide_XF, weight_X[:, None], out=torch.empty_like(silu_XF))
+        torch.mul(silu_XF, dact_XF, out=dup_XF)
         torch.ops.aten.silu_backward.grad_input(dact_XF.mul_(up_XF), gate_XF, grad_input=dgate_XF)
         return dgate_up_XG, dweight_X
+
+
+class _NamesActivation(_SavesTensors, Protocol):
+    activation: str
+
+
+class _RecomputedActivation(torch.autograd.Function):
+    """Any other activation: autograd's own backward of the plain form, recomputed from its inputs."""
+
+    @staticmethod
+    def forward(ctx: _NamesActivation, gate_up_XG: Tensor, weight_X: Tensor | None, activation: str) -> Tensor:
+        ctx.save_for_backward(gate_up_XG, *(() if weight_X is None else (weight_X,)))
+        ctx.activation = activation
+        return weighted_activation_reference(gate_up_XG, weight_X, activation)
+
+    @staticmethod
+    def backward(ctx: _NamesActivation, grad_XF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        gate_up_XG, weight_X = leaves if len(leaves) == 2 else (leaves[0], None)
+        with torch.enable_grad():
+            out_XF = weighted_activation_reference(gate_up_XG, weight_X, ctx.activation)
+        dgate_up_XG, *dweight_X = torch.autograd.grad(out_XF, leaves, grad_XF)
+        return dgate_up_XG, dweight_X[0] if dweight_X else None, None

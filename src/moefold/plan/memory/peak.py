@@ -16,7 +16,7 @@ from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
-from moefold.plan.memory.workspace import Copied, copies_weights, stage_copies, workspace_lines
+from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
@@ -44,13 +44,12 @@ class _RankShape:
 
     stages: tuple[StageContents, ...]
     weights: RankWeights
-    # Per stage and microbatch: its parts, bytes per token, and bytes that no token adds to.
+    # Per stage and microbatch: its parts, and bytes per token.
     parts: tuple[tuple[_Part, ...], ...]
     token_bytes: tuple[float, ...]
-    fixed_bytes: tuple[float, ...]
 
     def stage_bytes(self, tokens: float) -> tuple[float, ...]:
-        return tuple(tokens * each + fixed for each, fixed in zip(self.token_bytes, self.fixed_bytes))
+        return tuple(tokens * each for each in self.token_bytes)
 
 
 def predict_memory(workload: Workload) -> MemoryPrediction:
@@ -106,7 +105,7 @@ def _rank_shape_of(workload: Workload, rank: int, setting: Setting) -> _RankShap
     stages = stages_of_shape(workload.model, number, written)
     held = _held(parallel.schedule, parallel.pp, parallel.vpp)[rank]
     which = tuple(stages.which[index] for index in held)
-    return _rank_shape(workload.model, number, written, which, setting, parallel.ep, copies_weights(workload))
+    return _rank_shape(workload.model, number, written, which, setting, parallel.ep)
 
 
 @lru_cache(maxsize=1024)
@@ -124,15 +123,13 @@ def _rank_shape(
     which: tuple[int, ...],
     setting: Setting,
     ep: int,
-    copied: Copied,
 ) -> _RankShape:
     different = stages_of_shape(model, stages, written).different
     contents = tuple(different[index] for index in which)
     parts = tuple(_stage_parts(model, stage, setting) for stage in contents)
     weights = rank_weights(model, contents, (setting.tp, ep, setting.etp))
     per_token = tuple(sum(size for _, size, _ in stage) for stage in parts)
-    fixed = tuple(stage_copies(model, stage, setting, ep, copied) for stage in contents)
-    return _RankShape(contents, weights, parts, per_token, fixed)
+    return _RankShape(contents, weights, parts, per_token)
 
 
 def _stage_parts(model: ModelShape, stage: StageContents, setting: Setting) -> tuple[_Part, ...]:
@@ -185,7 +182,7 @@ def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting:
         for layer, size, count in parts:
             sizes[layer] = sizes.get(layer, 0.0) + live * size * tokens
             layers[layer] = layers.get(layer, 0) + live * count
-    lines = _pair_lines(workload, shape, tokens) + _copy_lines(shape, moment)
+    lines = _pair_lines(workload, shape, tokens)
     for layer, size in sizes.items():
         if layer is None:
             lines.append(MemoryLine("activations", "around the head", size, "norms and joined inputs"))
@@ -211,14 +208,6 @@ def _pair_lines(workload: Workload, shape: _RankShape, tokens: float) -> list[Me
     size = PAIR_SHARE * max(shape.token_bytes) * tokens
     why = f"{PAIR_SHARE:.0%} of one more microbatch"
     return [MemoryLine("activations", "a forward beside a backward", size, why)]
-
-
-def _copy_lines(shape: _RankShape, moment: Moment) -> list[MemoryLine]:
-    size = sum(count * fixed for count, fixed in zip(moment, shape.fixed_bytes))
-    if not size:
-        return []
-    why = f"matmuls keep their weights as they were cast, for each of {sum(moment)} live microbatches"
-    return [MemoryLine("activations", "casts of weights", size, why)]
 
 
 def _name_of(layer: Layer) -> str:

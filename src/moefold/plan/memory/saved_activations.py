@@ -77,7 +77,6 @@ class Sizes:
     # Dim in which tokens travel to experts; the same if experts have biases; the hidden dim if the activation clamps.
     travel: int = 0
     biased: int = 0
-    clamped: int = 0
     # What a recurrence projects its input to, its inner dim, and the state between blocks of tokens.
     projected: int = 0
     inner: int = 0
@@ -232,7 +231,6 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
     elif isinstance(feed, MoE):
         found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim, "experts": feed.experts}
         found |= {"top_k": feed.top_k, "travel": feed.latent or dim, "biased": feed.biased * (feed.latent or dim)}
-        found |= {"clamped": feed.clamped * feed.dim}
         found |= {"shared": feed.shared_hidden_dim, "shared_up": (1 + feed.gated) * feed.shared_hidden_dim}
     return Sizes(dim, length, **found)  # type: ignore[arg-type]
 

@@ -3,7 +3,7 @@
 A test runs the model with saved-tensor hooks and finds these bytes. Norms save their input and one number per row;
 their output is saved as the next matmul's input. Attention saves what the fused kernel reads and returns; with sinks
 the context is cut from a padded output. An activation saves
-both halves of its input and its output; experts save the output before and after the token's prob.
+both halves of its input and its output; where the token's prob multiplies it, the product alone.
 
 `step` is the step of `memory.retain` with which a row is discarded or offloaded. Only latent attention has a step
 for queries, keys and values. A row that a collective gave can only be offloaded (`received`).
@@ -190,28 +190,11 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS, step="activation"),
     Saved(
         "moe",
-        "after activation, times prob",
-        lambda s: s.top_k * s.hidden,
-        cut="columns",
-        dropped=_EXPERTS,
-        needs="weighted_inside",
-        step="activation",
-    ),
-    Saved(
-        "moe",
         "expert outputs before probs",
         lambda s: s.top_k * s.travel,
         cut="rows",
         dropped=_EXPERTS,
         lacks="weighted_inside",
-    ),
-    Saved(
-        "moe",
-        "clamped, and its sigmoid",
-        lambda s: 4 * s.top_k * s.clamped,
-        cut="columns",
-        dropped=_EXPERTS,
-        step="activation",
     ),
     Saved("moe", "biases of rows", lambda s: s.top_k * s.biased, cut="rows", dropped=_EXPERTS),
 )

@@ -7,8 +7,7 @@ Transformer Engine passes autograd one unused gradient per shape of matrix, beca
 
 moefold's own step has rows of its own, which a test compares with the dry run:
 
-casts     parameters are kept in one format and used in another; a matmul keeps the cast it used until its backward, so
-          each live microbatch has its own; orders that defer weight gradients keep the parameter itself instead
+casts     matmuls keep the parameter itself and cast it again in backward: no cast outlives its matmul
 loss      logits exist one chunk of the vocabulary at a time; the head's gradient is whole
 a layer   the peak is at the experts' first matrix: its gradient, and the gradient of its output
 """
@@ -17,13 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moefold.blueprint.matmuls import layer_matmuls
-from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
-from moefold.blueprint.param_counts import layer_counts
-from moefold.blueprint.parameters import join_parameter
+from moefold.blueprint.model_shape import Dense, Layer, MoE
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting
-from moefold.plan.memory.states import RankWeights, padded_vocab, shards, under_way_lines, workload_reshards_per_step
+from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
@@ -127,44 +123,6 @@ def _answer_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list
 
 
 # ---- moefold's own step ----
-
-
-# Whether matmuls keep casts of dense weights, and of experts'.
-Copied = tuple[bool, bool]
-
-
-def copies_weights(workload: Workload) -> Copied:
-    """Those that FSDP gathers in the format of matmuls need none."""
-    narrow = workload.format != "float32" and workload.weight_bytes > 2
-    kept = workload.is_own and narrow and not (workload.ep_overlap or workload.delay_wgrad or workload.is_flat)
-    dense, experts = (kept and (ways == 1 or workload.gather_bytes > 2) for ways in shards(workload))
-    return dense, experts
-
-
-def stage_copies(model: ModelShape, stage: StageContents, setting: Setting, ep: int, copied: Copied) -> float:
-    """Bytes of casts that one microbatch of a stage keeps."""
-    size = sum(count * _layer_copies(layer, model.dim, setting, ep, copied) for layer, count in stage.layers)
-    if stage.mtp:
-        ahead = _layer_copies(model.mtp_layers[-1], model.dim, setting, ep, copied)
-        size += stage.mtp * (ahead + copied[0] * join_parameter("", model.dim).size)
-    return size * setting.word
-
-
-def _layer_copies(layer: Layer, dim: int, setting: Setting, ep: int, copied: Copied) -> float:
-    """Elements, after all cuts. A phase that is recomputed casts again; the router needs no cast."""
-    mixer, feed = layer_counts(Layer(layer.mixer, None), dim), layer_counts(Layer(None, layer.feed), dim)
-    dense = experts = 0.0
-    if "attention" not in setting.recompute:
-        dense += mixer.sharded / setting.tp + mixer.replicated
-    if isinstance(layer.feed, Dense) and "feed_forward" not in setting.recompute:
-        dense += feed.sharded / setting.tp
-    if isinstance(layer.feed, MoE):
-        latents = [row for row in layer_matmuls(layer, dim) if row.part == "routed" and not row.experts]
-        dense += sum(row.inner * row.outer for row in latents)
-        if "experts" not in setting.recompute:
-            dense += feed.sharded / setting.tp
-            experts += feed.experts / (ep * setting.etp)
-    return copied[0] * dense + copied[1] * experts
 
 
 def own_workspace(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
