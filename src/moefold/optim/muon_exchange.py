@@ -63,7 +63,7 @@ class BucketPlan:
     receive_back: list[list[Block]] = field(default_factory=list)
 
     def gather(self, boxes: Boxes, matrices: Sequence[Tensor], nothing: Tensor) -> None:
-        """Fill the owned matrices from the boxes of all ranks. ``nothing`` has no elements, and the dtype of messages."""
+        """Fill the owned matrices from all ranks' boxes. ``nothing`` has no elements, and the dtype of messages."""
         for block in self.kept:
             block.of_matrix(matrices).copy_(block.of_box(boxes))
         if self.travels:
