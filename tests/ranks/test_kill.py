@@ -21,9 +21,16 @@ LAYOUTS = {
     "pipeline": (4, ParallelConfig(pp=2, ep=2), True),
     # Weight gradients fill whatever waits there are, and no bit may depend on how long those were.
     "pipeline, overlapped": (4, ParallelConfig(pp=2, ep=2, schedule="1f1b_overlapped"), True),
+    "flat": (4, ParallelConfig(ep=2, sharding="flat"), True),
+    "flat pipeline": (4, ParallelConfig(pp=2, ep=2, sharding="flat"), True),
+    "flat pipeline in a V": (
+        4,
+        ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v", stages="Ett|t||L", sharding="flat"),
+        False,
+    ),
     "pipeline in a V": (4, ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v", stages="Ett|t||L"), False),
 }
-AT_NIGHT = ("pipeline, overlapped", "pipeline in a V")
+AT_NIGHT = ("pipeline, overlapped", "pipeline in a V", "flat", "flat pipeline", "flat pipeline in a V")
 
 
 @pytest.mark.timeout(600)
@@ -41,12 +48,28 @@ def test_planned_kills_change_nothing(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [2, 4])
 def test_two_hundred_kills(world: int, tmp_path: Path) -> None:
-    names = [name for name, (size, _, _) in LAYOUTS.items() if size == world]
+    names = [name for name, (size, _, _) in LAYOUTS.items() if size == world and not name.startswith("flat")]
     happened = 0
     for seed in range(100, 109):
         name = names[seed % len(names)]
         happened += assert_killing_changes_nothing(name, kills=24, seed=seed, folder=tmp_path / str(seed))
     assert happened >= 200
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_few_kills_of_flat_sharding_change_nothing(tmp_path: Path) -> None:
+    assert_killing_changes_nothing("flat", kills=3, seed=5, folder=tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_sixty_kills_of_flat_sharding(tmp_path: Path) -> None:
+    names = [name for name in LAYOUTS if name.startswith("flat")]
+    happened = 0
+    for seed, name in enumerate(names, 200):
+        happened += assert_killing_changes_nothing(name, kills=20, seed=seed, folder=tmp_path / name)
+    assert happened >= 60
 
 
 def assert_killing_changes_nothing(name: str, kills: int, seed: int, folder: Path) -> int:

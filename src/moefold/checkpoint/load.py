@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from moefold.checkpoint.manifest import Manifest, data_name, read_table
 from moefold.checkpoint.shard_file import ShardReader
@@ -26,6 +25,7 @@ from moefold.comm.collectives import all_gather_no_grad
 from moefold.comm.host_numbers import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
+from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel
 
 Log = Callable[[str], None]
@@ -132,7 +132,7 @@ def _newest_valid(root: Path, steps: Sequence[int], log: Log | None) -> int:
     return _NONE_VALID if steps else _NO_STEP
 
 
-def load_into(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, Any]:
+def load_into(path: Path, local_model: LocalModel, optimizer: ModelOptimizer | None) -> dict[str, Any]:
     """Load this rank's shards, on all ranks or on none; returns the trainer's state.
 
     The random state is restored when as many ranks load as saved; otherwise each rank's is derived from the seed, the
@@ -154,7 +154,7 @@ def load_into(path: Path, local_model: LocalModel, optimizer: Optimizer | None) 
 
 
 def load_latest(
-    root: Path, local_model: LocalModel, optimizer: Optimizer | None, log: Log | None = None
+    root: Path, local_model: LocalModel, optimizer: ModelOptimizer | None, log: Log | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint that verifies to the last bit, going back as far as needed; None if there is none.
 
@@ -182,7 +182,9 @@ def load_latest(
         steps = [older for older in steps if older < step]
 
 
-def _staged(path: Path, local_model: LocalModel, optimizer: Optimizer | None) -> tuple[Checkpoint, dict[str, Tensor]]:
+def _staged(
+    path: Path, local_model: LocalModel, optimizer: ModelOptimizer | None
+) -> tuple[Checkpoint, dict[str, Tensor]]:
     """All values this rank needs, read and checked; live tensors are unchanged."""
     world = local_model.groups["world"]
     checkpoint = Checkpoint(path, first=world.index)

@@ -12,19 +12,21 @@ sharding. Each box is one chunk; a rank reads the boxes of its own pieces, so an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
-from moefold.blueprint.parameters import buffers, parameters
+from moefold.blueprint.param_groups import update_rule
+from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
 from moefold.checkpoint.tensor_spec import Box, Chunk, TensorSpec, whole
 from moefold.config.loading import dump_run
-from moefold.errors import CheckpointError, MismatchError
+from moefold.errors import MismatchError
+from moefold.optim.optimizer import ModelOptimizer, OptimizerInputs, build_optimizer
+from moefold.optim.trained_pieces import SavedKind
 from moefold.parallel.parallelize import LocalModel, local_buffers
-from moefold.parallel.param_shards import TrainedPiece, local_part
+from moefold.parallel.param_shards import ParamShard, TrainedPiece, local_part
 
 _WEIGHTS = ("parameter/", "buffer/")
 _MAX_LISTED = 200
@@ -40,25 +42,25 @@ def run_record(local_model: LocalModel) -> dict[str, object]:
     }
 
 
-def chunks_of(local_model: LocalModel, optimizer: Optimizer | None) -> list[Chunk]:
+def chunks_of(local_model: LocalModel, optimizer: ModelOptimizer | None) -> list[Chunk]:
     """What this rank writes: shards for which it is the primary replica, and its random state."""
     chunks = [chunk for chunk in _primary_chunks(local_model, optimizer) if chunk.tensor.numel()]
     rng = torch.get_rng_state()
     return [*chunks, Chunk(f"rng/{local_model.groups.rank}", tuple(rng.shape), whole(rng.shape), rng)]
 
 
-def _primary_chunks(local_model: LocalModel, optimizer: Optimizer | None) -> Iterator[Chunk]:
-    kinds = _state_kinds(optimizer)
+def _primary_chunks(local_model: LocalModel, optimizer: ModelOptimizer | None) -> Iterator[Chunk]:
     for piece in local_model.pieces():
         if not piece.is_primary:
             continue
         yield from _chunks("parameter", piece, piece.parameter.detach())
-        for kind, single in kinds.items():
-            state = _state_or_zeros(optimizer, piece, kind, single)
-            if not single:
-                yield from _chunks(kind, piece, state)
+        kinds = {} if optimizer is None else optimizer.saved_kinds(piece.parameter)
+        states = {} if optimizer is None else optimizer.saved_state(piece.parameter)
+        for kind, saved in kinds.items():
+            if not saved.single:
+                yield from _chunks(kind, piece, states[kind])
             elif piece.starts_tensor:
-                yield Chunk(f"{kind}/{piece.name}", (), (), local_part(state))
+                yield Chunk(f"{kind}/{piece.name}", (), (), states[kind])
     if local_model.groups["stage"].index == 0:
         live = dict(local_model.model.named_buffers())
         for spec in local_buffers(local_model.run, local_model.model):
@@ -70,44 +72,57 @@ def _chunks(kind: str, piece: TrainedPiece, values: Tensor) -> Iterator[Chunk]:
         yield Chunk(f"{kind}/{piece.name}", piece.shard.shape, box, part)
 
 
-def tensors_elsewhere(local_model: LocalModel, optimizer: Optimizer | None) -> dict[str, TensorSpec]:
+def tensors_elsewhere(local_model: LocalModel, optimizer: ModelOptimizer | None) -> dict[str, TensorSpec]:
     """Tensors of a checkpoint of which this rank has no part: those of other pipeline stages, for one."""
-    kinds, dtype = _state_kinds(optimizer), local_model.sharding.main_dtype
+    dtype = local_model.sharding.main_dtype
     found: dict[str, TensorSpec] = {}
     held = {piece.name for piece in local_model.pieces()}
     first = {piece.name for piece in local_model.pieces() if piece.starts_tensor}
+    kinds_of = _kinds_by_algorithm(local_model, optimizer)
     for spec in parameters(local_model.run.model):
-        tensor = TensorSpec(dtype, spec.shape)
         if spec.name not in held:
-            found |= {f"{kind}/{spec.name}": tensor for kind in ("parameter", *kinds) if not kinds.get(kind, False)}
-        # A single number is written with the first element.
-        if spec.name not in first:
-            found |= {f"{kind}/{spec.name}": TensorSpec(torch.float32, ()) for kind in kinds if kinds[kind]}
+            found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
+        for kind, saved in kinds_of(spec).items():
+            # A single number is written with the first element.
+            if saved.single and spec.name not in first:
+                found[f"{kind}/{spec.name}"] = TensorSpec(saved.dtype, ())
+            elif not saved.single and spec.name not in held:
+                found[f"{kind}/{spec.name}"] = TensorSpec(saved.dtype, spec.shape)
     here = {spec.name for spec in local_buffers(local_model.run, local_model.model)}
     wide = torch.promote_types(dtype, torch.float32)
     others = (spec for spec in buffers(local_model.run.model) if spec.name not in here)
     return found | {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
 
 
-def _state_kinds(optimizer: Optimizer | None) -> dict[str, bool]:
-    """The kinds of state that the optimizer keeps, and whether each is a single number; none before its first step."""
-    kinds: dict[str, bool] = {}
-    for parameter, state in (optimizer.state if optimizer else {}).items():
-        for kind, value in state.items():
-            single = isinstance(value, Tensor) and value.dim() == 0
-            if not isinstance(value, Tensor) or not (single or value.shape == parameter.shape):
-                raise CheckpointError(f"the optimizer's {kind!r} is neither one number nor shaped like its parameter")
-            kinds[kind] = single
-    return kinds
+Kinds = dict[str, SavedKind]
 
 
-def _state_or_zeros(optimizer: Optimizer | None, piece: TrainedPiece, kind: str, single: bool) -> Tensor:
-    """A parameter that never had a gradient has no state; its first step would start from zeros."""
-    assert optimizer is not None
-    state = optimizer.state.get(piece.parameter, {})
-    if kind in state:
-        return state[kind]
-    return torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(piece.parameter.detach())
+def _kinds_by_algorithm(local_model: LocalModel, optimizer: ModelOptimizer | None) -> Callable[[ParameterSpec], Kinds]:
+    """What the optimizer keeps of a parameter of which this rank may have nothing: as of another of its algorithm."""
+    known: dict[str, Kinds] = {}
+    run = local_model.run
+
+    def kinds_of(spec: ParameterSpec) -> Kinds:
+        if optimizer is None:
+            return {}
+        algorithm = update_rule(spec.name, spec.kind, run.optim).algorithm
+        if algorithm not in known:
+            empty = nn.Parameter(torch.empty((0,) * len(spec.shape), dtype=local_model.sharding.main_dtype))
+            piece = TrainedPiece(empty, _stand_in(spec), (whole(empty.shape),))
+            inputs = OptimizerInputs(run, torch.device("cpu"), local_model.groups)
+            known[algorithm] = build_optimizer([piece], inputs).saved_kinds(empty)
+        return known[algorithm]
+
+    for piece in local_model.pieces() if optimizer is not None else ():
+        assert optimizer is not None
+        algorithm = update_rule(piece.name, piece.kind, run.optim).algorithm
+        known.setdefault(algorithm, optimizer.saved_kinds(piece.parameter))
+    return kinds_of
+
+
+def _stand_in(spec: ParameterSpec) -> ParamShard:
+    box = whole((0,) * len(spec.shape))
+    return ParamShard(spec.name, spec.kind, spec.shape, box, box, (), (), (0,), is_first_pp_rank=True)
 
 
 @dataclass(frozen=True)
@@ -122,20 +137,24 @@ class NeededTensor:
 
 
 def needed_tensors(
-    local_model: LocalModel, optimizer: Optimizer | None, offered: Mapping[str, TensorSpec]
+    local_model: LocalModel, optimizer: ModelOptimizer | None, offered: Mapping[str, TensorSpec]
 ) -> list[NeededTensor]:
     """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
     wants = {want.name: want for want in _weights_needed(local_model)}
-    kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
-    states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
-    if optimizer is not None:
-        wants |= {want.name: want for kind in states for want in _states_needed(local_model, kind, offered)}
-    ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
+    states = {name for name in offered if not name.startswith(_WEIGHTS)}
+    # Converted weights come without states.
+    if optimizer is not None and states:
+        wants |= {want.name: want for want in _states_needed(local_model, optimizer)}
     differences = {name: "is missing" for name in wants if name not in offered}
-    elsewhere = _names_of_model(local_model, kinds)
+    elsewhere = _names_of_model(local_model, (name.partition("/")[0] for name in offered))
+    ignored = states if optimizer is None else set()
     differences |= {
         name: "is not part of this model" for name in offered if name not in elsewhere and name not in ignored
     }
+    if optimizer is not None:
+        here = {piece.name for piece in local_model.pieces()}
+        unread = (name for name in states - wants.keys() if name.partition("/")[2] in here)
+        differences |= {name: "is no state of this run's optimizer" for name in unread}
     for name, want in wants.items():
         spec = offered.get(name, want)
         if spec.shape != want.shape:
@@ -165,58 +184,42 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
 
 def _weights_needed(local_model: LocalModel) -> Iterator[NeededTensor]:
     for piece in local_model.pieces():
-        yield _needed("parameter", piece)
+        yield _needed("parameter", piece, piece.parameter.dtype)
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         boxes = (whole(spec.shape),)
         yield NeededTensor(f"buffer/{spec.name}", live[spec.name].dtype, spec.shape, boxes, spec.shape)
 
 
-def _needed(kind: str, piece: TrainedPiece) -> NeededTensor:
+def _needed(kind: str, piece: TrainedPiece, dtype: torch.dtype) -> NeededTensor:
     sizes = tuple(local_part(piece.parameter.detach()).shape)
-    return NeededTensor(f"{kind}/{piece.name}", piece.parameter.dtype, piece.shard.shape, piece.boxes, sizes)
+    return NeededTensor(f"{kind}/{piece.name}", dtype, piece.shard.shape, piece.boxes, sizes)
 
 
-def _states_needed(local_model: LocalModel, kind: str, offered: Mapping[str, TensorSpec]) -> Iterator[NeededTensor]:
-    """A kind of state is there for all parameters or for none."""
+def _states_needed(local_model: LocalModel, optimizer: ModelOptimizer) -> Iterator[NeededTensor]:
     for piece in local_model.pieces():
-        spec = offered.get(f"{kind}/{piece.name}")
-        if spec is not None and spec.shape == ():
-            yield NeededTensor(f"{kind}/{piece.name}", torch.float32, (), ((),), ())
-        else:
-            yield _needed(kind, piece)
+        for kind, saved in optimizer.saved_kinds(piece.parameter).items():
+            if saved.single:
+                yield NeededTensor(f"{kind}/{piece.name}", saved.dtype, (), ((),), ())
+            else:
+                yield _needed(kind, piece, saved.dtype)
 
 
 @torch.no_grad()
-def copy_into_live(local_model: LocalModel, optimizer: Optimizer | None, values: Mapping[str, Tensor]) -> None:
+def copy_into_live(local_model: LocalModel, optimizer: ModelOptimizer | None, values: Mapping[str, Tensor]) -> None:
     """Copy loaded values into the live tensors; everything was checked before."""
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
-    kinds = dict.fromkeys(name.partition("/")[0] for name in values)
-    states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS]
-    # A fused update reads step counts on the parameter's device; the others read them on the host.
-    groups = [] if optimizer is None else optimizer.param_groups
-    fused = {parameter for group in groups if group.get("fused") for parameter in group["params"]}
+    has_states = any(not name.startswith(_WEIGHTS) for name in values)
     for piece in local_model.pieces():
-        parameter = piece.parameter
-        local_part(parameter).copy_(values[f"parameter/{piece.name}"])
-        if optimizer is not None:
-            counts = parameter.device if parameter in fused else torch.device("cpu")
-            optimizer.state[parameter] = {
-                kind: _state_like(piece, values[f"{kind}/{piece.name}"], counts) for kind in states
-            }
-            if not states:
-                del optimizer.state[parameter]
+        local_part(piece.parameter).copy_(values[f"parameter/{piece.name}"])
+        if optimizer is not None and not has_states:
+            optimizer.state.pop(piece.parameter, None)
+        elif optimizer is not None:
+            kinds = optimizer.saved_kinds(piece.parameter)
+            optimizer.load_saved(piece.parameter, {kind: values[f"{kind}/{piece.name}"] for kind in kinds})
     local_model.sharding.weights_changed()
-
-
-def _state_like(piece: TrainedPiece, value: Tensor, device_of_counts: torch.device) -> Tensor:
-    if value.dim() == 0 and piece.parameter.dim() > 0:
-        return value.to(device_of_counts, copy=True)
-    state = torch.zeros_like(piece.parameter.detach())
-    local_part(state).copy_(value)
-    return state
 
 
 def fresh_seed(seed: int, step: int, rank: int) -> int:
