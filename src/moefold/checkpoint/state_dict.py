@@ -1,9 +1,9 @@
 """From a live model and optimizer to the chunks a rank writes, and back.
 
 Names in a checkpoint are "KIND/NAME": "parameter/layers.0...", "buffer/...", and one kind per tensor that the optimizer
-keeps for a parameter ("exp_avg/...", "exp_avg_sq/...", "step/..."). Optimizer state is either of the
-parameter's shape, and sharded like it, or a scalar. A replicated shard is written by its primary replica and read by
-all.
+keeps for a parameter ("exp_avg/...", "exp_avg_sq/...", "step/..."), as it says itself (`SavingOptimizer`). Optimizer
+state is either of the parameter's shape, and sharded like it, or a scalar. A replicated shard is written by its primary
+replica and read by all.
 
 A rank holds pieces of parameters (``LocalModel.pieces``): one box of the global tensor each under FSDP, several in flat
 sharding. Each box is one chunk; a rank reads the boxes of its own pieces, so any layout reads any other's.
@@ -12,21 +12,21 @@ sharding. Each box is one chunk; a rank reads the boxes of its own pieces, so an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from moefold.blueprint.param_groups import update_rule
-from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
+from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.tensor_spec import Box, Chunk, TensorSpec, whole
 from moefold.config.loading import dump_run
 from moefold.errors import MismatchError
-from moefold.optim.optimizer import ModelOptimizer, OptimizerInputs, build_optimizer
-from moefold.optim.trained_pieces import SavedKind
+from moefold.optim.optimizer import ModelOptimizer
+from moefold.optim.trained_pieces import SavingOptimizer
 from moefold.parallel.parallelize import LocalModel, local_buffers
-from moefold.parallel.param_shards import ParamShard, TrainedPiece, local_part
+from moefold.parallel.param_shards import TrainedPiece, local_part
+from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
 _MAX_LISTED = 200
@@ -49,22 +49,25 @@ def chunks_of(local_model: LocalModel, optimizer: ModelOptimizer | None) -> list
     return [*chunks, Chunk(f"rng/{local_model.groups.rank}", tuple(rng.shape), whole(rng.shape), rng)]
 
 
-def _primary_chunks(local_model: LocalModel, optimizer: ModelOptimizer | None) -> Iterator[Chunk]:
+def _primary_chunks(local_model: LocalModel, optimizer: SavingOptimizer | None) -> Iterator[Chunk]:
     for piece in local_model.pieces():
         if not piece.is_primary:
             continue
-        yield from _chunks("parameter", piece, piece.parameter.detach())
-        kinds = {} if optimizer is None else optimizer.saved_kinds(piece.parameter)
-        states = {} if optimizer is None else optimizer.saved_state(piece.parameter)
-        for kind, saved in kinds.items():
-            if not saved.single:
-                yield from _chunks(kind, piece, states[kind])
+        yield from _chunks("parameter", piece, _main_weight(piece, optimizer))
+        # Before its first update an optimizer keeps nothing.
+        for kind, state in optimizer.saved_state(piece.parameter).items() if optimizer and optimizer.state else ():
+            if state.dim() or not piece.parameter.dim():
+                yield from _chunks(kind, piece, state)
             elif piece.starts_tensor:
-                yield Chunk(f"{kind}/{piece.name}", (), (), states[kind])
+                yield Chunk(f"{kind}/{piece.name}", (), (), state)
     if local_model.groups["stage"].index == 0:
         live = dict(local_model.model.named_buffers())
         for spec in local_buffers(local_model.run, local_model.model):
             yield Chunk(f"buffer/{spec.name}", spec.shape, whole(spec.shape), live[spec.name])
+
+
+def _main_weight(piece: TrainedPiece, optimizer: SavingOptimizer | None) -> Tensor:
+    return local_part(piece.parameter.detach()) if optimizer is None else optimizer.main_weight(piece.parameter)
 
 
 def _chunks(kind: str, piece: TrainedPiece, values: Tensor) -> Iterator[Chunk]:
@@ -78,51 +81,17 @@ def tensors_elsewhere(local_model: LocalModel, optimizer: ModelOptimizer | None)
     found: dict[str, TensorSpec] = {}
     held = {piece.name for piece in local_model.pieces()}
     first = {piece.name for piece in local_model.pieces() if piece.starts_tensor}
-    kinds_of = _kinds_by_algorithm(local_model, optimizer)
     for spec in parameters(local_model.run.model):
         if spec.name not in held:
             found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
-        for kind, saved in kinds_of(spec).items():
+        for kind, saved in optimizer.kinds_of(spec.name, spec.kind).items() if optimizer and optimizer.state else ():
             # A single number is written with the first element.
-            if saved.single and spec.name not in first:
-                found[f"{kind}/{spec.name}"] = TensorSpec(saved.dtype, ())
-            elif not saved.single and spec.name not in held:
-                found[f"{kind}/{spec.name}"] = TensorSpec(saved.dtype, spec.shape)
+            if spec.name not in (first if saved.single else held):
+                found[f"{kind}/{spec.name}"] = TensorSpec(saved.dtype, () if saved.single else spec.shape)
     here = {spec.name for spec in local_buffers(local_model.run, local_model.model)}
     wide = torch.promote_types(dtype, torch.float32)
     others = (spec for spec in buffers(local_model.run.model) if spec.name not in here)
     return found | {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
-
-
-Kinds = dict[str, SavedKind]
-
-
-def _kinds_by_algorithm(local_model: LocalModel, optimizer: ModelOptimizer | None) -> Callable[[ParameterSpec], Kinds]:
-    """What the optimizer keeps of a parameter of which this rank may have nothing: as of another of its algorithm."""
-    known: dict[str, Kinds] = {}
-    run = local_model.run
-
-    def kinds_of(spec: ParameterSpec) -> Kinds:
-        if optimizer is None:
-            return {}
-        algorithm = update_rule(spec.name, spec.kind, run.optim).algorithm
-        if algorithm not in known:
-            empty = nn.Parameter(torch.empty((0,) * len(spec.shape), dtype=local_model.sharding.main_dtype))
-            piece = TrainedPiece(empty, _stand_in(spec), (whole(empty.shape),))
-            inputs = OptimizerInputs(run, torch.device("cpu"), local_model.groups)
-            known[algorithm] = build_optimizer([piece], inputs).saved_kinds(empty)
-        return known[algorithm]
-
-    for piece in local_model.pieces() if optimizer is not None else ():
-        assert optimizer is not None
-        algorithm = update_rule(piece.name, piece.kind, run.optim).algorithm
-        known.setdefault(algorithm, optimizer.saved_kinds(piece.parameter))
-    return kinds_of
-
-
-def _stand_in(spec: ParameterSpec) -> ParamShard:
-    box = whole((0,) * len(spec.shape))
-    return ParamShard(spec.name, spec.kind, spec.shape, box, box, (), (), (0,), is_first_pp_rank=True)
 
 
 @dataclass(frozen=True)
@@ -140,37 +109,60 @@ def needed_tensors(
     local_model: LocalModel, optimizer: ModelOptimizer | None, offered: Mapping[str, TensorSpec]
 ) -> list[NeededTensor]:
     """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
-    wants = {want.name: want for want in _weights_needed(local_model)}
-    states = {name for name in offered if not name.startswith(_WEIGHTS)}
-    # Converted weights come without states.
+    wants = {want.name: want for want in _weights_needed(local_model, optimizer)}
+    kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
+    states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS and kind != "rng"]
     if optimizer is not None and states:
         wants |= {want.name: want for want in _states_needed(local_model, optimizer)}
-    differences = {name: "is missing" for name in wants if name not in offered}
-    elsewhere = _names_of_model(local_model, (name.partition("/")[0] for name in offered))
-    ignored = states if optimizer is None else set()
+    ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
+    differences = {name: f"is missing{_other_format(name, offered)}" for name in wants if name not in offered}
+    elsewhere = _names_of_model(local_model, optimizer)
     differences |= {
-        name: "is not part of this model" for name in offered if name not in elsewhere and name not in ignored
+        name: f"is not part of this {'model' if name.startswith(_WEIGHTS) else 'run'}{_key_for(name)}"
+        for name in offered
+        if name not in elsewhere and name not in ignored
     }
-    if optimizer is not None:
-        here = {piece.name for piece in local_model.pieces()}
-        unread = (name for name in states - wants.keys() if name.partition("/")[2] in here)
-        differences |= {name: "is no state of this run's optimizer" for name in unread}
     for name, want in wants.items():
         spec = offered.get(name, want)
         if spec.shape != want.shape:
             differences[name] = f"has shape {list(spec.shape)}, the model has {list(want.shape)}"
         elif spec.dtype != want.dtype:
-            differences[name] = f"is {spec.dtype}, the model has {want.dtype}; nothing is cast silently"
+            words = f"is {spec.dtype}, the model has {want.dtype}; nothing is cast silently"
+            differences[name] = words + _other_format(name, offered)
     if differences:
         raise MismatchError("this checkpoint is of another model:\n  " + "\n  ".join(_listed(differences)))
     return list(wants.values())
 
 
-def _names_of_model(local_model: LocalModel, kinds: Iterable[str]) -> set[str]:
+def _names_of_model(local_model: LocalModel, optimizer: ModelOptimizer | None) -> set[str]:
     """Everything that a checkpoint of the whole model may hold: other pipeline ranks' tensors too."""
-    trained = [spec.name for spec in parameters(local_model.run.model)]
-    names = {f"{kind}/{name}" for kind in kinds if kind != "buffer" for name in trained}
-    return names | {f"buffer/{spec.name}" for spec in buffers(local_model.run.model)}
+    specs = list(parameters(local_model.run.model))
+    names = {f"parameter/{spec.name}" for spec in specs} | {f"buffer/{x.name}" for x in buffers(local_model.run.model)}
+    if optimizer is not None:
+        names |= {f"{kind}/{spec.name}" for spec in specs for kind in optimizer.kinds_of(spec.name, spec.kind)}
+    return names
+
+
+def _other_format(name: str, offered: Mapping[str, TensorSpec]) -> str:
+    """Where a moment is there in another format: the key with which the checkpoint can be loaded."""
+    kind, _, of = name.partition("/")
+    if not kind.startswith("exp_avg"):
+        return ""
+    moment = kind.removesuffix("_float8")
+    if f"{moment}_float8/{of}" in offered:
+        return "; the checkpoint has moments in float8: set precision.moments: float8 to load it"
+    spec = offered.get(f"{moment}/{of}")
+    if spec is None:
+        return ""
+    format = next((name for name, dtype in TORCH_FORMATS.items() if dtype == spec.dtype), str(spec.dtype))
+    return f"; the checkpoint has moments in {format}: set precision.moments: {format} to load it"
+
+
+def _key_for(name: str) -> str:
+    kind = name.partition("/")[0]
+    if kind.endswith("_float8"):
+        return ": precision.moments: float8 would read it"
+    return ": optim.algorithm: muon would read it" if kind == "momentum" else ""
 
 
 def _listed(differences: Mapping[str, str]) -> list[str]:
@@ -182,9 +174,11 @@ def _listed(differences: Mapping[str, str]) -> list[str]:
     return [f"{name} {differences[name]}" for name in names[:_MAX_LISTED]] + more
 
 
-def _weights_needed(local_model: LocalModel) -> Iterator[NeededTensor]:
+def _weights_needed(local_model: LocalModel, optimizer: SavingOptimizer | None) -> Iterator[NeededTensor]:
     for piece in local_model.pieces():
-        yield _needed("parameter", piece, piece.parameter.dtype)
+        parameter = piece.parameter
+        dtype = parameter.dtype if optimizer is None else optimizer.main_dtype(parameter)
+        yield _needed("parameter", piece, dtype)
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         boxes = (whole(spec.shape),)
@@ -196,7 +190,8 @@ def _needed(kind: str, piece: TrainedPiece, dtype: torch.dtype) -> NeededTensor:
     return NeededTensor(f"{kind}/{piece.name}", dtype, piece.shard.shape, piece.boxes, sizes)
 
 
-def _states_needed(local_model: LocalModel, optimizer: ModelOptimizer) -> Iterator[NeededTensor]:
+def _states_needed(local_model: LocalModel, optimizer: SavingOptimizer) -> Iterator[NeededTensor]:
+    """States are there for all parameters or for none."""
     for piece in local_model.pieces():
         for kind, saved in optimizer.saved_kinds(piece.parameter).items():
             if saved.single:
@@ -206,19 +201,23 @@ def _states_needed(local_model: LocalModel, optimizer: ModelOptimizer) -> Iterat
 
 
 @torch.no_grad()
-def copy_into_live(local_model: LocalModel, optimizer: ModelOptimizer | None, values: Mapping[str, Tensor]) -> None:
+def copy_into_live(local_model: LocalModel, optimizer: SavingOptimizer | None, values: Mapping[str, Tensor]) -> None:
     """Copy loaded values into the live tensors; everything was checked before."""
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
-    has_states = any(not name.startswith(_WEIGHTS) for name in values)
+    states = any(not name.startswith(_WEIGHTS) for name in values)
     for piece in local_model.pieces():
-        local_part(piece.parameter).copy_(values[f"parameter/{piece.name}"])
-        if optimizer is not None and not has_states:
-            optimizer.state.pop(piece.parameter, None)
-        elif optimizer is not None:
-            kinds = optimizer.saved_kinds(piece.parameter)
-            optimizer.load_saved(piece.parameter, {kind: values[f"{kind}/{piece.name}"] for kind in kinds})
+        parameter, main = piece.parameter, values[f"parameter/{piece.name}"]
+        if optimizer is None:
+            local_part(parameter).copy_(main)
+            continue
+        optimizer.set_main_weight(parameter, main)
+        if states:
+            kinds = optimizer.saved_kinds(parameter)
+            optimizer.load_saved(parameter, {kind: values[f"{kind}/{piece.name}"] for kind in kinds})
+        else:
+            optimizer.forget(parameter)
     local_model.sharding.weights_changed()
 
 

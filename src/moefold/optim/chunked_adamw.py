@@ -21,13 +21,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moefold.optim.element_noise import element_hash, global_indices, noise, noise_key
 from moefold.optim.moment_formats import BLOCK, MomentFormat, moment_formats
 from moefold.optim.remainder import join, split_into
 from moefold.optim.state_staging import Staged, Staging, StatesOn
-from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer
+from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
 
 # Elements of a chunk; full blocks.
 CHUNK = 1 << 20
@@ -94,7 +93,7 @@ class ChunkedAdamW(SavingOptimizer):
             for moment, format in self.moments.items():
                 for part, zeros in format.allocate(size, lead, self.staging.zeros).items():
                     state[moment + part] = zeros
-            if self.format.remainder:
+            if self._completes(parameter):
                 state["remainder"] = self.staging.zeros(size, torch.int16)
         return state
 
@@ -165,10 +164,7 @@ class ChunkedAdamW(SavingOptimizer):
     # ---- checkpoints ----
 
     def saved_kinds(self, parameter: nn.Parameter) -> dict[str, SavedKind]:
-        kinds = {"step": SavedKind(torch.float32, single=True)}
-        for moment, format in self.moments.items():
-            kinds[moment + format.suffix] = SavedKind(format.saved_dtype, single=False)
-        return kinds
+        return saved_kinds(self.format)
 
     @torch.no_grad()
     def saved_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -197,21 +193,43 @@ class ChunkedAdamW(SavingOptimizer):
         names = (moment, moment + "_scale")
         return {name.removeprefix(moment): _tensor(state[name]) for name in names if name in state}
 
+    def _completes(self, parameter: nn.Parameter) -> bool:
+        """Whether the weight has a remainder; weights that are kept wide have none."""
+        return self.format.remainder and parameter.dtype == torch.bfloat16
+
+    def main_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return torch.float32 if self._completes(parameter) else parameter.dtype
+
     @torch.no_grad()
     def main_weight(self, parameter: nn.Parameter) -> Tensor:
-        """float32, in the shape of the rank's part: what a checkpoint holds as the parameter."""
+        if not self._completes(parameter):
+            return super().main_weight(parameter)
         self.staging.finish()
-        weight = flat(parameter)
-        remainder = _tensor(self._state(parameter)["remainder"])
+        weight, remainder = flat(parameter), _tensor(self._state(parameter)["remainder"])
         return join(weight, remainder.to(weight.device)).view(local_of(parameter).shape)
 
     @torch.no_grad()
-    def set_main_weight(self, parameter: nn.Parameter, main: Tensor) -> None:
+    def set_main_weight(self, parameter: nn.Parameter, values: Tensor) -> None:
+        if not self._completes(parameter):
+            return super().set_main_weight(parameter, values)
         self.staging.finish()
         weight, stored = flat(parameter), _tensor(self._state(parameter)["remainder"])
         remainder = torch.empty_like(stored, device=weight.device)
-        split_into(main.to(weight.device).reshape(-1), weight, remainder)
+        split_into(values.to(weight.device, torch.float32).reshape(-1), weight, remainder)
         stored.copy_(remainder)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        remainder = self.state.get(parameter, {}).get("remainder")
+        super().forget(parameter)
+        if remainder is not None:
+            _tensor(self._state(parameter)["remainder"]).copy_(remainder)
+
+
+def saved_kinds(format: StateFormat) -> dict[str, SavedKind]:
+    kinds = {"step": SavedKind(torch.float32, single=True)}
+    for moment, stored in zip(MOMENTS, moment_formats(format.moments), strict=True):
+        kinds[moment + stored.suffix] = SavedKind(stored.saved_dtype, single=False)
+    return kinds
 
 
 def fused_update(
@@ -253,11 +271,6 @@ def _numbers(group: Mapping[str, object]) -> tuple[float, float, float, float, f
     lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
     assert isinstance(betas, tuple) and isinstance(lr, float) and isinstance(eps, float) and isinstance(decay, float)
     return betas[0], betas[1], lr, eps, decay
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """A DTensor's local tensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from moefold.blueprint.muon_owners import Dealing, MuonParameter, deal
 from moefold.comm.process_groups import Group
 from moefold.config.optim import MuonConfig
-from moefold.optim.chunked_adamw import local_of
 from moefold.optim.muon_exchange import box_views, plan_bucket
 from moefold.optim.newton_schulz import orthogonalise
-from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer
+from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
 
 
 class Muon(SavingOptimizer):

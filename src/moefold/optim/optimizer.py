@@ -25,9 +25,9 @@ from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.optim import OptimConfig
 from moefold.config.run import RunConfig
-from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, local_of
+from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, saved_kinds
 from moefold.optim.muon import Muon
-from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer
+from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
 from moefold.plan.stage_contents import parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS
 
@@ -99,11 +99,11 @@ MakePart = Callable[[PiecesByRule, OptimizerInputs], SavingOptimizer]
 class ModelOptimizer(SavingOptimizer):
     """One optimizer of several parts. Groups and states are the parts' own objects."""
 
-    def __init__(self, parts: Sequence[SavingOptimizer], lr: float) -> None:
+    def __init__(self, parts: Sequence[SavingOptimizer], run: RunConfig) -> None:
         groups = [group for part in parts for group in part.param_groups]
         # A pipeline rank with empty stages has no parameters; torch needs at least one group.
-        super().__init__(groups or [{"params": [], "lr_scale": 1.0}], {"lr": lr})
-        self.parts = tuple(parts)
+        super().__init__(groups or [{"params": [], "lr_scale": 1.0}], {"lr": run.optim.lr})
+        self.parts, self.run = tuple(parts), run
         self._part_of = {
             parameter: part for part in parts for group in part.param_groups for parameter in group["params"]
         }
@@ -128,6 +128,22 @@ class ModelOptimizer(SavingOptimizer):
     def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
         self._part_of[parameter].load_saved(parameter, saved)
 
+    def main_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return self._part_of[parameter].main_dtype(parameter)
+
+    def main_weight(self, parameter: nn.Parameter) -> Tensor:
+        return self._part_of[parameter].main_weight(parameter)
+
+    def set_main_weight(self, parameter: nn.Parameter, values: Tensor) -> None:
+        self._part_of[parameter].set_main_weight(parameter, values)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        self._part_of[parameter].forget(parameter)
+
+    def kinds_of(self, name: str, kind: str) -> dict[str, SavedKind]:
+        """`saved_kinds` of any parameter of the model, by its name and kind in the blueprint."""
+        return SAVED_KINDS[update_rule(name, kind, self.run.optim).algorithm](self.run)
+
 
 def build_optimizer(pieces: Iterable[Piece], inputs: OptimizerInputs) -> ModelOptimizer:
     # A rank without a piece of any matrix still meets the others in Muon's exchanges.
@@ -136,7 +152,7 @@ def build_optimizer(pieces: Iterable[Piece], inputs: OptimizerInputs) -> ModelOp
         rule = update_rule(piece.name, piece.kind, inputs.run.optim)
         by_algorithm.setdefault(rule.algorithm, {}).setdefault(rule, []).append(piece)
     parts = [ALGORITHMS[name](by_rule, inputs) for name, by_rule in by_algorithm.items()]
-    return ModelOptimizer(parts, inputs.run.optim.lr)
+    return ModelOptimizer(parts, inputs.run)
 
 
 def algorithms_of(config: OptimConfig) -> set[str]:
@@ -209,6 +225,18 @@ def muon(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
 
 # By the names of `optim.algorithm`.
 ALGORITHMS: dict[str, MakePart] = {"adamw": adamw, "muon": muon}
+
+
+def adamw_kinds(run: RunConfig) -> dict[str, SavedKind]:
+    return saved_kinds(state_format(run) or StateFormat(run.precision.moments or run.precision.params))
+
+
+def muon_kinds(run: RunConfig) -> dict[str, SavedKind]:
+    return {"momentum": SavedKind(TORCH_FORMATS[run.precision.params], single=False)}
+
+
+# What checkpoints hold of each algorithm's states.
+SAVED_KINDS: dict[str, Callable[[RunConfig], dict[str, SavedKind]]] = {"adamw": adamw_kinds, "muon": muon_kinds}
 
 
 class TorchAdamW(optim.AdamW, SavingOptimizer):

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 Box = tuple[slice, ...]
@@ -63,3 +64,24 @@ class SavingOptimizer(Optimizer):
     def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
         """The inverse of `saved_state`; ``saved`` has all kinds, and is copied."""
         raise NotImplementedError
+
+    def main_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Of the weight as checkpoints hold it."""
+        return parameter.dtype
+
+    def main_weight(self, parameter: nn.Parameter) -> Tensor:
+        """The rank's part of the weight as checkpoints hold it: the parameter itself, unless states complete it."""
+        return local_of(parameter.detach())
+
+    @torch.no_grad()
+    def set_main_weight(self, parameter: nn.Parameter, values: Tensor) -> None:
+        local_of(parameter).copy_(values)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Moments, as if there had been no update; not what completes the weight."""
+        self.state.pop(parameter, None)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A DTensor's local tensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
