@@ -22,7 +22,7 @@ from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.data.samples import open_samples
 from moefold.optim.lr_schedule import lr_at
-from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import evaluate, make_optimizer, run_step
 from moefold.recipes.catalog import recipe
 from moefold.train.batches import step_batches
@@ -67,6 +67,7 @@ def train(name: str, seed: int, steps: int) -> dict[str, object]:
     run = run_of(name, seed, steps)
     local_model = build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=60)), CPU)
     optimizer = make_optimizer(local_model)
+    init_main_weights(local_model, optimizer)
     samples = open_samples(run.data, run.model.vocab_size, run.seed)
     began, losses = time.process_time(), []
     for step in range(1, steps + 1):

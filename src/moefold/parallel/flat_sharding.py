@@ -4,7 +4,8 @@ The buckets of `blueprint/flat_layout.py` have two buffers each: weights in the 
 (``precision.gather``; routers in ``precision.params``), and gradients in float32. The model's parameters are views of
 the first, and their ``.grad`` are views of the second, to which every backward adds in place: nothing is copied
 before a collective or after it. Of every bucket this rank updates one range, in the format of main weights; where
-weights have this format too, its main weights *are* its range of the weights.
+weights have this format too, its main weights *are* its range of the weights. With ``precision.master: remainder`` they
+are so as well, and the optimizer keeps the lower half of their bits.
 
     start_step           gradients are zeroed; the all-gathers of all buckets start, in the order of their first use
     before_forward       waits for the buckets of the stage
@@ -44,6 +45,8 @@ class FlatDtypes:
     main: torch.dtype
     gradients: torch.dtype
     reduce: torch.dtype
+    # Main weights are bfloat16 weights, which the optimizer completes by a remainder.
+    remainder: bool = False
 
 
 def flat_dtypes(precision: PrecisionConfig) -> FlatDtypes:
@@ -51,7 +54,7 @@ def flat_dtypes(precision: PrecisionConfig) -> FlatDtypes:
     params = TORCH_FORMATS[precision.params]
     main = TORCH_FORMATS.get(precision.master, params) if precision.master is not None else params
     gradients = torch.promote_types(params, torch.float32)
-    return FlatDtypes(main, gradients, TORCH_FORMATS[precision.reduce_format])
+    return FlatDtypes(main, gradients, TORCH_FORMATS[precision.reduce_format], precision.master == "remainder")
 
 
 @dataclass
@@ -120,7 +123,7 @@ class FlatSharding:
         for bucket in self.buckets:
             for parameter in bucket.layout.parameters:
                 self._set_parameter(bucket, parameter)
-                piece = _piece(bucket, parameter, self.param_shards[parameter.name])
+                piece = _piece(bucket, parameter, self.param_shards[parameter.name], self.dtypes.main)
                 if piece is not None:
                     pieces[parameter.name] = piece
         self._pieces = tuple(pieces[name] for name in self.param_shards if name in pieces)
@@ -131,7 +134,8 @@ class FlatSharding:
         gradients = torch.empty(layout.size, dtype=self.dtypes.gradients, device=device)
         own = layout.owned(shard.size, shard.index)
         main = weights[own.start : own.stop]
-        if weights.dtype != self.dtypes.main:
+        completed = self.dtypes.remainder and weights.dtype == torch.bfloat16
+        if weights.dtype != self.dtypes.main and not completed:
             main = torch.empty(len(own), dtype=self.dtypes.main, device=device)
         return LiveBucket(layout, shard, replicate, weights, gradients, main)
 
@@ -239,14 +243,16 @@ def _cut(owned: range, where: FlatParameter) -> range:
     return range(start, max(start, min(owned.stop, where.stop)))
 
 
-def _piece(bucket: LiveBucket, where: FlatParameter, shard: ParamShard) -> TrainedPiece | None:
+def _piece(bucket: LiveBucket, where: FlatParameter, shard: ParamShard, grad_dtype: torch.dtype) -> TrainedPiece | None:
     owned = bucket.owned
     cut = _cut(owned, where)
     if not cut:
         return None
     values = bucket.main[cut.start - owned.start : cut.stop - owned.start]
     boxes = boxes_of_range(where.shape, cut.start - where.start, cut.stop - where.start)
-    return TrainedPiece(nn.Parameter(values), shard, shifted(boxes, shard.unsharded_box))
+    parameter = nn.Parameter(values)
+    parameter.grad_dtype = grad_dtype
+    return TrainedPiece(parameter, shard, shifted(boxes, shard.unsharded_box))
 
 
 def _by_name(bucket: LiveBucket, mine: Tensor) -> dict[str, Tensor]:

@@ -49,11 +49,12 @@ from moefold.nn.init import Box, init_values
 from moefold.nn.matmul_policy import WeightGradQueue, matmul_policy_named
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
+from moefold.optim.trained_pieces import SavingOptimizer
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.data_sharding import DataSharding, to_empty
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
-from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, resize_to_local
+from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
@@ -224,6 +225,20 @@ def init_local_model(local_model: LocalModel, init: InitValues) -> None:
     for spec in local_buffers(run, local_model.model):
         whole = tuple(slice(0, size) for size in spec.shape)
         init(spec.kind, run.seed, spec.name, spec.shape, whole, run.model.init_std, state[spec.name])
+
+
+@torch.no_grad()
+def init_main_weights(local_model: LocalModel, optimizer: SavingOptimizer, init: InitValues = init_values) -> None:
+    """Where states of the optimizer complete weights (``precision.master: remainder``): all bits of initial values."""
+    run = local_model.run
+    for piece in local_model.pieces():
+        dtype = optimizer.main_dtype(piece.parameter)
+        if dtype != piece.parameter.dtype:
+            values = torch.empty_like(local_part(piece.parameter), dtype=dtype)
+            for box, part in piece.by_box(values):
+                init(piece.kind, run.seed, piece.name, piece.shard.shape, box, init_std(run.model, piece.name), part)
+            optimizer.set_main_weight(piece.parameter, values)
+    local_model.sharding.weights_changed()
 
 
 def local_buffers(run: RunConfig, model: Decoder) -> list[ParameterSpec]:

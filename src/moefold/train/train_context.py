@@ -19,7 +19,7 @@ from moefold.data.samples import AnySamples, open_samples
 from moefold.errors import TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
-from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
 from moefold.train.state import TrainState
 
@@ -66,6 +66,7 @@ def build_train_context(
         (directory / "config.yaml").write_text(dump_run(run))
     local_model = build_local_model(run, groups, device, routing_policy=routing_policy)
     optimizer = make_optimizer(local_model)
+    init_main_weights(local_model, optimizer)
     samples = open_samples(run.data, run.model.vocab_size, run.seed, "train")
     validation = (
         None if run.data.validation is None else open_samples(run.data, run.model.vocab_size, run.seed, "validation")
