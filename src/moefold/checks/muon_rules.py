@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -13,4 +14,27 @@ def momentum_decays(run: RunConfig) -> Problem | None:
     return Problem("optim.muon.momentum", f"is {momentum:g}: old gradients would never fade", "use 0 to 0.99")
 
 
-RULES = (momentum_decays,)
+def clipped_logits_follow_from_weights(run: RunConfig) -> Problem | None:
+    """QK-clip scales projections; a norm behind them would undo it."""
+    attention = run.model.attention
+    if run.optim.qk_clip is None or not isinstance(attention, GQAConfig) or attention.qk_norm == "none":
+        return None
+    return Problem(
+        "optim.qk_clip",
+        f"model.attention.qk_norm: {attention.qk_norm} normalises queries and keys after their projections, so scaling "
+        "these changes no logit; the norm bounds logits itself",
+        "use null, or model.attention.qk_norm none",
+    )
+
+
+def clipped_weights_are_whole(run: RunConfig) -> Problem | None:
+    if run.optim.qk_clip is None or run.precision.master != "remainder":
+        return None
+    return Problem(
+        "optim.qk_clip",
+        "scales weights, and with precision.master: remainder half of their digits are in the optimizer",
+        "use precision.master null or float32",
+    )
+
+
+RULES = (momentum_decays, clipped_logits_follow_from_weights, clipped_weights_are_whole)

@@ -62,7 +62,6 @@ PLANNED_ONLY = (
         "moments in {}",
         "use null: moments are in precision.params; or float32, bfloat16, float8",
     ),
-    PlannedOnly("optim.qk_clip", (None,), "QK-clip at {}"),
     PlannedOnly("optim.trained", ("all",), "training {} alone"),
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
     *(PlannedOnly(f"memory.retain.{step}", ("keep",), f"{step}: {{}}") for step in get_args(RetainedStep)),

@@ -76,6 +76,16 @@ def all_reduce_no_grad(x: Tensor, group: Group, dtype: torch.dtype | None = None
     return x if group.alone else _all_reduce(x.detach(), group, dtype)
 
 
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """The largest over ranks, element by element, without autograd."""
+    if group.alone:
+        return x
+    most = x.detach().clone()
+    group.ledger.record("all_reduce", group.name, most)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group.handle)
+    return most
+
+
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None) -> Tensor:

@@ -50,6 +50,8 @@ class ParallelInterfaces:
     # How much of an expert's output bias this rank adds, when several ranks' parts of the expert are summed.
     bias_scale: float = 1.0
     core: AttentionCore = field(default_factory=LocalCore)
+    # Makes of the core that of one block, whose logits are observed; None where nobody asks for them.
+    observe: Callable[[AttentionCore, int], AttentionCore] | None = None
     # Called once per MoE layer, in layer order, so that recorded assignments can be replayed.
     # None is the one that the config names.
     routing_policy: Callable[[MoEConfig], RoutingPolicy] | None = None
@@ -129,6 +131,7 @@ def _attention(
     model: ModelConfig, layer: int, interfaces: ParallelInterfaces
 ) -> GroupedQueryAttention | LatentAttention:
     config, rope, dim, eps = model.attention, model.rope, model.dim, model.norm_eps
+    core = interfaces.core if interfaces.observe is None else interfaces.observe(interfaces.core, layer)
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(
             config,
@@ -137,7 +140,7 @@ def _attention(
             layer,
             eps,
             interfaces.tokens,
-            interfaces.core,
+            core,
             interfaces.matmul_policy,
             interfaces.kernels,
             interfaces.retain,
@@ -148,7 +151,7 @@ def _attention(
         dim,
         eps,
         interfaces.tokens,
-        interfaces.core,
+        core,
         interfaces.matmul_policy,
         interfaces.kernels,
         interfaces.retain,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore, LocalCore
+from moefold.attention.max_logits import LogitMaxima
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
 from moefold.blueprint.bucket_sizes import MEBIBYTE
@@ -54,6 +55,7 @@ from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore,
 from moefold.parallel.data_sharding import DataSharding, to_empty
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
+from moefold.parallel.logit_maxima import observer
 from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
@@ -81,6 +83,8 @@ class LocalModel:
     # The queue of deferred weight gradients, and the stream for all-to-alls, if the schedule uses them.
     weight_grads: WeightGradQueue | None = None
     comm_stream: CommStream | None = None
+    # Where attention notes its largest logits, with `optim.qk_clip`.
+    maxima: LogitMaxima | None = None
 
     def pieces(self) -> tuple[TrainedPiece, ...]:
         """What this rank updates and saves."""
@@ -145,7 +149,9 @@ def build_on_meta(
     resolve("linear", run.kernels.linear, device.type, probe_host(), run.precision.compute)
     attention = attention_for(run, device.type)
     interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type, attention)
-    interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy))
+    maxima = None if run.optim.qk_clip is None else LogitMaxima()
+    observe = None if maxima is None else observer(groups, maxima)
+    interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy), observe=observe)
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
@@ -154,7 +160,7 @@ def build_on_meta(
     sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads)
     stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
-    return LocalModel(run, groups, model, param_shards, stages, device, sharding, weight_grads, stream)
+    return LocalModel(run, groups, model, param_shards, stages, device, sharding, weight_grads, stream, maxima)
 
 
 def fsdp_sharding(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moefold.blueprint.model_shape import Attention, layer_shape
+from moefold.blueprint.parameters import block_names
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.host_numbers import all_reduce_ints
 from moefold.comm.process_groups import Groups
@@ -16,10 +18,13 @@ from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.nn.batch import Batch
 from moefold.optim.optimizer import ModelOptimizer, OptimizerInputs, build_optimizer, clip_gradients, grad_norm_of
+from moefold.optim.qk_clip import clip_heads, gammas
+from moefold.parallel.logit_maxima import over_ranks as largest_over_ranks
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients
 from moefold.pipeline.pipeline_state import StepSums
 from moefold.pipeline.runtime import OnAction, run_forward_only, run_schedule
+from moefold.precision.dtypes import TORCH_FORMATS
 
 
 class StepResult(NamedTuple):
@@ -28,6 +33,8 @@ class StepResult(NamedTuple):
     sums: StepSums
     grad_norm: Tensor
     skipped: str | None = None
+    # [L, H]: the largest logit of every block and head, with `optim.qk_clip`.
+    max_logits_LH: Tensor | None = None
 
 
 # Called with the gradients by name, before they are clipped.
@@ -55,6 +62,7 @@ def run_step(
     optimizer.zero_grad()
     sharding.start_step()
     sums = over_ranks(run_schedule(local_model, batches, on_action), local_model.groups)
+    max_logits_LH = largest_logits(local_model)
     gradients = sharding.reduce_gradients()
     finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
     if on_gradients is not None:
@@ -63,12 +71,34 @@ def run_step(
     grad_norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
     reason = None if skip_reason is None else skip_reason(sums, grad_norm)
     if reason is not None:
-        return StepResult(sums, grad_norm, reason)
+        return StepResult(sums, grad_norm, reason, max_logits_LH)
     clip_gradients(gradients.values(), grad_norm, local_model.run.optim.clip_norm)
     optimizer.step()
+    if max_logits_LH is not None:
+        clip_logits(local_model, max_logits_LH)
     sharding.weights_changed()
     move_expert_biases(local_model.model, sums.kept_ME)
-    return StepResult(sums, grad_norm)
+    return StepResult(sums, grad_norm, None, max_logits_LH)
+
+
+def largest_logits(local_model: LocalModel) -> Tensor | None:
+    """Of the forwards since the last step, over all ranks; None without `optim.qk_clip`."""
+    if local_model.maxima is None:
+        return None
+    model = local_model.run.model
+    wide = torch.promote_types(TORCH_FORMATS[local_model.run.precision.compute], torch.float32)
+    nothing = torch.empty(0, dtype=wide, device=local_model.device)
+    observed, blocks = local_model.maxima.take(), model.num_layers + model.num_mtp
+    return largest_over_ranks(observed, local_model.groups, blocks, model.attention.num_heads, nothing)
+
+
+def clip_logits(local_model: LocalModel, max_logits_LH: Tensor) -> None:
+    """QK-clip: scale the heads whose largest logit exceeds the bound, on every rank its own pieces."""
+    model, bound = local_model.run.model, local_model.run.optim.qk_clip
+    attention = layer_shape(model, 0).mixer
+    assert bound is not None and isinstance(attention, Attention)
+    gamma_LJ = gammas(max_logits_LH, bound, attention)
+    clip_heads(local_model.pieces(), dict(zip(block_names(model), gamma_LJ.unbind(), strict=True)), attention)
 
 
 def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
