@@ -96,6 +96,18 @@ def _shardings() -> dict[str, LabCase]:
         "folded": case(BASE, 8, 2, parallel__tp=2, parallel__cp=2, parallel__pp=2, parallel__ep=4),
         "experts over tensor parallel": case(BASE, 4, 1, parallel__tp=2, parallel__ep=4),
         "in a shard's pipeline": case(BASE, 4, 4, parallel__pp=2),
+        "flat buffers": case(
+            BASE,
+            8,
+            4,
+            parallel__pp=2,
+            parallel__vpp=2,
+            parallel__ep=2,
+            parallel__schedule="interleaved",
+            parallel__sharding="flat",
+            model__num_mtp=1,
+            model__num_layers=4,
+        ),
     }
 
 
