@@ -60,6 +60,8 @@ class DryRun:
     # (stage, microbatch).
     saved_per_microbatch: dict[int, int]
     held_at_peak: dict[tuple[int, int], int]
+    # Of optimizer states in the host's memory (`memory.optimizer`); in none of the above.
+    host_states: int
     # Of the whole step.
     collectives: tuple[Collective, ...]
     seconds: float
@@ -216,6 +218,7 @@ def dry_run_of(
         category_peaks=trace.peak.category_peaks | {"other": trace.peak.category_peaks["other"] + left_out},
         saved_per_microbatch=dict(sorted(saved.items())),
         held_at_peak=dict(sorted(trace.held_at_peak.items())),
+        host_states=trace.host_states,
         collectives=collectives(traffic_of_step(run, whole, trace, groups["pp"].index)),
         seconds=seconds,
     )

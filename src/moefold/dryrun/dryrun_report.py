@@ -63,7 +63,8 @@ def _notes(found: DryRun) -> list[str]:
         if found.imbalance == 1
         else f"this rank's experts get {found.imbalance:g} times the average number of rows"
     )
-    return [f"{executed}; {load}", f"took {format_seconds(found.seconds)}"]
+    host = [f"optimizer states in the host's memory: {format_bytes(found.host_states)}"] if found.host_states else []
+    return [f"{executed}; {load}", *host, f"took {format_seconds(found.seconds)}"]
 
 
 def dry_run_json(found: DryRun) -> dict[str, Any]:
@@ -82,6 +83,7 @@ def dry_run_json(found: DryRun) -> dict[str, Any]:
             {"stage": stage, "microbatch": microbatch, "bytes": size}
             for (stage, microbatch), size in found.held_at_peak.items()
         ],
+        "host_states": found.host_states,
         "collectives": [each._asdict() for each in found.collectives],
         "seconds": found.seconds,
     }

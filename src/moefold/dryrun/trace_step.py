@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from moefold.comm.process_groups import Groups, Ledger, Traffic
 from moefold.dryrun.storage_tracker import Peak, StorageTracker, peak_of
 from moefold.nn.batch import Ahead, Batch, TokenSets
+from moefold.optim.trained_pieces import SavingOptimizer, local_of
 from moefold.parallel.flat_sharding import FlatSharding
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import DATA_GROUPS
@@ -58,6 +59,8 @@ class StepTrace:
     traffic: TrafficTable
     # Of a microbatch's tokens and labels and what is cached with them; during the whole step, in "other".
     bytes_of_batch: int
+    # Of optimizer states in the host's memory, which is no memory of the device.
+    host_states: int
 
 
 def trace_step(
@@ -88,6 +91,7 @@ class _StepTracer:
         self.saved: dict[Key, list[tuple[int, int]]] = {}
         self.by_action: list[tuple[Action, TrafficTable]] = []
         self._before: TrafficTable = {}
+        self.host_states = 0
         self._since = self._add_existing(optimizer, batches)
         for module in local_model.model.modules():
             if isinstance(module, FSDPModule):
@@ -143,7 +147,7 @@ class _StepTracer:
                 held[self.owner[number]] = held.get(self.owner[number], 0) + size
         storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors_of_batch(self.batches[-1])}
         size = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
-        return StepTrace(peak, saved, held, self.by_action, self.collectives.traffic(), size)
+        return StepTrace(peak, saved, held, self.by_action, self.collectives.traffic(), size, self.host_states)
 
     def _add_existing(self, optimizer: Optimizer, batches: Sequence[Batch]) -> int:
         """Storages that exist before the step. Gradients of the step before do not: a step starts by dropping them.
@@ -155,10 +159,13 @@ class _StepTracer:
             # Main weights beside the model's parameters, where sharding has them.
             self.storages.category.setdefault(self.storages.add(piece.parameter), "optimizer state")
         self._tag_gradients()
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.storages.add(value, "optimizer state")
+        for updated, state in optimizer.state.items():
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            if isinstance(optimizer, SavingOptimizer) and optimizer.on_host(updated):
+                self.host_states += sum(local_of(value).nbytes for value in tensors)
+                continue
+            for value in tensors:
+                self.storages.add(value, "optimizer state")
         for buffer in self.local_model.model.buffers():
             self.storages.add(buffer, "other")
         for batch in batches:

@@ -197,6 +197,9 @@ class ChunkedAdamW(SavingOptimizer):
         """Whether the weight has a remainder; weights that are kept wide have none."""
         return self.format.remainder and parameter.dtype == torch.bfloat16
 
+    def on_host(self, parameter: Tensor) -> bool:
+        return self.format.on != "device"
+
     def main_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return torch.float32 if self._completes(parameter) else parameter.dtype
 

@@ -104,7 +104,7 @@ class ModelOptimizer(SavingOptimizer):
         # A pipeline rank with empty stages has no parameters; torch needs at least one group.
         super().__init__(groups or [{"params": [], "lr_scale": 1.0}], {"lr": run.optim.lr})
         self.parts, self.run = tuple(parts), run
-        self._part_of = {
+        self._part_of: dict[Tensor, SavingOptimizer] = {
             parameter: part for part in parts for group in part.param_groups for parameter in group["params"]
         }
         for part in parts:
@@ -127,6 +127,9 @@ class ModelOptimizer(SavingOptimizer):
 
     def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
         self._part_of[parameter].load_saved(parameter, saved)
+
+    def on_host(self, parameter: Tensor) -> bool:
+        return self._part_of[parameter].on_host(parameter)
 
     def main_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self._part_of[parameter].main_dtype(parameter)

@@ -65,6 +65,10 @@ class SavingOptimizer(Optimizer):
         """The inverse of `saved_state`; ``saved`` has all kinds, and is copied."""
         raise NotImplementedError
 
+    def on_host(self, parameter: Tensor) -> bool:
+        """Whether its states are in the host's memory."""
+        return False
+
     def main_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Of the weight as checkpoints hold it."""
         return parameter.dtype

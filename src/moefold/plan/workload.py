@@ -35,7 +35,7 @@ Dispatcher = Literal["local", PlannedDispatcher]
 MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
 _ALL_KEPT = RetainConfig()
 # Moments in float8 have a float32 scale per block of so many values.
-MOMENT_SCALE, MOMENT_BLOCK = 4, 128
+MOMENT_SCALE, MOMENT_BLOCK = 1, 128
 # Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
 FrameworkName = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
 
