@@ -34,7 +34,7 @@ Dispatcher = Literal["local", PlannedDispatcher]
 # As Megatron trains: 16-bit weights, and gradients, master weights and moments in float32.
 MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
 _ALL_KEPT = RetainConfig()
-# Moments in float8 have a float32 scale per block of so many values.
+# Moments in float8 have an exponent of one byte per block of so many values.
 MOMENT_SCALE, MOMENT_BLOCK = 1, 128
 # Frameworks differ in what they save (`plan/memory/saved_*.py`), overlap and launch (`plan/timing/`).
 FrameworkName = Literal["megatron", "fsdp2", "deepspeed", "jax", "moefold"]
