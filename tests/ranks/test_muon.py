@@ -18,7 +18,7 @@ from moefold.config.attention import MLAConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 tp2 ep2": (4, {"pp": 2, "tp": 2, "ep": 2}),
     "cp2 ep4": (4, {"cp": 2, "ep": 4}),
     "fsdp3": (3, {}),
+    "cp2 all_to_all": (2, {"cp": 2, "context": ContextConfig(full="all_to_all", windowed="all_to_all")}),
 }
 
 
@@ -85,11 +86,15 @@ def test_any_layout_is_one_process_to_the_bit(layout: str) -> None:
     assert min(on_shares(replace(run, parallel=parallel), world, work)) > 3
 
 
-@pytest.mark.parametrize("layout", slow_except(["tp2 etp2", "pp2 tp2 ep2", "cp2 ep4", "hybrid"], "hybrid"))
+@pytest.mark.parametrize(
+    "layout", slow_except(["tp2 etp2", "pp2 tp2 ep2", "cp2 ep4", "hybrid", "cp2 all_to_all"], "hybrid")
+)
 def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
-    """Three steps of data, forward, backward and update, in float64."""
+    """Two steps of data, forward, backward, update and QK-clip, in float64."""
     world, degrees = LAYOUTS[layout]
     want = _trained(_tiny(tmp_path / "one"), 0, 1)
+    free = _trained(_tiny(tmp_path / "free", bound=None), 0, 1)
+    assert not all(torch.equal(want[name][0], free[name][0]) for name in want), "the bound must bind"
 
     def work(rank: int) -> float:
         run = _tiny(tmp_path / "many", ParallelConfig(**degrees))
@@ -102,13 +107,13 @@ def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
     assert max(spawn_ranks(work, world, seconds=60)) < 1e-9
 
 
-def _tiny(directory: Path, parallel: ParallelConfig | None = None) -> RunConfig:
+def _tiny(directory: Path, parallel: ParallelConfig | None = None, bound: float | None = 0.05) -> RunConfig:
     base = RECIPES["debug_mla"]()
     return replace(
         base,
-        data=replace(base.data, seq_len=16, global_batch=8, micro_batch=1, validation=None),
-        train=replace(base.train, steps=3, directory=str(directory), saving=SavingConfig(every=0)),
-        optim=OptimConfig(algorithm="muon", lr=0.02),
+        data=replace(base.data, seq_len=12, global_batch=4, micro_batch=1, validation=None),
+        train=replace(base.train, steps=2, directory=str(directory), saving=SavingConfig(every=0)),
+        optim=OptimConfig(algorithm="muon", lr=0.02, qk_clip=bound),
         precision=PrecisionConfig("float64", "float64"),
         kernels=KernelsConfig(experts="sequential"),
         parallel=parallel or ParallelConfig(),
