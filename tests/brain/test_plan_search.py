@@ -119,6 +119,7 @@ def test_what_cannot_be_pinned_is_explained(text: str, expected: str) -> None:
 # ---- against trying everything, under a made-up model with the right tensions ----
 
 NARROW = "tp=1,2,4,cp=1,pp=1,2,4,8,sequences=1,2,4,replicate=1,format=bfloat16,recompute=none,experts,attention+experts"
+NARROW += ",savings=none,sharding=fsdp"
 
 
 def pretend_memory(workload: Workload) -> MemoryPrediction:

@@ -12,6 +12,7 @@ from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
 from moefold.hardware.machine import read_machine
 from moefold.plan.launch_command import changes_to_run
+from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.report.json_data import layout_data, proposal_data
 from moefold.plan.report.plan_page import page
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
@@ -130,7 +131,8 @@ def plan(
     domain: int | None = None,
     nic_gb_s: float | None = None,
     imbalance: float = 1.0,
-    headroom: float = 0.0,
+    headroom: float | None = None,
+    fit: float | None = None,
     tokens: float = 1e12,
 ) -> Plan:
     """Will the run fit, how fast will it be, what limits it, and which layout is best on `gpus` GPUs?
@@ -139,7 +141,8 @@ def plan(
     ranks instead. `fix` pins choices of the search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own
     layout. `domain` is the number of GPUs that fast links join and `nic_gb_s` each GPU's network bandwidth, where they
     are not the GPU's usual ones. `imbalance` is the number of rows of the busiest expert rank over the mean,
-    `headroom` the fraction of memory to leave free, `tokens` how many the whole training run has.
+    `headroom` the fraction of memory to leave free (0.05 for moefold's own proposals), `fit` the bytes to fit into
+    whatever the GPU has, `tokens` how many the whole training run has.
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")
@@ -148,7 +151,7 @@ def plan(
     (True, True)
     """
     cluster = cluster_for(
-        gpu, gpus, machine=machine, domain=domain, nic_gb_s=nic_gb_s, imbalance=imbalance, headroom=headroom
+        gpu, gpus, machine=machine, domain=domain, nic_gb_s=nic_gb_s, imbalance=imbalance, headroom=headroom, fit=fit
     )
     named, dotted = _origin(run)
     return answer(
@@ -162,7 +165,7 @@ def plan(
             fixed=fix,
             searching=search,
             imbalance=imbalance,
-            headroom=headroom,
+            headroom=headroom if fit is None else headroom or 0.0,
             mtbf_hours=USUAL_MTBF_HOURS,
             restart_seconds=USUAL_RESTART_SECONDS,
             tokens=tokens,
@@ -182,9 +185,13 @@ def cluster_for(
     machine: str | Path | None = None,
     domain: int | None = None,
     nic_gb_s: float | None = None,
+    fit: float | None = None,
     **numbers: float | None,
 ) -> Cluster:
-    """The cluster, or every problem with what was asked; `numbers` are further options to check, by their names."""
+    """The cluster, or every problem with what was asked; `numbers` are further options to check, by their names.
+
+    With ``fit`` every GPU has so many bytes that a run can use.
+    """
     problems = [] if gpus is not None else [Problem("gpus", "how many GPUs?", "give --gpus 1024, or gpus=1024")]
     lowest = {"gpus": 1, "domain": 1, "nic": 1e-6, "global_batch": 1, "seq": 1, "imbalance": 1}
     given = {"gpus": gpus, "domain": domain, "nic": nic_gb_s, **numbers}
@@ -195,12 +202,18 @@ def cluster_for(
     headroom = numbers.get("headroom") or 0.0
     if not 0 <= headroom < 1:
         problems.append(Problem("headroom", f"is {headroom:g}", "use a fraction, such as 0.05"))
+    if fit is not None and not 2**20 <= fit <= 2**60:
+        problems.append(Problem("fit", f"is {fit:g} bytes", "use a size such as 80GiB"))
     if problems or gpus is None:
         raise ConfigError(*problems)
     if machine is not None:
-        return cluster_of_machine(read_machine(Path(machine)), gpus)
-    changes = {"domain": domain, "nic_gb_s": nic_gb_s}
-    return cluster_of(gpu, gpus, **{name: value for name, value in changes.items() if value is not None})
+        made = cluster_of_machine(read_machine(Path(machine)), gpus)
+    else:
+        changes = {"domain": domain, "nic_gb_s": nic_gb_s}
+        made = cluster_of(gpu, gpus, **{name: value for name, value in changes.items() if value is not None})
+    if fit is None:
+        return made
+    return replace(made, gpu=replace(made.gpu, memory_gb=fit / (LABEL_UNIT * USABLE_SHARE)))
 
 
 def _origin(run: RunConfig) -> tuple[RunConfig | None, dict[str, str]]:

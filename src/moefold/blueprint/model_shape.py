@@ -86,6 +86,14 @@ class Layer:
     mixer: Attention | Recurrence | None
     feed: Dense | MoE | None
 
+    def __hash__(self) -> int:
+        # As of models below.
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mixer, self.feed))
+
 
 @dataclass(frozen=True)
 class ModelShape:

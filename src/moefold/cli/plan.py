@@ -14,20 +14,21 @@ from typing import Any
 from moefold.cli.run_argument import add_run_argument
 from moefold.errors import MoefoldError
 from moefold.hardware.gpu import GPUS
-from moefold.units import parse_count
+from moefold.units import parse_bytes, parse_count
 
 EXAMPLES = """examples:
   moefold plan deepseek_v3 --gpu H100 --gpus 1024
   moefold plan qwen3_235b_a22b --gpu GB200 --gpus 256 --framework megatron --fix tp=1,ep=32,64 --html plan.html
   moefold plan my_run.yaml --gpus 64 --no-search --json
   moefold plan debug_10m --machine machine.json --gpus 4
+  moefold plan deepseek_v3 --gpus 1024 --fit 60GiB
   moefold plan deepseek_v3 --gpus 2048 --serve
   moefold plan --records published.jsonl --predictions out.jsonl
   moefold plan --score published/ --page docs/planner-error.md
 
 --framework moefold searches layouts that moefold can train; --framework megatron also options of other frameworks: FP8
 GEMMs, DeepEP-class dispatchers, CUDA graphs. Options to pin with --fix: tp, cp, pp, vpp, ep, etp, sequences (per
-microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate.
+microbatch), schedule, dispatcher, ep_overlap, delay_wgrad, recompute, graphs, format, sharding, replicate, savings.
 Exits with 0 when the layout fits, 1 when it does not, 2 when the command is wrong or nothing fits."""
 
 
@@ -76,7 +77,12 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--imbalance", type=float, default=1.0, metavar="X", help="rows of the most loaded rank over the mean (1)"
     )
-    parser.add_argument("--headroom", type=float, default=0.0, metavar="X", help="fraction of memory to leave free (0)")
+    parser.add_argument(
+        "--headroom", type=float, metavar="X", help="fraction of memory to leave free (0.05 with moefold, else 0)"
+    )
+    parser.add_argument(
+        "--fit", metavar="SIZE", help="fit into SIZE, such as 80GiB, whatever the GPU has (headroom: 0 unless given)"
+    )
 
 
 def _add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -162,6 +168,7 @@ def question_of(args: argparse.Namespace) -> Any:
     from moefold.plan.search.proposal import Question
 
     named, asked = load_run(args.name), load_run(args.name, args.changes)
+    fit = None if args.fit is None else parse_bytes(args.fit)
     cluster = cluster_for(
         args.gpu,
         args.gpus,
@@ -172,6 +179,7 @@ def question_of(args: argparse.Namespace) -> Any:
         seq=args.seq,
         imbalance=args.imbalance,
         headroom=args.headroom,
+        fit=fit,
     )
     batch = args.global_batch or asked.data.global_batch
     data = replace(asked.data, global_batch=batch, seq_len=args.seq or asked.data.seq_len)
@@ -185,7 +193,7 @@ def question_of(args: argparse.Namespace) -> Any:
         fixed=args.fix,
         searching=not args.no_search,
         imbalance=args.imbalance,
-        headroom=args.headroom,
+        headroom=args.headroom if fit is None else args.headroom or 0.0,
         mtbf_hours=USUAL_MTBF_HOURS if args.mtbf_hours is None else args.mtbf_hours,
         restart_seconds=USUAL_RESTART_SECONDS if args.restart_seconds is None else args.restart_seconds,
         save_seconds=args.save_seconds,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from moefold.checks.planned_only import PLANNED_ONLY, planned_only
 from moefold.config.run import RunConfig
+from moefold.plan.memory.saving_steps import DEFAULTS
 from moefold.plan.workload import Workload
 from moefold.schedule.names import SCHEDULES
 
@@ -20,7 +21,8 @@ _PLANNED_KEYS = (
     *(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "ep", "etp", "vpp", "schedule", "stages")),
     *("parallel.dp_replicate", "parallel.edp_replicate"),
     *("data.micro_batch", "data.global_batch", "data.seq_len", "memory.recompute"),
-    *("parallel.dispatcher", "parallel.ep_inner", "precision.compute"),
+    *("parallel.dispatcher", "parallel.ep_inner", "precision.compute", "parallel.sharding"),
+    *DEFAULTS,
 )
 _ROWS = {row.path: row for row in PLANNED_ONLY}
 

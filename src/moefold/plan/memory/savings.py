@@ -14,6 +14,7 @@ from moefold.config.memory import Recomputed
 from moefold.config.precision import NarrowFormat
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saved_activations import OPERAND_BYTES
+from moefold.plan.memory.saving_steps import conflicts, inside_phases, offered, saving, savings_of
 from moefold.plan.workload import Workload, changed
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")
@@ -55,6 +56,10 @@ def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
         inside = changed(workload, model={"moe": replace(moe, weight_at="activation")})
         yield "weigh inside the experts' activation", inside
     if workload.is_own:
+        now = savings_of(run)
+        for step in offered(workload):
+            if not conflicts(now | step.entries) and not inside_phases(workload.recompute, step.entries):
+                yield step.words, saving(workload, now | step.entries)
         return
     for name, what in _AWAY.items():
         if workload.model.is_moe and name not in run.memory.offload:

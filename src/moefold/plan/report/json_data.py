@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moefold.checks.kernels import kernels_in_use
+from moefold.plan.memory.saving_steps import savings_of
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import Candidate, described
@@ -28,6 +29,7 @@ def proposal_data(proposal: Proposal) -> dict[str, Any]:
         "own_problem": proposal.own_problem,
         "why": list(proposal.reasons),
         "what_if": [_answer_data(answer, proposal.chosen) for answer in proposal.answers],
+        "switched_on": [asdict(each) | {"entries": sorted(each.entries)} for each in proposal.switched_on],
         "would_free": [asdict(each) for each in proposal.freed],
         "pareto": [_candidate_data(each) for each in result.pareto] if result else [],
         "searched": {
@@ -89,6 +91,7 @@ def layout_data(workload: Workload) -> dict[str, Any]:
         "ep_overlap": workload.ep_overlap,
         "delay_wgrad": workload.delay_wgrad,
         "recompute": sorted(workload.recompute),
+        "savings": sorted(savings_of(workload.run)) if workload.is_own else [],
         "graphs": workload.run.kernels.graphs,
         "kernels": kernels_in_use(workload.run, "cuda") if workload.is_own else None,
     }

@@ -19,8 +19,9 @@ from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, Dense, MoE
 from moefold.config.kernels import Graphs
-from moefold.config.memory import Recomputed
+from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.parallel import Overlap, Sharding
+from moefold.plan.memory.saving_steps import NONE, Savings, conflicts, inside_phases, savings_of, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload
@@ -53,6 +54,7 @@ class LayoutChoice(NamedTuple):
     graphs: Graphs
     sharding: Sharding
     replicate: int
+    savings: Savings = NONE
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Limits:
     expert_hidden_dims: tuple[int, ...]
     # moefold's own rules, on top of those of every framework.
     ours: bool
+    # Attention has latents, from which queries, keys and values can be made again.
+    latent: bool
     # The framework shards parameters as a matter of course.
     shards: bool
     domain: int
@@ -95,6 +99,7 @@ def limits_of(workload: Workload) -> Limits:
         experts=min((feed.experts for feed in moe_parts), default=1),
         expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
         ours=ours,
+        latent=any(mixer.is_latent for mixer in mixers),
         shards=workload.framework.name in ("moefold", "fsdp2", "jax"),
         domain=workload.cluster.usable_domain,
     )
@@ -140,8 +145,17 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
     """What frameworks do not combine."""
     if (choice.dispatcher == "local") != (choice.ep * choice.etp == 1):
         return "only experts on the same rank need no dispatcher"
-    if choice.replicate > 1 and choice.sharding != "fsdp":
+    if choice.replicate > 1 and choice.sharding not in ("fsdp", "flat"):
         return "copies are of what is sharded"
+    if choice.savings:
+        if conflicts(choice.savings):
+            return "a key cannot have two values"
+        if choice.sharding != "flat" and "precision.master=remainder" in choice.savings:
+            return "remainders are of flat main weights"
+        if choice.recompute and inside_phases(choice.recompute, choice.savings):
+            return "steps of a phase that is recomputed whole are not retained apart"
+        if choice.cp > 1 and "memory.retain.core=discard" in choice.savings:
+            return "attention over several ranks is not recomputed"
     if not limits.ours:
         if choice.ep_overlap and choice.pp > 1 and choice.vpp == 1:
             return "overlapping dispatch in a pipeline needs virtual stages"
@@ -201,15 +215,17 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         dispatcher=run.parallel.dispatcher if choice.dispatcher == "local" else choice.dispatcher,
         ep_inner=_inner(choice, run.parallel.ep_inner, limits.domain),
     )
+    precision = run.precision if choice.format == template.format else replace(run.precision, compute=choice.format)
+    memory = _recomputing(run.memory, choice.recompute)
+    if limits.ours:
+        memory, precision = with_savings(memory, precision, choice.savings)
     return Workload(
         run=replace(
             run,
             parallel=parallel,
             data=replace(run.data, micro_batch=choice.sequences, global_batch=limits.sequences),
-            precision=run.precision
-            if choice.format == template.format
-            else replace(run.precision, compute=choice.format),
-            memory=replace(run.memory, recompute=_in_order(choice.recompute)),
+            precision=precision,
+            memory=memory,
             kernels=replace(run.kernels, graphs=choice.graphs),
         ),
         cluster=template.cluster,
@@ -232,9 +248,9 @@ def _inner(choice: LayoutChoice, given: int, domain: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _in_order(recompute: Recompute) -> tuple[Recomputed, ...]:
-    """As `memory.recompute` lists them."""
-    return tuple(part for part in get_args(Recomputed) if part in recompute)
+def _recomputing(memory: MemoryConfig, recompute: Recompute) -> MemoryConfig:
+    """With parts in the order of `memory.recompute`."""
+    return replace(memory, recompute=tuple(part for part in get_args(Recomputed) if part in recompute))
 
 
 @lru_cache(maxsize=256)
@@ -263,6 +279,7 @@ def choice_of_workload(workload: Workload) -> LayoutChoice:
         workload.run.kernels.graphs,
         parallel.sharding,
         parallel.dp_replicate,
+        savings_of(workload.run) if workload.is_own else NONE,
     )
 
 
@@ -301,7 +318,7 @@ def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layo
     for sequences in space.sequences:
         for overlap in space.ep_overlap:
             for delay in space.delay_wgrad:
-                for sharding in space.sharding:
+                for sharding in _usual_shardings(choice, limits, space):
                     made = choice._replace(
                         dispatcher=dispatchers[0] if dispatchers else choice.dispatcher,
                         sequences=sequences,
@@ -311,6 +328,14 @@ def presets(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layo
                     )
                     if why_illegal(made, limits, space) is None:
                         yield made
+
+
+def _usual_shardings(choice: LayoutChoice, limits: Limits, space: Space) -> tuple[Sharding, ...]:
+    """moefold: flat buffers in a pipeline, which gather once per step; the other kind is an option to be varied."""
+    if not limits.ours:
+        return space.sharding
+    flat: tuple[Sharding, ...] = ("flat",)
+    return flat if choice.pp > 1 and "flat" in space.sharding else space.sharding[:1]
 
 
 def worthwhile_stages(depth: int, pp: int, virtual: tuple[int, ...]) -> tuple[int, ...]:
@@ -342,8 +367,12 @@ def neighbours(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[L
 
 def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[LayoutChoice]:
     for name in choice._fields:
-        for value in getattr(space, name):
+        for value in getattr(space, name) if name != "savings" else ():
             yield choice._replace(**{name: value})
+    for step in space.savings[1:]:
+        # One more, or one less.
+        less = choice.savings - (step - space.savings[0])
+        yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
     for pp in space.pp:
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
             yield choice._replace(pp=pp, vpp=vpp)

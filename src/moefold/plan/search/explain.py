@@ -77,6 +77,7 @@ _SHARDED = {
     "zero1": "optimizer states",
     "zero2": "gradients and optimizer states",
     "fsdp": "weights, gradients and optimizer states",
+    "flat": "main weights and optimizer states",
 }
 
 

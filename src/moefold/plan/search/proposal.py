@@ -12,15 +12,19 @@ from dataclasses import dataclass, field, replace
 from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
+from moefold.checks.run_all import problems
 from moefold.config.run import RunConfig
 from moefold.errors import ProblemsError
 from moefold.hardware.cluster import Cluster
 from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_words
+from moefold.plan.memory.saving_steps import savings_of
 from moefold.plan.memory.savings import savings
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
+from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
 from moefold.plan.search.explain import versus, wall_words, what_would_move
+from moefold.plan.search.explain_memory import savings_words, sharding_words, would_fit_words
 from moefold.plan.search.goodput import (
     USUAL_MTBF_HOURS,
     USUAL_RESTART_SECONDS,
@@ -41,6 +45,10 @@ from moefold.units import format_bytes
 # What a node's eight GPUs write to shared storage, divided by eight: an assumption that --write-seconds replaces.
 STORAGE_GB_S = 0.25
 _TIGHT = 0.05
+# Share of the memory that proposals for our own framework leave free.
+OWN_HEADROOM = 0.05
+# Candidates that are checked as runs, the best first.
+_CHECKED = 100
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,8 @@ class Question:
     fixed: str = ""
     searching: bool = True
     imbalance: float = 1.0
-    # Share of the GPU's memory to leave free.
-    headroom: float = 0.0
+    # Share of the GPU's memory to leave free; None: `OWN_HEADROOM` for our own framework, else nothing.
+    headroom: float | None = None
     mtbf_hours: float = USUAL_MTBF_HOURS
     restart_seconds: float = USUAL_RESTART_SECONDS
     # None: computed from the states' bytes and the links' bandwidth.
@@ -89,6 +97,9 @@ class Proposal:
     result: Result | None
     answers: tuple[Answer, ...]
     freed: tuple[Freed, ...]
+    # Savings that the search switched on, and why data parallelism is sharded as it is.
+    switched_on: tuple[SwitchedOn, ...]
+    sharding: str
     # "Why this layout", one paragraph each.
     reasons: tuple[str, ...]
     # What starts it, in pieces to be folded into lines.
@@ -106,10 +117,14 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
     result = None
     if question.searching:
         space = narrowed(usual_space(template), question.fixed)
-        result = search(template, space, progress, own is not None, question.headroom)
+        usual = OWN_HEADROOM if template.is_own else 0.0
+        headroom = usual if question.headroom is None else question.headroom
+        result = _startable(search(template, space, progress, own is not None, headroom), question)
     elif own is None:
         raise problem if problem is not None else AssertionError("a run without a layout has a problem")
     chosen = predict(result.best.workload if result else template)
+    saved = switched_on(chosen.workload, savings_of(template.run)) if result and template.is_own else ()
+    sharding = sharding_words(chosen)
     own_prediction = predict(own) if own else None
     second = result.runner_up if result else None
     runner_up = predict(second.workload) if second else None
@@ -126,13 +141,36 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         result=result,
         answers=asked,
         freed=tuple(_freed(chosen)),
-        reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked)),
+        switched_on=saved,
+        sharding=sharding,
+        reasons=tuple(_reasons(chosen, runner_up, own_prediction, result, asked))
+        + _memory_reasons(chosen, saved, sharding),
         command=command_for(chosen.workload, question),
         beyond=tuple(beyond_moefold(chosen.workload)),
         faults=faults,
         goodput=found,
         days=days_for(question.tokens, rate, found.effective),
     )
+
+
+def _startable(result: Result, question: Question) -> Result:
+    """Without candidates that `moefold check` would refuse, as far as the best are looked at."""
+    if question.framework != "moefold":
+        return result
+    world = question.cluster.num_gpus
+    for number, each in enumerate(result.ranked[:_CHECKED]):
+        if not beyond_moefold(each.workload) and not problems(each.workload.run, world):
+            return replace(result, ranked=result.ranked[number:])
+    return result
+
+
+def _memory_reasons(chosen: Prediction, saved: Sequence[SwitchedOn], sharding: str) -> tuple[str, ...]:
+    found = [sharding] if sharding else []
+    if saved:
+        found.append(savings_words(chosen, saved))
+    elif not chosen.memory.fits and chosen.workload.is_own:
+        found.append(would_fit_words(chosen, cheapest_fit(chosen.workload, chosen.memory.capacity)))
+    return tuple(found)
 
 
 def _freed(chosen: Prediction) -> Iterator[Freed]:

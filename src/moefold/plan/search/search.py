@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from moefold.config.parallel import Sharding
 from moefold.errors import MoefoldError
 from moefold.plan.memory.peak import predict_memory
+from moefold.plan.memory.saving_steps import STEPS, Savings, SavingStep, is_retained
 from moefold.plan.search.candidates import (
     LayoutChoice,
     Limits,
@@ -33,6 +35,7 @@ from moefold.plan.search.candidates import (
     why_illegal,
     workload_of_choice,
 )
+from moefold.plan.search.cheapest_savings import by_price, first_that_fits, ladder, trimmed
 from moefold.plan.search.space import Recompute, Space, usual_space
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload
@@ -43,6 +46,7 @@ Progress = Callable[[str, int, int], None]
 # How many grids are looked at closer, and how many of those may climb.
 _BEST_OVERALL, _BEST_OF_A_KIND, _CLIMBERS = 16, 3, 6
 _OPTIONS = ("format", "dispatcher", "graphs", "sharding", "sequences", "replicate")
+_ATTENTION: Recompute = frozenset({"attention"})
 # Steps of a climb; each looks at about a hundred neighbours.
 _LONGEST_CLIMB = 8
 
@@ -109,7 +113,7 @@ def search(
         raise NothingFitsError(looked.why_nothing())
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
-        _climb(looked, start)
+        looked.trim(_climb(looked, start))
     ranked = tuple(sorted(looked.timed.values(), key=looked.rank))
     own = looked.timed.get(choice_of_workload(template))
     found = (len(coarse), len(looked.held), len(looked.timed))
@@ -135,16 +139,22 @@ class _Looked:
         self.usable = 1 - headroom
         self.capacity = template.cluster.gpu.memory_bytes
         self.milestones = _milestones(space.recompute)
+        self._steps: dict[Sharding, tuple[SavingStep, ...]] = {}
+        # How many savings the last layout needed: the next one needs about as many.
+        self._likely: dict[tuple[Sharding, int], int] = {}
 
     def workload(self, choice: LayoutChoice) -> Workload:
         return workload_of_choice(choice, self.template, self.limits, self.space)
 
-    def fits(self, choice: LayoutChoice) -> bool:
+    def size(self, choice: LayoutChoice) -> float:
         if choice not in self.held:
             memory = predict_memory(self.workload(choice))
             self.capacity = memory.capacity * self.usable
             self.held[choice] = memory.total
-        return self.held[choice] <= self.capacity
+        return self.held[choice]
+
+    def fits(self, choice: LayoutChoice) -> bool:
+        return self.size(choice) <= self.capacity
 
     def time(self, choice: LayoutChoice) -> Candidate | None:
         """None if it does not fit."""
@@ -154,25 +164,82 @@ class _Looked:
         return self.timed.get(choice)
 
     def lightest(self, choice: LayoutChoice) -> Candidate | None:
-        """With the recompute set that is cheapest among those that fit."""
-        if self.fits(choice):
-            return self.time(choice)
+        """With the cheapest savings among those that fit; those that change numbers only where nothing else does."""
+        bare = choice._replace(savings=self.space.savings[0])
+        if self.fits(bare):
+            return self.time(bare)
+        steps = self.steps_by_price(bare)
+        exact = tuple(step for step in steps if step.exact)
+        if any(is_retained(step.entries) for step in steps):
+            # Single steps cost less than whole phases, and save less; queries, keys and values have one only in MLA.
+            phases = [self.space.recompute[0]]
+            if not self.limits.latent and _ATTENTION in self.space.recompute:
+                phases += [self.milestones[-1], _ATTENTION]
+            starts = [bare._replace(recompute=phase) for phase in dict.fromkeys(phases)]
+            return self._fastest_of(starts, exact) or self._fastest_of(starts, steps)
+        found = self._with_phases(bare)
+        return found or self._with_savings(bare._replace(recompute=self.milestones[-1]), steps)
+
+    def _fastest_of(self, starts: Sequence[LayoutChoice], steps: Sequence[SavingStep]) -> Candidate | None:
+        found = (self._with_savings(start, steps) for start in starts)
+        return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+
+    def _with_phases(self, choice: LayoutChoice) -> Candidate | None:
+        """The recompute set that is cheapest among those that fit."""
         if not self.fits(choice._replace(recompute=self.milestones[-1])):
             return None
-        for recompute in self.milestones:
-            found = self.time(choice._replace(recompute=recompute))
-            if found:
-                return found
-        return None
+        found = (self.time(choice._replace(recompute=recompute)) for recompute in self.milestones)
+        return next((each for each in found if each is not None), None)
+
+    def _with_savings(self, choice: LayoutChoice, steps: Sequence[SavingStep]) -> Candidate | None:
+        legal = tuple(step for step in steps if self._legal(choice, choice.savings | step.entries))
+        sets, where = ladder(legal, choice.savings), (choice.sharding, len(legal))
+        number = first_that_fits(
+            sets, lambda some: self.fits(choice._replace(savings=some)), self._likely.get(where, len(sets) // 2)
+        )
+        if number is None:
+            return None
+        self._likely[where] = number
+        return self.time(choice._replace(savings=sets[number]))
+
+    def steps_by_price(self, choice: LayoutChoice) -> tuple[SavingStep, ...]:
+        """Found once per sharding, on the first layout that needs them: prices differ little between layouts."""
+        if choice.sharding not in self._steps:
+
+            def size(some: Savings) -> float:
+                return self.size(plain._replace(savings=some))
+
+            def seconds(some: Savings) -> float:
+                return predict_time(self.workload(plain._replace(savings=some))).step_seconds
+
+            plain = choice._replace(recompute=self.space.recompute[0])
+            known = (step for step in STEPS if step.entries in self.space.savings[1:])
+            legal = [step for step in known if self._legal(plain, plain.savings | step.entries)]
+            self._steps[choice.sharding] = by_price(legal, plain.savings, size, seconds) if legal else ()
+        return self._steps[choice.sharding]
+
+    def _legal(self, choice: LayoutChoice, savings: Savings) -> bool:
+        return why_illegal(choice._replace(savings=savings), self.limits, self.space) is None
+
+    def trim(self, found: Candidate) -> Candidate | None:
+        """Without savings that turn out to be unnecessary."""
+        choice, start = found.choice, self.space.savings[0]
+        kept = trimmed(
+            choice.savings,
+            start,
+            self.steps_by_price(choice),
+            lambda some: self.fits(choice._replace(savings=some)),
+        )
+        return self.time(choice._replace(savings=kept))
 
     def rank(self, each: Candidate) -> tuple[float, float, int]:
         """Fastest first; among equals the leanest, then the one of most usual values."""
         places = (
             getattr(self.space, name).index(value)
             for name, value in zip(LayoutChoice._fields, each.choice)
-            if value in getattr(self.space, name)
+            if name != "savings" and value in getattr(self.space, name)
         )
-        return each.seconds, each.bytes, sum(places)
+        return each.seconds, each.bytes, sum(places) + len(each.choice.savings)
 
     def why_nothing(self) -> str:
         if self.held:
@@ -204,6 +271,7 @@ def described(choice: LayoutChoice) -> str:
     options += [f"{choice.graphs} graphs" if choice.graphs != "none" else "", choice.sharding]
     options += [f"x{choice.replicate} copies" if choice.replicate > 1 else ""]
     options += [f"recompute {'+'.join(sorted(choice.recompute))}" if choice.recompute else ""]
+    options += sorted(entry.removeprefix("memory.").removeprefix("precision.") for entry in choice.savings)
     return " ".join(filter(None, [*sizes, *options]))
 
 
@@ -220,7 +288,8 @@ def _sweep(looked: _Looked, say: Progress, from_own: bool) -> list[Candidate]:
 
 
 def _within(choice: LayoutChoice, space: Space) -> bool:
-    return all(getattr(choice, name) in getattr(space, name) for name in choice._fields)
+    names = (name for name in choice._fields if name != "savings")
+    return choice.savings >= space.savings[0] and all(getattr(choice, name) in getattr(space, name) for name in names)
 
 
 def _starts(coarse: Sequence[Candidate]) -> list[Candidate]:
@@ -260,8 +329,8 @@ def _climb(looked: _Looked, start: Candidate) -> Candidate:
     for _ in range(_LONGEST_CLIMB):
         before = best
         for made in neighbours(before.choice, looked.limits, looked.space):
-            same = made.recompute == before.choice.recompute
-            # Another recompute set is a step by itself; elsewhere the lightest that fits goes along.
+            same = (made.recompute, made.savings) == (before.choice.recompute, before.choice.savings)
+            # Other savings are a step by themselves; elsewhere the lightest that fit go along.
             best = _faster(best, looked.lightest(made) if same else looked.time(made))
         if best is before:
             break

@@ -21,7 +21,8 @@ from moefold.config.renamed_keys import renamed_value
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.gpu import Gpu
 from moefold.plan.dispatch_choice import OwnDispatcher
-from moefold.plan.workload import Dispatcher, PlannedFormat, Workload
+from moefold.plan.memory.saving_steps import DEFAULTS, NONE, Savings, is_trained, offered, savings_of
+from moefold.plan.workload import Dispatcher, PlannedFormat, Workload, changed
 from moefold.schedule.names import SCHEDULES
 
 Recompute = frozenset[Recomputed]
@@ -69,6 +70,8 @@ class Space:
     graphs: tuple[Graphs, ...]
     sharding: tuple[Sharding, ...]
     replicate: tuple[int, ...]
+    # Our own framework: what is always on first, then steps that may be switched on beside it.
+    savings: tuple[Savings, ...]
     # Orders follow from the other choices; this only says which may come out.
     schedule: tuple[str, ...] = tuple(SCHEDULES)
 
@@ -83,6 +86,8 @@ def usual_space(workload: Workload) -> Space:
     sharded = workload.framework.name in ("moefold", "fsdp2", "jax")
     depth = len(model.layers) + model.mtp
     share = max(1, seq_len // _SHORTEST_SHARE)
+    # Some savings are of flat sharding alone; `why_illegal` says so.
+    flat = changed(workload, parallel={"sharding": "flat"}) if ours else workload
     return Space(
         tp=_doubling(min(_LARGEST_TP, cluster.usable_domain)),
         cp=_doubling(share),
@@ -98,8 +103,9 @@ def usual_space(workload: Workload) -> Space:
         delay_wgrad=(False, True),
         recompute=_recompute_sets(model, ours),
         graphs=("full", "partial", "none") if workload.framework.name == "megatron" else ("none",),
-        sharding=("fsdp",) if sharded else ("zero1", "fsdp"),
+        sharding=_shardings(workload, sharded),
         replicate=_doubling(cluster.num_gpus) if sharded else (1,),
+        savings=(savings_of(workload.run), *(step.entries for step in offered(flat))) if ours else (NONE,),
     )
 
 
@@ -162,6 +168,10 @@ def _value(name: str, word: str) -> object:
         parts = frozenset() if word == "none" else frozenset(word.split("+"))
         unknown = sorted(parts - set(get_args(Recomputed)))
         return _refused(name, unknown[0], ("none", *get_args(Recomputed))) if unknown else parts
+    if name == "savings":
+        entries = frozenset() if word == "none" else frozenset(word.replace(":", "=").split("+"))
+        bad = sorted(entry for entry in entries if entry.partition("=")[0] not in DEFAULTS)
+        return _refused(name, bad[0], ("none", *(f"{path}:VALUE" for path in DEFAULTS))) if bad else entries
     if not (word.isascii() and word.isdigit() and len(word) < 8 and int(word) > 0):
         return Problem(f"fix {name}", f"{word[:40]!r} is not a size", "use a whole number from 1")
     return int(word)
@@ -190,6 +200,13 @@ def _dispatchers(workload: Workload) -> tuple[Dispatcher, ...]:
     if workload.framework.name == "megatron":
         return ("hybridep", "deepep", "all_to_all", "all_gather")
     return ("deepep", "all_to_all")
+
+
+def _shardings(workload: Workload, sharded: bool) -> tuple[Sharding, ...]:
+    if workload.is_own:
+        own: tuple[Sharding, ...] = ("fsdp", "flat")
+        return tuple(name for name in own if is_trained(frozenset({f"parallel.sharding={name}"})))
+    return ("fsdp",) if sharded else ("zero1", "fsdp")
 
 
 def _formats(gpu: Gpu, asked: PlannedFormat) -> tuple[PlannedFormat, ...]:

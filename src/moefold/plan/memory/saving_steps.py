@@ -1,0 +1,185 @@
+"""Savings of memory that our own framework has, as data: which keys of a run each sets, and where it applies.
+
+A saving is a set of `path=value` entries. Some compute a step of a block again, some let its result wait in the host's
+memory, some keep optimizer states in fewer bytes or elsewhere. All but the last kind give the same numbers. A search
+switches them on where a layout would not fit, the cheapest first (`plan/search/cheapest_savings.py`).
+
+Only what the trainer has is offered: `checks/planned_only.py` says what that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import attrgetter
+from types import MappingProxyType
+
+from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE
+from moefold.checks.planned_only import PLANNED_ONLY
+from moefold.config.memory import MemoryConfig, Recomputed
+from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
+from moefold.plan.workload import Workload
+
+# Entries `path=value` in which a run differs from one without savings.
+Savings = frozenset[str]
+NONE: Savings = frozenset()
+
+
+@dataclass(frozen=True)
+class SavingStep:
+    """One saving. `suits` says whether a workload has what it saves; `exact`, whether all numbers stay the same."""
+
+    name: str
+    words: str
+    entries: Savings
+    suits: Callable[[Workload], bool]
+    exact: bool = True
+
+
+def _has(is_it: Callable[[Layer], bool]) -> Callable[[Workload], bool]:
+    return lambda workload: any(is_it(layer) for layer in workload.model.layers)
+
+
+def _retain(how: str, *steps: str) -> Savings:
+    return frozenset(f"memory.retain.{step}={how}" for step in steps)
+
+
+def _is_latent(layer: Layer) -> bool:
+    return isinstance(layer.mixer, Attention) and layer.mixer.is_latent
+
+
+def _is_moe(layer: Layer) -> bool:
+    return isinstance(layer.feed, MoE)
+
+
+def _is_dense(layer: Layer) -> bool:
+    return isinstance(layer.feed, Dense)
+
+
+def _has_shared(layer: Layer) -> bool:
+    return isinstance(layer.feed, MoE) and layer.feed.shared_hidden_dim > 0
+
+
+def _has_attention(layer: Layer) -> bool:
+    return isinstance(layer.mixer, Attention)
+
+
+def _has_masters(workload: Workload) -> bool:
+    """Sharded main weights of float32 beside weights of bfloat16."""
+    return workload.is_flat and workload.master_bytes == 4 and workload.gather_bytes == 2
+
+
+_NORMS = ("attention_norm", "feed_norm")
+STEPS: tuple[SavingStep, ...] = (
+    SavingStep("activation", "recompute the experts' activation", _retain("discard", "activation"), _has(_is_moe)),
+    SavingStep("norms", "recompute norms", _retain("discard", *_NORMS), _has(_has_attention)),
+    SavingStep("latent_norm", "recompute norms of latents", _retain("discard", "latent_norm"), _has(_is_latent)),
+    SavingStep(
+        "mla_up",
+        "recompute queries, keys and values from their latents",
+        _retain("discard", "mla_up"),
+        _has(_is_latent),
+    ),
+    SavingStep("shared", "recompute the shared expert", _retain("discard", "shared"), _has(_has_shared)),
+    SavingStep("dense", "recompute dense feed-forwards", _retain("discard", "dense"), _has(_is_dense)),
+    SavingStep("gate_up", "recompute the experts' first GEMM", _retain("discard", "gate_up"), _has(_is_moe)),
+    SavingStep("core", "recompute attention's output", _retain("discard", "core"), _has(_has_attention)),
+    SavingStep("rows_away", "offload rows that experts received", _retain("offload", "rows"), _has(_is_moe)),
+    SavingStep("core_away", "offload attention's output", _retain("offload", "core"), _has(_has_attention)),
+    SavingStep("gate_up_away", "offload the experts' first GEMM", _retain("offload", "gate_up"), _has(_is_moe)),
+    SavingStep(
+        "remainder",
+        "main weights as 16 bits beside the bfloat16 weights",
+        frozenset({"precision.master=remainder"}),
+        _has_masters,
+    ),
+    SavingStep(
+        "optimizer_host",
+        "optimizer states in the host's memory",
+        frozenset({"memory.optimizer=host"}),
+        lambda workload: True,
+    ),
+    SavingStep(
+        "moments_bf16",
+        "moments in bfloat16, rounded stochastically",
+        frozenset({"precision.moments=bfloat16", "precision.moments_rounding=stochastic"}),
+        lambda workload: workload.moment_bytes > 2,
+        exact=False,
+    ),
+)
+# Keys that savings set, in a fixed order, with the value of a run that saves nothing.
+DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        path: attrgetter(path.partition(".")[2])(MemoryConfig() if path.startswith("memory.") else PrecisionConfig())
+        for path in sorted({entry.partition("=")[0] for step in STEPS for entry in step.entries})
+    }
+)
+_TRAINED = {row.path: row.trained for row in PLANNED_ONLY}
+
+
+def offered(workload: Workload) -> tuple[SavingStep, ...]:
+    """Those that the trainer has and that this workload has something for."""
+    if not workload.is_own:
+        return ()
+    return tuple(step for step in STEPS if is_trained(step.entries) and step.suits(workload))
+
+
+def is_trained(entries: Savings) -> bool:
+    parts = (entry.partition("=") for entry in entries)
+    return all(path not in _TRAINED or value in _TRAINED[path] for path, _, value in parts)
+
+
+def is_retained(entries: Savings) -> bool:
+    """Whether some of them retain steps of a block."""
+    return any(entry.startswith("memory.retain.") for entry in entries)
+
+
+# Steps that a recomputed phase recomputes anyway.
+_IN_PHASE: Mapping[str, tuple[str, ...]] = {
+    "attention": ("attention_norm", "latent_norm", "mla_up", "core"),
+    "feed_forward": ("dense", "feed_norm"),
+    "experts": ("rows", "gate_up", "activation", "shared"),
+}
+
+
+def inside_phases(recompute: frozenset[Recomputed], savings: Savings) -> bool:
+    """Whether a retained step lies in a phase that is recomputed whole."""
+    steps = {entry.partition("=")[0].rpartition(".")[2] for entry in savings if entry.startswith("memory.retain.")}
+    return any(not steps.isdisjoint(_IN_PHASE.get(phase, ())) for phase in recompute)
+
+
+def savings_of(run: RunConfig) -> Savings:
+    """The entries of all keys that are not as in a run without savings."""
+    found = ((path, attrgetter(path)(run)) for path in DEFAULTS)
+    return frozenset(f"{path}={value}" for path, value in found if value != DEFAULTS[path])
+
+
+@lru_cache(maxsize=10_000)
+def with_savings(
+    memory: MemoryConfig, precision: PrecisionConfig, savings: Savings
+) -> tuple[MemoryConfig, PrecisionConfig]:
+    """The two sections with exactly these savings."""
+    values = dict(DEFAULTS) | {path: value for path, _, value in (entry.partition("=") for entry in savings)}
+    retain = {path.rpartition(".")[2]: value for path, value in values.items() if path.startswith("memory.retain.")}
+    places = {
+        path.rpartition(".")[2]: value
+        for path, value in values.items()
+        if path.startswith("memory.") and not path.startswith("memory.retain.")
+    }
+    formats = {path.rpartition(".")[2]: value for path, value in values.items() if path.startswith("precision.")}
+    changed = replace(memory, retain=replace(memory.retain, **retain), **places)  # type: ignore[arg-type]
+    return changed, replace(precision, **formats)  # type: ignore[arg-type]
+
+
+def saving(workload: Workload, savings: Savings) -> Workload:
+    """The workload with exactly these savings."""
+    memory, precision = with_savings(workload.run.memory, workload.run.precision, savings)
+    return replace(workload, run=replace(workload.run, memory=memory, precision=precision))
+
+
+def conflicts(savings: Savings) -> bool:
+    """Two values of one key."""
+    paths = [entry.partition("=")[0] for entry in savings]
+    return len(paths) != len(set(paths))
