@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from moefold.api.runs import load_run
-from moefold.cli.run_argument import Subparsers, add_device_option, add_run_argument
+from moefold.cli.run_argument import Subparsers, add_device_option, add_run_argument, launched_ranks
+from moefold.config.run import RunConfig
 from moefold.train.signals import INTERRUPTED
 
 EXAMPLES = """examples:
@@ -18,6 +21,8 @@ The run lives in train.directory/NAME; the same command resumes from its newest 
 Ctrl-C and SIGTERM, to any rank, the launcher or the whole process group, finish the step under way, save, then stop.
 Sending them again changes nothing. Ranks started by --nproc that have not stopped --patience seconds later are ended;
 SIGKILL, or Ctrl-\\ in a terminal, ends everything at once without saving.
+A run whose predicted memory is more than the GPU, or for CPU ranks the host, has is refused with the nearest setting
+that fits; --force starts it.
 Exits with 0 when the run is finished, 75 when it was interrupted (saved, unless no step had been done yet), 2 when the
 command cannot be understood or the run failed."""
 
@@ -41,6 +46,7 @@ def add_to(commands: Subparsers) -> None:
         metavar="S",
         help="seconds a rank waits for its peers, and the launcher for ranks that were asked to stop (default 600)",
     )
+    parser.add_argument("--force", action="store_true", help="start even if the predicted memory is more than there is")
     parser.add_argument(
         "--json", action="store_true", help="print the last step's record as one JSON object at the end"
     )
@@ -56,4 +62,45 @@ def run(args: argparse.Namespace) -> int:
 
     reporters = default_callbacks(args.json)
     trainer = Trainer(asked, reporters=reporters, nproc=args.nproc, patience=args.patience, device=args.device)
+    if not args.force:
+        _check_memory(asked, trainer.world, args.device)
     return INTERRUPTED if trainer.fit(args.stop) == "interrupted" else 0
+
+
+def _check_memory(run: RunConfig, world: int, device: str | None) -> None:
+    """The predicted peak against what this process' device has, before anything is built."""
+    from moefold.plan.preflight import Device, refuse_if_too_large
+
+    if (size := _gpu_bytes(device)) is not None:
+        refuse_if_too_large(run, world, Device(size))
+    elif (free := available_host_bytes()) is not None:
+        refuse_if_too_large(run, world, Device(free, host_ranks=_ranks_here(world)))
+
+
+def _gpu_bytes(device: str | None) -> float | None:
+    """None if the run is on CPUs, or nothing is known about its GPU yet."""
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    local = os.environ.get("LOCAL_RANK", "0")
+    number = int(local) if local.isdecimal() and int(local) < torch.cuda.device_count() else 0
+    return float(torch.cuda.get_device_properties(number).total_memory)
+
+
+def _ranks_here(world: int) -> int:
+    """Ranks of this host, as torchrun says; else all of them are taken to be here, unless a launcher started them."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdecimal():
+        return int(local)
+    return 1 if launched_ranks() > 1 else world
+
+
+def available_host_bytes() -> float | None:
+    """What the kernel says can be allocated without swapping; None where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return float(found[1]) * 1024 if found is not None and len(found) > 1 and found[1].isdecimal() else None
