@@ -95,6 +95,23 @@ def fused_experts_scale_activations(run: RunConfig) -> Problem | None:
     )
 
 
+def fused_experts_keep_their_first_gemm(run: RunConfig) -> list[Problem]:
+    """They save rows as they came and the first GEMM's output, and recompute the activation anyway."""
+    if run.model.moe is None or run.kernels.experts != "fused":
+        return []
+    retained = run.memory.retained()
+    refused = {"rows": "discard", "gate_up": "discard", "activation": "offload"}
+    return [
+        Problem(
+            f"memory.retain.{step}",
+            f"kernels.experts fused is one operation, of which this step cannot be {choice}ed by itself",
+            "use keep, or kernels.experts grouped or sequential",
+        )
+        for step, choice in refused.items()
+        if retained[step] == choice  # type: ignore[index]
+    ]
+
+
 def kernels_are_not_float64(run: RunConfig) -> Problem | None:
     backend = run.kernels.backend
     if backend == "torch" or run.precision.compute != "float64":
@@ -148,6 +165,7 @@ _EXPERTS_RULES = (
     grouped_rows_are_aligned,
     fused_experts_have_no_padded_rows,
     fused_experts_scale_activations,
+    fused_experts_keep_their_first_gemm,
 )
 
 
@@ -224,6 +242,7 @@ RULES = (
     grouped_rows_are_aligned,
     fused_experts_have_no_padded_rows,
     fused_experts_scale_activations,
+    fused_experts_keep_their_first_gemm,
     kernels_are_not_float64,
     triton_is_not_combined_with_fused_experts,
     native_needs_fused_experts,

@@ -64,7 +64,10 @@ PLANNED_ONLY = (
     ),
     PlannedOnly("optim.trained", ("all",), "training {} alone"),
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
-    *(PlannedOnly(f"memory.retain.{step}", ("keep",), f"{step}: {{}}") for step in get_args(RetainedStep)),
+    *(
+        PlannedOnly(f"memory.retain.{step}", (None, "keep", "discard", "offload"), f"{step}: {{}}")
+        for step in get_args(RetainedStep)
+    ),
     PlannedOnly("memory.offload", (), "offloading {} to the host", "use [], or recompute phases with memory.recompute"),
     PlannedOnly("memory.offload_layers", (0,), "offloading {} layers to the host"),
     PlannedOnly("kernels.graphs", ("none",), "{} graphs"),

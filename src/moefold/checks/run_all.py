@@ -14,6 +14,7 @@ from moefold.checks import (
     pipeline,
     planned_only,
     precision,
+    retained_steps,
     train,
 )
 from moefold.checks.sizes import sizes_are_bounded, sizes_are_positive
@@ -33,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     *train.RULES,
     *precision.RULES,
     *muon_rules.RULES,
+    *retained_steps.RULES,
     *planned_only.RULES,
 )
 RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN

@@ -16,8 +16,9 @@ The steps of a block that can be retained in other ways than kept, each with wha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from moefold.config.strict import STRICT
 
@@ -44,24 +45,51 @@ RetainedStep = Literal[
 # discard: recomputed in the backward pass. offload: waits in the host's memory. Planned only: quantize (kept in the
 # matmul's narrow format).
 Retention = Literal["keep", "discard", "offload", "quantize"]
+RetainPreset = Literal["none", "megascale_sar", "fine_grained", "fine_grained_offload"]
+
+# Published choices, as far as steps can say them.
+PRESETS: Mapping[RetainPreset, Mapping[RetainedStep, Retention]] = {
+    "none": {},
+    # MegaScale-MoE's selective activation rematerialisation: outputs of matmuls are kept, norms and the activation are
+    # recomputed. It also repeats the all-gather of rows, which this trainer does not.
+    "megascale_sar": {"attention_norm": "discard", "feed_norm": "discard", "activation": "discard"},
+    # Megatron Core's fine-grained recomputation for DeepSeek-V3: norms, MLA's up-projections, the experts' activation.
+    "fine_grained": {
+        "attention_norm": "discard",
+        "latent_norm": "discard",
+        "mla_up": "discard",
+        "feed_norm": "discard",
+        "activation": "discard",
+    },
+    # The same with its offloading: the activation is recomputed, and its input waits in the host's memory.
+    "fine_grained_offload": {
+        "attention_norm": "discard",
+        "latent_norm": "discard",
+        "mla_up": "discard",
+        "feed_norm": "discard",
+        "gate_up": "offload",
+        "activation": "discard",
+    },
+}
 
 
 @dataclass(frozen=True)
 class RetainConfig:
-    """Per step of a block: what happens to the output that its consumers save for the backward pass."""
+    """Per step of a block: what happens to the output that its consumers save for the backward pass. None: what
+    ``memory.preset`` says."""
 
     __pydantic_config__: ClassVar = STRICT
 
-    attention_norm: Retention = "keep"
-    latent_norm: Retention = "keep"
-    mla_up: Retention = "keep"
-    core: Retention = "keep"
-    feed_norm: Retention = "keep"
-    rows: Retention = "keep"
-    gate_up: Retention = "keep"
-    activation: Retention = "keep"
-    shared: Retention = "keep"
-    dense: Retention = "keep"
+    attention_norm: Retention | None = None
+    latent_norm: Retention | None = None
+    mla_up: Retention | None = None
+    core: Retention | None = None
+    feed_norm: Retention | None = None
+    rows: Retention | None = None
+    gate_up: Retention | None = None
+    activation: Retention | None = None
+    shared: Retention | None = None
+    dense: Retention | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +100,8 @@ class MemoryConfig:
 
     # Planned only: full, core_attention, mla_up, norms, activation.
     recompute: tuple[Recomputed, ...] = ()
-    # Finer than phases: single steps of a block.
+    # Finer than phases: single steps of a block, by a published choice and one by one; the latter wins.
+    preset: RetainPreset = "none"
     retain: RetainConfig = field(default_factory=RetainConfig)
     # Bound of the host memory for offloaded activations, in GiB per rank; None: no bound. What does not fit is kept.
     host_gib: float | None = None
@@ -83,3 +112,8 @@ class MemoryConfig:
     # Where optimizer states are between updates. host: in the host's memory, and copied to the device for the update.
     # cpu: in the host's memory, and the update runs there.
     optimizer: Literal["device", "host", "cpu"] = "device"
+
+    def retained(self) -> dict[RetainedStep, Retention]:
+        """What happens to each step, with the preset applied."""
+        preset = PRESETS[self.preset]
+        return {step: getattr(self.retain, step) or preset.get(step, "keep") for step in get_args(RetainedStep)}

@@ -56,6 +56,8 @@ class DryRun:
     peak_total: int
     peak_when: str
     category_peaks: dict[str, int]
+    # The most bytes of offloaded activations in the host's memory.
+    host_peak: int
     # What one microbatch's forward saves for its backward, by stage; and what was saved at the peak, by
     # (stage, microbatch).
     saved_per_microbatch: dict[int, int]
@@ -216,6 +218,7 @@ def dry_run_of(
         peak_total=trace.peak.total + left_out,
         peak_when=trace.peak.when,
         category_peaks=trace.peak.category_peaks | {"other": trace.peak.category_peaks["other"] + left_out},
+        host_peak=trace.peak.host,
         saved_per_microbatch=dict(sorted(saved.items())),
         held_at_peak=dict(sorted(trace.held_at_peak.items())),
         host_states=trace.host_states,

@@ -64,6 +64,7 @@ def _notes(found: DryRun) -> list[str]:
         else f"this rank's experts get {found.imbalance:g} times the average number of rows"
     )
     host = [f"optimizer states in the host's memory: {format_bytes(found.host_states)}"] if found.host_states else []
+    host += [f"offloaded activations in the host's memory: {format_bytes(found.host_peak)}"] if found.host_peak else []
     return [f"{executed}; {load}", *host, f"took {format_seconds(found.seconds)}"]
 
 
@@ -78,6 +79,7 @@ def dry_run_json(found: DryRun) -> dict[str, Any]:
         "peak_total": found.peak_total,
         "peak_when": found.peak_when,
         "category_peaks": found.category_peaks,
+        "host_peak": found.host_peak,
         "saved_per_microbatch": [{"stage": stage, "bytes": size} for stage, size in found.saved_per_microbatch.items()],
         "held_at_peak": [
             {"stage": stage, "microbatch": microbatch, "bytes": size}

@@ -45,6 +45,10 @@ CATEGORIES = (
 )
 
 
+# Of storages in the host's memory, which are not part of the device's peak.
+HOST = "host"
+
+
 class Event(NamedTuple):
     """A storage grew by so many bytes; negative when it shrank or was freed."""
 
@@ -70,6 +74,8 @@ class Peak:
     when: str
     # Bytes of the storages that were alive at that moment.
     alive: dict[int, int]
+    # The most bytes in the host's memory.
+    host: int = 0
 
 
 def peak_of(events: Sequence[Event], category: Mapping[int, str], marks: Sequence[Mark]) -> Peak:
@@ -80,12 +86,13 @@ def peak_of(events: Sequence[Event], category: Mapping[int, str], marks: Sequenc
     for number, (storage, change) in enumerate(events):
         kind = category.get(storage, "other")
         held[kind] += change
-        total += change
+        if kind != HOST:
+            total += change
         if change > 0 and held[kind] > category_peaks[kind]:
             category_peaks[kind] = held[kind]
         if total > highest:
             highest, at = total, number
-    alive = alive_after(events[: at + 1])
+    alive = {storage: size for storage, size in alive_after(events[: at + 1]).items() if category.get(storage) != HOST}
     by_category: Counter[str] = Counter()
     for storage, size in alive.items():
         by_category[category.get(storage, "other")] += size
@@ -95,6 +102,7 @@ def peak_of(events: Sequence[Event], category: Mapping[int, str], marks: Sequenc
         {kind: category_peaks[kind] for kind in CATEGORIES},
         in_progress_at(at, marks),
         alive,
+        category_peaks[HOST],
     )
 
 

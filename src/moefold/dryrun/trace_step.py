@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moefold.comm.process_groups import Groups, Ledger, Traffic
-from moefold.dryrun.storage_tracker import Peak, StorageTracker, peak_of
+from moefold.dryrun.storage_tracker import HOST, Peak, StorageTracker, peak_of
 from moefold.nn.batch import Ahead, Batch, TokenSets
 from moefold.optim.trained_pieces import SavingOptimizer, local_of
 from moefold.parallel.flat_sharding import FlatSharding
@@ -104,6 +104,7 @@ class _StepTracer:
         if not self.by_action:
             self._add_unsharded(self.local_model.model)
         if action.kind not in TRANSFERS:
+            self._tag_host()
             self._tag_gradients()
             for part in action.parts:
                 if part.kind is Kind.FORWARD:
@@ -170,7 +171,13 @@ class _StepTracer:
             self.storages.add(buffer, "other")
         for batch in batches:
             self._tag_batch(batch)
+        self._tag_host()
         return self.storages.num_seen
+
+    def _tag_host(self) -> None:
+        retention = self.local_model.retention
+        for buffer in () if retention is None else retention.offload.pool.buffers():
+            self.storages.add(buffer, HOST)
 
     def _tag_batch(self, batch: Batch) -> None:
         for tensor in tensors_of_batch(batch):

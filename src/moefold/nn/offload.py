@@ -67,7 +67,8 @@ class OffloadGroup:
     def __init__(self, offload: Offload, chunk: Chunk | None) -> None:
         self.offload, self.chunk = offload, chunk
         self._slots: list[weakref.ref[Slot]] = []
-        self.is_asked_for = False
+        # Copies back have been started; the backward has got here.
+        self.is_asked_for = self.is_reached = False
 
     def add(self, tensor: Tensor) -> Slot:
         slot = Slot(tensor, self)
@@ -94,6 +95,7 @@ class Offload:
         # Groups that were waited for, tensors that stayed because the pool was full, and bytes that were copied out.
         self.stalls = self.not_taken = self.bytes_out = 0
         self._order: Sequence[Chunk] = ()
+        self._num_backwards = 0
         self._stays: frozenset[Chunk] = frozenset()
         self._groups: dict[Chunk, list[OffloadGroup]] = {}
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
@@ -102,13 +104,18 @@ class Offload:
 
     def start_step(self, order: Sequence[Chunk], stays: frozenset[Chunk]) -> None:
         """``order``: chunks as they go backward; ``stays``: those that go backward right after their forward."""
-        self._order, self._stays = order, stays
+        self._order, self._stays, self._num_backwards = order, stays, 0
         self._groups.clear()
 
     def start_forward(self, chunk: Chunk) -> None:
+        """The chunk that goes backward next comes back while this forward runs."""
         self.chunk = chunk
+        for following in self._order[self._num_backwards : self._num_backwards + 1]:
+            for group in self._groups.get(following, [])[: -self.ahead - 1 : -1]:
+                self._ask_for(group)
 
     def end_backward(self, chunk: Chunk) -> None:
+        self._num_backwards += 1
         self._groups.pop(chunk, None)
 
     # ---- forward ----
@@ -153,14 +160,11 @@ class Offload:
 
     def get(self, slot: Slot) -> Tensor:
         group = slot.group
-        if not group.is_asked_for:
-            if slot.here is None:
-                self.stalls += 1
+        if not group.is_reached:
+            group.is_reached = True
+            self.stalls += not group.is_asked_for and slot.here is None
             self._ask_for(group)
-        # Slots of a group are asked for in one go, but one may have been added since.
-        if slot.here is None:
-            self._copy_back(slot)
-        self._ask_for_following(group)
+            self._ask_for_following(group)
         assert slot.here is not None
         if slot.back is not None:
             current = torch.cuda.current_stream(slot.device)
@@ -169,17 +173,17 @@ class Offload:
         return slot.here
 
     def _ask_for(self, group: OffloadGroup) -> None:
-        group.is_asked_for = True
-        for slot in group.slots():
-            if slot.here is None:
-                self._copy_back(slot)
+        if not group.is_asked_for:
+            group.is_asked_for = True
+            for slot in group.slots():
+                if slot.here is None:
+                    self._copy_back(slot)
 
     def _ask_for_following(self, group: OffloadGroup) -> None:
         for count, follower in enumerate(self._following(group)):
             if count == self.ahead:
                 return
-            if not follower.is_asked_for:
-                self._ask_for(follower)
+            self._ask_for(follower)
 
     def _following(self, group: OffloadGroup) -> Iterator[OffloadGroup]:
         """Groups in the order in which they go backward, after this one."""

@@ -58,7 +58,7 @@ def nest(phases: Sequence[Phase], enter: Callable[[Any], Any], leave: Callable[[
 def inside(phase: Phase, scope: Callable[[], AbstractContextManager[None]]) -> Phase:
     """The same phase, run inside a context of its own."""
 
-    def run(carry: Any) -> Any:
+    def run(carry: object) -> object:
         with scope():
             return phase.run(carry)
 

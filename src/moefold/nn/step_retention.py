@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from moefold.config.memory import RetainedStep
+from moefold.config.memory import MemoryConfig, RetainedStep
+from moefold.nn.host_pool import HostPool
 from moefold.nn.offload import Away, Offload, OffloadGroup, Slot
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
@@ -266,3 +267,11 @@ class StepRetention:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def retention_for(memory: MemoryConfig, device: torch.device) -> StepRetention | None:
+    """What a run keeps of its steps; None where it keeps everything."""
+    choices = {step: choice for step, choice in memory.retained().items() if choice != "keep"}
+    limit = None if memory.host_gib is None else int(memory.host_gib * 2**30)
+    pool = HostPool(limit, pinned=device.type == "cuda")
+    return StepRetention(choices, Offload(pool, device)) if choices else None

@@ -48,6 +48,7 @@ from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.nn.init import Box, init_values
 from moefold.nn.matmul_policy import WeightGradQueue, matmul_policy_named
+from moefold.nn.step_retention import KEEP_ALL, Retention, StepRetention, retention_for
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.optim.trained_pieces import SavingOptimizer
@@ -85,6 +86,8 @@ class LocalModel:
     comm_stream: CommStream | None = None
     # Where attention notes its largest logits, with `optim.qk_clip`.
     maxima: LogitMaxima | None = None
+    # What is kept of the steps of blocks, if not everything is.
+    retention: StepRetention | None = None
 
     def pieces(self) -> tuple[TrainedPiece, ...]:
         """What this rank updates and saves."""
@@ -148,7 +151,9 @@ def build_on_meta(
         resolve("dispatch", dispatcher_in_use(run), device.type, probe_host(), run.precision.compute)
     resolve("linear", run.kernels.linear, device.type, probe_host(), run.precision.compute)
     attention = attention_for(run, device.type)
-    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type, attention)
+    retention = retention_for(run.memory, device)
+    retain = KEEP_ALL if retention is None else retention
+    interfaces = parallel_interfaces_of(run, groups, weight_grads, host, kernels, device.type, attention, retain)
     maxima = None if run.optim.qk_clip is None else LogitMaxima()
     observe = None if maxima is None else observer(groups, maxima)
     interfaces = replace(interfaces, routing_policy=policy_maker(routing_policy), observe=observe)
@@ -160,7 +165,9 @@ def build_on_meta(
     sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads)
     stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
-    return LocalModel(run, groups, model, param_shards, stages, device, sharding, weight_grads, stream, maxima)
+    return LocalModel(
+        run, groups, model, param_shards, stages, device, sharding, weight_grads, stream, maxima, retention
+    )
 
 
 def fsdp_sharding(
@@ -200,6 +207,7 @@ def parallel_interfaces_of(
     kernels: MoEKernels = MOE_IN_TORCH,
     device: str = "cpu",
     attention: VarlenAttention | None = None,
+    retain: Retention = KEEP_ALL,
 ) -> ParallelInterfaces:
     matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads)
     return ParallelInterfaces(
@@ -207,12 +215,15 @@ def parallel_interfaces_of(
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         matmul_policy=matmul_policy,
-        experts=expert_backend(experts_in_use(run, device), matmul_policy, weight_grads, kernels, run.kernels.permute),
+        experts=expert_backend(
+            experts_in_use(run, device), matmul_policy, weight_grads, kernels, run.kernels.permute, retain
+        ),
         # The bias of a split expert is added on one rank of its etp group.
         bias_scale=float(groups["etp"].index == 0),
         core=core_for(run, groups, attention),
         kernels=kernels,
         recompute=frozenset(run.memory.recompute),
+        retain=retain,
     )
 
 

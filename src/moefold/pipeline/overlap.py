@@ -33,6 +33,8 @@ class RecordedForward(NamedTuple):
 
     inputs: tuple[Tensor, ...]
     phases: tuple[Recorded, ...]
+    # The stage's local loss, if it has one: the last output of its last phase.
+    objective: Tensor | None
 
 
 def run_recorded(
@@ -127,8 +129,9 @@ class _ForwardPhases:
         self.recorded.append(recorded)
 
     def output(self) -> tuple[DecoderOutput, RecordedForward]:
-        output, _ = self.carry
-        return output, RecordedForward(self.inputs, tuple(self.recorded))
+        output, objective = self.carry
+        objective = None if objective is None else objective.detach()
+        return output, RecordedForward(self.inputs, tuple(self.recorded), objective)
 
 
 def _with_objective(
@@ -157,9 +160,9 @@ class _BackwardPhases:
         around: Callable[[Callable[[], Any]], Any] | None,
     ) -> None:
         self.forward, self.around = forward, around
-        outputs = forward.phases[-1].outputs
-        # The local loss, if the stage has one, is the last output; its gradient is 1.
-        self.gradients: Gradients = [*gradients, *(torch.ones_like(loss) for loss in outputs[len(gradients) :])]
+        # The gradient of the local loss is 1.
+        losses = () if forward.objective is None else (forward.objective,)
+        self.gradients: Gradients = [*gradients, *map(torch.ones_like, losses)]
 
     def __iter__(self) -> Iterator[ReadyPhase]:
         for recorded in reversed(self.forward.phases):

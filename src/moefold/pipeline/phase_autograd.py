@@ -1,43 +1,74 @@
 """Record a forward phase by phase, so that its backward can be run phase by phase.
 
-The autograd graph is cut between phases: a phase's inputs are detached leaves, and its backward leaves on them the
-gradients with which the backward of the previous phase starts. The phases themselves are those of the plain forward.
+The autograd graph is cut between phases: a phase's inputs enter a graph of their own, and its backward leaves the
+gradients with which the backward of the previous phase starts at these entries. The phases themselves are those of the
+plain forward.
+
+Neither an entry nor an output holds the tensor it stands for: a leaf of the graph would, and so would a root. What a
+phase passes on is held by nothing but what its consumers save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from moefold.nn.phase import Phase, Stream
 
 
+class Entry:
+    """Where a tensor enters a phase; ``grad`` is set by the phase's backward."""
+
+    def __init__(self) -> None:
+        self.grad: Tensor | None = None
+
+
+class _EnterContext(Protocol):
+    entry: Entry
+
+
+class _Enter(torch.autograd.Function):
+    """The tensor itself in a graph that begins here; ``anchor`` makes it require a gradient."""
+
+    @staticmethod
+    def forward(ctx: _EnterContext, anchor: Tensor, tensor: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: _EnterContext, grad: Tensor) -> tuple[None, None, None]:
+        ctx.entry.grad = grad
+        return None, None, None
+
+
 class Recorded(NamedTuple):
-    """One phase that has run: its input leaves and its output tensors, those that require a gradient."""
+    """One phase that has run: where its inputs entered and its outputs left, of those that require a gradient."""
 
     stream: Stream
-    leaves: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    entries: tuple[Entry, ...]
+    outputs: tuple[GradientEdge, ...]
 
 
 Gradients = Sequence[Tensor | None]
 
 
 def record(phase: Phase, carry: Any) -> tuple[Any, Recorded]:
-    leaves: list[Tensor] = []
+    entries: list[Entry] = []
 
     def cut(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
-        leaves.append(tensor.detach().requires_grad_())
-        return leaves[-1]
+        entries.append(Entry())
+        entered: Tensor = _Enter.apply(tensor.new_empty(0).requires_grad_(), tensor.detach(), entries[-1])
+        return entered
 
     result = phase.run(map_tensors(carry, cut))
-    outputs = tuple(tensor for tensor in iter_tensors(result) if tensor.requires_grad)
-    return result, Recorded(phase.stream, tuple(leaves), outputs)
+    outputs = tuple(get_gradient_edge(tensor) for tensor in iter_tensors(result) if tensor.requires_grad)
+    return result, Recorded(phase.stream, tuple(entries), outputs)
 
 
 def backward_phase(recorded: Recorded, gradients: Gradients) -> Gradients:
@@ -45,7 +76,7 @@ def backward_phase(recorded: Recorded, gradients: Gradients) -> Gradients:
     pairs = [(output, grad) for output, grad in zip(recorded.outputs, gradients, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-    return [leaf.grad for leaf in recorded.leaves]
+    return [entry.grad for entry in recorded.entries]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -28,6 +28,7 @@ from moefold.pipeline.pipeline_state import (
 )
 from moefold.schedule.actions import Action, Kind, Order
 from moefold.schedule.names import schedule_named
+from moefold.schedule.offload_order import offload_order
 from moefold.schedule.passes import executable
 
 # Called after each action.
@@ -39,6 +40,9 @@ def run_schedule(local_model: LocalModel, batches: Sequence[Batch], on_action: O
     order = _order(local_model, len(batches))
     actions = order.actions[local_model.groups["pp"].index]
     state = init_state(local_model, order, batches, actions)
+    if local_model.retention is not None:
+        reloads = offload_order(actions)
+        local_model.retention.offload.start_step(reloads.backward, reloads.stays)
     starts, ends = first_forwards(actions), last_backwards(actions)
     for number, action in enumerate(actions):
         for stage in starts.get(number, ()):
@@ -117,6 +121,8 @@ def forward(state: PipelineState, action: Action) -> None:
         state.local_model.stages[action.stage],
     )
     hidden = state.inputs.get(key)
+    if local_model.retention is not None:
+        local_model.retention.offload.start_forward(key)
     if schedule_named(local_model.run.parallel.schedule).overlaps and torch.is_grad_enabled():
         after_forward(state, key, *run_recorded(local_model, batch, state.sums.plain_ME, stage, hidden))
     else:
@@ -160,6 +166,8 @@ def backward(state: PipelineState, action: Action) -> None:
 
 def after_backward(state: PipelineState, key: Key) -> None:
     stage, microbatch = key
+    if state.local_model.retention is not None:
+        state.local_model.retention.offload.end_backward(key)
     hidden = state.inputs.pop(key, None)
     if hidden is None:
         return
@@ -210,6 +218,8 @@ def overlapped(state: PipelineState, action: Action) -> None:
     assert action.pair is not None
     fwd, bwd = action.pair
     fwd_key, bwd_key = (fwd.stage, fwd.microbatch), (bwd.stage, bwd.microbatch)
+    if state.local_model.retention is not None:
+        state.local_model.retention.offload.start_forward(fwd_key)
     output, saved = run_overlapped(
         state.local_model,
         state.batches[fwd.microbatch],

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 from moefold.blueprint.model_shape import ModelShape, shape_of
 from moefold.config.memory import Recomputed, RetainConfig, RetainedStep, Retention
@@ -217,10 +217,9 @@ class Workload:
     @cached_property
     def _retained(self) -> Mapping[Retention, frozenset[RetainedStep]]:
         """Steps of `memory.retain` by what is done with them; other frameworks have other names for theirs."""
-        retain, found = self.run.memory.retain, dict[Retention, frozenset[RetainedStep]]()
-        if self.is_own and retain != _ALL_KEPT:
-            for step in get_args(RetainedStep):
-                how: Retention = getattr(retain, step)
+        memory, found = self.run.memory, dict[Retention, frozenset[RetainedStep]]()
+        if self.is_own and (memory.preset != "none" or memory.retain != _ALL_KEPT):
+            for step, how in memory.retained().items():
                 found[how] = found.get(how, frozenset()) | {step}
         return found
 

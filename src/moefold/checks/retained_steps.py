@@ -1,0 +1,131 @@
+"""Rules about what is kept of the steps of a block (`memory.retain`, `memory.preset`).
+
+A preset is meant for many models and skips steps that a model does not have; a step that is named must be there. A
+step inside a recomputed phase is recomputed with it, so it cannot have a choice of its own. What a collective gave
+cannot be discarded: no collective runs twice.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from moefold.config.attention import MLAConfig
+from moefold.config.memory import RecomputedPhase, RetainedStep
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+STEPS_OF_PHASE: dict[RecomputedPhase, tuple[RetainedStep, ...]] = {
+    "attention": ("attention_norm", "latent_norm", "mla_up", "core"),
+    "feed_forward": ("dense",),
+    "experts": ("rows", "gate_up", "activation", "shared"),
+}
+
+
+def named_steps_exist(run: RunConfig) -> list[Problem]:
+    model, moe = run.model, run.model.moe
+    has_dense = moe is None or not all(map(model.is_moe_layer, range(model.num_layers)))
+    lacking: dict[RetainedStep, str] = {}
+    if not isinstance(model.attention, MLAConfig):
+        lacking |= dict.fromkeys(("latent_norm", "mla_up"), "latent attention (model.attention is not MLA)")
+    if moe is None:
+        lacking |= dict.fromkeys(("rows", "gate_up", "activation"), "experts (model.moe is null)")
+    if moe is None or not moe.shared_hidden_dim:
+        lacking["shared"] = "a shared expert (model.moe.shared_hidden_dim is 0)"
+    if not has_dense:
+        lacking["dense"] = "dense layers"
+    return [
+        Problem(f"memory.retain.{step}", f"{choice}, but this model has no {what}", "leave it out, or use keep")
+        for step, what in lacking.items()
+        if (choice := getattr(run.memory.retain, step)) in ("discard", "offload")
+    ]
+
+
+def steps_are_not_in_recomputed_phases(run: RunConfig) -> list[Problem]:
+    retained, found = run.memory.retained(), []
+    for phase in get_args(RecomputedPhase):
+        if phase not in run.memory.recompute:
+            continue
+        steps = STEPS_OF_PHASE[phase]
+        # The norm of a dense layer is part of its phase; that of an MoE layer is part of routing.
+        if phase == "feed_forward":
+            steps = (*steps, "feed_norm")
+        for step in steps:
+            if retained[step] != "keep":
+                found.append(
+                    Problem(
+                        _path(run, step),
+                        f"{step} is to be {_said(retained[step])}, but memory.recompute has {phase}, and so this step",
+                        f"use memory.retain.{step} keep, or take {phase} out of memory.recompute",
+                    )
+                )
+    return found
+
+
+def collectives_run_once(run: RunConfig) -> list[Problem]:
+    retained, parallel, found = run.memory.retained(), run.parallel, []
+    if retained["rows"] == "discard" and parallel.ep * parallel.etp > 1:
+        sizes = f"ep={parallel.ep} and etp={parallel.etp}"
+        found.append(
+            Problem(
+                _path(run, "rows"),
+                f"rows that other ranks sent ({sizes}) cannot be made again without sending them again",
+                "use offload or keep",
+            )
+        )
+    if retained["core"] == "discard" and (parallel.cp > 1 or parallel.dynamic_cp):
+        found.append(
+            Problem(
+                _path(run, "core"),
+                f"attention over cp={parallel.cp} ranks exchanges keys or heads, and would have to do so again",
+                "use offload or keep",
+            )
+        )
+    return found
+
+
+def rows_are_permuted_by_us(run: RunConfig) -> Problem | None:
+    if run.memory.retained()["rows"] != "discard" or run.kernels.permute == "backend":
+        return None
+    return Problem(
+        _path(run, "rows"),
+        f"the permutation of kernels.permute {run.kernels.permute} is not repeated",
+        "use kernels.permute backend, or offload",
+    )
+
+
+def compiled_regions_keep(run: RunConfig) -> Problem | None:
+    """A compiled region decides itself what it saves."""
+    chosen = {step: how for step, how in run.memory.retained().items() if how != "keep"}
+    if run.kernels.compile == "none" or not chosen:
+        return None
+    step, how = next(iter(chosen.items()))
+    return Problem(
+        _path(run, step),
+        f"{step} is to be {_said(how)}, but kernels.compile is {run.kernels.compile}",
+        "use compile none",
+    )
+
+
+def host_bound_is_positive(run: RunConfig) -> Problem | None:
+    bound = run.memory.host_gib
+    if bound is None or bound > 0:
+        return None
+    return Problem("memory.host_gib", f"{bound} GiB hold nothing", "use a positive number, or null for no bound")
+
+
+def _path(run: RunConfig, step: RetainedStep) -> str:
+    return "memory.preset" if getattr(run.memory.retain, step) is None else f"memory.retain.{step}"
+
+
+def _said(how: str) -> str:
+    return {"discard": "discarded", "offload": "offloaded", "quantize": "quantized"}[how]
+
+
+RULES = (
+    named_steps_exist,
+    steps_are_not_in_recomputed_phases,
+    collectives_run_once,
+    rows_are_permuted_by_us,
+    compiled_regions_keep,
+    host_bound_is_positive,
+)
