@@ -34,6 +34,7 @@ from moefold.pipeline.step import evaluate, make_optimizer, move_expert_biases, 
 from moefold.plan.collective_counts import messages
 from moefold.recipes.catalog import RECIPES
 from moefold.schedule.actions import Action
+from moefold.schedule.names import schedule_named
 from moefold.train.batches import step_batches
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def small_run(precision: PrecisionConfig | None = None, num_mtp: int = 0, **layo
     model = replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig()), num_mtp=num_mtp)
     if layout.get("pp", 1) * layout.get("vpp", 1) > 3:
         model = replace(model, num_layers=5)
-    data = replace(run.data, seq_len=TOKENS, global_batch=24, micro_batch=1)
+    data = replace(run.data, seq_len=TOKENS, global_batch=8, micro_batch=1)
     optim = replace(run.optim, clip_norm=1e9, lr=3e-3)
     precision = precision or run.precision
     return replace(run, model=model, optim=optim, data=data, parallel=ParallelConfig(**layout), precision=precision)
@@ -164,7 +165,11 @@ AGAINST_FSDP: dict[str, tuple[int, PrecisionConfig, dict[str, Any]]] = {
     "tensor": (4, BF16, {"tp": 2, "ep": 2}),
     "split experts": (4, BF16, {"tp": 2, "etp": 2}),
     "context": (2, BF16, {"cp": 2, "ep": 2}),
-    "replicas": (4, PrecisionConfig(reduce="bfloat16"), {"pp": 2, "dp_replicate": 2, "edp_replicate": 2}),
+    "replicas": (
+        4,
+        PrecisionConfig(compute="bfloat16", reduce="bfloat16"),
+        {"pp": 2, "dp_replicate": 2, "edp_replicate": 2},
+    ),
     "zero bubble": (4, BF16, {"pp": 2, "schedule": "zb_h1", "num_mtp": 1}),
     "overlapped": (4, BF16, {"pp": 2, "ep": 2, "schedule": "1f1b_overlapped"}),
     "pairs in a V": (4, BF16, {"pp": 2, "vpp": 2, "schedule": "dualpipe_v", "num_mtp": 1}),
@@ -195,7 +200,9 @@ def test_steps_are_those_of_fsdp(name: str) -> None:
             batches = real_batches(runs[0], groups, step)
             one, other = (run_step(*pair, batches) for pair in zip(models, optimizers, strict=True))
             assert torch.equal(one.sums.loss, other.sums.loss)
-            assert torch.equal(*(evaluate(local_model, batches) for local_model in models))
+            # FSDP's modules cannot run by themselves after an overlapped schedule has run their phases.
+            if not schedule_named(runs[0].parallel.schedule).overlaps:
+                assert torch.equal(*(evaluate(local_model, batches) for local_model in models))
         differing = [name for name, (a, b) in whole_weights(*models).items() if not torch.equal(a, b)]
         assert differing == []
 
@@ -236,6 +243,7 @@ def whole_weights(fsdp: LocalModel, flat: LocalModel) -> dict[str, tuple[Tensor,
 def test_every_rank_sends_the_bytes_of_the_formula(world: int, layout: dict[str, Any]) -> None:
     """Of data parallelism: reduce_scatter, all_gather and what is left over, whatever the number of microbatches."""
     run = small_run(BF16, sharding="flat", bucket_mb=1, **layout)
+    run = replace(run, data=replace(run.data, global_batch=24 if world == 3 else 8))
 
     def work(groups: Groups) -> None:
         local_model = build_local_model(run, groups, CPU)

@@ -25,7 +25,7 @@ LAYOUTS = {
     "flat pipeline": (4, ParallelConfig(pp=2, ep=2, sharding="flat"), True),
     "flat pipeline in a V": (
         4,
-        ParallelConfig(pp=2, vpp=2, schedule="dualpipe_v", stages="Ett|t||L", sharding="flat"),
+        ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v", stages="Ett|t||L", sharding="flat"),
         False,
     ),
     "pipeline in a V": (4, ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v", stages="Ett|t||L"), False),
