@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moefold.api.runs import load_run
+from moefold.checkpoint.hf.gather_weights import hf_weights
 from moefold.checks.run_all import problems
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
@@ -227,6 +229,20 @@ def whole_weights(fsdp: LocalModel, flat: LocalModel) -> dict[str, tuple[Tensor,
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found[name] = (whole.detach(), flat.sharding.whole_main(name))
     return found
+
+
+def test_exported_weights_are_those_of_fsdp() -> None:
+    """Main weights in their own format, also where the model computes with narrower ones."""
+    layout = {"parallel.tp": 2, "parallel.ep": 2, "model.num_layers": 2, "precision.compute": "bfloat16"}
+    runs = [load_run("deepseek_v3_proxy", layout | {"parallel.sharding": sharding}) for sharding in ("fsdp", "flat")]
+
+    def work(groups: Groups) -> int:
+        one, other = (dict(hf_weights(build_local_model(run, groups, CPU))) for run in runs)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
+        return len(one)
+
+    assert min(in_groups(work, runs[1], 4)) > 20
 
 
 # ---- messages ----
