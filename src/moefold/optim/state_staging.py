@@ -91,8 +91,9 @@ class Staging:
             return Arrived(copies, None if self._stream is None else self._stream.record_event())
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        pinned = self._stream is not None and self.on == "cpu"
-        copy = torch.empty_like(tensor, device=self.update_device, pin_memory=pinned)
+        copy = torch.empty_like(tensor, device=self.update_device)
+        if self._stream is not None and self.on == "cpu":
+            copy = copy.pin_memory()
         return copy.copy_(tensor, non_blocking=True)
 
     def _wait(self, arrived: Arrived) -> None:
@@ -101,10 +102,9 @@ class Staging:
         if self.on == "cpu":
             arrived.event.synchronize()
             return
-        here = torch.cuda.current_stream(self.device)
-        here.wait_event(arrived.event)
-        for copy in arrived.copies.values():
-            copy.record_stream(here)
+        # The copies belong to the copying stream, which waits for the update before it takes them back and before it
+        # can reuse their memory: the allocator need not be told of this use.
+        torch.cuda.current_stream(self.device).wait_event(arrived.event)
 
     def _leave(self, staged: Staged, arrived: Arrived) -> None:
         if self._stream is not None and self.on == "host":
