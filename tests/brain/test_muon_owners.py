@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
 from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm, newton_schulz_flops
-from moefold.blueprint.muon_owners import MuonParameter, deal, intersection, muon_parameters
+from moefold.blueprint.muon_owners import MuonParameter, deal, intersection
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.checks.run_all import problems
 from moefold.config.loading import override
-from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.plan.stage_contents import parts_by_rank
+from moefold.plan.muon_layout import muon_parameters
 from moefold.recipes.catalog import RECIPES, recipe
 from moefold.topology.folded_layout import fold
 
@@ -51,12 +51,14 @@ def by_muon(run: RunConfig) -> list[ParameterSpec]:
     return [spec for spec in parameters(run.model) if muon_algorithm(spec.name, spec.kind) == "muon"]
 
 
+@pytest.mark.parametrize("sharding", ["fsdp", "flat"])
 @pytest.mark.parametrize(
     "degrees", [{}, {"tp": 2, "ep": 2, "etp": 2}, {"cp": 2, "ep": 4}, {"dp_replicate": 2, "ep": 8}]
 )
-def test_parts_tile_every_matrix_and_owners_hold_them(degrees: dict[str, int]) -> None:
-    run = override(recipe("debug_mla"), {"optim.algorithm": "muon"})
-    found = muon_parameters(run, fold(ParallelConfig(**degrees), 8), 0, lambda name: True)
+def test_parts_tile_every_matrix_and_owners_hold_them(degrees: dict[str, int], sharding: str) -> None:
+    run = override(recipe("debug_mla"), {"optim.algorithm": "muon", "parallel.sharding": sharding})
+    run = replace(run, parallel=replace(run.parallel, **degrees))
+    found = muon_parameters(run, fold(run.parallel, 8), 0)
     assert [parameter.name for parameter in found] == [spec.name for spec in by_muon(run)]
     dealing = deal(found, 5, limit=1 << 12)
     assert len(dealing.names) > 1 and sum(map(len, dealing.names)) == len(found)
@@ -101,7 +103,7 @@ def test_deepseek_v3_costs_an_eighth_of_a_petaflop_per_rank() -> None:
             "parallel.schedule": "interleaved",
         },
     )
-    flops = deal(muon_parameters(run, fold(run.parallel, 256), 0, parts_by_rank(run)[0].holds), 5).flops
+    flops = deal(muon_parameters(run, fold(run.parallel, 256), 0), 5).flops
     assert len(flops) == 64 and 0.115e15 < sum(flops) / 64 < 0.12e15 and max(flops) < 0.14e15
 
 
@@ -110,3 +112,12 @@ def test_momentum_of_one_is_refused() -> None:
     assert problems(run) == []
     (problem,) = problems(override(run, {"optim.muon.momentum": 1.0}))
     assert problem.path == "optim.muon.momentum" and "fade" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("precision.moments", "bfloat16"), ("precision.master", "remainder"), ("memory.optimizer", "host")],
+)
+def test_formats_that_adamw_alone_has_are_refused(path: str, value: str) -> None:
+    run = override(recipe("debug_tiny"), {"optim.algorithm": "muon", path: value})
+    assert any(problem.path == path and "Muon" in problem.message for problem in problems(run))

@@ -24,7 +24,6 @@ from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.nn.init import init_values
 from moefold.parallel.parallelize import LocalModel
-from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import make_optimizer
 from moefold.recipes.catalog import RECIPES
 from moefold.train.state import Outcome
@@ -41,6 +40,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 tp2 ep2": (4, {"pp": 2, "tp": 2, "ep": 2}),
     "cp2 ep4": (4, {"cp": 2, "ep": 4}),
     "fsdp3": (3, {}),
+    "flat": (4, {"sharding": "flat", "ep": 2}),
+    "flat hybrid tp2": (4, {"sharding": "flat", "tp": 2, "dp_replicate": 2, "edp_replicate": 2}),
+    "flat pp2 cp2": (4, {"sharding": "flat", "pp": 2, "cp": 2}),
     "cp2 all_to_all": (2, {"cp": 2, "context": ContextConfig(full="all_to_all", windowed="all_to_all")}),
 }
 
@@ -49,18 +51,26 @@ def muon_run(model: ModelConfig, **words: Any) -> RunConfig:
     return replace(staged_run(model, **words), optim=OptimConfig(algorithm="muon", lr=0.02, weight_decay=0.1))
 
 
-def steps_from_given_gradients(local_model: LocalModel, steps: int = 3) -> dict[str, torch.Tensor]:
+def steps_from_given_gradients(local_model: LocalModel, steps: int = 3) -> dict[str, list[tuple[Any, torch.Tensor]]]:
     """Gradients are functions of the element's place in the whole tensor, as initial values are."""
     optimizer = make_optimizer(local_model)
     for step in range(steps):
-        for name, parameter in local_model.model.named_parameters():
-            shard = local_model.param_shards[name]
-            parameter.grad = torch.zeros_like(parameter)
-            values = torch.empty(local_part(parameter).shape, dtype=parameter.dtype)
-            init_values("matrix", 7 + step, name, shard.shape, shard.box, 1.0, values)
-            local_part(parameter.grad).copy_(values)
+        for piece in local_model.pieces():
+            piece.parameter.grad = torch.zeros_like(piece.parameter)
+            for box, part in piece.by_box(piece.parameter.grad):
+                values = torch.empty(part.shape, dtype=part.dtype)
+                init_values("matrix", 7 + step, piece.name, piece.shard.shape, box, 1.0, values)
+                part.copy_(values)
         optimizer.step()
-    return {name: local_part(p.detach()) for name, p in local_model.model.named_parameters()}
+    return updated(local_model)
+
+
+def updated(local_model: LocalModel) -> dict[str, list[tuple[Any, torch.Tensor]]]:
+    """By name: this rank's boxes, each with its values."""
+    pieces = local_model.pieces()
+    return {
+        piece.name: [(box, part.clone()) for box, part in piece.by_box(piece.parameter.detach())] for piece in pieces
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,12 +84,13 @@ def test_any_layout_is_one_process_to_the_bit(layout: str) -> None:
 
     def work(local_model: LocalModel) -> int:
         found = steps_from_given_gradients(local_model)
-        for name, value in found.items():
-            expected = want[name][local_model.param_shards[name].box]
-            if name in by_muon:
-                assert torch.equal(value, expected), name
-            else:
-                torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7, msg=name)
+        for name, parts in found.items():
+            ((_, whole),) = want[name]
+            for box, value in parts:
+                if name in by_muon:
+                    assert torch.equal(value, whole[box]), name
+                else:
+                    torch.testing.assert_close(value, whole[box], rtol=1e-6, atol=1e-7, msg=name)
         return len(by_muon & set(found))
 
     parallel = ParallelConfig(**degrees)
@@ -87,20 +98,22 @@ def test_any_layout_is_one_process_to_the_bit(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", slow_except(["tp2 etp2", "pp2 tp2 ep2", "cp2 ep4", "hybrid", "cp2 all_to_all"], "hybrid")
+    "layout",
+    slow_except(["tp2 etp2", "pp2 tp2 ep2", "cp2 ep4", "hybrid", "cp2 all_to_all", "flat", "flat pp2 cp2"], "flat"),
 )
 def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
     """Two steps of data, forward, backward, update and QK-clip, in float64."""
     world, degrees = LAYOUTS[layout]
     want = _trained(_tiny(tmp_path / "one"), 0, 1)
     free = _trained(_tiny(tmp_path / "free", bound=None), 0, 1)
-    assert not all(torch.equal(want[name][0], free[name][0]) for name in want), "the bound must bind"
+    assert not all(torch.equal(want[name][0][1], free[name][0][1]) for name in want), "the bound must bind"
 
     def work(rank: int) -> float:
         run = _tiny(tmp_path / "many", ParallelConfig(**degrees))
         return max(
-            float((value - want[name][0][box]).abs().max() / want[name][0].abs().max())
-            for name, (value, box) in _trained(run, rank, world).items()
+            float((value - want[name][0][1][box]).abs().max() / want[name][0][1].abs().max())
+            for name, parts in _trained(run, rank, world).items()
+            for box, value in parts
             if value.numel()
         )
 
@@ -120,9 +133,7 @@ def _tiny(directory: Path, parallel: ParallelConfig | None = None, bound: float 
     )
 
 
-def _trained(run: RunConfig, rank: int, world: int) -> dict[str, tuple[torch.Tensor, Any]]:
+def _trained(run: RunConfig, rank: int, world: int) -> dict[str, list[tuple[Any, torch.Tensor]]]:
     context, state = build_train_context(run, rank, world, torch.device("cpu"), 30.0)
     assert train(context, state, []) == Outcome.FINISHED
-    shards = context.local_model.param_shards
-    named = context.local_model.model.named_parameters()
-    return {name: (local_part(value.detach()), shards[name].box) for name, value in named}
+    return updated(context.local_model)

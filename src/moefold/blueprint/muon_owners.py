@@ -14,16 +14,11 @@ Every rank computes the same owners from the layout alone. The planner reads the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moefold.blueprint.bucket_sizes import fill_buckets
-from moefold.blueprint.muon_matrices import Matrices, Spans, matrices_of, newton_schulz_flops
-from moefold.blueprint.param_groups import update_rule
-from moefold.blueprint.parameters import parameters
-from moefold.blueprint.sharding import data_sharded_box
-from moefold.config.run import RunConfig
-from moefold.topology.folded_layout import FoldedLayout
+from moefold.blueprint.muon_matrices import Matrices, Spans, newton_schulz_flops
 
 # The boxes of a parameter that each rank of a group holds, in the group's order.
 HeldBoxes = tuple[tuple[Spans, ...], ...]
@@ -124,19 +119,3 @@ def intersection(one: Spans, other: Spans) -> Spans:
 
 def spans_of(box: Iterable[slice]) -> Spans:
     return tuple((part.start, part.stop) for part in box)
-
-
-def muon_parameters(
-    run: RunConfig, layout: FoldedLayout, rank: int, holds: Callable[[str], bool]
-) -> list[MuonParameter]:
-    """Those that Muon updates on this rank's stage, which has the parameters that `holds` says."""
-    specs = [spec for spec in parameters(run.model) if holds(spec.name)]
-    by_muon = [spec for spec in specs if update_rule(spec.name, spec.kind, run.optim).algorithm == "muon"]
-    peers = layout.ranks("stage", rank)
-    return [
-        MuonParameter(
-            matrices_of(spec, run.model),
-            tuple((spans_of(data_sharded_box(spec, layout, peer)),) for peer in peers),
-        )
-        for spec in by_muon
-    ]

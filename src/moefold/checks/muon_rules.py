@@ -14,6 +14,23 @@ def momentum_decays(run: RunConfig) -> Problem | None:
     return Problem("optim.muon.momentum", f"is {momentum:g}: old gradients would never fade", "use 0 to 0.99")
 
 
+def momentum_is_kept_as_it_is(run: RunConfig) -> list[Problem]:
+    """Muon keeps momentum on the device, in the format of the weights that it updates."""
+    if "muon" not in {run.optim.algorithm, *(group.algorithm for group in run.optim.groups)}:
+        return []
+    precision, found = run.precision, []
+    if precision.moments not in (None, precision.params):
+        found.append(("precision.moments", str(precision.moments), "null"))
+    if precision.master == "remainder":
+        found.append(("precision.master", "remainder", "null or float32"))
+    if run.memory.optimizer != "device":
+        found.append(("memory.optimizer", run.memory.optimizer, "device"))
+    return [
+        Problem(path, f"{value} is not there for Muon's momentum", f"use {good}, or optim.algorithm adamw")
+        for path, value, good in found
+    ]
+
+
 def clipped_logits_follow_from_weights(run: RunConfig) -> Problem | None:
     """QK-clip scales projections; a norm behind them would undo it."""
     attention = run.model.attention
@@ -37,4 +54,4 @@ def clipped_weights_are_whole(run: RunConfig) -> Problem | None:
     )
 
 
-RULES = (momentum_decays, clipped_logits_follow_from_weights, clipped_weights_are_whole)
+RULES = (momentum_decays, momentum_is_kept_as_it_is, clipped_logits_follow_from_weights, clipped_weights_are_whole)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 
-from moefold.blueprint.muon_owners import muon_parameters
 from moefold.blueprint.param_groups import UpdateRule, update_rule
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.process_groups import Group, Groups
@@ -28,7 +27,7 @@ from moefold.config.run import RunConfig
 from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, saved_kinds
 from moefold.optim.muon import Muon
 from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
-from moefold.plan.stage_contents import parts_by_rank
+from moefold.plan.muon_layout import muon_parameters
 from moefold.precision.dtypes import TORCH_FORMATS
 
 # Squares are summed in float32 (or float64) over spans of this many entries, and the spans in float64.
@@ -213,7 +212,7 @@ def param_group(rule: UpdateRule, pieces: Iterable[Piece]) -> dict[str, object]:
 def muon(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
     run, groups = inputs.run, inputs.groups
     assert groups is not None, "Muon deals matrices to the ranks of its stage"
-    layouts = muon_parameters(run, groups.layout, groups.rank, parts_by_rank(run)[groups["pp"].index].holds)
+    layouts = muon_parameters(run, groups.layout, groups.rank)
     return Muon(
         [param_group(rule, members) for rule, members in by_rule.items()],
         [piece for members in by_rule.values() for piece in members],
