@@ -15,7 +15,14 @@ from moefold.blueprint.model_shape import Layer, ModelShape
 from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
-from moefold.plan.memory.states import RankWeights, gathered_lines, rank_weights, state_lines
+from moefold.plan.memory.states import (
+    RankWeights,
+    gathered_lines,
+    rank_weights,
+    shards,
+    state_lines,
+    workload_reshards_per_step,
+)
 from moefold.plan.memory.workspace import workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
@@ -89,11 +96,27 @@ def _lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -
         *_activation_lines(workload, rank, shape, setting),
         *workspace_lines(workload, shape.stages, shape.weights, setting),
     ]
+    lines += _ends_lines(workload, shape.weights, lines)
     holes = FRAGMENTATION * sum(line.bytes for line in lines)
     why = f"{FRAGMENTATION:.0%} of what is allocated lies between blocks"
     lines.append(MemoryLine("overhead", "allocator", holes, why))
     lines.append(MemoryLine("overhead", "runtime", RUNTIME_BYTES, "context, kernels and communication buffers"))
     return lines
+
+
+def _ends_lines(workload: Workload, weights: RankWeights, lines: list[MemoryLine]) -> list[MemoryLine]:
+    """moefold's FSDP sums gradients of embedding and head last: whole, and copied for the sum. By then activations are
+    gone and layers are sharded again, so that only what exceeds those counts."""
+    if not workload.is_own or workload.parallel.sharding != "fsdp" or workload_reshards_per_step(workload):
+        return []
+    if shards(workload)[0] == 1:
+        return []
+    whole = 2 * weights.ends * workload.gradient_bytes
+    others = sum(line.bytes for line in lines if line.group in ("activations", "buffers"))
+    if whole <= others:
+        return []
+    why = f"{weights.ends / 1e9:.3f}B parameters twice, after the last layer's backward"
+    return [MemoryLine("buffers", "gradients of embedding and head", whole - others, why)]
 
 
 # ---- who holds what ----

@@ -135,8 +135,14 @@ def _head_gradient(workload: Workload, stages: tuple[StageContents, ...]) -> flo
     """One per loss; of several, their sum too."""
     if not any(stage.head for stage in stages):
         return 0.0
-    several = 1 if workload.model.mtp == 0 else workload.model.mtp + 2
-    return several * workload.model.vocab / workload.parallel.tp * workload.model.dim * workload.gradient_bytes
+    return (
+        _losses(workload) * workload.model.vocab / workload.parallel.tp * workload.model.dim * workload.gradient_bytes
+    )
+
+
+def _losses(workload: Workload) -> int:
+    """Gradients of the head that are alive together."""
+    return 1 if workload.model.mtp == 0 else workload.model.mtp + 2
 
 
 def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
@@ -148,6 +154,13 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
     # Wide, beside the matmul result that they were or the gradient that they become.
     each = 6.0 if workload.format != "float32" else 4.0
     chunk = tokens * rows * each + tokens * dim * 6.0 + rows * dim * 2.0
+    # When all chunks are done, the gradient is cast to the format of the weight that collects it.
+    cast = gradient / _losses(workload) * workload.gather_bytes / workload.gradient_bytes + tokens * dim * workload.word
+    if workload.gather_bytes < workload.gradient_bytes and cast > chunk:
+        return [
+            MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
+            MemoryLine("buffers", "the same in the weight's format", cast, f"{workload.gather_bytes:g} bytes each"),
+        ]
     return [
         MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
         MemoryLine(
