@@ -27,7 +27,7 @@ from moefold.prove.proof_inputs import proof_init
 
 LATENT = MLAConfig(num_heads=2, q_latent=12, kv_latent=8, nope_dim=8, rope_dim=4, value_dim=6)
 AHEAD = replace(MODEL, num_layers=3, attention=LATENT)
-SHAPES: tuple[Lengths, ...] = ((5,), (3, 4, 1), (2,), (6, 2), (1, 1), (9,))
+SHAPES: tuple[Lengths, ...] = ((5,), (3, 4, 1), (1, 1), (9,))
 # (virtual stages, stages)
 ORDERS: dict[str, tuple[int, str]] = {
     "gpipe": (1, "Ett|tmL"),
@@ -101,7 +101,7 @@ def test_every_schedule(schedule: str) -> None:
     vpp, stages = ORDERS[schedule]
     run = staged_run(AHEAD, pp=2, vpp=vpp, stages=stages, schedule=schedule)
     chunks = 2 * vpp * len(SHAPES)
-    for said in spawn_ranks(lambda rank: compare(run, 2, rank, (LOCAL, OFFLOADED, MIXED)), 2, seconds=60):
+    for said in spawn_ranks(lambda rank: compare(run, 2, rank, (LOCAL, OFFLOADED, MIXED)), 2, seconds=240):
         discarded, offloaded, mixed = said
         assert discarded["out"] == 0
         for each in (offloaded, mixed):
@@ -121,5 +121,5 @@ def test_every_layout(layout: str) -> None:
     keys = LAYOUTS[layout]
     run = staged_run(AHEAD, **keys)
     choices = [DISCARDED | {"shared": "discard", "dense": "discard", "rows": "offload"}, OFFLOADED]
-    for discarded, offloaded in spawn_ranks(lambda rank: compare(run, 2, rank, choices), 2, seconds=60):
+    for discarded, offloaded in spawn_ranks(lambda rank: compare(run, 2, rank, choices), 2, seconds=240):
         assert discarded["out"] < offloaded["out"]

@@ -3,8 +3,9 @@
 A ``Slot`` is one storage, however many views of it autograd saves. The slots of one block of one chunk (a stage's
 forward of one microbatch) are a group. A group is copied out when its forward ends. The pipeline says in which order
 chunks go backward (``schedule/offload_order.py``), so the order of reloads is known without a warm-up step: when the
-backward reaches a group, the one that follows is copied back meanwhile. What goes backward right after its forward
-stays. A group that has to be waited for because nobody asked for it ahead of time is a **stall**, and is counted.
+backward reaches a group, the one that follows is copied back meanwhile. Of a chunk that goes backward right after its
+forward, the last group stays. A group that has to be waited for because nobody asked for it ahead of time is a
+**stall**, and is counted.
 
 Copies on a GPU go from and to pinned memory, out on one stream and back on another, ordered by events: a copy out
 waits for the computation that made the tensor and for the last reader of its host buffer; a copy back waits for its own
@@ -96,6 +97,7 @@ class Offload:
         self.stalls = self.not_taken = self.bytes_out = 0
         self._order: Sequence[Chunk] = ()
         self._num_backwards = 0
+        self._last: OffloadGroup | None = None
         self._stays: frozenset[Chunk] = frozenset()
         self._groups: dict[Chunk, list[OffloadGroup]] = {}
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
@@ -103,9 +105,10 @@ class Offload:
     # ---- what the pipeline says ----
 
     def start_step(self, order: Sequence[Chunk], stays: frozenset[Chunk]) -> None:
-        """``order``: chunks as they go backward; ``stays``: those that go backward right after their forward."""
+        """``order``: chunks as they go backward; ``stays``: those whose last group stays."""
         self._order, self._stays, self._num_backwards = order, stays, 0
         self._groups.clear()
+        self._last = None
 
     def start_forward(self, chunk: Chunk) -> None:
         """The chunk that goes backward next comes back while this forward runs."""
@@ -127,9 +130,15 @@ class Offload:
         return OffloadGroup(self, self.chunk)
 
     def send(self, group: OffloadGroup) -> None:
-        """Its forward is over: copy out what its backward will need."""
-        if group.is_empty or group.chunk in self._stays:
+        """Its forward is over: copy out what its backward will need. Where the chunk goes backward at once, its last
+        group stays, so each waits for the next."""
+        if group.is_empty:
             return
+        if group.chunk in self._stays:
+            last, self._last = self._last, group
+            if last is None or last.chunk != group.chunk:
+                return
+            group = last
         if group.chunk is not None:
             self._groups.setdefault(group.chunk, []).append(group)
         for slot in group.slots():
@@ -190,8 +199,8 @@ class Offload:
         if group.chunk is None or group.chunk not in self._order:
             return
         groups = self._groups.get(group.chunk, [])
-        if group in groups:
-            yield from reversed(groups[: groups.index(group)])
+        # A group that stayed is the last of its chunk.
+        yield from reversed(groups[: groups.index(group)] if group in groups else groups)
         for chunk in self._order[self._order.index(group.chunk) + 1 :]:
             yield from reversed(self._groups.get(chunk, []))
 

@@ -2,8 +2,8 @@
 
 A **chunk** is one stage's forward of one microbatch; its activations are copied out block by block (a group each) while
 the forward runs. An order of actions says which chunk goes backward when, so the order of reloads is known before the
-step begins: chunks as their backwards come, and the blocks of a chunk from last to first. A chunk whose backward is the
-next computation after its own forward stays on the device: nothing would hide the copies.
+step begins: chunks as their backwards come, and the blocks of a chunk from last to first. The last block of a chunk
+whose backward is the next computation after its own forward stays: nothing would hide its copies.
 
 When the backward reaches a group, the next ``ahead`` groups are asked for; when a forward begins, the first groups of
 the chunk that goes backward next. The pipeline's runtime follows these rules (``nn/offload.py``), and
@@ -27,7 +27,7 @@ Chunk = tuple[int, int]
 
 @dataclass(frozen=True)
 class OffloadOrder:
-    """Of one rank: chunks in the order of their backwards, and those that are not offloaded."""
+    """Of one rank: chunks in the order of their backwards, and those whose last block is not offloaded."""
 
     backward: tuple[Chunk, ...]
     stays: frozenset[Chunk]
@@ -109,7 +109,8 @@ class _Simulation:
         for block in range(len(self.sizes)):
             if backward is not None:
                 late += self.reach(backward, len(self.sizes) - 1 - block, start + block * share + late)
-            if forward is not None and forward not in self.stays:
+            is_last = block == len(self.sizes) - 1
+            if forward is not None and not (is_last and forward in self.stays):
                 self.send(forward, block, start + (block + 1) * share + late)
         if backward is not None:
             self.num_backwards += 1
