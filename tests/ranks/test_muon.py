@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,19 +109,40 @@ def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
     free = _trained(_tiny(tmp_path / "free", bound=None), 0, 1)
     assert not all(torch.equal(want[name][0][1], free[name][0][1]) for name in want), "the bound must bind"
 
-    def work(rank: int) -> float:
-        run = _tiny(tmp_path / "many", ParallelConfig(**degrees))
-        return max(
-            float((value - want[name][0][1][box]).abs().max() / want[name][0][1].abs().max())
-            for name, parts in _trained(run, rank, world).items()
-            for box, value in parts
-            if value.numel()
-        )
-
-    assert max(spawn_ranks(work, world, seconds=60)) < 1e-9
+    run = _tiny(tmp_path / "many", ParallelConfig(**degrees))
+    assert max(spawn_ranks(partial(_worst, run, world, want), world, seconds=60)) < 1e-9
 
 
-def _tiny(directory: Path, parallel: ParallelConfig | None = None, bound: float | None = 0.05) -> RunConfig:
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("flat", "pp2 tp2 ep2"), ("hybrid", "flat pp2 cp2")])
+def test_momentum_is_read_by_any_layout(first: str, second: str, tmp_path: Path) -> None:
+    """Two steps under one layout, two more under another, against four of one process."""
+    want = _trained(replace_steps(_tiny(tmp_path / "one"), 4), 0, 1)
+    for steps, layout in ((2, first), (4, second)):
+        world, degrees = LAYOUTS[layout]
+        run = replace_steps(_tiny(tmp_path / "many", ParallelConfig(**degrees)), steps)
+        worst = spawn_ranks(partial(_worst, run, world, want if steps == 4 else None), world, seconds=60)
+    assert max(worst) < 1e-9
+
+
+def replace_steps(run: RunConfig, steps: int) -> RunConfig:
+    return replace(run, train=replace(run.train, steps=steps))
+
+
+def _worst(run: RunConfig, world: int, want: dict[str, list[tuple[Any, torch.Tensor]]] | None, rank: int) -> float:
+    """The largest difference of any element, relative to its tensor's largest."""
+    found = _trained(run, rank, world)
+    if want is None:
+        return 0.0
+    return max(
+        float((value - want[name][0][1][box]).abs().max() / want[name][0][1].abs().max())
+        for name, parts in found.items()
+        for box, value in parts
+        if value.numel()
+    )
+
+
+def _tiny(directory: Path, parallel: ParallelConfig | None = None, bound: float | None = 0.005) -> RunConfig:
     base = RECIPES["debug_mla"]()
     return replace(
         base,
