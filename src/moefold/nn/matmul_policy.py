@@ -316,7 +316,12 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
         ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
-        return matmul(rows, weight.flatten(1, -2).to(rows.dtype), rows_per_expert_e, host)
+        # torch's grouped GEMM takes ends of groups: computed once for its three matmuls.
+        ctx.ends_e = ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32) if matmul is grouped else None
+        weight_eYX = weight.flatten(1, -2).to(rows.dtype)
+        if ends_e is not None:
+            return F.grouped_mm(rows, weight_eYX.transpose(1, 2), offs=ends_e)
+        return matmul(rows, weight_eYX, rows_per_expert_e, host)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -324,15 +329,25 @@ class _Grouped(torch.autograd.Function):
         weight, host, matmul, policy = ctx.weight, ctx.host, ctx.matmul, ctx.policy
         grad = grad.contiguous()
 
+        ends_e = ctx.ends_e
+
         def weight_gradient() -> Tensor | None:
-            gradient = grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+            if ends_e is not None:
+                gradient = F.grouped_mm(grad.t(), rows, offs=ends_e).view(weight.shape)
+            else:
+                gradient = grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
             if not policy.adds_to(weight):
                 return gradient
             weight.grad.add_(gradient)
             return None
 
-        transposed = weight.flatten(1, -2).to(grad.dtype).transpose(1, 2)
-        drows = matmul(grad, transposed, rows_per_expert_e, host) if ctx.passes_on else None
+        drows = None
+        if ctx.passes_on:
+            weight_eYX = weight.flatten(1, -2).to(grad.dtype)
+            if ends_e is not None:
+                drows = F.grouped_mm(grad, weight_eYX, offs=ends_e)
+            else:
+                drows = matmul(grad, weight_eYX.transpose(1, 2), rows_per_expert_e, host)
         return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
 
 

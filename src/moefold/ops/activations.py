@@ -9,7 +9,7 @@ computes the activation once more, elementwise and so with the same bits. ``swig
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ from torch.nn import functional as F
 # gpt-oss: inputs are clamped, and x * sigmoid(1.702 x) approximates GELU.
 LIMIT = 7.0
 STEEPNESS = 1.702
+
+
+class _SavesTensors(Protocol):
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -31,12 +37,12 @@ def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: _SavesTensors, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: _SavesTensors, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
@@ -67,12 +73,6 @@ def weighted_activation_reference(gate_up_XG: Tensor, weight_X: Tensor | None, a
     gate_XF, up_XF = gate_up_XG.chunk(2, dim=-1)
     out_XF = swiglu_reference(gate_XF, up_XF) if activation == "swiglu" else ACTIVATIONS[activation](gate_XF, up_XF)
     return out_XF if weight_X is None else (out_XF * weight_X[:, None]).to(out_XF.dtype)
-
-
-class _SavesTensors(Protocol):
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 class _WeightedSwiglu(torch.autograd.Function):
