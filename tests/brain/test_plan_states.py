@@ -55,7 +55,7 @@ def test_weights_that_are_gathered_as_they_are_kept_have_no_second_copy() -> Non
         ({"moments": "bfloat16"}, 8.0),
         ({"master": "remainder"}, 10.0),
         ({"master": "remainder", "moments": "bfloat16"}, 6.0),
-        ({"moments": "float8"}, 4.0 + 2 * (1 + 4 / 128)),
+        ({"moments": "float8"}, 4.0 + 2 * (1 + 1 / 128)),
     ],
 )
 def test_formats_of_states(precision: dict[str, object], each: float) -> None:
