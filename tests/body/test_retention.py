@@ -16,8 +16,8 @@ from moefold.config.memory import RetainedStep
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces
-from moefold.nn.host_pool import HostPool
-from moefold.nn.offload import Offload
+from moefold.nn.host_pool import HostPool, rounded_up
+from moefold.nn.offload import Offload, OffloadGroup
 from moefold.nn.step_retention import KEEP_ALL, Retention, StepRetention
 from moefold.plan.memory.saved_activations import parts_of, row_bytes, setting_of, sizes_of
 from moefold.plan.memory.saved_moefold import MOEFOLD
@@ -102,3 +102,56 @@ def test_a_step_is_not_kept_and_gradients_are_equal_to_the_bit(
         assert retain.recomputed == (Counter({step: times(run, step)}) if how == "discard" else Counter())
     per_token = (saved[6] - saved[2]) / (4 * LENGTH)
     assert per_token == pytest.approx(planned(run, step, how), rel=0.01)
+
+
+def test_all_steps_at_once_with_sinks_biases_and_clamped_activations() -> None:
+    """A discarded step may be recomputed from a discarded one, or from what has to be reloaded."""
+    run = proxy("gpt_oss_20b")
+    steps = [step for step in STEPS if step not in ("latent_norm", "mla_up", "shared", "dense")]
+    wanted, _ = gradients(run, KEEP_ALL)
+    discarded = retention(dict.fromkeys(steps, "discard"))
+    mixed = retention(dict.fromkeys(steps, "discard") | {"rows": "offload", "gate_up": "offload"})
+    for retain in (discarded, mixed):
+        assert equal(gradients(run, retain)[0], wanted)
+        assert retain.recomputed == Counter({s: times(run, s) for s in steps if retain.choices[s] == "discard"})
+
+
+def test_a_full_pool_leaves_the_rest_on_the_device() -> None:
+    run = proxy("qwen3_30b_a3b")
+    wanted, _ = gradients(run, KEEP_ALL)
+    unbounded = retention({"rows": "offload", "gate_up": "offload"})
+    gradients(run, unbounded)
+    limit = unbounded.offload.pool.allocated // 2
+    bounded = retention({"rows": "offload", "gate_up": "offload"}, limit)
+    assert equal(gradients(run, bounded)[0], wanted)
+    assert bounded.offload.not_taken > 0 == unbounded.offload.not_taken
+    assert 0 < bounded.offload.pool.allocated <= limit
+    assert 0 < bounded.offload.bytes_out < unbounded.offload.bytes_out
+
+
+def test_sizes_of_host_buffers_waste_at_most_an_eighth() -> None:
+    for size in (1, 7, 4096, 4097, 123_457, 3 << 20):
+        assert size <= rounded_up(size) <= size * 9 / 8 and rounded_up(rounded_up(size)) == rounded_up(size)
+    pool = HostPool(1 << 20, pinned=False)
+    first = pool.take(600_000)
+    assert first is not None and pool.take(600_000) is None
+    pool.give(first, None)
+    # Another size: the free buffer makes room for it.
+    assert pool.take(900_000) is not None and pool.allocated <= 1 << 20
+
+
+def test_a_stale_reload_is_seen() -> None:
+    """A host buffer that is given back before it was read holds another tensor's values."""
+    run = proxy("qwen3_30b_a3b")
+    wanted, _ = gradients(run, KEEP_ALL)
+    retain = retention({"gate_up": "offload"})
+    send = retain.offload.send
+
+    def too_early(group: OffloadGroup) -> None:
+        send(group)
+        for slot in group.slots():
+            assert slot.host is not None
+            retain.offload.pool.give(slot.host, None)
+
+    retain.offload.send = too_early  # type: ignore[method-assign]
+    assert not equal(gradients(run, retain)[0], wanted)
