@@ -19,8 +19,9 @@ from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 from moefold.prove.cases import Case, KeptCase, case_line, read_cases, reduce_run
 from moefold.prove.coverage import features_of
-from moefold.prove.faults import document_faults, moe_faults, parallel_faults, pipeline_faults
-from moefold.prove.mutants import CASES, MUTANTS, Mutant, caught
+from moefold.prove.faults import document_faults, flat_faults, moe_faults, parallel_faults, pipeline_faults
+from moefold.prove.mutant_cases import CASES
+from moefold.prove.mutants import MUTANTS, Mutant, caught
 from moefold.prove.proof_report import case_report, coverage_report, drawn_case_report, meaning_of, mutants_report
 from moefold.prove.random_cases import draw_case, draw_cases
 from moefold.prove.verdict import Verdict, prove, rounding_tolerance
@@ -196,7 +197,7 @@ def test_every_fault_is_seeded() -> None:
     """A fault that is written down and never tried shows nothing."""
     written = {
         fault.__name__
-        for module in (parallel_faults, moe_faults, pipeline_faults, document_faults)
+        for module in (parallel_faults, moe_faults, pipeline_faults, document_faults, flat_faults)
         for fault in vars(module).values()
         if isinstance(fault, FunctionType)
         and fault.__module__ == module.__name__
@@ -256,6 +257,8 @@ CLAIMED = {
     "documents": ("concat", "concat_masked", "padded", "bin_packed"),
     "MTP modules": ("0", "1", "2"),
     "recompute": ("attention", "feed_forward", "experts", "nothing"),
+    "sharding": ("fsdp", "flat"),
+    "optimizer states": ("on the device", "on the host", "on the cpu"),
     "model": ("tied embeddings", "tied embeddings over stages", "dense layers first"),
 }
 

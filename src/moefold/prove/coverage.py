@@ -35,6 +35,17 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
         yield "MTP loss divided by", model.mtp_divisor
     for phase in case.run.memory.recompute or ("nothing",):
         yield "recompute", phase
+    yield from _saving_features(case)
+
+
+def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
+    """The form of sharding, steps that are not kept, and where optimizer states are."""
+    memory = case.run.memory
+    yield "sharding", case.run.parallel.sharding
+    yield "optimizer states", f"on the {memory.optimizer}"
+    for step, choice in vars(memory.retain).items():
+        if choice != "keep":
+            yield "retained steps", f"{step}: {choice}"
 
 
 def _layout_features(case: Case) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, PackingMode
 from moefold.config.kernels import KernelsConfig
-from moefold.config.memory import MemoryConfig, RecomputedPhase
+from moefold.config.memory import MemoryConfig, RecomputedPhase, RetainedStep, Retention
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
@@ -106,7 +106,30 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             memory=_memory(random),
         )
         if not problems(run, degrees.world):
-            return Case(run, degrees.world)
+            return Case(_with_savings(run, degrees.world, dtype), degrees.world)
+
+
+def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
+    """Sharding, retained steps and the place of optimizer states, each where the run may have it.
+
+    Drawn from the case's own number: draws from the sequence would change all cases of every seed.
+    """
+    random = Random(f"savings of {run.seed}")
+    if random.random() < 0.4:
+        run = _unless_refused(run, replace(run, parallel=replace(run.parallel, sharding="flat")), world)
+    choices: tuple[Retention, ...] = ("keep", "keep", "discard", "offload")
+    for step in get_args(RetainedStep) if random.random() < 0.5 else ():
+        retain = replace(run.memory.retain, **{step: random.choice(choices)})
+        run = _unless_refused(run, replace(run, memory=replace(run.memory, retain=retain)), world)
+    places: tuple[Literal["device", "host", "cpu"], ...] = ("device", "device", "host", "cpu")
+    place = random.choice(places)
+    if dtype == "float64":
+        run = _unless_refused(run, replace(run, memory=replace(run.memory, optimizer=place)), world)
+    return run
+
+
+def _unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:
+    return run if problems(changed, world) else changed
 
 
 def _kernels(random: Random, model: ModelConfig, dtype: Format) -> KernelsConfig:

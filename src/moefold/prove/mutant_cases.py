@@ -1,0 +1,136 @@
+"""The cases that seeded faults are tried on, by name; each must hold without a fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from moefold.config.attention import GQAConfig, RopeConfig
+from moefold.config.data import DataConfig
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.config.parallel import ContextConfig, ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
+
+_BALANCE = BalanceConfig(microbatch=0.3, sequence=0.2, global_batch=0.3, device=0.1, device_groups=2, z=0.01)
+_ATTENTION = GQAConfig(num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=True)
+_MOE = MoEConfig(num_experts=8, top_k=2, expert_hidden_dim=8, balance=_BALANCE)
+_MODEL = ModelConfig(
+    vocab_size=48,
+    dim=24,
+    num_layers=2,
+    attention=_ATTENTION,
+    rope=RopeConfig(theta=100.0),
+    moe=_MOE,
+    num_dense_layers=1,
+    dense_hidden_dim=16,
+    init_std=0.2,
+)
+# A shard boundary falls inside a sequence.
+_DATA = DataConfig(seq_len=6, global_batch=12, micro_batch=3)
+
+
+def _case(name: str, parallel: ParallelConfig, model: ModelConfig, data: DataConfig = _DATA) -> Case:
+    precision, kernels = proof_precision("float64"), proof_kernels("float64")
+    return Case(RunConfig(name, 5, model, parallel, precision, kernels, data, PROOF_OPTIM), 4)
+
+
+def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
+    return replace(_MODEL, attention=attention, moe=moe, **others)
+
+
+_ONE_STAGE = (
+    _case(
+        "folded",
+        ParallelConfig(tp=2, ep=4),
+        _model(
+            replace(_ATTENTION, qk_norm="full"),
+            replace(_MOE, router=RouterConfig(expert_bias=True, normalize=True), shared_hidden_dim=8),
+        ),
+    ),
+    _case(
+        "split",
+        ParallelConfig(tp=2, ep=2, etp=2),
+        _model(replace(_ATTENTION, qk_norm="head"), replace(_MOE, expert_mlp_bias=True)),
+    ),
+    _case(
+        "gathered",
+        ParallelConfig(tp=2, ep=2, dispatcher="all_gather"),
+        _model(moe=replace(_MOE, capacity=CapacityConfig(factor=0.8))),
+    ),
+    # With bias, groups and a capacity per device, the plain top-k, the assignments and what is kept all differ.
+    _case(
+        "limited",
+        ParallelConfig(tp=2, ep=4),
+        _model(
+            moe=replace(
+                _MOE,
+                num_experts=16,
+                top_k=4,
+                router=RouterConfig(
+                    score="sigmoid",
+                    normalize=True,
+                    num_groups=4,
+                    top_groups=2,
+                    group_score="topk_sum",
+                    expert_bias=True,
+                ),
+                capacity=CapacityConfig(factor=0.8, per="device", device_groups=4),
+            )
+        ),
+    ),
+    _case("deduplicated", ParallelConfig(ep=4, dispatcher="two_level", ep_inner=2), _model(moe=replace(_MOE, top_k=3))),
+    _case("replicated", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
+    _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, packing="padded")),
+)
+_STAGES = (
+    # Both pipeline ranks hold the tied embedding, and hidden states of two MTP modules cross stages.
+    _case(
+        "interleaved",
+        ParallelConfig(pp=2, vpp=2, schedule="interleaved", stages="Et|tt|tm|mL", ep=2),
+        _model(num_layers=4, num_mtp=2, tied_embeddings=True),
+        replace(_DATA, global_batch=18, packing="concat_masked"),
+    ),
+    _case("deferred", ParallelConfig(pp=2, schedule="zb_h1", tp=2, ep=2), _model(num_layers=3)),
+    _case(
+        "overlapped",
+        ParallelConfig(pp=2, schedule="1f1b_overlapped", ep=2),
+        _model(num_layers=3),
+        replace(_DATA, global_batch=16, micro_batch=2),
+    ),
+)
+_CONTEXT = (
+    _case(
+        "ring",
+        ParallelConfig(cp=4, ep=4),
+        _model(replace(_ATTENTION, sinks=True), num_mtp=1),
+        DataConfig(seq_len=17, global_batch=4, micro_batch=2, packing="bin_packed"),
+    ),
+    _case(
+        "ulysses",
+        ParallelConfig(cp=2, tp=2, ep=4, context=ContextConfig(full="all_to_all")),
+        _model(),
+        DataConfig(seq_len=13, global_batch=4, micro_batch=2, packing="concat_masked"),
+    ),
+    # Waves of two ranks per document and of one. Counts of other ranks' documents have other shapes, so the sequence
+    # loss is off: one fault sums counts over too many ranks.
+    _case(
+        "dynamic",
+        ParallelConfig(cp=2, ep=2, dynamic_cp=True),
+        _model(moe=replace(_MOE, balance=replace(_BALANCE, sequence=0.0), capacity=CapacityConfig(factor=0.8))),
+        DataConfig(seq_len=11, global_batch=8, micro_batch=1, packing="bin_packed"),
+    ),
+)
+_FLAT = (
+    # Replicas of both grids, so that sums have two steps.
+    _case("flat", ParallelConfig(sharding="flat", ep=2, dp_replicate=2), _model()),
+    # Buckets of two stages of a rank, deferred weight gradients, and a weight that two ranks hold.
+    _case(
+        "flat pipeline",
+        ParallelConfig(sharding="flat", pp=2, vpp=2, schedule="zb_v", ep=2),
+        _model(num_layers=4, tied_embeddings=True),
+        replace(_DATA, global_batch=24),
+    ),
+)
+CASES = {case.run.name: case for case in (*_ONE_STAGE, *_STAGES, *_CONTEXT, *_FLAT)}
