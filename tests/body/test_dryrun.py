@@ -143,6 +143,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["peak_total"] == sum(data["peak"].values()) and data["rank"] == 5
+    words[5] = "stages"
+    assert main([*words, "--json"]) == 0
+    assert [each["rank"] for each in json.loads(capsys.readouterr().out)["ranks"]] == [0, 4]
 
 
 @pytest.mark.nightly

@@ -16,6 +16,7 @@ from moefold.errors import ConfigError, Problem
 EXAMPLES = """examples:
   moefold dryrun debug_small --world 4 --rank 0 --parallel.ep 4
   moefold dryrun deepseek_v3 --world 256 --rank 64 --parallel.pp 4 --parallel.vpp 4 --parallel.schedule interleaved
+  moefold dryrun deepseek_v3 --world 256 --rank stages --parallel.pp 4 --parallel.vpp 4 --parallel.schedule interleaved
   moefold dryrun deepseek_v3 --world 256 --rank 0 --imbalance 1.5 --json
   moefold dryrun qwen3_30b_a3b_proxy --world 4 --device cuda --rank all --parallel.ep 4 --precision.compute bfloat16
 
@@ -36,7 +37,12 @@ def add_to(commands: Subparsers) -> None:
     )
     add_run_argument(parser)
     parser.add_argument("--world", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument("--rank", default="0", metavar="R", help="the rank to run (default 0); all, on fake GPUs")
+    parser.add_argument(
+        "--rank",
+        default="0",
+        metavar="R",
+        help="the rank to run (default 0); stages: one of every pipeline rank, as a table; all, on fake GPUs",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="fake memory of a CPU or of GPUs")
     parser.add_argument(
         "--microbatches",
@@ -59,11 +65,17 @@ def run(args: argparse.Namespace) -> int:
     asked = load_run(args.name, args.changes)
     if args.device == "cuda":
         _run_on_fake_gpus(asked, args)
-    if not args.rank.isdecimal():
-        raise ConfigError(Problem("--rank", f"{args.rank!r} is not a rank", "a number; all needs --device cuda"))
-    from moefold.dryrun.dry_run import dry_run
-    from moefold.dryrun.dryrun_report import dry_run_json, report
+    if args.rank != "stages" and not args.rank.isdecimal():
+        choices = "a number, or stages; all needs --device cuda"
+        raise ConfigError(Problem("--rank", f"{args.rank!r} is not a rank", choices))
+    from moefold.dryrun.dry_run import dry_run, dry_run_stages
+    from moefold.dryrun.dryrun_report import dry_run_json, report, stages_report
 
+    if args.rank == "stages":
+        bar = _progress_bar("pipeline ranks")
+        ranks = dry_run_stages(asked, args.world, args.microbatches, imbalance=args.imbalance, progress=bar)
+        print(json.dumps({"ranks": [dry_run_json(each) for each in ranks]}) if args.json else stages_report(ranks))
+        return 0
     found = dry_run(
         asked,
         args.world,
@@ -86,6 +98,8 @@ def _run_on_fake_gpus(asked: RunConfig, args: argparse.Namespace) -> NoReturn:
     from moefold.dryrun.fake_cuda.laboratory import compare, dry_run_on_gpu, run_ranks
 
     every = args.rank == "all"
+    if not every and not args.rank.isdecimal():
+        raise ConfigError(Problem("--rank", f"{args.rank!r} is not a rank", "a number or all, with --device cuda"))
     refuse(asked, args.world, 0 if every else int(args.rank), args.microbatches, args.imbalance)
     if every:
         reports = run_ranks(asked, args.world, args.microbatches, _progress_bar("ranks"))

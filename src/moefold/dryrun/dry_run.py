@@ -96,6 +96,24 @@ def dry_run(
         return dry_run_of_rank(in_torch, groups, CPU, microbatches, imbalance=imbalance, progress=progress)
 
 
+def dry_run_stages(
+    run: RunConfig,
+    world: int,
+    microbatches: int | None = None,
+    *,
+    imbalance: float = 1.0,
+    progress: Progress | None = None,
+) -> list[DryRun]:
+    """The first rank of every pipeline rank; the other ranks of a stage hold as much, but for uneven shards."""
+    found = []
+    for stage in range(run.parallel.pp):
+        rank = stage * (world // run.parallel.pp)
+        found.append(dry_run(run, world, rank, microbatches, imbalance=imbalance))
+        if progress is not None:
+            progress(stage + 1, run.parallel.pp)
+    return found
+
+
 def dry_run_of_rank(
     run: RunConfig,
     groups: Groups,

@@ -1,10 +1,15 @@
-"""A dry run as text and as JSON: peak memory, when it occurs, its categories, and all collectives."""
+"""A dry run as text and as JSON: peak memory, when it occurs, its categories, and all collectives.
+
+Dry runs of several ranks are one table.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moefold.dryrun.dry_run import DryRun
+from moefold.dryrun.storage_tracker import CATEGORIES
 from moefold.tables import text_table
 from moefold.units import format_bytes, format_seconds
 
@@ -24,6 +29,21 @@ def report(found: DryRun) -> str:
             *_notes(found),
         ]
     )
+
+
+# One column per category, one row per rank.
+STAGE_COLUMNS = ("rank", "GiB", *CATEGORIES)
+
+
+def stage_row(rank: int, total: int, peak: Mapping[str, int]) -> tuple[str, ...]:
+    """In GiB at the rank's peak."""
+    return (f"{rank}", *(f"{size / 2**30:.1f}" for size in (total, *(peak[name] for name in CATEGORIES))))
+
+
+def stages_report(found: Sequence[DryRun]) -> str:
+    rows = [stage_row(each.rank, each.peak_total, each.peak) for each in found]
+    title = f"one rank of every pipeline rank, of {found[0].world:,}: GiB at its peak, in all and by category"
+    return "\n".join([title, "", text_table(STAGE_COLUMNS, rows), "", *_notes(found[0])[:1]])
 
 
 def _memory(found: DryRun) -> str:
