@@ -56,7 +56,7 @@ if fault == "no wait for the computation":
 case = CASES[sys.argv[1]]
 steps = ("attention_norm", "latent_norm", "mla_up", "core", "feed_norm", "rows", "gate_up", "activation", "shared")
 changes = case.changes | {f"memory.retain.{step}": "offload" for step in steps}
-report = laboratory.run_rank(load_run(case.recipe, changes), case.world, 0, case.microbatches)
+report = laboratory.run_rank(load_run(case.recipe, changes), case.world, 0, case.microbatches if fault == "none" else 2)
 findings = [[each.kind, str(each)] for each in report.findings]
 print(json.dumps({"findings": findings, "pinned": len(pinned), "bytes": sum(taken)}), flush=True)
 os._exit(0)
