@@ -1,0 +1,44 @@
+"""The tables of the dry run's page are what their commands find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.dryrun_page import commands, rows_of, table_of, tables
+
+PAGE = (Path(__file__).parents[2] / "docs" / "dryrun.md").read_text("utf-8")
+RENEW = "python -m benchmarks.dryrun_page docs/dryrun.md renews it"
+COMMANDS = commands(PAGE)
+
+
+def test_every_command_has_its_table() -> None:
+    assert len(COMMANDS) >= 2
+    for words, table in zip(COMMANDS, tables(PAGE), strict=True):
+        stages = int(words[words.index("--parallel.pp") + 1])
+        assert table.count("\n") == stages + 2, RENEW
+
+
+def test_the_first_table_is_within_what_the_layout_is_held_to() -> None:
+    """Rank 0 of DeepSeek-V3 on 256 ranks, without options that save memory: at most 205 GiB, weight copies below 1."""
+    rank, total, _, _, copies, *_ = _cells(tables(PAGE)[0].splitlines()[2])
+    assert rank == 0 and total <= 205 and copies < 1
+
+
+@pytest.mark.slow
+def test_one_row_of_the_page() -> None:
+    row = tables(PAGE)[-1].splitlines()[-1]
+    words = ["--rank=" + row.split()[1] if word == "--rank" else word for word in COMMANDS[-1] if word != "stages"]
+    assert [f"| {' | '.join(cells)} |" for cells in rows_of(words)] == [row], RENEW
+
+
+def _cells(row: str) -> list[float]:
+    return [float(cell) for cell in row.strip("| ").split(" | ")]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(len(COMMANDS)))
+def test_every_row_of_the_page(number: int) -> None:
+    assert table_of(COMMANDS[number]) == tables(PAGE)[number], RENEW
