@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE
 from moefold.checks.planned_only import PLANNED_ONLY
+from moefold.checks.retained_steps import STEPS_OF_PHASE
 from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
@@ -136,18 +137,13 @@ def is_retained(entries: Savings) -> bool:
     return any(entry.startswith("memory.retain.") for entry in entries)
 
 
-# Steps that a recomputed phase recomputes anyway.
-_IN_PHASE: Mapping[str, tuple[str, ...]] = {
-    "attention": ("attention_norm", "latent_norm", "mla_up", "core"),
-    "feed_forward": ("dense", "feed_norm"),
-    "experts": ("rows", "gate_up", "activation", "shared"),
-}
-
-
 def inside_phases(recompute: frozenset[Recomputed], savings: Savings) -> bool:
     """Whether a retained step lies in a phase that is recomputed whole."""
     steps = {entry.partition("=")[0].rpartition(".")[2] for entry in savings if entry.startswith("memory.retain.")}
-    return any(not steps.isdisjoint(_IN_PHASE.get(phase, ())) for phase in recompute)
+    # The norm of a dense layer is part of its phase.
+    also = {"feed_norm"} if "feed_forward" in recompute else set()
+    inside = {step for phase in recompute if phase in STEPS_OF_PHASE for step in STEPS_OF_PHASE[phase]}
+    return not steps.isdisjoint(inside | also)
 
 
 def savings_of(run: RunConfig) -> Savings:

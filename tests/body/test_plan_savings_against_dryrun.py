@@ -1,0 +1,74 @@
+"""The planner against the dry run under savings: sharding x retained steps x recomputed phases x formats x layouts.
+
+Peaks agree within 2 % where a run is of a usual shape. One layout is looked at in CI, all of them at night.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from tests.body.test_plan_against_dryrun import Case, case, rehearsed
+
+from moefold.checks.run_all import problems
+from moefold.config.loading import override
+from moefold.hardware.cluster import cluster_of
+from moefold.plan.memory.peak import memory_at
+from moefold.plan.published.predict_records import allocated
+from moefold.plan.workload import workload_of_run
+
+LAYOUTS = {
+    "latent, pipeline": case("deepseek_v2_lite", 16, 0, layers=5, batch=32, pp=2, ep=8),
+    "latent, last stage": case("deepseek_v2_lite", 16, 1, layers=5, batch=32, pp=2, ep=8),
+    "no pipeline": case("qwen3_30b_a3b", 16, layers=3, batch=32, ep=8),
+    "tensor parallel": case("mixtral_8x7b", 16, layers=3, batch=32, tp=2, ep=4, etp=2),
+}
+CHOICES: dict[str, dict[str, object]] = {
+    "all kept": {},
+    "experts again": {"memory.recompute": "[experts]"},
+    "latents up": {"memory.retain.mla_up": "discard"},
+    "first GEMM": {"memory.retain.gate_up": "discard", "memory.retain.activation": "discard"},
+    "norms": {"memory.retain.attention_norm": "discard", "memory.retain.feed_norm": "discard"},
+    "attention away": {"memory.retain.core": "offload"},
+    "narrow moments": {"precision.moments": "bfloat16", "precision.moments_rounding": "stochastic"},
+    "states on the host": {"memory.optimizer": "host"},
+}
+SHARDINGS = ("fsdp", "flat")
+
+
+def combinations() -> list[str]:
+    found = []
+    for layout, sharding, choice in product(LAYOUTS, SHARDINGS, CHOICES):
+        if not problems(combined(f"{layout}; {sharding}; {choice}").run, LAYOUTS[layout].world):
+            found.append(f"{layout}; {sharding}; {choice}")
+    return found
+
+
+def combined(name: str) -> Case:
+    layout, sharding, choice = name.split("; ")
+    start = LAYOUTS[layout]
+    return Case(override(start.run, {"parallel.sharding": sharding, **CHOICES[choice]}), start.world, start.stage)
+
+
+def off_by(name: str) -> float:
+    """Predicted over rehearsed, less one."""
+    chosen = combined(name)
+    workload = workload_of_run(chosen.run, cluster_of("H100", chosen.world))
+    return allocated(memory_at(workload, chosen.stage)) / rehearsed(chosen).peak_total - 1
+
+
+def test_there_are_many_combinations() -> None:
+    assert len(combinations()) >= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["all kept", "norms"])
+def test_peaks_of_the_last_stage(choice: str) -> None:
+    assert abs(off_by(f"latent, last stage; flat; {choice}")) < 0.02
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", combinations())
+def test_peaks_agree(name: str) -> None:
+    assert abs(off_by(name)) < 0.02
