@@ -372,7 +372,9 @@ def _steps(choice: LayoutChoice, limits: Limits, space: Space) -> Iterator[Layou
     for step in space.savings[1:]:
         # One more, or one less.
         less = choice.savings - (step - space.savings[0])
-        yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
+        # What changes numbers is not worth its speed alone.
+        if less != choice.savings or not any(entry.startswith("precision.moments=") for entry in step):
+            yield choice._replace(savings=choice.savings | step if less == choice.savings else less)
     for pp in space.pp:
         for vpp in worthwhile_stages(limits.depth, pp, space.vpp):
             yield choice._replace(pp=pp, vpp=vpp)
