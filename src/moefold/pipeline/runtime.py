@@ -123,7 +123,9 @@ def forward(state: PipelineState, action: Action) -> None:
     hidden = state.inputs.get(key)
     if local_model.retention is not None:
         local_model.retention.offload.start_forward(key)
-    if schedule_named(local_model.run.parallel.schedule).overlaps and torch.is_grad_enabled():
+    if schedule_named(local_model.run.parallel.schedule).overlaps:
+        # Without gradients too: FSDP takes the first unit that is called for the outermost one, and these phases call
+        # units inside of blocks. A block called later would be refused.
         after_forward(state, key, *run_recorded(local_model, batch, state.sums.plain_ME, stage, hidden))
     else:
         # Where parameters are unsharded for the whole step, FSDP's forward hooks are skipped.
