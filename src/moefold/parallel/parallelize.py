@@ -209,7 +209,9 @@ def parallel_interfaces_of(
     attention: VarlenAttention | None = None,
     retain: Retention = KEEP_ALL,
 ) -> ParallelInterfaces:
-    matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads)
+    # Flat buffers are the gradients of all weights already when a step starts.
+    in_place = run.parallel.sharding == "flat"
+    matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads, in_place)
     return ParallelInterfaces(
         tokens=TokenShards(groups, TORCH_FORMATS[run.precision.tp_reduce_format]),
         vocab=VocabShards(groups["tp"]),
