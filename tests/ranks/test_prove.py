@@ -14,12 +14,20 @@ from tests.commit_seed import commit_seed, seed_of
 
 from moefold.checks.run_all import problems
 from moefold.comm.spawn import spawn_ranks
+from moefold.config.memory import RetainedStep
 from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 from moefold.prove.cases import Case, KeptCase, case_line, read_cases, reduce_run
 from moefold.prove.coverage import features_of
-from moefold.prove.faults import document_faults, flat_faults, moe_faults, parallel_faults, pipeline_faults
+from moefold.prove.faults import (
+    document_faults,
+    flat_faults,
+    moe_faults,
+    parallel_faults,
+    pipeline_faults,
+    saving_faults,
+)
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.mutants import MUTANTS, Mutant, caught
 from moefold.prove.proof_report import case_report, coverage_report, drawn_case_report, meaning_of, mutants_report
@@ -197,7 +205,7 @@ def test_every_fault_is_seeded() -> None:
     """A fault that is written down and never tried shows nothing."""
     written = {
         fault.__name__
-        for module in (parallel_faults, moe_faults, pipeline_faults, document_faults, flat_faults)
+        for module in (parallel_faults, moe_faults, pipeline_faults, document_faults, flat_faults, saving_faults)
         for fault in vars(module).values()
         if isinstance(fault, FunctionType)
         and fault.__module__ == module.__name__
@@ -259,6 +267,8 @@ CLAIMED = {
     "recompute": ("attention", "feed_forward", "experts", "nothing"),
     "sharding": ("fsdp", "flat"),
     "optimizer states": ("on the device", "on the host", "on the cpu"),
+    "optimizer": ("adamw", "muon, fsdp", "muon, flat", "QK-clip"),
+    "retained steps": tuple(f"{step}: {how}" for step in get_args(RetainedStep) for how in ("discard", "offload")),
     "model": ("tied embeddings", "tied embeddings over stages", "dense layers first"),
 }
 

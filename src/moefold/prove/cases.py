@@ -89,7 +89,8 @@ def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     min_microbatches = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
     data = DataConfig(seq_len=11, global_batch=max(2, min_microbatches) * dp, micro_batch=1, packing=run.data.packing)
     reduced = replace(run, model=model, parallel=parallel, data=data, precision=proof_precision(dtype))
-    return Case(replace(reduced, kernels=proof_kernels(dtype), optim=PROOF_OPTIM), world)
+    optim = replace(PROOF_OPTIM, algorithm=run.optim.algorithm, muon=run.optim.muon, qk_clip=run.optim.qk_clip)
+    return Case(replace(reduced, kernels=proof_kernels(dtype), optim=optim), world)
 
 
 def proof_precision(dtype: Format) -> PrecisionConfig:

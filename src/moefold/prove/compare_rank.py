@@ -13,15 +13,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
+from moefold.blueprint.param_groups import NO_DECAY_KINDS
+from moefold.blueprint.parameters import init_std
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, local_buffers
-from moefold.parallel.param_shards import TrainedPiece
+from moefold.optim.optimizer import ModelOptimizer
+from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights, local_buffers
+from moefold.parallel.param_shards import TrainedPiece, local_part
 from moefold.pipeline.step import StepResult, count_step_labels, make_optimizer, run_step
 from moefold.prove.cases import Case
 from moefold.prove.proof_inputs import labels_of_rank, on_device, proof_init, rank_batch, rows_in_wave
+from moefold.prove.reference_update import adamw_step
 from moefold.prove.routing_replay import replay_routing
 
 CPU = torch.device("cpu")
@@ -72,7 +75,7 @@ def floors(sizes: dict[str, ReferenceSize]) -> dict[str, float]:
     """By kind of quantity, the size below which a tensor is compared with the model's gradients, not with itself."""
     largest = max((size.largest for name, size in sizes.items() if name.startswith("gradient/")), default=0.0)
     first = _NOISE * largest
-    return {"gradient": first, "exp_avg": 0.1 * first, "exp_avg_sq": 0.05 * first * first}
+    return {"gradient": first, "momentum": first, "exp_avg": 0.1 * first, "exp_avg_sq": 0.05 * first * first}
 
 
 def relative_error(differences: list[Difference], size: ReferenceSize, floor: float) -> float:
@@ -110,19 +113,28 @@ def compare_rank(
     groups = groups_of(case.run, case.world, rank, _TIMEOUT)
     local_model = build_local_model(case.run, groups, device, proof_init, routing_policy)
     optimizer = make_optimizer(local_model)
+    init_main_weights(local_model, optimizer, proof_init)
+    if local_model.retention is not None:
+        # Tensors of a reduced model are smaller than what is worth a copy.
+        local_model.retention.offload.least = 1
     labels = tuple(count_step_labels(count, groups) for count in labels_of_rank(case, rank))
     batches = [on_device(rank_batch(case, wave, rank, labels), device) for wave in range(case.num_waves)]
     if case.run.precision.compute != "float64":
         rows = [rows_in_wave(case, wave, rank) for wave in range(case.num_waves)]
         replay_routing(local_model.model, expected, rows, batches)
     seen: dict[str, Difference] = {}
+    # The same tensors are clipped later.
+    clipped: dict[str, Tensor] = {}
 
     def on_gradients(gradients: dict[str, Tensor]) -> None:
+        clipped.update(gradients)
         seen.update(_shard_differences(local_model, "gradient", gradients, expected))
 
     result = run_step(local_model, optimizer, batches, on_gradients)
-    weights = {piece.name: piece.parameter.detach() for piece in local_model.pieces()}
+    weights = {piece.name: optimizer.main_weight(piece.parameter) for piece in local_model.pieces()}
     seen |= _shard_differences(local_model, "parameter", weights, expected)
+    if case.run.precision.master == "remainder":
+        seen |= _master_differences(local_model, weights, clipped)
     seen |= _optimizer_differences(local_model, optimizer, expected)
     seen |= _replicated_differences(local_model, result, expected, is_primary=rank == 0)
     return {name: [item.largest, item.squares, item.elements, item.is_primary] for name, item in seen.items()}
@@ -149,13 +161,36 @@ def _piece_difference(piece: TrainedPiece, values: Tensor, expected: Tensor) -> 
 
 
 def _optimizer_differences(
-    local_model: LocalModel, optimizer: Optimizer, expected: dict[str, Tensor]
+    local_model: LocalModel, optimizer: ModelOptimizer, expected: dict[str, Tensor]
 ) -> dict[str, Difference]:
-    seen: dict[str, Difference] = {}
-    for what in ("exp_avg", "exp_avg_sq"):
-        states = {piece.name: optimizer.state[piece.parameter][what] for piece in local_model.pieces()}
-        seen |= _shard_differences(local_model, what, states, expected)
-    return seen
+    """Of all states that checkpoints would hold, but counts of steps."""
+    return {
+        f"{kind}/{piece.name}": _piece_difference(piece, values, expected[f"{kind}/{piece.name}"])
+        for piece in local_model.pieces()
+        for kind, values in optimizer.saved_state(piece.parameter).items()
+        if kind != "step"
+    }
+
+
+def _master_differences(
+    local_model: LocalModel, weights: dict[str, Tensor], clipped: dict[str, Tensor]
+) -> dict[str, Difference]:
+    """Of main weights that are bfloat16 weights and a remainder: against torch's AdamW in float32 by this rank's own
+    gradients. Gradients of two layouts in bfloat16 differ by more than a remainder is worth."""
+    run, pieces = local_model.run, local_model.pieces()
+    mains: dict[str, nn.Parameter] = {}
+    for piece in pieces:
+        values, std = torch.empty_like(weights[piece.name]), init_std(run.model, piece.name)
+        for box, part in piece.by_box(values):
+            proof_init(piece.kind, run.seed, piece.name, piece.shard.shape, box, std, part)
+        mains[piece.name] = nn.Parameter(values)
+        mains[piece.name].grad = local_part(clipped[piece.name]).view(values.shape).to(values.dtype)
+    decayed = [mains[piece.name] for piece in pieces if piece.kind not in NO_DECAY_KINDS]
+    adamw_step(run.optim, decayed, [mains[piece.name] for piece in pieces if piece.kind in NO_DECAY_KINDS])
+    return {
+        f"master/{piece.name}": difference(weights[piece.name], mains[piece.name].detach(), piece.is_primary)
+        for piece in pieces
+    }
 
 
 def _replicated_differences(

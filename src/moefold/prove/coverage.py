@@ -39,11 +39,20 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
-    """The form of sharding, steps that are not kept, and where optimizer states are."""
-    memory = case.run.memory
+    """The form of sharding, steps that are not kept, the optimizer, and what its states are and where."""
+    memory, precision, optim = case.run.memory, case.run.precision, case.run.optim
     yield "sharding", case.run.parallel.sharding
     yield "optimizer states", f"on the {memory.optimizer}"
-    for step, choice in vars(memory.retain).items():
+    if precision.moments is not None:
+        yield "optimizer states", f"moments in {precision.moments}, rounded {precision.moments_rounding}"
+    if precision.master is not None:
+        yield "optimizer states", f"main weights by {precision.master}"
+    yield "optimizer", optim.algorithm
+    if optim.algorithm == "muon":
+        yield "optimizer", f"muon, {case.run.parallel.sharding}"
+    if optim.qk_clip is not None:
+        yield "optimizer", "QK-clip"
+    for step, choice in memory.retained().items():
         if choice != "keep":
             yield "retained steps", f"{step}: {choice}"
 

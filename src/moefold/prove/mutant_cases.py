@@ -7,9 +7,11 @@ from typing import Any
 
 from moefold.config.attention import GQAConfig, RopeConfig
 from moefold.config.data import DataConfig
+from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
+from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 
@@ -31,9 +33,15 @@ _MODEL = ModelConfig(
 _DATA = DataConfig(seq_len=6, global_batch=12, micro_batch=3)
 
 
-def _case(name: str, parallel: ParallelConfig, model: ModelConfig, data: DataConfig = _DATA) -> Case:
-    precision, kernels = proof_precision("float64"), proof_kernels("float64")
+def _case(
+    name: str, parallel: ParallelConfig, model: ModelConfig, data: DataConfig = _DATA, dtype: Format = "float64"
+) -> Case:
+    precision, kernels = proof_precision(dtype), proof_kernels(dtype)
     return Case(RunConfig(name, 5, model, parallel, precision, kernels, data, PROOF_OPTIM), 4)
+
+
+def _changed(case: Case, **sections: Any) -> Case:
+    return replace(case, run=replace(case.run, **sections))
 
 
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
@@ -133,4 +141,29 @@ _FLAT = (
         replace(_DATA, global_batch=24),
     ),
 )
-CASES = {case.run.name: case for case in (*_ONE_STAGE, *_STAGES, *_CONTEXT, *_FLAT)}
+_SAVINGS = (
+    # Several microbatches are in flight, so that host buffers are used again; slots of equal sizes in a group.
+    _changed(
+        _case(
+            "retained",
+            ParallelConfig(pp=2, ep=2),
+            _model(moe=replace(_MOE, shared_hidden_dim=8), num_layers=4),
+            replace(_DATA, global_batch=24),
+        ),
+        memory=MemoryConfig(
+            retain=RetainConfig(
+                attention_norm="offload", core="offload", feed_norm="discard", gate_up="offload", activation="discard"
+            )
+        ),
+    ),
+    _changed(
+        _case("remainder", ParallelConfig(sharding="flat", ep=2), _model(), replace(_DATA, seq_len=8), "bfloat16"),
+        precision=replace(proof_precision("bfloat16"), master="remainder"),
+    ),
+    # Matrices are cut over dp and tp; some heads are over the bound, on some ranks.
+    _changed(
+        _case("muon", ParallelConfig(tp=2, ep=2), _model()),
+        optim=replace(PROOF_OPTIM, algorithm="muon", qk_clip=1.5),
+    ),
+)
+CASES = {case.run.name: case for case in (*_ONE_STAGE, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS)}

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moefold.prove.faults import document_faults, flat_faults, moe_faults, parallel_faults, pipeline_faults
+from moefold.prove.faults import (
+    document_faults,
+    flat_faults,
+    moe_faults,
+    parallel_faults,
+    pipeline_faults,
+    saving_faults,
+)
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.verdict import Verdict, prove
 
@@ -242,6 +249,28 @@ MUTANTS = (
     Mutant(flat_faults.moments_of_another_piece, "flat", "states are kept by number, and numbers differ by rank"),
     Mutant(
         flat_faults.sum_before_the_last_stage, "flat pipeline", "a bucket of two stages is sent after the first of them"
+    ),
+    # ---- retained steps, formats of states, Muon and QK-clip ----
+    Mutant(saving_faults.stale_reload, "retained", "a copy back does not wait for the copy out of its buffer"),
+    Mutant(saving_faults.reload_from_the_wrong_slot, "retained", "host buffers are found by size alone"),
+    Mutant(
+        saving_faults.recomputed_from_another_microbatch,
+        "retained",
+        "a recomputed step reads a buffer that the next microbatch has overwritten",
+    ),
+    Mutant(
+        saving_faults.clone_of_a_discarded_step, "retained", "the recomputed output is a second path of the gradient"
+    ),
+    Mutant(saving_faults.remainder_dropped, "remainder", "an update stores the bfloat16 weight alone"),
+    Mutant(saving_faults.weight_without_its_remainder, "remainder", "an update starts from the bfloat16 weight alone"),
+    Mutant(saving_faults.muon_on_a_shard, "muon", "each rank orthogonalises the part of a matrix that it holds"),
+    Mutant(saving_faults.heads_orthogonalised_together, "muon", "a projection is one matrix, not one per head"),
+    Mutant(saving_faults.answers_of_muon_not_sent_back, "muon", "only the owner's part of a matrix is orthogonalised"),
+    Mutant(saving_faults.logits_of_this_rank_only, "muon", "each rank clips by the largest logit of its own tokens"),
+    Mutant(
+        saving_faults.keys_clipped_by_one_of_their_heads,
+        "muon",
+        "a key that several query heads share is scaled by one of them",
     ),
 )
 

@@ -160,7 +160,12 @@ MEANINGS = (
         "dense parameter: reduction over dp and cp missing, averaged or doubled, or a microbatch's gradient lost",
     ),
     ("exp_avg*", "gradients agree, the clipped ones do not: norm or clipping"),
-    ("parameter/*", "the update: lr, decay of the wrong kinds, or state of another parameter"),
+    ("momentum/*", "gradients agree, Muon's momentum does not: clipping, or momentum of another parameter"),
+    ("master/*", "main weights lost digits: the remainder beside bfloat16 weights was dropped, or is another weight's"),
+    (
+        "parameter/*",
+        "the update: lr, decay of the wrong kinds, another parameter's state, part of a matrix, a local largest logit",
+    ),
 )
 
 

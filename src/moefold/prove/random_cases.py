@@ -20,6 +20,7 @@ from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig, RecomputedPhase, RetainedStep, Retention
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
+from moefold.config.optim import MuonConfig, NewtonSchulzCoefficients
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
@@ -110,7 +111,7 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
-    """Sharding, retained steps and the place of optimizer states, each where the run may have it.
+    """Sharding, retained steps, the optimizer and its states, each where the run may have it.
 
     Drawn from the case's own number: draws from the sequence would change all cases of every seed.
     """
@@ -123,8 +124,30 @@ def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
         run = _unless_refused(run, replace(run, memory=replace(run.memory, retain=retain)), world)
     places: tuple[Literal["device", "host", "cpu"], ...] = ("device", "device", "host", "cpu")
     place = random.choice(places)
-    if dtype == "float64":
-        run = _unless_refused(run, replace(run, memory=replace(run.memory, optimizer=place)), world)
+    run = _unless_refused(run, replace(run, memory=replace(run.memory, optimizer=place)), world)
+    return _with_formats(random, run, world) if dtype == "bfloat16" else _with_muon(random, run, world, dtype)
+
+
+def _with_formats(random: Random, run: RunConfig, world: int) -> RunConfig:
+    """Moments in bfloat16 are one more rounding of those that the bound counts. Those in float8 round to four bits, and
+    the bound for them would be another."""
+    rounding: Literal["nearest", "stochastic"] = random.choice(("nearest", "stochastic"))
+    if random.random() < 0.4:
+        precision = replace(run.precision, moments="bfloat16", moments_rounding=rounding)
+        run = _unless_refused(run, replace(run, precision=precision), world)
+    if random.random() < 0.6:
+        run = _unless_refused(run, replace(run, precision=replace(run.precision, master="remainder")), world)
+    return run
+
+
+def _with_muon(random: Random, run: RunConfig, world: int, dtype: Format) -> RunConfig:
+    """In float64 only: Newton-Schulz makes all singular values about 1, those too that are rounding."""
+    muon = MuonConfig(nesterov=random.random() < 0.7, coefficients=random.choice(get_args(NewtonSchulzCoefficients)))
+    if dtype == "float64" and random.random() < 0.4:
+        run = _unless_refused(run, replace(run, optim=replace(run.optim, algorithm="muon", muon=muon)), world)
+    bound = random.choice((0.5, 1.0, 2.0))
+    if dtype == "float64" and random.random() < 0.3:
+        run = _unless_refused(run, replace(run, optim=replace(run.optim, qk_clip=bound)), world)
     return run
 
 

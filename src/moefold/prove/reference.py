@@ -1,7 +1,8 @@
 """The reference: the same step on one process, as plain as possible.
 
-No process groups, no shards: one model, autograd, a norm by its definition and torch's AdamW. All that a parallel run
-has in common with this file is the model code, which other tests compare with transformers.
+No process groups, no shards: one model, autograd, a norm by its definition, and updates by theirs
+(`reference_update.py`). All that a parallel run has in common with this file is the model code, which other tests
+compare with transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moefold.blueprint.param_groups import NO_DECAY_KINDS
+from moefold.attention.max_logits import LogitMaxima, ObservedCore
 from moefold.blueprint.parameters import buffers, init_std, moe_block_names, parameters
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
@@ -22,6 +23,7 @@ from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.prove.cases import Case, proof_kernels
 from moefold.prove.proof_inputs import labels_of_batch, proof_init, wave_batch
+from moefold.prove.reference_update import update_reference
 from moefold.prove.routing_replay import record_routing, replay_in_order
 
 # By name of the quantity.
@@ -34,7 +36,8 @@ def write_reference(case: Case, path: Path, routing_policy: PolicyOrName | None 
 
 def reference(case: Case, routing_policy: PolicyOrName | None = None, routing: Quantities | None = None) -> Quantities:
     """Every compared quantity of one clipped step on the whole global batch; with the ``routing`` of another one."""
-    model = reference_model(case, routing_policy)
+    maxima = LogitMaxima()
+    model = reference_model(case, routing_policy, maxima)
     if routing is not None:
         replay_in_order(model, routing)
     found: Quantities = {}
@@ -48,13 +51,18 @@ def reference(case: Case, routing_policy: PolicyOrName | None = None, routing: Q
     factor = min(1.0, case.run.optim.clip_norm / found["grad_norm"].item())
     for gradient in gradients.values():
         gradient.mul_(factor)
-    return found | _update(case, model, found["kept"])
+    return found | _update(case, model, found["kept"], maxima)
 
 
-def reference_model(case: Case, routing_policy: PolicyOrName | None = None) -> Decoder:
+def reference_model(
+    case: Case, routing_policy: PolicyOrName | None = None, maxima: LogitMaxima | None = None
+) -> Decoder:
+    """``maxima``: where attention notes its largest logits, if the run clips them."""
     run = case.run
     backend = proof_kernels(run.precision.compute).experts
     interfaces = replace(local_interfaces(backend), routing_policy=policy_maker(routing_policy))
+    if run.optim.qk_clip is not None and maxima is not None:
+        interfaces = replace(interfaces, observe=lambda core, block: ObservedCore(core, block, maxima))
     model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], interfaces)
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -100,25 +108,12 @@ def _forward_and_backward(case: Case, model: Decoder) -> Quantities:
     return found
 
 
-def _update(case: Case, model: Decoder, kept_ME: Tensor) -> Quantities:
-    optim, kinds = case.run.optim, {spec.name: spec.kind for spec in parameters(case.run.model)}
-    named = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [parameter], "weight_decay": 0.0 if kinds[name] in NO_DECAY_KINDS else optim.weight_decay}
-            for name, parameter in named.items()
-        ],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        foreach=False,
-    )
-    optimizer.step()
-    found: Quantities = {}
-    for name, parameter in named.items():
-        state = optimizer.state[parameter]
-        found[f"parameter/{name}"] = parameter.detach()
-        found[f"exp_avg/{name}"], found[f"exp_avg_sq/{name}"] = state["exp_avg"], state["exp_avg_sq"]
+def _update(case: Case, model: Decoder, kept_ME: Tensor, maxima: LogitMaxima) -> Quantities:
+    found = update_reference(case.run, dict(model.named_parameters()), maxima.take())
+    if case.run.precision.master == "remainder":
+        # Ranks compare the weights of their optimizer with an update by their own gradients; this is what they are
+        # relative to.
+        found |= {name.replace("parameter/", "master/"): found[name].clone() for name in found if "parameter/" in name}
     state = dict(model.named_buffers())
     for (row, router), spec in zip(model.routers().items(), buffers(case.run.model), strict=False):
         found[f"expert_bias/{spec.name}"] = update_expert_bias(state[spec.name], kept_ME[row], router.bias_update_rate)
