@@ -59,7 +59,8 @@ def telling_cases(cases: list[Case], count: int) -> list[Case]:
 
 
 EXACT_CASES = telling_cases(CI_CASES, CASES_IN_CI)
-ROUNDED_CASES = telling_cases(list(draw_cases(200, 8, commit_seed(), dtype="bfloat16")), CASES_IN_CI)
+ROUNDED_DRAWS = list(draw_cases(200, 8, commit_seed(), dtype="bfloat16"))
+ROUNDED_CASES = telling_cases(ROUNDED_DRAWS, CASES_IN_CI)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +286,12 @@ def test_the_cases_in_ci_have_every_feature_of_two_hundred() -> None:
         return {feature for case in cases for feature in features_of(case)}
 
     assert features(EXACT_CASES) == features(CI_CASES)
+    assert features(ROUNDED_CASES) == features(ROUNDED_DRAWS)
+    states = {name for group, name in features(ROUNDED_CASES) if group == "optimizer states"}
+    assert states == {
+        *("on the device", "on the host", "on the cpu", "main weights by remainder"),
+        *("moments in bfloat16, rounded nearest", "moments in bfloat16, rounded stochastic"),
+    }
 
 
 def test_every_compared_quantity_has_a_meaning() -> None:

@@ -141,9 +141,13 @@ def _with_formats(random: Random, run: RunConfig, world: int) -> RunConfig:
 
 
 def _with_muon(random: Random, run: RunConfig, world: int, dtype: Format) -> RunConfig:
-    """In float64 only: Newton-Schulz makes all singular values about 1, those too that are rounding."""
+    """In float64 only: Newton-Schulz makes all singular values about 1, those too that are rounding.
+
+    Where every document has one token, gradients of queries and keys are rounding, and Muon's update of them would be.
+    """
     muon = MuonConfig(nesterov=random.random() < 0.7, coefficients=random.choice(get_args(NewtonSchulzCoefficients)))
-    if dtype == "float64" and random.random() < 0.4:
+    attends = any(length > 1 for lengths in Case(run, world).documents for length in lengths)
+    if dtype == "float64" and random.random() < 0.4 and attends:
         run = _unless_refused(run, replace(run, optim=replace(run.optim, algorithm="muon", muon=muon)), world)
     bound = random.choice((0.5, 1.0, 2.0))
     if dtype == "float64" and random.random() < 0.3:
