@@ -48,8 +48,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         if dropped or is_offloaded(row, layer, setting):
             saved[name] = size
             away += 0.0 if dropped else size
-            if row.step is not None and not row.dropped & setting.recompute:
-                steps[row.part == "attention"] += size
+            steps[row.part == "attention"] += size
         else:
             kept[name] = size
             kept_feed += size * (row.part in ("dense", "moe"))
@@ -63,6 +62,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         again_attention=steps[True],
         again_feed=steps[False],
         kept_feed=kept_feed,
+        backward_attention=_backward_attention(sizes, setting),
     )
 
 
@@ -95,13 +95,18 @@ def _backward(sizes: Sizes, setting: Setting) -> float:
     """Gradients that are alive together in the widest part: of what entered, of what was inside, of what came out."""
     word = element_bytes("word", setting.format)
     tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / setting.tp
-    attention = (sizes.query + sizes.key + sizes.value + sizes.context) / setting.tp + sizes.D * tokens
-    if "flash" not in setting.on:
-        # Of probabilities and of scores.
-        attention += 2 * sizes.heads * sizes.length / setting.tp
     if sizes.experts:
         rows = tokens * setting.imbalance * sizes.top_k
         feed = rows * (2 * sizes.travel * setting.etp + sizes.up + sizes.hidden)
     else:
         feed = (sizes.up + sizes.hidden) / setting.tp + sizes.D * tokens
-    return word * max(attention, feed)
+    return max(_backward_attention(sizes, setting), word * feed)
+
+
+def _backward_attention(sizes: Sizes, setting: Setting) -> float:
+    tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / setting.tp
+    attention = (sizes.query + sizes.key + sizes.value + sizes.context) / setting.tp + sizes.D * tokens
+    if "flash" not in setting.on:
+        # Of probabilities and of scores.
+        attention += 2 * sizes.heads * sizes.length / setting.tp
+    return element_bytes("word", setting.format) * attention

@@ -23,7 +23,7 @@ from moefold.plan.memory.states import (
     state_lines,
     workload_reshards_per_step,
 )
-from moefold.plan.memory.workspace import workspace_lines
+from moefold.plan.memory.workspace import around_head, around_module, workspace_lines
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
@@ -165,20 +165,10 @@ def _stage_parts(model: ModelShape, stage: StageContents, setting: Setting) -> t
     if stage.mtp:
         ahead = model.mtp_layers[-1]
         found.append((ahead, stage.mtp * kept_by(ahead, model.dim, setting).total, stage.mtp))
-        found.append((None, stage.mtp * _end_bytes(model, setting, _AROUND_MODULE[setting.framework == "moefold"]), 0))
+        found.append((None, stage.mtp * around_module(model, setting), 0))
     if stage.head:
-        found.append((None, _end_bytes(model, setting, _AROUND_HEAD[setting.framework == "moefold"]), 0))
+        found.append((None, around_head(model, setting), 0))
     return tuple(found)
-
-
-# Words per dim around the head (a norm's input and output) and an MTP module (two more, joined); moefold's norms
-# keep four each.
-_AROUND_HEAD, _AROUND_MODULE = (2, 4), (5, 16)
-
-
-def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
-    tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
-    return tensors * model.dim * tokens * setting.word
 
 
 # ---- what is alive ----

@@ -157,10 +157,11 @@ class Kept:
     away: float
     # What recomputation and offloading save, by name of the tensor.
     saved: tuple[tuple[str, float], ...]
-    # Of `again`, what retained steps of attention and of the feed-forward give back, and what the latter keeps anyway.
+    # Of `again`, what is attention's and what the feed-forward's, and what the latter keeps; attention's gradients.
     again_attention: float = 0.0
     again_feed: float = 0.0
     kept_feed: float = 0.0
+    backward_attention: float = 0.0
 
 
 def setting_of(workload: Workload) -> Setting:

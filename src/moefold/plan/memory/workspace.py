@@ -9,20 +9,19 @@ moefold's own step has rows of its own, which a test compares with the dry run:
 
 casts     matmuls keep the parameter itself and cast it again in backward: no cast outlives its matmul
 loss      logits exist one chunk of the vocabulary at a time; the head's gradient is whole
-a layer   the peak is at the experts' first matrix: its gradient, and the gradient of its output
+a layer   the peak is inside of the experts' activation, or at their first matrix: its gradient and its output's
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from moefold.blueprint.model_shape import Dense, Layer, MoE
+from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting
 from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
+from moefold.units import format_bytes
 
 # Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both
 # exist. Else Megatron has the logits, the probabilities in float32 and the gradient; plain PyTorch has float32
@@ -30,6 +29,11 @@ from moefold.plan.workload import Workload
 FUSED_LOSS, COMPILED_LOSS, MEGATRON_LOSS, PLAIN_LOSS = 2.0, 4.0, 8.0, 14.0
 # Hidden states of all tensor-parallel ranks' tokens around the head: normed, gathered, their gradients.
 HIDDEN_AT_LOSS = 6
+# Words per dim around the head (a norm's input and output) and an MTP module (two more, joined); moefold's norms
+# keep four each.
+_AROUND_HEAD, _AROUND_MODULE = (2, 4), (5, 16)
+# Receives that a pipeline rank posts ahead, as in `comm/p2p.py`.
+POSTED = 2
 # Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
 CHUNK = 8192
 
@@ -131,6 +135,20 @@ def own_workspace(workload: Workload, stages: tuple[StageContents, ...], setting
     return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
 
 
+def around_head(model: ModelShape, setting: Setting) -> float:
+    return _end_bytes(model, setting, _AROUND_HEAD[setting.framework == "moefold"])
+
+
+def around_module(model: ModelShape, setting: Setting) -> float:
+    return _end_bytes(model, setting, _AROUND_MODULE[setting.framework == "moefold"])
+
+
+def _end_bytes(model: ModelShape, setting: Setting, tensors: int) -> float:
+    """Of one token."""
+    tokens = 1 / setting.tp if "sequence_parallel" in setting.on else 1.0
+    return tensors * model.dim * tokens * setting.word
+
+
 def _head_gradient(workload: Workload, stages: tuple[StageContents, ...]) -> float:
     """One per loss; of several, their sum too."""
     if not any(stage.head for stage in stages):
@@ -173,50 +191,70 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
 
 
 def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
+    """The backward of the layer that needs most, at its feed-forward's turn or at its attention's."""
     kinds = dict.fromkeys(layer for stage in stages for layer, _ in stage.layers)
-    rows, weights = max((_inside(workload, layer) for layer in kinds), default=(0.0, 0.0))
-    word = workload.word
-    per_weight = word if workload.is_flat or workload_reshards_per_step(workload) else word + workload.gradient_bytes
-    lines = [
-        MemoryLine("buffers", "gradients inside a layer", rows, "of an activation, before and after"),
-        MemoryLine(
-            "buffers", "gradient of one weight", weights * per_weight, f"{weights / 1e9:.3f}B elements of the largest"
-        ),
-        *_again_lines(workload, kinds, setting),
-    ]
     by_layer = not workload.is_flat and not workload_reshards_per_step(workload)
+    tokens = workload.context_tokens
+    found: list[tuple[float, float, float]] = []
+    away = 0.0
+    for layer in kinds:
+        kept = kept_by(layer, workload.model.dim, setting)
+        rows, weights, after = _inside_feed(workload, layer, by_layer)
+        found.append((rows, weights, kept.again_feed * tokens))
+        # By then what the feed-forward saved is gone.
+        back = (kept.again_attention - kept.kept_feed) * tokens
+        found.append((kept.backward_attention * tokens + min(back, 0.0), after, max(back, 0.0)))
+        away = max(away, kept.away * tokens)
+    rows, weights, again = max(found, key=sum, default=(0.0, 0.0, 0.0))
+    if len(stages) == 1 and stages[0].head:
+        # The head of the microbatch that goes backward is done.
+        rows -= around_head(workload.model, setting) * tokens
+    if rows < 0:
+        rows, weights = 0.0, max(0.0, rows + weights)
+    lines = [
+        MemoryLine("buffers", "gradients inside a layer", rows, "of rows, less what was saved and is freed by then"),
+        MemoryLine("buffers", "gradients of weights", weights, "of one layer, until they are added up"),
+        MemoryLine("buffers", "recomputed or brought back", again, "one layer"),
+        MemoryLine("buffers", "on its way", away, "the next layer, from the host"),
+        *_stream_lines(workload),
+    ]
     if by_layer and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
+    return [line for line in lines if line.bytes]
+
+
+def _stream_lines(workload: Workload) -> list[MemoryLine]:
+    """The gradient that goes from layer to layer, and what neighbouring stages were told to send."""
+    each = workload.context_tokens / workload.parallel.tp * workload.model.dim * workload.word
+    why = f"{format_bytes(each)} each"
+    lines = [MemoryLine("buffers", "gradient of the residual stream", each, why)]
+    if workload.parallel.pp > 1:
+        lines.append(MemoryLine("buffers", "posted receives", POSTED * each, why))
     return lines
 
 
-def _again_lines(workload: Workload, kinds: Iterable[Layer], setting: Setting) -> list[MemoryLine]:
-    """Retained steps: what one layer's backward has again. When attention's turn comes, the feed-forward's is gone."""
-    if not setting.discarded and not workload.retained("offload"):
-        return []
-    tokens = workload.context_tokens
-    kept = [kept_by(layer, workload.model.dim, setting) for layer in kinds]
-    again = max((max(one.again_feed, one.again_attention - one.kept_feed) for one in kept), default=0.0)
-    away = max((one.away for one in kept), default=0.0)
-    lines = []
-    if again > 0:
-        why = f"one layer, {tokens:,.0f} tokens of {again:,.0f} bytes"
-        lines.append(MemoryLine("buffers", "recomputed or brought back", again * tokens, why))
-    if away > 0:
-        why = f"the next layer on its way from the host, {tokens:,.0f} tokens of {away:,.0f} bytes"
-        lines.append(MemoryLine("buffers", "on its way", away * tokens, why))
-    return lines
+def _inside_feed(workload: Workload, layer: Layer, by_layer: bool) -> tuple[float, float, float]:
+    """Bytes of rows and of gradients of weights at the fullest moment of a feed-forward's backward, and of the latter
+    after it.
 
-
-def _inside(workload: Workload, layer: Layer) -> tuple[float, float]:
-    """Bytes of gradients of rows, and elements of the largest weight."""
+    Under FSDP gradients are cast to the format of their sum and stay until the layer is done; else they are added to
+    what is there already. Saved tensors that are freed by then count as negative.
+    """
     parallel, feed, tokens = workload.parallel, layer.feed, workload.context_tokens
-    word = workload.word
+    word, wide = workload.word, workload.gradient_bytes * by_layer
     if isinstance(feed, MoE):
         rows = tokens / parallel.tp * feed.top_k * workload.imbalance
-        inner = rows * feed.dim * (2 * word + 4.0 + word)
-        weight = feed.experts / parallel.ep * 2 * feed.dim * (feed.latent or workload.model.dim) / parallel.etp
-        return inner, weight
+        dim = feed.latent or workload.model.dim
+        inner, passed = rows * feed.dim, rows * dim * parallel.etp * word
+        first = feed.experts / parallel.ep * 2 * feed.dim * dim / parallel.etp
+        # The activation: the gradient of its output, also wide, and of both halves of its input, silu and two products,
+        # of which one is wide; its output is freed.
+        activation = inner * (4 * word + (8.0 if word < 4.0 else 4.0)), first / 2 * wide
+        # The first matrix: the gradients of its input and its output and its own; and then the latter as it is summed.
+        matrix = passed - inner * word, first * word + first / 2 * wide
+        summed = passed - inner * 3 * word, first * (word + wide) + first / 2 * wide
+        return *max((activation, matrix, summed), key=sum), 1.5 * first * wide
     if isinstance(feed, Dense):
-        return tokens * feed.dim / parallel.tp * 4 * word, 2 * feed.dim * workload.model.dim / parallel.tp
-    return 0.0, 0.0
+        first = 2 * feed.dim * workload.model.dim / parallel.tp
+        return tokens * feed.dim / parallel.tp * 4 * word, first * (word + wide), 1.5 * first * wide
+    return 0.0, 0.0, 0.0
