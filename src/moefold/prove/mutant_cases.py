@@ -10,6 +10,7 @@ from moefold.config.data import DataConfig
 from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
@@ -40,8 +41,12 @@ def _case(
     return Case(RunConfig(name, 5, model, parallel, precision, kernels, data, PROOF_OPTIM), 4)
 
 
-def _changed(case: Case, **sections: Any) -> Case:
-    return replace(case, run=replace(case.run, **sections))
+def _changed(case: Case, optim: OptimConfig = PROOF_OPTIM, memory: MemoryConfig | None = None) -> Case:
+    return replace(case, run=replace(case.run, optim=optim, memory=memory or case.run.memory))
+
+
+def _with_remainder(case: Case) -> Case:
+    return replace(case, run=replace(case.run, precision=replace(case.run.precision, master="remainder")))
 
 
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
@@ -156,9 +161,8 @@ _SAVINGS = (
             )
         ),
     ),
-    _changed(
-        _case("remainder", ParallelConfig(sharding="flat", ep=2), _model(), replace(_DATA, seq_len=8), "bfloat16"),
-        precision=replace(proof_precision("bfloat16"), master="remainder"),
+    _with_remainder(
+        _case("remainder", ParallelConfig(sharding="flat", ep=2), _model(), replace(_DATA, seq_len=8), "bfloat16")
     ),
     # Matrices are cut over dp and tp; some heads are over the bound, on some ranks.
     _changed(

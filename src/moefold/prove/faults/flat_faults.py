@@ -28,8 +28,8 @@ def flat_sum_lost() -> None:
 
 
 def flat_sum_averaged() -> None:
-    def make(start: Callable[..., Any]) -> Callable[..., Any]:
-        def start_mean(flat: Tensor, each: int, group: Group) -> Any:
+    def make(start: Callable[..., object]) -> Callable[..., object]:
+        def start_mean(flat: Tensor, each: int, group: Group) -> object:
             return start(flat.div_(group.size), each, group)
 
         return start_mean
@@ -96,7 +96,7 @@ def norm_before_the_reduce_scatter() -> None:
 
 def decay_on_the_wrong_piece() -> None:
     def make(build: Callable[..., ModelOptimizer]) -> Callable[..., ModelOptimizer]:
-        def build_and_shift(*given: Any) -> ModelOptimizer:
+        def build_and_shift(*given: object) -> ModelOptimizer:
             optimizer = build(*given)
             decays = [group["weight_decay"] for group in optimizer.param_groups]
             for group, decay in zip(optimizer.param_groups, decays[1:] + decays[:1], strict=True):
