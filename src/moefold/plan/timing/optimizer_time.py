@@ -11,10 +11,14 @@ a x b matrix (a <= b) is three matmuls: X X', its square, and their product with
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
-from moefold.blueprint.model_shape import Layer, ModelShape
-from moefold.blueprint.parameters import block_parameters
+from moefold.blueprint.muon_matrices import matrices_of, newton_schulz_flops
+from moefold.blueprint.param_groups import update_rule
+from moefold.blueprint.parameters import parameters
+from moefold.config.model import ModelConfig
+from moefold.config.optim import OptimConfig
 from moefold.plan.timing.throughput import Rates
 from moefold.plan.workload import Workload
 
@@ -49,23 +53,18 @@ def optimizer_seconds(workload: Workload, rates: Rates, updated: float, held: fl
 def _newton_schulz_seconds(workload: Workload) -> float:
     if workload.run.optim.algorithm != "muon":
         return 0.0
-    work = newton_schulz_flops(workload.model, workload.run.optim.muon.iterations) / workload.cluster.num_gpus
+    work = muon_flops(workload.run.model, workload.run.optim) / workload.cluster.num_gpus
     return work / (MUON_MFU * workload.cluster.gpu.bf16_tflops * 1e12)
 
 
 @lru_cache(maxsize=64)
-def newton_schulz_flops(model: ModelShape, iterations: int) -> float:
-    """Of all hidden matrices of a model."""
-    return iterations * sum(_layer_flops(layer, model.dim) for layer in (*model.layers, *model.mtp_layers))
-
-
-@lru_cache(maxsize=1024)
-def _layer_flops(layer: Layer, dim: int) -> float:
-    total = 0.0
-    for spec in block_parameters("layers.0.", layer, dim):
-        if spec.kind in ("matrix", "expert") and len(spec.shape) >= 2:
-            # Experts, and gate and up, are matrices of their own in one tensor.
-            *stacked, rows, columns = spec.shape
-            small, large = sorted((rows, columns))
-            total += prod(stacked) * (4.0 * small * small * large + 2.0 * small**3)
+def muon_flops(model: ModelConfig, optim: OptimConfig) -> int:
+    """Of all matrices that Muon updates, cut as it sees them: experts, gate and up, and heads of MLA apart."""
+    total = 0
+    for spec in parameters(model):
+        if update_rule(spec.name, spec.kind, optim).algorithm == "muon":
+            matrices = matrices_of(spec, model)
+            *stacks, rows, (_, columns) = matrices.edges
+            cut = sum(newton_schulz_flops(b - a, columns, optim.muon.iterations) for a, b in pairwise(rows))
+            total += prod(len(edges) - 1 for edges in stacks) * cut
     return total
