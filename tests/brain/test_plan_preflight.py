@@ -67,6 +67,28 @@ def test_small_runs_fit_everywhere(name: str) -> None:
         refuse_if_too_large(run, 1, Device(4 * GIB, host_ranks=1))
 
 
+def test_cpu_ranks_are_not_told_to_use_their_own_host() -> None:
+    """Offloading and states on the host free nothing there."""
+    run = qwen(**{"memory.optimizer": "host", "parallel.sharding": "flat"})
+    plain = predict_memory(workload_of_run(qwen(**{"parallel.sharding": "flat"}), cluster_of("H100", 64)))
+    needed = 64 * (sum(plain.by_rank) / len(plain.by_rank) - plain.of("overhead"))
+    refuse_if_too_large(run, 64, Device(needed, host_ranks=64))
+    with pytest.raises(MemoryPreflightError) as caught:
+        refuse_if_too_large(run, 64, Device(0.9 * needed, host_ranks=64))
+    assert "offload" not in str(caught.value) and "optimizer = host" not in str(caught.value)
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+    from moefold.cli.train import available_host_bytes
+
+    (tmp_path / "memory.current").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 2000000\nfile 1000000\n")
+    (tmp_path / "memory.max").write_text("5000000\n")
+    assert available_host_bytes(tmp_path) == 3_000_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_host_bytes(tmp_path) != 3_000_000
+
+
 def test_available_memory_of_this_host_is_read() -> None:
     from moefold.cli.train import available_host_bytes
 

@@ -18,6 +18,7 @@ from moefold.errors import MoefoldError, ProblemsError
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.launch_command import changes_to_run
 from moefold.plan.memory.peak import predict_memory
+from moefold.plan.memory.saving_steps import is_on_host, saving, savings_of
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.search.cheapest_savings import cheapest_fit
 from moefold.plan.workload import Workload, changed, workload_of_run
@@ -56,6 +57,9 @@ def refuse_if_too_large(run: RunConfig, world: int, device: Device) -> None:
         workload = workload_of_run(run, cluster_of("H100", world))
     except ProblemsError:
         return
+    if device.host_ranks:
+        # What a CPU rank sends to the host's memory stays where it is.
+        workload = saving(workload, frozenset(one for one in savings_of(run) if not is_on_host(frozenset({one}))))
     memory = predict_memory(workload)
     needed = device.needs(memory, world)
     if needed <= device.bytes:
@@ -82,7 +86,7 @@ def _settings_that_fit(workload: Workload, world: int, device: Device) -> Iterat
         if device.needs(memory, world) <= device.bytes:
             found: Workload | None = base
         else:
-            found = cheapest_fit(base, device.share(memory))
+            found = cheapest_fit(base, device.share(memory), host=not device.host_ranks)
         if found is None or problems(found.run, world):
             continue
         size = device.needs(predict_memory(found), world)

@@ -137,6 +137,11 @@ def is_retained(entries: Savings) -> bool:
     return any(entry.startswith("memory.retain.") for entry in entries)
 
 
+def is_on_host(entries: Savings) -> bool:
+    """Whether some of them use the host's memory instead."""
+    return any(entry.rpartition("=")[2] in ("offload", "host", "cpu") for entry in entries)
+
+
 def inside_phases(recompute: frozenset[Recomputed], savings: Savings) -> bool:
     """Whether a retained step lies in a phase that is recomputed whole."""
     steps = {entry.partition("=")[0].rpartition(".")[2] for entry in savings if entry.startswith("memory.retain.")}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saving_steps import Savings, SavingStep, conflicts, offered, saving, savings_of
+from moefold.plan.memory.saving_steps import Savings, SavingStep, conflicts, is_on_host, offered, saving, savings_of
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import Workload
 
@@ -77,10 +77,14 @@ def trimmed(found: Savings, start: Savings, steps: Sequence[SavingStep], fits: C
     return found
 
 
-def cheapest_fit(workload: Workload, capacity: float) -> Workload | None:
-    """The workload with the cheapest savings that fit; None if all of them do not suffice."""
+def cheapest_fit(workload: Workload, capacity: float, host: bool = True) -> Workload | None:
+    """The workload with the cheapest savings that fit; None if all of them do not suffice.
+
+    Without ``host`` nothing is sent to the host's memory: on CPU ranks that frees nothing.
+    """
     start = savings_of(workload.run)
-    steps = by_price(offered(workload), start, lambda some: _size(workload, some), lambda some: _time(workload, some))
+    known = tuple(step for step in offered(workload) if host or not is_on_host(step.entries))
+    steps = by_price(known, start, lambda some: _size(workload, some), lambda some: _time(workload, some))
 
     def fits(some: Savings) -> bool:
         return _size(workload, some) <= capacity

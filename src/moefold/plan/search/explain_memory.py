@@ -54,7 +54,17 @@ def savings_words(chosen: Prediction, saved: Sequence[SwitchedOn]) -> str:
         f"{', '.join(sorted(one.entries))} ({one.words}) frees {format_bytes(max(0.0, one.bytes))} for "
         f"{max(0.0, one.seconds) / step:.1%} of the step"
         for one in saved
+        if one.bytes > 0
     ]
+    # Beside others some free nothing more: they are on because less travels.
+    quicker = [
+        f"{', '.join(sorted(one.entries))} ({one.words}) makes the step {max(0.0, -one.seconds) / step:.2%} shorter"
+        for one in saved
+        if one.bytes <= 0
+    ]
+    if not words:
+        return f"Switched on: {'; '.join(quicker)}."
+    words += quicker
     return f"Switched on so that it fits: {'; '.join(words)}."
 
 
