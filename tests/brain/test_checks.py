@@ -19,6 +19,7 @@ from moefold.checks import (
     pipeline,
     planned_only,
     precision,
+    retained_steps,
     train,
 )
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
@@ -333,9 +334,12 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about pipelines, context, messages, other libraries and what is planned only have files of their own."""
+    """Those about pipelines, context, messages, optimizers, retained steps, other libraries and what is planned only
+    have files of their own."""
     elsewhere = {*pipeline.RULES, *context.RULES, *parallel.DISPATCH_RULES, *planned_only.RULES, *engine_limits.RULES}
-    elsewhere |= {*precision.RULES, *muon_rules.RULES}
+    elsewhere |= {*precision.RULES, *muon_rules.RULES, *retained_steps.RULES}
+    elsewhere |= {kernels.fused_experts_keep_their_first_gemm}
+    elsewhere |= {train.parameter_groups_have_parameters, train.parameter_groups_have_usable_numbers}
     assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere
     assert elsewhere <= set(RULES)
 

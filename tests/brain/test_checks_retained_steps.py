@@ -1,0 +1,77 @@
+"""Rules about what is kept of a block's steps: each has a run that it accepts and one that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moefold.checks import kernels, retained_steps
+from moefold.checks.run_all import problems
+from moefold.config.loading import override
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+from moefold.recipes.catalog import recipe
+
+Rule = Callable[[RunConfig], list[Problem] | Problem | None]
+# The rule, changes of debug_mla that it accepts, changes that it refuses, and the path that it names.
+CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
+    (retained_steps.named_steps_exist, {"mla_up": "discard"}, {"dense": "discard"}, "memory.retain.dense"),
+    (
+        retained_steps.steps_are_not_in_recomputed_phases,
+        {"mla_up": "discard", "memory.recompute": ["experts"]},
+        {"mla_up": "discard", "memory.recompute": ["attention"]},
+        "memory.retain.mla_up",
+    ),
+    (
+        retained_steps.collectives_run_once,
+        {"rows": "offload", "parallel.ep": 2},
+        {"rows": "discard", "parallel.ep": 2},
+        "memory.retain.rows",
+    ),
+    (
+        retained_steps.rows_are_permuted_by_us,
+        {"rows": "discard"},
+        {"rows": "discard", "kernels.permute": "transformer_engine"},
+        "memory.retain.rows",
+    ),
+    (
+        retained_steps.compiled_regions_keep,
+        {"kernels.compile": "regions"},
+        {"feed_norm": "discard", "kernels.compile": "regions"},
+        "memory.retain.feed_norm",
+    ),
+    (retained_steps.host_bound_is_positive, {"memory.host_gib": 1}, {"memory.host_gib": 0}, "memory.host_gib"),
+    (
+        kernels.fused_experts_keep_their_first_gemm,
+        {"gate_up": "discard", "kernels.experts": "grouped"},
+        {"gate_up": "discard", "kernels.experts": "fused"},
+        "memory.retain.gate_up",
+    ),
+]
+
+
+def _run(changes: dict[str, Any]) -> RunConfig:
+    whole = {key if "." in key else f"memory.retain.{key}": value for key, value in changes.items()}
+    return override(recipe("debug_mla"), {"model.num_dense_layers": 0, "kernels.experts": "grouped"} | whole)
+
+
+@pytest.mark.parametrize(("rule", "good", "bad", "path"), CASES, ids=lambda each: getattr(each, "__name__", ""))
+def test_rule(rule: Rule, good: dict[str, Any], bad: dict[str, Any], path: str) -> None:
+    assert not rule(_run(good))
+    found = rule(_run(bad))
+    (problem,) = found if isinstance(found, list) else [found]
+    assert problem is not None and problem.path == path and problem.message and problem.fix
+    assert problem in problems(_run(bad))
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(retained_steps.RULES) <= {case[0] for case in CASES}
+
+
+def test_a_preset_skips_what_a_model_does_not_have_and_names_itself() -> None:
+    run = override(recipe("debug_tiny"), {"memory.preset": "fine_grained"})
+    assert problems(run) == []
+    problem = retained_steps.compiled_regions_keep(override(run, {"kernels.compile": "regions"}))
+    assert problem is not None and problem.path == "memory.preset"
