@@ -63,7 +63,6 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         again_feed=steps[False],
         kept_feed=kept_feed,
         backward_attention=_backward_attention(sizes, setting),
-        deferred=_deferred(sizes, setting) + sum(size for name, size in saved.items() if name in _INPUTS),
     )
 
 
@@ -102,30 +101,6 @@ def _backward(sizes: Sizes, setting: Setting) -> float:
     else:
         feed = (sizes.up + sizes.hidden) / setting.tp + sizes.D * tokens
     return max(_backward_attention(sizes, setting), word * feed)
-
-
-# Inputs of matmuls that steps of a block may discard or offload: deferred weight gradients have them again.
-_INPUTS = (
-    "attention: normed input",
-    "attention: normed latents",
-    "attention: output of the kernel",
-    "moe: rows",
-    "moe: received rows",
-    "moe: after activation",
-    "dense: after activation",
-)
-
-
-def _deferred(sizes: Sizes, setting: Setting) -> float:
-    """Gradients of the outputs of all matmuls of a layer, which their weight gradients wait for."""
-    tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / setting.tp
-    attention = (sizes.query + sizes.key + sizes.value) / setting.tp + (sizes.q_latent + sizes.kv_latent + sizes.D)
-    if sizes.experts:
-        rows = tokens * setting.imbalance * sizes.top_k
-        feed = rows * (sizes.up + sizes.travel * setting.etp) + (sizes.shared_up / setting.tp + sizes.D * tokens)
-    else:
-        feed = sizes.up / setting.tp + sizes.D * tokens
-    return element_bytes("word", setting.format) * (attention + feed)
 
 
 def _backward_attention(sizes: Sizes, setting: Setting) -> float:

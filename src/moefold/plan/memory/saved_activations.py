@@ -162,8 +162,6 @@ class Kept:
     again_feed: float = 0.0
     kept_feed: float = 0.0
     backward_attention: float = 0.0
-    # What weight gradients hold that wait: gradients of outputs, and inputs that were recomputed or brought back.
-    deferred: float = 0.0
 
 
 def setting_of(workload: Workload) -> Setting:

@@ -21,7 +21,6 @@ from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_line
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
-from moefold.schedule.names import SCHEDULES
 from moefold.units import format_bytes
 
 # Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both
@@ -33,8 +32,6 @@ HIDDEN_AT_LOSS = 6
 # Words per dim around the head (a norm's input and output) and an MTP module (two more, joined); moefold's norms
 # keep four each.
 _AROUND_HEAD, _AROUND_MODULE = (2, 4), (5, 16)
-# Stages' worth of deferred weight gradients in overlapped schedules: an estimate above two dry runs, 2 % below a third.
-DEFERRED_CHUNKS = 1.5
 # Receives that a pipeline rank posts ahead, as in `comm/p2p.py`.
 POSTED = 2
 # Rows of the vocabulary per chunk of logits, as in `nn/vocab.py`.
@@ -220,27 +217,10 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
         MemoryLine("buffers", "recomputed or brought back", again, "one layer"),
         MemoryLine("buffers", "on its way", away, "the next layer, from the host"),
         *_stream_lines(workload),
-        *_deferred_lines(workload, stages, setting),
     ]
     if by_layer and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
     return [line for line in lines if line.bytes]
-
-
-def _deferred_lines(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
-    """Overlapped pairs defer weight gradients of all layers, and some wait beyond their pair."""
-    if not SCHEDULES[workload.parallel.schedule].overlaps:
-        return []
-    model, tokens = workload.model, workload.context_tokens
-    chunk = max(
-        sum(count * kept_by(layer, model.dim, setting).deferred for layer, count in one.layers) for one in stages
-    )
-    why = f"{DEFERRED_CHUNKS:g} times the gradients of all outputs of a stage's matmuls"
-    lines = [MemoryLine("buffers", "deferred weight gradients", DEFERRED_CHUNKS * chunk * tokens, why)]
-    if any(stage.embedding for stage in stages):
-        size = model.vocab / workload.parallel.tp * model.dim * workload.gradient_bytes
-        lines.append(MemoryLine("buffers", "the embedding's gradient", size, "before it is added up"))
-    return lines
 
 
 def _stream_lines(workload: Workload) -> list[MemoryLine]:

@@ -21,15 +21,7 @@ from moefold.blueprint.model_shape import Attention, Dense, MoE
 from moefold.config.kernels import Graphs
 from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.parallel import Overlap, Sharding
-from moefold.plan.memory.saving_steps import (
-    NONE,
-    Savings,
-    conflicts,
-    inside_phases,
-    is_retained,
-    savings_of,
-    with_savings,
-)
+from moefold.plan.memory.saving_steps import NONE, Savings, conflicts, inside_phases, savings_of, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload
@@ -155,8 +147,6 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
         return "only experts on the same rank need no dispatcher"
     if choice.replicate > 1 and choice.sharding not in ("fsdp", "flat"):
         return "copies are of what is sharded"
-    if limits.ours and choice.delay_wgrad and (choice.recompute or is_retained(choice.savings)):
-        return "weight gradients that are deferred hold what would be recomputed or offloaded"
     if choice.savings:
         if conflicts(choice.savings):
             return "a key cannot have two values"
