@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moefold.api.runs import load_run
 from moefold.checkpoint.hf.gather_weights import hf_weights
@@ -30,6 +29,7 @@ from moefold.dryrun.trace_step import gained
 from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.parallel.flat_sharding import FlatSharding
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
+from moefold.parallel.param_shards import local_part
 from moefold.pipeline.pipeline_state import PipelineState
 from moefold.pipeline.runtime import run_schedule
 from moefold.pipeline.step import evaluate, make_optimizer, move_expert_biases, run_step
@@ -205,7 +205,7 @@ def test_steps_are_those_of_fsdp(name: str) -> None:
             # FSDP's modules cannot run by themselves after an overlapped schedule has run their phases.
             if not schedule_named(runs[0].parallel.schedule).overlaps:
                 assert torch.equal(*(evaluate(local_model, batches) for local_model in models))
-        differing = [name for name, (a, b) in whole_weights(*models).items() if not torch.equal(a, b)]
+        differing = [name for name, (a, b) in both_weights(*models).items() if not torch.equal(a, b)]
         assert differing == []
 
     in_groups(work, runs[1], world)
@@ -221,13 +221,15 @@ class RandomDocuments(FullDocuments):
         return replace(super().sample(index), tokens=tokens)
 
 
-def whole_weights(fsdp: LocalModel, flat: LocalModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """Main weights of both, gathered over data-parallel ranks."""
+def both_weights(fsdp: LocalModel, flat: LocalModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """This rank's shards of main weights under FSDP, and the same boxes of flat's, which all ranks gather."""
     assert isinstance(flat.sharding, FlatSharding)
     found = {}
     for name, parameter in fsdp.model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        found[name] = (whole.detach(), flat.sharding.whole_main(name))
+        shard = fsdp.param_shards[name]
+        boxes = zip(shard.box, shard.unsharded_box, strict=True)
+        inside = tuple(slice(part.start - whole.start, part.stop - whole.start) for part, whole in boxes)
+        found[name] = (local_part(parameter).detach(), flat.sharding.whole_main(name)[inside])
     return found
 
 
