@@ -72,14 +72,23 @@ def examined(case: str, fault: str = "none") -> tuple[list[tuple[str, str]], dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["1f1b", "interleaved", "1f1b_overlapped", "dualpipe_v"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "1f1b",
+        "dualpipe_v",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("interleaved", "1f1b_overlapped")),
+    ],
+)
 def test_nothing_is_found(case: str) -> None:
     findings, said = examined(case)
     assert findings == []
     assert said["pinned"] and said["bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
