@@ -147,7 +147,7 @@ def test_what_nobody_asks_about_has_no_gradient() -> None:
     _, recorded = record(Phase("p", Stream.COMPUTE, lambda pair: (pair[0] * 3, pair[1] * 3)), (x, y))
     left, right = backward_phase(recorded, [torch.tensor([1.0]), None])
     assert left is not None and left.item() == 3.0 and right is None
-    assert backward_phase(recorded, [None, None]) == [left, None]
+    assert backward_phase(recorded, [None, None]) == [None, None]
 
 
 def test_handing_on_what_was_given_is_a_phase_too() -> None:
@@ -248,6 +248,19 @@ def test_two_at_once_have_the_bits_of_one_after_the_other(
     assert_equal(_gradients(together), _gradients(in_turn))
 
 
+def test_a_pair_leaves_no_weight_gradient_to_the_next() -> None:
+    """Not even if no wait has time for one: each holds the input and the output's gradient of its matmul."""
+    local_model = _share(MODELS["mla"])
+    log: list[str] = []
+    local_model = replace(local_model, comm_stream=Watched(local_model.comm_stream, log, lambda: False))
+    assert local_model.weight_grads is not None
+    first, second = microbatches(local_model.run, SHAPES)
+    counts_ME, whole = zero_sums(local_model).counts_ME, _stage("whole", MODELS["mla"])
+    output, tape = run_recorded(local_model, first, counts_ME, whole, None)
+    run_overlapped(local_model, second, counts_ME, whole, None, tape, _asked(output, 1), None)
+    assert "weight gradient" not in log and local_model.weight_grads.is_empty
+
+
 OVERLAPPING = {"1f1b_overlapped": 1, "interleaved_overlapped": 2, "dualpipe_v": 2}
 
 
@@ -294,3 +307,13 @@ def test_a_recorded_phase_holds_nothing_that_its_backward_does_not_read() -> Non
     del x, result
     assert gone() is None and made() is None
     assert [gradient.tolist() for gradient in backward_phase(recorded, [torch.ones(4)])] == [[1.0] * 4]
+
+
+def test_a_phase_that_is_done_holds_no_gradient() -> None:
+    """All phases of a stage are recorded together, and live until the backward of the first."""
+    _, recorded = record(Phase("p", Stream.COMPUTE, lambda x: x + 1), torch.ones(4, requires_grad=True) * 2)
+    (gradient,) = backward_phase(recorded, [torch.ones(4)])
+    assert gradient is not None
+    gone = weakref.ref(gradient.untyped_storage())
+    del gradient
+    assert gone() is None

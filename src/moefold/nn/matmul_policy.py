@@ -182,11 +182,6 @@ class WeightGradQueue:
         while any(id(weight) in wanted for _, weight, _ in self._waiting):
             self.run_one()
 
-    def run_before(self, key: object) -> None:
-        """Compute the oldest ones until the oldest is of this key."""
-        while self._waiting and self._waiting[0][0] != key:
-            self.run_one()
-
     def run_all(self) -> None:
         while self.run_one():
             pass

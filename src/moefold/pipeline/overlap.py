@@ -4,7 +4,8 @@ The two microbatches are independent, so each can compute while the other's all-
 advance in turn: each runs its compute phases up to its next communication phase, submits that to the comm stream, and
 yields to the other. The interleaving depends on the phases alone and never on timing, so that all ranks issue the same
 collectives in the same order. While a rank has to wait, it computes deferred weight gradients; these are taken oldest
-first, so that their sums do not depend on timing either.
+first, so that their sums do not depend on timing either. Those that a wait had no time for are computed after it: what
+they need, the input and the output's gradient of each matmul, is held for the phases between two waits and no longer.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def run_overlapped(
 ) -> tuple[DecoderOutput, RecordedForward]:
     """The forward of one microbatch, and the backward of another's recorded ``forward`` from its output ``gradients``.
 
-    Weight gradients are deferred and computed while both wait. The rest is computed in the next pair's waits, unless
-    ``defer_as`` names the action that will compute them.
+    Weight gradients are deferred and computed while both wait, at the latest after the next wait, unless ``defer_as``
+    names the action that will compute them.
     """
     weight_grads, stream = local_model.weight_grads, local_model.comm_stream
     assert weight_grads is not None and stream is not None
@@ -86,6 +87,8 @@ def run_overlapped(
             if each.pending is not None:
                 each.phases.set_result(stream.wait(each.pending, weight_grads.run_one))
                 each.pending = None
+                if defer_as is None:
+                    weight_grads.run_until(key)
             for phase_stream, work in each.ready:
                 if phase_stream is Stream.COMM:
                     each.pending = stream.submit(work)
@@ -94,7 +97,7 @@ def run_overlapped(
             else:
                 running.remove(each)
     if defer_as is None:
-        weight_grads.run_before(key)
+        weight_grads.run_until(key)
     backward_phases.finish()
     return forward_phases.output()
 

@@ -26,6 +26,11 @@ class Entry:
     def __init__(self) -> None:
         self.grad: Tensor | None = None
 
+    def take(self) -> Tensor | None:
+        """The gradient, which is not held here any longer: recorded phases live until the last backward of them."""
+        grad, self.grad = self.grad, None
+        return grad
+
 
 class _EnterContext(Protocol):
     entry: Entry
@@ -76,7 +81,7 @@ def backward_phase(recorded: Recorded, gradients: Gradients) -> Gradients:
     pairs = [(output, grad) for output, grad in zip(recorded.outputs, gradients, strict=True) if grad is not None]
     if pairs:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-    return [entry.grad for entry in recorded.entries]
+    return [entry.take() for entry in recorded.entries]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

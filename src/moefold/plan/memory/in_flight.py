@@ -50,14 +50,17 @@ def _enough(stages: int, ranks: int, microbatches: int) -> int:
 
 
 def _changes(actions: Iterable[Action], stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(which of the rank's stages, +1 or -1) in the order's own sequence."""
+    """(which of the rank's stages, +1 or -1) in the order's own sequence.
+
+    The two of a pair run layer by layer in turn, the backward first, so that one frees what the other fills.
+    """
     for action in actions:
-        for part in action.parts:
-            if part.kind is Kind.FORWARD:
-                yield stages.index(part.stage), 1
         for part in action.parts:
             if part.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 yield stages.index(part.stage), -1
+        for part in action.parts:
+            if part.kind is Kind.FORWARD:
+                yield stages.index(part.stage), 1
 
 
 def _alternating(ahead: int, ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ moefold's own step has rows of its own, which a test compares with the dry run:
 
 casts     matmuls keep the parameter itself and cast it again in backward: no cast outlives its matmul
 loss      logits exist one chunk of the vocabulary at a time; the head's gradient is whole
+embedding its gradient is whole and in float32, which counts where a forward has filled memory again meanwhile
 a layer   the peak is inside of the experts' activation, or at their first matrix: its gradient and its output's
 """
 
@@ -21,6 +22,7 @@ from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_line
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
+from moefold.schedule.names import SCHEDULES
 from moefold.units import format_bytes
 
 # Bytes per logit while the loss is differentiated. Fused: logits are overwritten by their gradient; compiled: both
@@ -130,9 +132,9 @@ def _answer_lines(workload: Workload, stages: tuple[StageContents, ...]) -> list
 
 
 def own_workspace(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
-    """The larger of the two moments."""
-    loss, layer = _own_loss(workload, stages), _own_layer(workload, stages, setting)
-    return max(loss, layer, key=lambda some: sum(line.bytes for line in some))
+    """The larger of the two moments; where a forward runs beside a backward, of three."""
+    found = [_own_loss(workload, stages), _own_layer(workload, stages, setting), _own_embedding(workload, stages)]
+    return max(found, key=lambda some: sum(line.bytes for line in some))
 
 
 def around_head(model: ModelShape, setting: Setting) -> float:
@@ -221,6 +223,17 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
     if by_layer and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
     return [line for line in lines if line.bytes]
+
+
+def _own_embedding(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
+    """The end of a pair's backward, when its forward has filled what the backward freed; else activations are gone by
+    then. A token's gradient is a sum of many rows, in float32."""
+    if not SCHEDULES[workload.parallel.schedule].overlaps or not any(stage.embedding for stage in stages):
+        return []
+    rows = workload.model.vocab / workload.parallel.tp
+    size = (rows + workload.context_tokens) * workload.model.dim * 4.0
+    why = f"{rows:,.0f} rows and their summands in float32, beside a forward"
+    return [MemoryLine("buffers", "the embedding's weight gradient", size, why), *_stream_lines(workload)]
 
 
 def _stream_lines(workload: Workload) -> list[MemoryLine]:
