@@ -33,7 +33,7 @@ from moefold.train.callback import Callback, Control, Evaluation
 
 STEPS, VALIDATE_EVERY = 1000, 25
 # The middle one first: the others need not go further than it did.
-LRS = (3e-3, 6e-3, 1.5e-3)
+LRS = (1.5e-3, 3e-3, 0.75e-3)
 
 
 def run_of(algorithm: str, lr: float, directory: str, steps: int) -> RunConfig:
@@ -107,6 +107,9 @@ def main(words: Sequence[str]) -> int:
             run = run_of(algorithm, lr, str(args.out.with_suffix(".runs")), best if algorithm == "muon" else args.steps)
             found["parameters"] = count_parameters(run.model).total
             moefold.Trainer(run, [Curve(entry, write, found.get("target"))], reporters=[]).fit()
+            if str(run.train.steps) not in entry["losses"] and name not in steps_to(found, found.get("target")):
+                print("interrupted; the same command continues", file=sys.stderr)
+                return 1
             entry["done"] = True
             write()
     found["steps_to_target"] = steps_to(found, found["target"])

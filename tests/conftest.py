@@ -1,4 +1,4 @@
-"""One hypothesis profile for every machine, memory that is handed back, and a word about tests that take long.
+"""One hypothesis profile for every machine, the part of slow tests that is run, and a word about tests that take long.
 
 Examples are the same each time, without a deadline on a busy core. Training keeps the memory of its process, for good;
 tests share a process, and some of them measure how large it is.
@@ -6,12 +6,17 @@ tests share a process, and some of them measure how large it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 from hypothesis import settings
-from tests.marks import MAX_SECONDS, cpu_seconds, too_long
+from tests.commit_seed import commit_seed
+from tests.marks import MAX_SECONDS, cpu_seconds, is_drawn, too_long
+
+# In how many parts slow tests are divided, of which one is run.
+PARTS = "MOEFOLD_SLOW_PARTS"
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
@@ -21,6 +26,14 @@ settings.load_profile("repeatable")
 def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("moefold.comm.spawn", "moefold.ops.malloc"):
         monkeypatch.setattr(f"{module}.disable_malloc_trim", lambda: False)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    parts = int(os.environ.get(PARTS, "1"))
+    left_out = [item for item in items if "slow" in item.keywords and not is_drawn(item.nodeid, commit_seed(), parts)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,7 +38,7 @@ def on_real_ranks(run: RunConfig, world: int) -> list[dict[str, Any]]:
 
 
 def _real_step(run: RunConfig, world: int, rank: int) -> DryRun:
-    groups = groups_of(run, world, rank, timedelta(seconds=60))
+    groups = groups_of(run, world, rank, timedelta(seconds=120))
     batches = step_batches(FullDocuments(run), 0, run, groups, CPU).batches
     local_model = build_local_model(run, groups, CPU)
     if local_model.comm_stream is not None:

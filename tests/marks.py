@@ -1,6 +1,8 @@
-"""What keeps `make check` short: of a costly test it tries a few parameters, and tests that compute long are named.
+"""What keeps tests short: `make check` tries a few parameters of a costly test, and tests that compute long are named.
 
-`.ci/run` tries all parameters.
+`.ci/run` tries a part of all other parameters, drawn by the commit's seed: other ones with every commit, and the same
+ones for the same commit. `make nightly` tries them all. Tests that hold a time (`timing`) need a core of their own,
+which a shared machine does not have: `make check` and `make nightly` run them, `.ci/run` does not.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import pytest
 
@@ -25,6 +28,11 @@ def slow_except(values: Iterable[Any], *fast: Any) -> list[Any]:
         )
         for value in values
     ]
+
+
+def is_drawn(name: str, seed: int, parts: int) -> bool:
+    """Whether a test is in the part of this seed; every test is in one of ``parts`` seeds in a row."""
+    return crc32(name.encode()) % parts == seed % parts
 
 
 def cpu_seconds() -> float:

@@ -24,7 +24,7 @@ import moefold
 from moefold.checkpoint.run_lock import read_incarnation
 from moefold.checkpoint.verify import verify
 
-STEPS, SAVE_EVERY, SECONDS = 40, 6, 100.0
+STEPS, SAVE_EVERY, SECONDS = 40, 6, 400.0
 LAUNCHER, GROUP, RANK_0, RANK_1 = "launcher", "group", "rank 0", "rank 1"
 SETTINGS = {
     "parallel.ep": 2,

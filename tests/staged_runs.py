@@ -64,13 +64,13 @@ def staged_run(
 
 
 def share_on(run: RunConfig, world: int = 1, rank: int = 0) -> LocalModel:
-    groups = groups_of(run, world, rank, timedelta(seconds=30))
+    groups = groups_of(run, world, rank, timedelta(seconds=120))
     return build_local_model(run, groups, torch.device("cpu"), proof_init)
 
 
 def on_shares(run: RunConfig, world: int, work: Callable[[LocalModel], Any]) -> list[Any]:
     """Run ``work`` on every rank's share of the run."""
-    return spawn_ranks(lambda rank: work(share_on(run, world, rank)), world, seconds=60)
+    return spawn_ranks(lambda rank: work(share_on(run, world, rank)), world, seconds=300)
 
 
 def microbatches(run: RunConfig, shapes: Sequence[Lengths], *, seed: int = 0) -> list[Batch]:

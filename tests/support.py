@@ -21,9 +21,9 @@ def on_ranks(work: Callable[[Groups], Any], world: int, **degrees: Any) -> list[
     layout = fold(parallel, world)
 
     def live(rank: int) -> Any:
-        return work(Groups(layout, rank, Ledger(), timedelta(seconds=30), ep_inner=parallel.ep_inner))
+        return work(Groups(layout, rank, Ledger(), timedelta(seconds=120), ep_inner=parallel.ep_inner))
 
-    return spawn_ranks(live, world, seconds=60)
+    return spawn_ranks(live, world, seconds=300)
 
 
 def multiplied(arrived: ExpertInput, factor_e: Tensor) -> Tensor:

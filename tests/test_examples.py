@@ -32,7 +32,7 @@ def test_example_runs(name: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert EXAMPLES[name] in done.stdout

@@ -69,7 +69,9 @@ def calls(text: str, variables: dict[str, str], folder: Path) -> list[list[str]]
         (tools / name).write_text(STAND_IN.format(python=sys.executable))
         (tools / name).chmod(0o755)
     environment = variables | {"PATH": f"{tools}:/usr/bin:/bin", "CALLS": str(folder / "calls")}
-    done = subprocess.run(["bash", "-c", text], env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environment, cwd=folder, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 

@@ -22,7 +22,7 @@ class Meeting:
 
     def __init__(self, world: int) -> None:
         self.table: list[Tensor] = [torch.empty(0)] * world
-        self.barrier = threading.Barrier(world, timeout=30)
+        self.barrier = threading.Barrier(world, timeout=120)
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         self.table[rank] = x.detach()

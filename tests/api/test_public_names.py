@@ -24,12 +24,13 @@ def in_a_new_process(code: str) -> str:
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.mark.timing
 def test_importing_moefold_is_light() -> None:
     """In CPU time of the process, which a busy machine does not change: 0.2 s with the interpreter's own start."""
     out = in_a_new_process(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.marks import MAX_SECONDS, slow_except, too_long
+from tests.marks import MAX_SECONDS, is_drawn, slow_except, too_long
 
 
 def marked(params: list[Any]) -> list[tuple[Any, bool]]:
@@ -28,3 +28,12 @@ def test_a_long_test_is_named_unless_it_is_marked() -> None:
 
     reports = [report("short", MAX_SECONDS), report("long", 7.0), report("longer", 9.0), report("known", 9.0, "slow")]
     assert too_long(reports) == ["9.0 s longer", "7.0 s long"]
+
+
+def test_parts_of_seeds_in_a_row_are_all_tests_once() -> None:
+    names = [f"tests/a.py::test[{number}]" for number in range(90)]
+    drawn = [[name for name in names if is_drawn(name, seed, 3)] for seed in (7, 8, 9)]
+    assert sorted(name for part in drawn for name in part) == sorted(names) and all(
+        20 < len(part) < 40 for part in drawn
+    )
+    assert all(is_drawn(name, seed, 1) for name in names for seed in range(3))

@@ -74,7 +74,7 @@ def test_trials_are_worth_their_ratio_to_the_reference() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_tiny_calibration_is_a_table_that_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     assert main(["bench", "calibrate", "--world", "2", "--rounds", "1", "--out", str(path)]) == 0

@@ -42,7 +42,7 @@ def run_with(**changes: object) -> RunConfig:
 
 def fresh(changes: dict[str, str]) -> tuple[LocalModel, ModelOptimizer]:
     run = run_with(**changes)
-    local_model = build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=10)), CPU)
+    local_model = build_local_model(run, groups_of(run, 1, 0, timedelta(seconds=120)), CPU)
     optimizer = make_optimizer(local_model)
     init_main_weights(local_model, optimizer)
     return local_model, optimizer

@@ -176,10 +176,10 @@ def test_absurd_sizes_are_another_rules_problem(key: str, size: int) -> None:
             parallel=ParallelConfig(**parallel, stages=stages, schedule=schedule, context=modes, dynamic_cp=True),
             data=data,
         )
-        started = time.perf_counter()
+        started = time.process_time()
         for rule in (*pipeline.RULES, *context.RULES):
             as_list(rule(run))
-        assert time.perf_counter() - started < 0.5
+        assert time.process_time() - started < 2
         layout = fold(ParallelConfig(), 1)
         for rule_with_layout in (*pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT):
             as_list(rule_with_layout(run, layout))

@@ -127,6 +127,7 @@ def test_recipes_are_named_as_listed(name: str) -> None:
     assert RECIPES[name]().name == name and RECIPES[name].__doc__
 
 
+@pytest.mark.timing
 def test_cold_start_is_quick_and_without_torch() -> None:
     code = "import sys; from moefold.cli.main import main; code = main(['check', 'deepseek_v3', '--world', '2048']);"
     code += "assert 'torch' not in sys.modules; sys.exit(code - 1)"

@@ -24,6 +24,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.timing
 def test_sixteen_thousand_ranks_answer_within_a_second_and_without_torch() -> None:
     seconds = []
     for _ in range(3):

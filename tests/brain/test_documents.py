@@ -132,6 +132,7 @@ def test_documents_that_cannot_be_placed_are_named() -> None:
         pack([5, 4, 0], 8192, 4)
 
 
+@pytest.mark.timing
 def test_ten_thousand_documents_are_packed_in_a_second() -> None:
     lengths = lognormal(10_000, 0, 8192)
     start = time.process_time()

@@ -122,6 +122,7 @@ def test_quicker_than_one_size_for_all(draw: Callable[[int], list[int]], ranks: 
     assert waits < 1.05
 
 
+@pytest.mark.timing
 def test_a_thousand_documents_are_planned_in_a_fifth_of_a_second() -> None:
     took = []
     for draw in (lognormal, zipf, uniform):

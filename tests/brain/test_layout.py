@@ -87,6 +87,7 @@ def test_by_hand() -> None:
     assert layout.attention.coordinates(5) == {"pp": 0, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 1}
 
 
+@pytest.mark.timing
 def test_sixteen_thousand_ranks_and_a_hundred_times_as_many_are_quick() -> None:
     for world in (16_384, 1_638_400):
         start = time.thread_time()  # not the clock on the wall: other tests share the cores
@@ -139,4 +140,4 @@ def test_huge_sizes_neither_hang_nor_crash() -> None:
     with pytest.raises(LayoutError):
         fold(ParallelConfig(ep=10**40 + 1), 10**60)
     assert fold(ParallelConfig(ep=10**40), 10**60).size("edp") == 10**20
-    assert time.thread_time() - start < 0.2
+    assert time.thread_time() - start < 1

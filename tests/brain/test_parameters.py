@@ -85,6 +85,7 @@ def test_without_experts_a_module_is_dense() -> None:
     assert "mtp.0.block.feed_forward.gate_up" in {spec.name for spec in parameters(model)}
 
 
+@pytest.mark.timing
 def test_listing_a_large_model_is_instant() -> None:
     model = recipe("deepseek_v3").model
     started = time.perf_counter()

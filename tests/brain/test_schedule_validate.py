@@ -183,6 +183,7 @@ def test_a_thoroughly_wrong_order_is_reported_briefly() -> None:
     assert len(str(raised.value).splitlines()) < 40 and "also, among others:" in str(raised.value)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("name", slow_except(["interleaved", "interleaved_overlapped", "dualpipe_v"], "interleaved"))
 def test_the_order_of_deepseek_v3_is_built_and_checked_in_seconds(name: str) -> None:
     start = time.process_time()
@@ -193,6 +194,7 @@ def test_the_order_of_deepseek_v3_is_built_and_checked_in_seconds(name: str) -> 
     assert problems(split_backward(SCHEDULES[name].build(16, 2, 512))) == []
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "virtual", "microbatches"), [("1f1b", 1, 4), ("interleaved", 2, 2)])
 def test_ten_thousand_ranks_are_checked_in_seconds(name: str, virtual: int, microbatches: int) -> None:

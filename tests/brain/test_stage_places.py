@@ -36,6 +36,7 @@ def wrong_places(places: Sequence[StagePlace], layout: FoldedLayout) -> list[str
     return found
 
 
+@pytest.mark.timing
 def test_16384_ranks_hold_deepseek_v3_in_under_five_seconds() -> None:
     start = time.perf_counter()
     stages = parse_stages("Et*3|(tt|)*29m|L", 61, 1)

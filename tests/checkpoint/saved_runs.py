@@ -31,7 +31,7 @@ def small_run(**layout: Any) -> RunConfig:
 
 def share_alone(run: RunConfig | None = None) -> LocalModel:
     run = run or small_run()
-    groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
+    groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=120))
     return build_local_model(run, groups, torch.device("cpu"), proof_init)
 
 

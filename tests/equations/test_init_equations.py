@@ -89,7 +89,7 @@ def started(config: ModelConfig, parallel: ParallelConfig, world: int, rank: int
     """What a rank holds of every parameter, and where in the whole it lies."""
     precision, kernels = PrecisionConfig(params="float64", compute="float64"), KernelsConfig(experts="sequential")
     run = RunConfig(model=config, parallel=parallel, seed=SEED, precision=precision, kernels=kernels)
-    share = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=30)), torch.device("cpu"))
+    share = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=120)), torch.device("cpu"))
     return {
         name: (local_part(value.detach()).clone(), share.param_shards[name].box)
         for name, value in share.model.named_parameters()
@@ -127,7 +127,7 @@ def test_a_layout_starts_with_parts_of_the_same_numbers() -> None:
         wrong = [name for name, (value, box) in parts.items() if not torch.equal(value, whole[name][0][box])]
         return wrong, list(parts), list(parts["layers.1.feed_forward.experts.down"][0].shape)
 
-    for wrong, names, shape in spawn_ranks(compare, 2, seconds=60):
+    for wrong, names, shape in spawn_ranks(compare, 2, seconds=300):
         assert not wrong
         assert {*names} == {*whole}
         assert shape[0] == LATENT.num_experts // 2

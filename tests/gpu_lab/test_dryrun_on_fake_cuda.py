@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 COMMAND = "import sys; from moefold.cli.main import main; sys.exit(main())"
 GPU = "--device cuda --precision.compute bfloat16 --kernels.backend triton --kernels.experts grouped"
 

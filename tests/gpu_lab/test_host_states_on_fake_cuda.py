@@ -61,14 +61,14 @@ def examined(on: str, fault: str = "none") -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("on", ["host", "cpu"])
 def test_nothing_is_found(on: str) -> None:
     assert examined(on) == []
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", ["no wait", "no wait back"])
 def test_a_line_that_is_left_out_is_found(fault: str) -> None:
     assert any(found == "no wait between streams" and "(optim/" in text for found, text in examined("host", fault))

@@ -24,7 +24,7 @@ def examined(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", BATCHES, ids=lambda names: names[0])
 def test_a_step_of_every_rank_has_no_finding(names: list[str]) -> None:
     found = examined(*names)

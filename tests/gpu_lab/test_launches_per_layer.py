@@ -15,7 +15,7 @@ ROW = re.compile(r"^\| (\w+_proxy) \| ([\d.]+) \| ([\d.]+) \|", re.MULTILINE)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_launches_are_those_of_the_docs() -> None:
     pytest.importorskip("triton", reason="kernels are an extra")
     command = [sys.executable, "-m", "tests.gpu_lab.launches_per_layer"]

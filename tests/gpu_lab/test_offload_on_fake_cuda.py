@@ -72,7 +72,7 @@ def examined(case: str, fault: str = "none") -> tuple[list[tuple[str, str]], dic
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "case",
     [
@@ -88,7 +88,7 @@ def test_nothing_is_found(case: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [

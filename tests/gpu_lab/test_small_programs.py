@@ -15,7 +15,7 @@ Found = dict[str, list[tuple[str, str]]]
 @pytest.fixture(scope="module")
 def found() -> Found:
     command = [sys.executable, "-m", "tests.gpu_lab.small_programs"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout))
 

@@ -50,7 +50,7 @@ def peaks(tokens: int, shape: tuple[Any, ...]) -> list[int]:
         def live(rank: int) -> int:
             return peak(Groups(layout, rank, Ledger(), timedelta(seconds=100))["cp"], tokens, shape)
 
-        return max(spawn_ranks(live, size, seconds=100))
+        return max(spawn_ranks(live, size, seconds=300))
 
     return [worst(size) for size in (1, 2, 4, 8)]
 

@@ -303,7 +303,7 @@ def test_collectives_run_beside_the_first_and_the_last_microbatches() -> None:
 
 def in_groups(work: Callable[[Groups], Any], run: RunConfig, world: int) -> list[Any]:
     """On forked ranks, with the groups that the run's schedule needs."""
-    return spawn_ranks(lambda rank: work(groups_of(run, world, rank, timedelta(seconds=30))), world, seconds=300)
+    return spawn_ranks(lambda rank: work(groups_of(run, world, rank, timedelta(seconds=120))), world, seconds=300)
 
 
 # ---- memory ----

@@ -17,7 +17,7 @@ from moefold.topology.folded_layout import fold
 
 
 def _sums(rank: int) -> list[object]:
-    groups = Groups(fold(ParallelConfig(tp=2), 2), rank, Ledger(), timedelta(seconds=20))
+    groups = Groups(fold(ParallelConfig(tp=2), 2), rank, Ledger(), timedelta(seconds=120))
     found: list[object] = [all_reduce_ints((rank, 10), groups["tp"]), all_reduce_ints((rank, 7), groups["dp"])]
     found.append(str(device_of(groups["tp"])))
     with patch.object(dist, "get_backend", lambda group: "nccl"), patch.object(torch.cuda, "current_device", lambda: 3):

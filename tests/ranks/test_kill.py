@@ -33,7 +33,7 @@ LAYOUTS = {
 AT_NIGHT = ("pipeline, overlapped", "pipeline in a V", "flat", "flat pipeline", "flat pipeline in a V")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.nightly if name in AT_NIGHT else pytest.mark.slow) for name in LAYOUTS],
@@ -57,7 +57,7 @@ def test_two_hundred_kills(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_few_kills_of_flat_sharding_change_nothing(tmp_path: Path) -> None:
     assert_killing_changes_nothing("flat", kills=3, seed=5, folder=tmp_path)
 

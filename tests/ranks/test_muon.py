@@ -110,7 +110,7 @@ def test_training_is_that_of_one_process(layout: str, tmp_path: Path) -> None:
     assert not all(torch.equal(want[name][0][1], free[name][0][1]) for name in want), "the bound must bind"
 
     run = _tiny(tmp_path / "many", ParallelConfig(**degrees))
-    assert max(spawn_ranks(partial(_worst, run, world, want), world, seconds=60)) < 1e-9
+    assert max(spawn_ranks(partial(_worst, run, world, want), world, seconds=300)) < 1e-9
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_momentum_is_read_by_any_layout(first: str, second: str, tmp_path: Path)
     for steps, layout in ((2, first), (4, second)):
         world, degrees = LAYOUTS[layout]
         run = replace_steps(_tiny(tmp_path / "many", ParallelConfig(**degrees)), steps)
-        worst = spawn_ranks(partial(_worst, run, world, want if steps == 4 else None), world, seconds=60)
+        worst = spawn_ranks(partial(_worst, run, world, want if steps == 4 else None), world, seconds=300)
     assert max(worst) < 1e-9
 
 

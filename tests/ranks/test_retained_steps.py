@@ -56,7 +56,7 @@ def gradients(local_model: LocalModel, batches: Sequence[Batch]) -> dict[str, Te
 
 def compare(run: RunConfig, world: int, rank: int, choices: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
     """Two steps of each choice against two steps that keep everything."""
-    groups = groups_of(run, world, rank, timedelta(seconds=30))
+    groups = groups_of(run, world, rank, timedelta(seconds=120))
     said = []
     wanted: list[dict[str, Tensor]] = []
     for choice in ({}, *choices):

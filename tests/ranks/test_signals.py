@@ -69,7 +69,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("draw", FIXED, ids=str)
 def test_a_signalled_run_is_saved_and_goes_on_exactly(draw: Draw, uninterrupted: Path, tmp_path: Path) -> None:
     assert follow(draw, tmp_path, uninterrupted) != "finished"
@@ -190,7 +190,7 @@ def test_ranks_of_another_launcher_agree_on_a_signal_that_one_of_them_got_early(
         while not hears_sigterm(ranks[1].pid):
             time.sleep(0.001)
         os.kill(ranks[1].pid, TERM)
-        said = [rank.communicate(timeout=100)[0].decode() for rank in ranks]
+        said = [rank.communicate(timeout=500)[0].decode() for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -214,7 +214,7 @@ def test_ranks_that_do_not_stop_are_ended_after_the_patience_and_not_started_aga
     began = time.monotonic()
     with pytest.raises(TrainingError, match=r"asked to stop.*\n.*resumes from the beginning"):
         supervise(work, 2, tmp_path, 1.0)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
     assert "SIGTERM: stopping" in capfd.readouterr().err
     assert (signal.getsignal(TERM), signal.getsignal(INT)) == before

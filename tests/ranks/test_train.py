@@ -57,7 +57,7 @@ def on_world(run: RunConfig, world: int, before: Any = lambda rank, context: Non
         code = train(context, state, [Diary(run_directory(run) / "diary.jsonl")])
         return [code, digest(context)]
 
-    return spawn_ranks(work, world, seconds=100)
+    return spawn_ranks(work, world, seconds=300)
 
 
 def steps_of(run: RunConfig) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def measure(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not possible(), reason="needs the right to make network namespaces")
 def test_two_levels_cross_with_fewer_bytes() -> None:
     with two_hosts("500mbit"):

@@ -127,6 +127,7 @@ def uniform() -> np.ndarray:
     return np.random.default_rng(0).integers(2, S, 1000, endpoint=True)
 
 
+@pytest.mark.timing
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "name,lengths,batch,needed",

@@ -62,7 +62,7 @@ def run_of(path: Path, documents: str, parallel: ParallelConfig | None = None, *
 
 
 def alone(run: RunConfig) -> Groups:
-    return Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
+    return Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=120))
 
 
 def opened(run: RunConfig) -> AnySamples:

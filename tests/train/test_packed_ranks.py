@@ -38,7 +38,7 @@ def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
     """Of every rank and step: loss, look-ahead loss, norm, balance losses and the tokens per expert."""
 
     def work(rank: int) -> list[list[float]]:
-        local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=60)), CPU, proof_init)
+        local_model = build_local_model(run, groups_of(run, world, rank, timedelta(seconds=120)), CPU, proof_init)
         optimizer = make_optimizer(local_model)
         samples, told = open_samples(run.data, run.model.vocab_size, run.seed), []
         for number in range(3):
@@ -52,7 +52,7 @@ def steps_of(run: RunConfig, world: int) -> list[list[list[float]]]:
         last = step_batches(samples, 3 * BATCH, run, local_model.groups, CPU)
         return [*told, [float(evaluate(local_model, last.batches)), float(last.tokens)]]
 
-    return spawn_ranks(work, world, seconds=110)
+    return spawn_ranks(work, world, seconds=300)
 
 
 # Packed documents have shapes that change with every microbatch; the others a fixed one, or one that windows decide.

@@ -67,7 +67,7 @@ def way(path: str, documents: str) -> Splits:
     data = DataConfig(S, BATCH, 4, documents, train=path, validation=None)  # type: ignore[arg-type]
     run = RunConfig(name="speed", model=MODEL, data=data)
     run = replace(run, optim=replace(run.optim, lr=1e-4))
-    groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=30))
+    groups = Groups(fold(run.parallel, 1), 0, Ledger(), timedelta(seconds=120))
     local_model = build_local_model(run, groups, torch.device("cpu"))
     optimizer = make_optimizer(local_model)
     return Splits(local_model, optimizer, open_samples(run.data, VOCAB, run.seed))
@@ -81,6 +81,7 @@ def step(of: Splits, number: int) -> Measured:
     return Measured(float(result.sums.loss), data.tokens, sum(b.num_tokens for b in data.batches), seconds)
 
 
+@pytest.mark.timing
 @pytest.mark.slow
 def test_packed_documents_train_faster_than_padded_ones(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)

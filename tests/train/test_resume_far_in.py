@@ -18,6 +18,7 @@ from moefold.train.train_context import build_train_context
 from moefold.train.train_loop import begin_save, train
 
 
+@pytest.mark.timing
 def test_a_run_resumes_a_million_steps_in_within_seconds(tmp_path: Path) -> None:
     try:
         sources = tuple(

@@ -28,7 +28,7 @@ from moefold.prove.reference_update import adamw_step
 from moefold.prove.routing_replay import replay_routing
 
 CPU = torch.device("cpu")
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=240)
 # Gradients below this fraction of the model's largest gradient count as zero up to rounding.
 _NOISE = 1e-6
 

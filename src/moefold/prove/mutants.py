@@ -285,4 +285,4 @@ def prove_mutants() -> Iterator[tuple[Mutant | None, Verdict]]:
     for case in CASES.values():
         yield None, prove(case)
     for mutant in MUTANTS:
-        yield mutant, prove(CASES[mutant.case], seconds=60.0, fault=mutant.seed)
+        yield mutant, prove(CASES[mutant.case], seconds=300.0, fault=mutant.seed)

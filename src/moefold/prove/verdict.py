@@ -91,7 +91,7 @@ class Verdict:
 
 def prove(
     case: Case,
-    seconds: float = 120.0,
+    seconds: float = 300.0,
     fault: Callable[[], None] | None = None,
     routing_policy: PolicyOrName | None = None,
 ) -> Verdict:
