@@ -21,6 +21,7 @@ LAYOUTS = {
     "latent, pipeline": case("deepseek_v2_lite", 16, 0, layers=5, batch=32, pp=2, ep=8),
     "latent, last stage": case("deepseek_v2_lite", 16, 1, layers=5, batch=32, pp=2, ep=8),
     "no pipeline": case("qwen3_30b_a3b", 16, layers=3, batch=32, ep=8),
+    "pairs": case("deepseek_v2_lite", 16, 0, layers=9, batch=32, pp=2, ep=8, schedule="1f1b_overlapped"),
     "tensor parallel": case("mixtral_8x7b", 16, layers=3, batch=32, tp=2, ep=4, etp=2),
 }
 CHOICES: dict[str, dict[str, object]] = {
