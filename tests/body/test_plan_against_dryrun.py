@@ -83,6 +83,17 @@ WHOLE = {
 SHORT = {
     "sharded": case("qwen3_30b_a3b", 16, layers=3, batch=32, ep=8),
     "split experts": case("mixtral_8x7b", 16, layers=3, batch=32, tp=2, ep=4, etp=2),
+    "pairs, once per rank, experts again": case(
+        "qwen3_30b_a3b",
+        8,
+        layers=4,
+        batch=16,
+        pp=2,
+        ep=2,
+        again=("attention", "experts"),
+        dispatcher="deduplicated",
+        schedule="1f1b_overlapped",
+    ),
     "latent, pipeline": case("deepseek_v2_lite", 16, 1, layers=5, batch=32, pp=2, ep=8, again=("experts",)),
 }
 # Sizes of a CPU: only bytes that travel are held against these, where every axis and option appears.

@@ -7,6 +7,7 @@ are inside. Results are kept per kind of layer and setting, so that a search pay
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from moefold.blueprint.model_shape import Attention, Layer
@@ -22,6 +23,7 @@ from moefold.plan.memory.saved_activations import (
 )
 from moefold.plan.memory.saved_megatron import FSDP2, MEGATRON
 from moefold.plan.memory.saved_moefold import MOEFOLD
+from moefold.plan.traffic import distinct
 
 TABLES: Mapping[str, tuple[Saved, ...]] = {
     "megatron": MEGATRON,
@@ -36,6 +38,9 @@ TABLES: Mapping[str, tuple[Saved, ...]] = {
 def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
     """What one layer keeps of one token."""
     sizes = sizes_of(layer, dim, setting.length, setting.sequences)
+    if setting.ep > 1 and sizes.experts:
+        copies = setting.ep if "all_gather" in setting.on else distinct(setting.ep, sizes.top_k)
+        sizes = replace(sizes, received=copies)
     kept: dict[str, float] = {}
     saved: dict[str, float] = {}
     away = 0.0

@@ -77,6 +77,8 @@ class Sizes:
     # Dim in which tokens travel to experts; the same if experts have biases; the hidden dim if the activation clamps.
     travel: int = 0
     biased: int = 0
+    # Tokens that a rank gets of others and keeps, per token of its own.
+    received: float = 0.0
     # What a recurrence projects its input to, its inner dim, and the state between blocks of tokens.
     projected: int = 0
     inner: int = 0
@@ -127,6 +129,8 @@ class Setting:
     # Our own framework: steps of `memory.retain` that are recomputed; those that wait in the host's memory are among
     # `offloaded`.
     discarded: frozenset[RetainedStep] = frozenset()
+    # Ranks of experts, where tokens come once per rank and their rows are recomputed; else 1.
+    ep: int = 1
 
     def __hash__(self) -> int:
         # A key of caches that a search asks a hundred thousand times.
@@ -200,8 +204,13 @@ def setting_of(workload: Workload) -> Setting:
             offloaded_share=min(1.0, away),
             on=frozenset(on),
             discarded=workload.retained("discard"),
+            ep=parallel.ep if workload.is_own and _comes_once(workload) else 1,
         )
     )
+
+
+def _comes_once(workload: Workload) -> bool:
+    return "experts" in workload.recompute and workload.dispatcher in ("deduplicated", "two_level", "all_gather")
 
 
 @lru_cache(maxsize=10_000)

@@ -8,7 +8,8 @@ both halves of its input and its output; where the token's prob multiplies it, t
 `step` is the step of `memory.retain` with which a row is discarded or offloaded. Only latent attention has a step
 for queries, keys and values. A row that a collective gave can only be offloaded (`received`).
 
-A recomputed phase saves its input alone. The rows that dispatch received pass between phases, so those stay.
+A recomputed phase saves its input alone. What dispatch received passes between phases, so it stays: rows, or tokens
+where those come once per rank and become rows there.
 """
 
 from __future__ import annotations
@@ -173,6 +174,7 @@ MOEFOLD: tuple[Saved, ...] = (
         step="rows",
         received="all_to_all",
     ),
+    Saved("moe", "received tokens", lambda s: s.received * s.travel, cut="rows", needs="experts again"),
     # ---- MoE layer: experts ----
     Saved(
         "moe",
