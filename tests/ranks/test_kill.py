@@ -30,13 +30,14 @@ LAYOUTS = {
     ),
     "pipeline in a V": (4, ParallelConfig(pp=2, vpp=2, ep=2, schedule="dualpipe_v", stages="Ett|t||L"), False),
 }
-AT_NIGHT = ("pipeline, overlapped", "pipeline in a V", "flat", "flat pipeline", "flat pipeline in a V")
+# Each takes minutes; the others are run at night.
+IN_CI = ("two ranks", "two ranks, tensor")
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.nightly if name in AT_NIGHT else pytest.mark.slow) for name in LAYOUTS],
+    [pytest.param(name, marks=pytest.mark.slow if name in IN_CI else pytest.mark.nightly) for name in LAYOUTS],
 )
 def test_planned_kills_change_nothing(name: str, tmp_path: Path) -> None:
     """Each of the twelve points once per layout, in another order for each; of the thirteen, where there are stages."""
