@@ -68,6 +68,35 @@ def test_peaks_of_the_last_stage(choice: str) -> None:
     assert abs(off_by(f"latent, last stage; flat; {choice}")) < 0.02
 
 
+@pytest.mark.slow
+def test_deferred_weight_gradients_hold_what_was_discarded_or_away() -> None:
+    """Retained steps save nothing of a microbatch whose weight gradients wait: both operands are there."""
+    start = case(
+        "deepseek_v2_lite",
+        16,
+        3,
+        layers=12,
+        batch=64,
+        pp=4,
+        ep=4,
+        schedule="zb_h1",
+        stages=("Et*3|" + "t*3|" * 2 + "t*3L"),
+    )
+    retained = {
+        "mla_up": "discard",
+        "activation": "discard",
+        "rows": "offload",
+        "gate_up": "offload",
+        "core": "offload",
+    }
+    run = override(start.run, {f"memory.retain.{step}": choice for step, choice in retained.items()})
+    memory = memory_at(workload_of_run(run, cluster_of("H100", 16)), 3)
+    (deferred,) = (line.bytes for line in memory.lines if line.name == "deferred weight gradients")
+    seen = rehearsed(Case(run, 16, 3))
+    assert deferred == pytest.approx(seen.peak["activations"], rel=0.02)
+    assert allocated(memory) == pytest.approx(seen.peak_total, rel=0.05)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", combinations())

@@ -144,6 +144,13 @@ def test_moments_are_those_of_the_order(name: str) -> None:
             ]
 
 
+def test_deferred_weight_gradients_are_counted_apart() -> None:
+    """DualPipe-V ends with input gradients alone: the last rank defers one per rank and stage, half of them at once."""
+    last = moments("dualpipe_v", 16, 2, 64)[-1]
+    assert (17, 16, 0, 0) in last and (0, 0, 8, 8) in last
+    assert all(len(moment) == 1 for rank in moments("1f1b", 4, 1, 8) for moment in rank)
+
+
 def test_early_stages_pile_up_higher() -> None:
     """The report's case: rank 2 of 4 holds 15 stages, 8 and 7 microbatches of its first two at the fullest."""
     assert (8, 7, 0, 0) in moments("interleaved", 4, 4, 64)[RANK]

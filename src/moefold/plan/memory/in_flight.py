@@ -5,6 +5,9 @@ many those are, and of which stages: with several virtual stages per rank more m
 flight than of the late ones, and stages differ in size. So the result for a rank is a list of **moments**: how many
 microbatches of each of its stages it holds, at every time that is not dominated by another.
 
+Where a schedule splits backwards, those whose input gradient is done and whose weight gradients wait are counted apart,
+behind the others: they hold inputs and output gradients of matmuls, and nothing else.
+
 Walking an order is exact for every schedule. 1F1B and its interleaved form, which a search asks for by the thousand,
 have a closed form: ranks forward `warm_up` times and then alternate.
 """
@@ -18,7 +21,7 @@ from moefold.schedule.actions import Action, Kind
 from moefold.schedule.names import SCHEDULES
 from moefold.topology.folded_layout import shard_sizes
 
-# Microbatches held of each of the rank's stages, in the model's order.
+# Microbatches held of each of the rank's stages, in the model's order; then, of each, those with deferred gradients.
 Moment = tuple[int, ...]
 # Orders are periodic once the pipeline is full, so longer ones hold no more.
 _ENOUGH_ROUNDS = 3
@@ -39,8 +42,9 @@ def moments(
     if schedule != "gpipe":
         microbatches = _enough(ranks * virtual, ranks, microbatches)
     order = SCHEDULES[schedule].build(ranks, virtual, microbatches)
+    counts = 2 * virtual if SCHEDULES[schedule].splits_backward else virtual
     return tuple(
-        _fullest(_changes(actions, order.stages_of(rank)), virtual) for rank, actions in enumerate(order.actions)
+        _fullest(_changes(actions, order.stages_of(rank)), counts) for rank, actions in enumerate(order.actions)
     )
 
 
@@ -50,14 +54,18 @@ def _enough(stages: int, ranks: int, microbatches: int) -> int:
 
 
 def _changes(actions: Iterable[Action], stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(which of the rank's stages, +1 or -1) in the order's own sequence.
+    """(which count, +1 or -1) in the order's own sequence.
 
     The two of a pair run layer by layer in turn, the backward first, so that one frees what the other fills.
     """
     for action in actions:
         for part in action.parts:
-            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 yield stages.index(part.stage), -1
+            if part.kind is Kind.BACKWARD_INPUT:
+                yield len(stages) + stages.index(part.stage), 1
+            if part.kind is Kind.BACKWARD_WEIGHT:
+                yield len(stages) + stages.index(part.stage), -1
         for part in action.parts:
             if part.kind is Kind.FORWARD:
                 yield stages.index(part.stage), 1
@@ -78,9 +86,9 @@ def _alternating(ahead: int, ranks: int, virtual: int, microbatches: int) -> Ite
     yield from ((lap, -1) for lap in backwards[steady:])
 
 
-def _fullest(changes: Iterable[tuple[int, int]], virtual: int) -> tuple[Moment, ...]:
+def _fullest(changes: Iterable[tuple[int, int]], counts: int) -> tuple[Moment, ...]:
     """Moments that no other moment matches or exceeds in every stage."""
-    held = [0] * virtual
+    held = [0] * counts
     seen: set[Moment] = set()
     grew = False
     for which, change in changes:

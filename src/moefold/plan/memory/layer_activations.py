@@ -68,6 +68,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         again_feed=steps[False],
         kept_feed=kept_feed,
         backward_attention=_backward_attention(sizes, setting),
+        deferred=_deferred(sizes, setting) if setting.framework == "moefold" else sum(kept.values()),
     )
 
 
@@ -115,3 +116,23 @@ def _backward_attention(sizes: Sizes, setting: Setting) -> float:
         # Of probabilities and of scores.
         attention += 2 * sizes.heads * sizes.length / setting.tp
     return element_bytes("word", setting.format) * attention
+
+
+def _deferred(s: Sizes, setting: Setting) -> float:
+    """Both operands of every weight gradient of a layer; what was discarded or offloaded is back for them."""
+    tp = setting.tp
+    tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / tp
+    elements = 0.0
+    if s.query:
+        # In front of a latent's matrices tokens are whole; values and keys without the rotated part come out of one.
+        latents = s.q_latent + s.kv_latent
+        heads = s.query + s.key + s.value - s.heads * s.rope
+        elements += s.D * (tokens if latents else 1.0) + latents * (1 + tokens) + s.rope * tokens
+        elements += (heads + s.context) / tp + s.D * tokens
+    if s.experts:
+        rows = tokens * setting.imbalance * s.top_k
+        elements += rows * (2 * s.travel * setting.etp + s.up + s.hidden)
+        elements += s.D * 2 * tokens * (s.shared > 0) + (s.shared_up + s.shared) / tp
+    elif s.up:
+        elements += (s.up + s.hidden) / tp + s.D * (1 + tokens)
+    return elements * element_bytes("word", setting.format)

@@ -54,9 +54,12 @@ class _RankShape:
     # Per stage and microbatch: its parts, and bytes per token.
     parts: tuple[tuple[_Part, ...], ...]
     token_bytes: tuple[float, ...]
+    # Of what deferred weight gradients hold.
+    deferred_bytes: tuple[float, ...]
 
     def stage_bytes(self, tokens: float) -> tuple[float, ...]:
-        return tuple(tokens * each for each in self.token_bytes)
+        """Per stage, and then per stage what its deferred weight gradients hold."""
+        return tuple(tokens * each for each in (*self.token_bytes, *self.deferred_bytes))
 
 
 def predict_memory(workload: Workload) -> MemoryPrediction:
@@ -152,7 +155,11 @@ def _rank_shape(
     parts = tuple(_stage_parts(model, stage, setting) for stage in contents)
     weights = rank_weights(model, contents, (setting.tp, ep, setting.etp))
     per_token = tuple(sum(size for _, size, _ in stage) for stage in parts)
-    return _RankShape(contents, weights, parts, per_token)
+    deferred = tuple(
+        sum(kept_by(layer, model.dim, setting).deferred * count for layer, _, count in stage if layer is not None)
+        for stage in parts
+    )
+    return _RankShape(contents, weights, parts, per_token, deferred)
 
 
 def _stage_parts(model: ModelShape, stage: StageContents, setting: Setting) -> tuple[_Part, ...]:
@@ -195,7 +202,7 @@ def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting:
         for layer, size, count in parts:
             sizes[layer] = sizes.get(layer, 0.0) + live * size * tokens
             layers[layer] = layers.get(layer, 0) + live * count
-    lines = _pair_lines(workload, shape, tokens)
+    lines = _pair_lines(workload, shape, tokens) + _deferred_lines(shape, moment, tokens)
     for layer, size in sizes.items():
         if layer is None:
             lines.append(MemoryLine("activations", "around the head", size, "norms and joined inputs"))
@@ -205,10 +212,17 @@ def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting:
     return lines
 
 
+def _deferred_lines(shape: _RankShape, moment: Moment, tokens: float) -> list[MemoryLine]:
+    waiting = moment[len(shape.parts) :]
+    size = tokens * sum(count * each for count, each in zip(waiting, shape.deferred_bytes))
+    why = f"inputs and output gradients of matmuls, of {sum(waiting)} (stage, microbatch) pairs"
+    return [MemoryLine("activations", "deferred weight gradients", size, why)] if size else []
+
+
 def _why_kept(workload: Workload, layer: Layer, layers: int, moment: Moment, setting: Setting) -> str:
     kept, tokens = kept_by(layer, workload.model.dim, setting), workload.context_tokens
     why = (
-        f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment))}), "
+        f"{layers} layers of live microbatches (per stage {', '.join(map(str, moment[: workload.parallel.vpp]))}), "
         f"{tokens:,.0f} tokens of {kept.total:,.0f} bytes"
     )
     return f"{why}; {kept.again:,.0f} more are recomputed or wait in the host's memory" if kept.again else why

@@ -166,6 +166,8 @@ class Kept:
     again_feed: float = 0.0
     kept_feed: float = 0.0
     backward_attention: float = 0.0
+    # What deferred weight gradients hold: inputs of matmuls and gradients of their outputs.
+    deferred: float = 0.0
 
 
 def setting_of(workload: Workload) -> Setting:
