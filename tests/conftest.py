@@ -30,10 +30,11 @@ def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     parts = int(os.environ.get(PARTS, "1"))
-    left_out = [item for item in items if "slow" in item.keywords and not is_drawn(item.nodeid, commit_seed(), parts)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    if parts == 1:
+        return
+    drawn = {item: "slow" not in item.keywords or is_drawn(item.nodeid, commit_seed(), parts) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not drawn[item]])
+    items[:] = [item for item in items if drawn[item]]
 
 
 @pytest.hookimpl(wrapper=True)
