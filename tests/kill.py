@@ -25,6 +25,7 @@ import torch
 import moefold.checkpoint.files
 import moefold.comm.collectives
 import moefold.comm.p2p
+import moefold.optim.optimizer
 import moefold.pipeline.step
 import moefold.train.train_loop
 from moefold.config.parallel import ParallelConfig
@@ -75,7 +76,8 @@ def _mid_optimizer(nth: int, die: Callable[[], NoReturn]) -> None:
         step(optimizer, *rest)
         die()
 
-    _at(torch.optim.AdamW, "step", nth, some_groups)
+    # The subclass: torch wraps ``step`` of the class it builds, and calls of a wrapped one do not pass the parent's.
+    _at(moefold.optim.optimizer.TorchAdamW, "step", nth, some_groups)
 
 
 def _mid_removal(kind: int, die: Callable[[], NoReturn]) -> None:
