@@ -116,7 +116,7 @@ def test_momentum_of_one_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("precision.moments", "bfloat16"), ("precision.master", "remainder"), ("memory.optimizer", "host")],
+    [("precision.moments", "bfloat16"), ("precision.master", "remainder"), ("memory.optimizer", "cpu")],
 )
 def test_formats_that_adamw_alone_has_are_refused(path: str, value: str) -> None:
     run = override(recipe("debug_tiny"), {"optim.algorithm": "muon", path: value})

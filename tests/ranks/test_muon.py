@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from tests.marks import slow_except
 from tests.staged_runs import MODEL, on_shares, share_on, staged_run
 
+import moefold.optim.muon
 from moefold.blueprint.muon_matrices import muon_algorithm
+from moefold.blueprint.muon_owners import deal
 from moefold.blueprint.parameters import parameters
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import MLAConfig
 from moefold.config.kernels import KernelsConfig
+from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
@@ -24,6 +28,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.nn.init import init_values
+from moefold.optim.muon import Muon
 from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.step import make_optimizer
 from moefold.recipes.catalog import RECIPES
@@ -96,6 +101,29 @@ def test_any_layout_is_one_process_to_the_bit(layout: str) -> None:
 
     parallel = ParallelConfig(**degrees)
     assert min(on_shares(replace(run, parallel=parallel), world, work)) > 3
+
+
+@pytest.mark.parametrize("layout", ["ep2", "flat pp2 cp2"])
+def test_momentum_on_the_host_changes_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several buckets, so that one arrives while another is orthogonalised."""
+    monkeypatch.setattr(moefold.optim.muon, "deal", partial(deal, limit=500))
+    world, degrees = LAYOUTS[layout]
+    run = replace(muon_run(MODEL, precision=PrecisionConfig("float32", "float32")), parallel=ParallelConfig(**degrees))
+
+    def on_host(local_model: LocalModel) -> int:
+        optimizer = make_optimizer(local_model)
+        muon = next(part for part in optimizer.parts if isinstance(part, Muon))
+        here = [parameter for group in muon.param_groups for parameter in group["params"]]
+        assert len(muon.dealing.names) > 2 and all(muon.on_host(parameter) for parameter in here)
+        return len(here)
+
+    def work(local_model: LocalModel) -> dict[str, str]:
+        found = steps_from_given_gradients(local_model)
+        return {name: sha256(b"".join(part.numpy().tobytes() for _, part in found[name])).hexdigest() for name in found}
+
+    host = replace(run, memory=MemoryConfig(optimizer="host"))
+    assert min(on_shares(host, world, on_host)) > 0
+    assert on_shares(host, world, work) == on_shares(run, world, work)
 
 
 @pytest.mark.parametrize(

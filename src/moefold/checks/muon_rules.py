@@ -15,7 +15,7 @@ def momentum_decays(run: RunConfig) -> Problem | None:
 
 
 def momentum_is_kept_as_it_is(run: RunConfig) -> list[Problem]:
-    """Muon keeps momentum on the device, in the format of the weights that it updates."""
+    """Muon keeps momentum in the format of the weights that it updates, and orthogonalises on the device."""
     if "muon" not in {run.optim.algorithm, *(group.algorithm for group in run.optim.groups)}:
         return []
     precision, found = run.precision, []
@@ -23,8 +23,8 @@ def momentum_is_kept_as_it_is(run: RunConfig) -> list[Problem]:
         found.append(("precision.moments", str(precision.moments), "null"))
     if precision.master == "remainder":
         found.append(("precision.master", "remainder", "null or float32"))
-    if run.memory.optimizer != "device":
-        found.append(("memory.optimizer", run.memory.optimizer, "device"))
+    if run.memory.optimizer == "cpu":
+        found.append(("memory.optimizer", "cpu", "device or host"))
     return [
         Problem(path, f"{value} is not there for Muon's momentum", f"use {good}, or optim.algorithm adamw")
         for path, value, good in found

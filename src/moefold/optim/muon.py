@@ -8,7 +8,8 @@ For a matrix W of A x B with gradient G, in the notation of Moonlight (Liu et al
     W <- W - lr (0.2 sqrt(max(A, B)) O + decay W)    the root mean square of AdamW's update, decay decoupled
 
 All but O is elementwise, so every rank does it on its own shard. O needs the whole matrix: `muon_exchange.py` brings it
-together at its owner and back, bucket by bucket, and nothing but the momentum is kept between steps.
+together at its owner and back, bucket by bucket, and nothing but the momentum is kept between steps. Momentum may wait
+in the host's memory (`state_staging.py`): that of the next bucket arrives while this one is orthogonalised.
 
 Every elementwise step is one rounding (no fused multiply-add of two of them), and a matrix gets the same bits in any
 batch, so that any layout computes the same update to the bit from the same gradients.
@@ -28,6 +29,7 @@ from moefold.comm.process_groups import Group
 from moefold.config.optim import MuonConfig
 from moefold.optim.muon_exchange import box_views, plan_bucket
 from moefold.optim.newton_schulz import orthogonalise
+from moefold.optim.state_staging import Staged, Staging
 from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
 
 
@@ -43,12 +45,12 @@ class Muon(SavingOptimizer):
         stage: Group,
         config: MuonConfig,
         lr: float,
-        device: torch.device,
+        staging: Staging,
         dtype: torch.dtype,
     ) -> None:
-        """``device`` and ``dtype`` of the parameters, which a rank may have none of."""
+        """``dtype`` and the staging's device are those of the parameters, which a rank may have none of."""
         super().__init__(groups or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}], {"lr": lr})
-        self.config, self.device, self._dtype, self._rank = config, device, dtype, stage.index
+        self.config, self.staging, self._dtype, self._rank = config, staging, dtype, stage.index
         self._parameters = {piece.name: piece.parameter for piece in pieces}
         self._layouts = {layout.name: layout for layout in layouts}
         self.dealing: Dealing = deal(layouts, config.iterations)
@@ -58,10 +60,13 @@ class Muon(SavingOptimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         settings = {parameter: group for group in self.param_groups for parameter in group["params"]}
         # What a rank without a piece sends.
-        nothing = torch.empty(0, dtype=self._compute(self._dtype), device=self.device)
-        for names, plan in zip(self.dealing.names, self._plans, strict=True):
-            here = {name: self._parameters[name] for name in names if name in self._parameters}
-            updates = {name: self._with_momentum(parameter) for name, parameter in here.items()}
+        nothing = torch.empty(0, dtype=self._compute(self._dtype), device=self.staging.device)
+        buckets = [
+            {name: self._parameters[name] for name in names if name in self._parameters} for names in self.dealing.names
+        ]
+        momenta = self.staging.over(buckets, lambda number: self._staged(buckets[number]))
+        for here, plan, momentum in zip(buckets, self._plans, momenta, strict=True):
+            updates = {name: self._with_momentum(parameter, momentum[name]) for name, parameter in here.items()}
             boxes = {name: box_views(update, self._layouts[name].held[self._rank]) for name, update in updates.items()}
             shapes = [matrix.shape for matrix in plan.owned]
             by_shape = {shape: nothing.new_empty(count, *shape) for shape, count in Counter(shapes).items()}
@@ -79,24 +84,33 @@ class Muon(SavingOptimizer):
         return {"momentum": SavedKind(parameter.dtype, single=False)}
 
     def saved_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return {"momentum": local_of(self._momentum(parameter))}
+        self.staging.finish()
+        return {"momentum": self._momentum(parameter)}
 
     @torch.no_grad()
     def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
-        local_of(self._momentum(parameter)).copy_(saved["momentum"])
+        self.staging.finish()
+        self._momentum(parameter).copy_(saved["momentum"])
+
+    def on_host(self, parameter: Tensor) -> bool:
+        return self.staging.on != "device"
 
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
-        """Zeros before the first update."""
-        state = self.state[parameter]
+        """Of this rank's part; zeros before the first update."""
+        state, local = self.state[parameter], local_of(parameter)
         if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(parameter.detach(), memory_format=torch.contiguous_format)
+            state["momentum"] = self.staging.zeros(local.numel(), local.dtype).view(local.shape)
         momentum: Tensor = state["momentum"]
         return momentum
 
-    def _with_momentum(self, parameter: nn.Parameter) -> Tensor:
+    def _staged(self, bucket: Mapping[str, nn.Parameter]) -> Staged:
+        momenta = {name: self._momentum(parameter) for name, parameter in bucket.items()}
+        return Staged(momenta, changed=frozenset(momenta), moved=frozenset(momenta))
+
+    def _with_momentum(self, parameter: nn.Parameter, momentum: Tensor) -> Tensor:
         """What is orthogonalised, of this rank's shard, in the format of the iterations."""
         assert parameter.grad is not None
-        momentum, gradient = local_of(self._momentum(parameter)), local_of(parameter.grad)
+        gradient = local_of(parameter.grad)
         momentum.mul_(self.config.momentum).add_(gradient)
         update = momentum.mul(self.config.momentum).add_(gradient) if self.config.nesterov else momentum.clone()
         return update.to(self._compute(update.dtype))

@@ -26,6 +26,7 @@ from moefold.config.optim import OptimConfig
 from moefold.config.run import RunConfig
 from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, saved_kinds
 from moefold.optim.muon import Muon
+from moefold.optim.state_staging import Staging
 from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
 from moefold.plan.muon_layout import muon_parameters
 from moefold.precision.dtypes import TORCH_FORMATS
@@ -220,7 +221,7 @@ def muon(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
         groups["stage"],
         run.optim.muon,
         run.optim.lr,
-        inputs.device,
+        Staging(run.memory.optimizer, inputs.device),
         torch.promote_types(TORCH_FORMATS[run.precision.params], torch.float32),
     )
 

@@ -46,7 +46,9 @@ def optimizer_seconds(workload: Workload, rates: Rates, updated: float, held: fl
         return sent + updated * moved / (CPU_GB_S * 1e9) + cleared
     update = updated * moved * rates.traffic + cleared
     if place == "host":
-        update += updated * (workload.moments_bytes + workload.master_bytes) / link
+        # Muon's matrices have one moment.
+        moments = workload.moment_bytes if workload.run.optim.algorithm == "muon" else workload.moments_bytes
+        update += updated * (moments + workload.master_bytes) / link
     return update + _newton_schulz_seconds(workload)
 
 
