@@ -11,8 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from moefold.blueprint.model_shape import Attention, Layer
+from moefold.config.memory import RetainedStep
 from moefold.plan.memory.saved_activations import (
     Kept,
+    Part,
     Saved,
     Setting,
     Sizes,
@@ -24,6 +26,15 @@ from moefold.plan.memory.saved_activations import (
 from moefold.plan.memory.saved_megatron import FSDP2, MEGATRON
 from moefold.plan.memory.saved_moefold import MOEFOLD
 from moefold.plan.traffic import distinct
+
+# Steps that are there, recomputed, at the fullest moment of a feed-forward's backward. Of an MoE layer these are the
+# experts' own: the shared expert and the norm come after them.
+FEED_STEPS: Mapping[Part, frozenset[RetainedStep]] = {
+    "attention": frozenset(),
+    "recurrence": frozenset(),
+    "dense": frozenset({"dense", "feed_norm"}),
+    "moe": frozenset({"rows", "gate_up", "activation"}),
+}
 
 TABLES: Mapping[str, tuple[Saved, ...]] = {
     "megatron": MEGATRON,
@@ -43,31 +54,38 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         sizes = replace(sizes, received=copies)
     kept: dict[str, float] = {}
     saved: dict[str, float] = {}
-    away = 0.0
-    steps: dict[bool, float] = {True: 0.0, False: 0.0}
+    again = {"attention": 0.0, "feed": 0.0}
+    away: dict[tuple[Part, RetainedStep | None], float] = {}
     kept_feed = 0.0
     for row in rows_of(layer, setting.framework):
         size = row_bytes(row, sizes, setting)
         name = f"{row.part}: {row.name}"
-        dropped = is_dropped(row, layer, setting)
-        if dropped or is_offloaded(row, layer, setting):
+        if is_dropped(row, layer, setting):
             saved[name] = size
-            away += 0.0 if dropped else size
-            steps[row.part == "attention"] += size
+            if row.part == "attention":
+                again["attention"] += size
+            elif row.step in FEED_STEPS[row.part] or row.dropped & setting.recompute:
+                again["feed"] += size
+        elif is_offloaded(row, layer, setting):
+            saved[name] = size
+            away[row.part, row.step] = away.get((row.part, row.step), 0.0) + size
         else:
             kept[name] = size
             kept_feed += size * (row.part in ("dense", "moe"))
+    read = {step for (part, step), size in away.items() if part != "attention" and size}
     return Kept(
         kept=tuple(kept.items()),
         total=sum(kept.values()) * (1 - setting.offloaded_share),
         again=sum(saved.values()),
         backward=_backward(sizes, setting),
-        away=away,
+        away=sum(away.values()),
         saved=tuple(saved.items()),
-        again_attention=steps[True],
-        again_feed=steps[False],
+        again_attention=again["attention"],
+        again_feed=again["feed"],
         kept_feed=kept_feed,
         backward_attention=_backward_attention(sizes, setting),
+        away_attention=sum(size for (part, _), size in away.items() if part == "attention"),
+        is_read=(bool(read & {"activation", "gate_up", "dense"}), bool(read - {"feed_norm", "shared"})),
         deferred=_deferred(sizes, setting) if setting.framework == "moefold" else sum(kept.values()),
     )
 

@@ -161,11 +161,16 @@ class Kept:
     away: float
     # What recomputation and offloading save, by name of the tensor.
     saved: tuple[tuple[str, float], ...]
-    # Of `again`, what is attention's and what the feed-forward's, and what the latter keeps; attention's gradients.
+    # Of what is recomputed, what is there when attention goes backward and what at the feed-forward's fullest moment;
+    # what the latter keeps; attention's gradients.
     again_attention: float = 0.0
     again_feed: float = 0.0
     kept_feed: float = 0.0
     backward_attention: float = 0.0
+    # Of `away`, what is attention's. A layer comes back as a whole, and the first tensor that is read asks for the next
+    # layer: whether one is by the time of the experts' activation, and of their first matrix.
+    away_attention: float = 0.0
+    is_read: tuple[bool, bool] = (False, False)
     # What deferred weight gradients hold: inputs of matmuls and gradients of their outputs.
     deferred: float = 0.0
 

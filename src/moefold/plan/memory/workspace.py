@@ -15,9 +15,11 @@ a layer   the peak is inside of the experts' activation, or at their first matri
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
 from moefold.plan.memory.layer_activations import kept_by
-from moefold.plan.memory.saved_activations import Setting
+from moefold.plan.memory.saved_activations import Kept, Setting
 from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines, workload_reshards_per_step
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
@@ -194,20 +196,20 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
 
 def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: Setting) -> list[MemoryLine]:
     """The backward of the layer that needs most, at its feed-forward's turn or at its attention's."""
-    kinds = dict.fromkeys(layer for stage in stages for layer, _ in stage.layers)
     by_layer = not workload.is_flat and not workload_reshards_per_step(workload)
-    tokens = workload.context_tokens
-    found: list[tuple[float, float, float]] = []
-    away = 0.0
-    for layer in kinds:
-        kept = kept_by(layer, workload.model.dim, setting)
-        rows, weights, after = _inside_feed(workload, layer, by_layer)
-        found.append((rows, weights, kept.again_feed * tokens))
-        # By then what the feed-forward saved is gone.
-        back = (kept.again_attention - kept.kept_feed) * tokens
-        found.append((kept.backward_attention * tokens + min(back, 0.0), after, max(back, 0.0)))
-        away = max(away, kept.away * tokens)
-    rows, weights, again = max(found, key=sum, default=(0.0, 0.0, 0.0))
+    overlaps, tokens = SCHEDULES[workload.parallel.schedule].overlaps, workload.context_tokens
+    found: list[_LayerMoment] = []
+    for stage in stages:
+        freed = 0.0
+        for layer, count in reversed(stage.layers):
+            kept = kept_by(layer, workload.model.dim, setting)
+            # Later layers of the stage are done; beside a forward, that has filled what they freed.
+            found += _moments_of(workload, layer, kept, by_layer, 0.0 if overlaps else freed)
+            freed += count * kept.total * tokens
+    all_kept = [kept_by(layer, workload.model.dim, setting) for stage in stages for layer, _ in stage.layers]
+    away = max((kept.away * tokens for kept in all_kept), default=0.0)
+    fullest = max(found, key=lambda one: one.total(away), default=_LayerMoment(0.0, 0.0, 0.0, False))
+    rows, weights, again = fullest.rows, fullest.weights, fullest.again
     if len(stages) == 1 and stages[0].head:
         # The head of the microbatch that goes backward is done.
         rows -= around_head(workload.model, setting) * tokens
@@ -217,7 +219,7 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
         MemoryLine("buffers", "gradients inside a layer", rows, "of rows, less what was saved and is freed by then"),
         MemoryLine("buffers", "gradients of weights", weights, "of one layer, until they are added up"),
         MemoryLine("buffers", "recomputed or brought back", again, "one layer"),
-        MemoryLine("buffers", "on its way", away, "the next layer, from the host"),
+        MemoryLine("buffers", "on its way", away * fullest.asks, "the next layer, from the host"),
         *_stream_lines(workload),
     ]
     if by_layer and (head := _head_gradient(workload, stages)):
@@ -246,9 +248,37 @@ def _stream_lines(workload: Workload) -> list[MemoryLine]:
     return lines
 
 
-def _inside_feed(workload: Workload, layer: Layer, by_layer: bool) -> tuple[float, float, float]:
-    """Bytes of rows and of gradients of weights at the fullest moment of a feed-forward's backward, and of the latter
-    after it.
+class _LayerMoment(NamedTuple):
+    """Bytes of rows, of gradients of weights and of what was recomputed or is back from the host; and whether the next
+    layer was asked for. Saved tensors that are freed by then count as negative rows."""
+
+    rows: float
+    weights: float
+    again: float
+    asks: bool
+
+    def total(self, away: float) -> float:
+        return self.rows + self.weights + self.again + away * self.asks
+
+
+def _moments_of(workload: Workload, layer: Layer, kept: Kept, by_layer: bool, freed: float) -> list[_LayerMoment]:
+    """Inside of a layer's feed-forward, and at its attention, when what the feed-forward saved is gone."""
+    tokens = workload.context_tokens
+    inside, after = _inside_feed(workload, layer, by_layer)
+    back = (kept.again_feed + kept.away) * tokens
+    # A layer that has nothing away finds that of the next layer there: the one before asked for it.
+    asks = [not kept.away or is_read for is_read in kept.is_read]
+    found = [_LayerMoment(rows - freed, weights, back, asks[number]) for number, (rows, weights) in inside]
+    attention = (kept.again_attention + kept.away_attention - kept.kept_feed) * tokens
+    rows = kept.backward_attention * tokens - freed
+    return [*found, _LayerMoment(rows + min(attention, 0.0), after, max(attention, 0.0), asks=True)]
+
+
+def _inside_feed(
+    workload: Workload, layer: Layer, by_layer: bool
+) -> tuple[list[tuple[int, tuple[float, float]]], float]:
+    """Bytes of rows and of gradients of weights at the moments of a feed-forward's backward that may be the fullest,
+    numbered from the activation (0) on; and of the latter after it.
 
     Under FSDP gradients are cast to the format of their sum and stay until the layer is done; else they are added to
     what is there already. Saved tensors that are freed by then count as negative.
@@ -266,8 +296,8 @@ def _inside_feed(workload: Workload, layer: Layer, by_layer: bool) -> tuple[floa
         # The first matrix: the gradients of its input and its output and its own; and then the latter as it is summed.
         matrix = passed - inner * word, first * word + first / 2 * wide
         summed = passed - inner * 3 * word, first * (word + wide) + first / 2 * wide
-        return *max((activation, matrix, summed), key=sum), 1.5 * first * wide
+        return [(0, activation), (1, matrix), (1, summed)], 1.5 * first * wide
     if isinstance(feed, Dense):
         first = 2 * feed.dim * workload.model.dim / parallel.tp
-        return tokens * feed.dim / parallel.tp * 4 * word, first * (word + wide), 1.5 * first * wide
-    return 0.0, 0.0, 0.0
+        return [(1, (tokens * feed.dim / parallel.tp * 4 * word, first * (word + wide)))], 1.5 * first * wide
+    return [(1, (0.0, 0.0))], 0.0
