@@ -71,9 +71,11 @@ def test_muon_has_one_moment_of_hidden_matrices() -> None:
 
 @pytest.mark.parametrize("place", ["host", "cpu"])
 def test_states_outside_of_the_device_cost_time(place: str) -> None:
-    held, _ = parameters_of(FLAT)
+    """Main weights stay; a remainder goes with the moments."""
+    held, share = parameters_of(FLAT)
     away = changed(FLAT, memory={"optimizer": place})
-    assert states_of(away) == pytest.approx(6 * held)
+    assert states_of(away) == pytest.approx(6 * held + 4 * share)
+    assert states_of(changed(away, precision={"master": "remainder"})) == pytest.approx(6 * held)
     assert step_time(away).optimizer > 2 * step_time(FLAT).optimizer
 
 

@@ -170,6 +170,12 @@ class Workload:
         return float(BYTES[master]) if master is not None and self._trains_weights else 0.0
 
     @cached_property
+    def device_master_bytes(self) -> float:
+        """Of main weights on the device. moefold sends moments and remainders to the host, and no whole weights."""
+        stays = self.is_own and self.run.precision.master != "remainder"
+        return self.master_bytes if stays or self.run.memory.optimizer == "device" else 0.0
+
+    @cached_property
     def moment_bytes(self) -> float:
         """Of one moment."""
         precision = self.run.precision

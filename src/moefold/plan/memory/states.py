@@ -117,10 +117,9 @@ def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
             "gradients", "gradients", gradients * workload.gradient_bytes, say.why(gradients, workload.gradient_bytes)
         ),
     ]
+    if each := workload.device_master_bytes:
+        lines.append(MemoryLine("optimizer", "main weights", states * each, say.why(states, each)))
     if workload.run.memory.optimizer == "device":
-        if workload.master_bytes:
-            size = states * workload.master_bytes
-            lines.append(MemoryLine("optimizer", "main weights", size, say.why(states, workload.master_bytes)))
         size = states * workload.moments_bytes
         why = say.why(states, workload.moments_bytes)
         if workload.run.optim.algorithm == "muon":

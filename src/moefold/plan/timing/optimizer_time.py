@@ -48,7 +48,7 @@ def optimizer_seconds(workload: Workload, rates: Rates, updated: float, held: fl
     if place == "host":
         # Muon's matrices have one moment.
         moments = workload.moment_bytes if workload.run.optim.algorithm == "muon" else workload.moments_bytes
-        update += updated * (moments + workload.master_bytes) / link
+        update += updated * (moments + workload.master_bytes - workload.device_master_bytes) / link
     return update + _newton_schulz_seconds(workload)
 
 
