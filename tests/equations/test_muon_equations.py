@@ -21,6 +21,7 @@ from moefold.config.optim import MuonConfig, NewtonSchulzCoefficients
 from moefold.config.parallel import ParallelConfig
 from moefold.optim.muon import Muon
 from moefold.optim.newton_schulz import COEFFICIENTS, orthogonalise
+from moefold.optim.state_staging import Staging
 from moefold.parallel.param_shards import ParamShard, TrainedPiece
 from moefold.topology.folded_layout import fold
 
@@ -86,7 +87,7 @@ def muon_of(weights: list[nn.Parameter], config: MuonConfig, lr: float, decay: f
     pieces = [TrainedPiece(weight, shard, (shard.box,)) for weight, shard in zip(weights, shards)]
     layouts = [MuonParameter(Matrices(shard.name, spans_of(shard.box)), ((spans_of(shard.box),),)) for shard in shards]
     groups: list[dict[str, object]] = [{"params": weights, "weight_decay": decay, "lr_scale": 1.0}]
-    return Muon(groups, pieces, layouts, stage, config, lr, torch.device("cpu"), weights[0].dtype)
+    return Muon(groups, pieces, layouts, stage, config, lr, Staging("device", torch.device("cpu")), weights[0].dtype)
 
 
 def _whole(weight: nn.Parameter) -> tuple[Any, ...]:
