@@ -109,8 +109,8 @@ class MemoryConfig:
     # in the host's memory.
     offload: tuple[OffloadedActivation, ...] = ()
     offload_layers: int = 0
-    # Where optimizer states are between updates. host: in the host's memory, and copied to the device for the update.
-    # cpu: in the host's memory, and the update runs there.
+    # Where moments and remainders are between updates; whole main weights stay on the device. host: in the host's
+    # memory, and copied to the device for the update. cpu: in the host's memory, and the update runs there.
     optimizer: Literal["device", "host", "cpu"] = "device"
 
     def retained(self) -> dict[RetainedStep, Retention]:

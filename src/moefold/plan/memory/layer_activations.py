@@ -85,7 +85,8 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         kept_feed=kept_feed,
         backward_attention=_backward_attention(sizes, setting),
         away_attention=sum(size for (part, _), size in away.items() if part == "attention"),
-        is_read=(bool(read & {"activation", "gate_up", "dense"}), bool(read - {"feed_norm", "shared"})),
+        read_at_activation=bool(read & {"activation", "gate_up", "dense"}),
+        read_at_first_matrix=bool(read - {"feed_norm", "shared"}),
         deferred=_deferred(sizes, setting) if setting.framework == "moefold" else sum(kept.values()),
     )
 

@@ -167,10 +167,11 @@ class Kept:
     again_feed: float = 0.0
     kept_feed: float = 0.0
     backward_attention: float = 0.0
-    # Of `away`, what is attention's. A layer comes back as a whole, and the first tensor that is read asks for the next
-    # layer: whether one is by the time of the experts' activation, and of their first matrix.
+    # Of `away`, what is attention's. A layer comes back as a whole, and its first tensor that is read asks for the next
+    # layer: whether one was read when the feed-forward's activation goes backward, and when its first matrix does.
     away_attention: float = 0.0
-    is_read: tuple[bool, bool] = (False, False)
+    read_at_activation: bool = False
+    read_at_first_matrix: bool = False
     # What deferred weight gradients hold: inputs of matmuls and gradients of their outputs.
     deferred: float = 0.0
 

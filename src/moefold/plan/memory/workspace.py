@@ -199,6 +199,7 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
     by_layer = not workload.is_flat and not workload_reshards_per_step(workload)
     overlaps, tokens = SCHEDULES[workload.parallel.schedule].overlaps, workload.context_tokens
     found: list[_LayerMoment] = []
+    away = 0.0
     for stage in stages:
         freed = 0.0
         for layer, count in reversed(stage.layers):
@@ -206,8 +207,7 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
             # Later layers of the stage are done; beside a forward, that has filled what they freed.
             found += _moments_of(workload, layer, kept, by_layer, 0.0 if overlaps else freed)
             freed += count * kept.total * tokens
-    all_kept = [kept_by(layer, workload.model.dim, setting) for stage in stages for layer, _ in stage.layers]
-    away = max((kept.away * tokens for kept in all_kept), default=0.0)
+            away = max(away, kept.away * tokens)
     fullest = max(found, key=lambda one: one.total(away), default=_LayerMoment(0.0, 0.0, 0.0, False))
     rows, weights, again = fullest.rows, fullest.weights, fullest.again
     if len(stages) == 1 and stages[0].head:
@@ -264,21 +264,20 @@ class _LayerMoment(NamedTuple):
 def _moments_of(workload: Workload, layer: Layer, kept: Kept, by_layer: bool, freed: float) -> list[_LayerMoment]:
     """Inside of a layer's feed-forward, and at its attention, when what the feed-forward saved is gone."""
     tokens = workload.context_tokens
-    inside, after = _inside_feed(workload, layer, by_layer)
+    inside, after = _inside_feed(workload, layer, kept, by_layer)
     back = (kept.again_feed + kept.away) * tokens
     # A layer that has nothing away finds that of the next layer there: the one before asked for it.
-    asks = [not kept.away or is_read for is_read in kept.is_read]
-    found = [_LayerMoment(rows - freed, weights, back, asks[number]) for number, (rows, weights) in inside]
+    found = [_LayerMoment(rows - freed, weights, back, is_read or not kept.away) for rows, weights, is_read in inside]
     attention = (kept.again_attention + kept.away_attention - kept.kept_feed) * tokens
     rows = kept.backward_attention * tokens - freed
     return [*found, _LayerMoment(rows + min(attention, 0.0), after, max(attention, 0.0), asks=True)]
 
 
 def _inside_feed(
-    workload: Workload, layer: Layer, by_layer: bool
-) -> tuple[list[tuple[int, tuple[float, float]]], float]:
+    workload: Workload, layer: Layer, kept: Kept, by_layer: bool
+) -> tuple[list[tuple[float, float, bool]], float]:
     """Bytes of rows and of gradients of weights at the moments of a feed-forward's backward that may be the fullest,
-    numbered from the activation (0) on; and of the latter after it.
+    each with whether a tensor from the host was read by then; and of gradients of weights after it.
 
     Under FSDP gradients are cast to the format of their sum and stay until the layer is done; else they are added to
     what is there already. Saved tensors that are freed by then count as negative.
@@ -292,12 +291,14 @@ def _inside_feed(
         first = feed.experts / parallel.ep * 2 * feed.dim * dim / parallel.etp
         # The activation: the gradient of its output, also wide, and of both halves of its input, silu and two products,
         # of which one is wide; its output is freed.
-        activation = inner * (4 * word + (8.0 if word < 4.0 else 4.0)), first / 2 * wide
+        activation = inner * (4 * word + (8.0 if word < 4.0 else 4.0)), first / 2 * wide, kept.read_at_activation
         # The first matrix: the gradients of its input and its output and its own; and then the latter as it is summed.
-        matrix = passed - inner * word, first * word + first / 2 * wide
-        summed = passed - inner * 3 * word, first * (word + wide) + first / 2 * wide
-        return [(0, activation), (1, matrix), (1, summed)], 1.5 * first * wide
+        is_read = kept.read_at_first_matrix
+        matrix = passed - inner * word, first * word + first / 2 * wide, is_read
+        summed = passed - inner * 3 * word, first * (word + wide) + first / 2 * wide, is_read
+        return [activation, matrix, summed], 1.5 * first * wide
     if isinstance(feed, Dense):
         first = 2 * feed.dim * workload.model.dim / parallel.tp
-        return [(1, (tokens * feed.dim / parallel.tp * 4 * word, first * (word + wide)))], 1.5 * first * wide
-    return [(1, (0.0, 0.0))], 0.0
+        rows = tokens * feed.dim / parallel.tp * 4 * word
+        return [(rows, first * (word + wide), kept.read_at_first_matrix)], 1.5 * first * wide
+    return [(0.0, 0.0, kept.read_at_first_matrix)], 0.0
