@@ -68,8 +68,8 @@ def run_overlapped(
 ) -> tuple[DecoderOutput, RecordedForward]:
     """The forward of one microbatch, and the backward of another's recorded ``forward`` from its output ``gradients``.
 
-    Weight gradients are deferred and computed while both wait, at the latest after the next wait, unless ``defer_as``
-    names the action that will compute them.
+    Weight gradients are deferred and computed while both wait, at the latest after the next wait or before a second
+    computation without one, unless ``defer_as`` names the action that will compute them.
     """
     weight_grads, stream = local_model.weight_grads, local_model.comm_stream
     assert weight_grads is not None and stream is not None
@@ -89,11 +89,17 @@ def run_overlapped(
                 each.pending = None
                 if defer_as is None:
                     weight_grads.run_until(key)
+            has_computed = False
             for phase_stream, work in each.ready:
                 if phase_stream is Stream.COMM:
                     each.pending = stream.submit(work)
                     break
+                if has_computed and defer_as is None:
+                    # The other's communication is under way: it overlaps with them now as well as in its wait, and
+                    # what they hold is not there while a dense layer or the embedding goes backward.
+                    weight_grads.run_until(key)
                 each.phases.set_result(work())
+                has_computed = True
             else:
                 running.remove(each)
     if defer_as is None:

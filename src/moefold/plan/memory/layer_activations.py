@@ -35,6 +35,8 @@ FEED_STEPS: Mapping[Part, frozenset[RetainedStep]] = {
     "dense": frozenset({"dense", "feed_norm"}),
     "moe": frozenset({"rows", "gate_up", "activation"}),
 }
+# Of an MoE layer, what its experts save: after the dispatch.
+EXPERT_STEPS: frozenset[RetainedStep] = frozenset({"shared", "gate_up", "activation"})
 
 TABLES: Mapping[str, tuple[Saved, ...]] = {
     "megatron": MEGATRON,
@@ -56,7 +58,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
     saved: dict[str, float] = {}
     again = {"attention": 0.0, "feed": 0.0}
     away: dict[tuple[Part, RetainedStep | None], float] = {}
-    kept_feed = 0.0
+    kept_feed = kept_experts = 0.0
     for row in rows_of(layer, setting.framework):
         size = row_bytes(row, sizes, setting)
         name = f"{row.part}: {row.name}"
@@ -72,6 +74,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         else:
             kept[name] = size
             kept_feed += size * (row.part in ("dense", "moe"))
+            kept_experts += size * (row.step in EXPERT_STEPS)
     read = {step for (part, step), size in away.items() if part != "attention" and size}
     return Kept(
         kept=tuple(kept.items()),
@@ -83,6 +86,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         again_attention=again["attention"],
         again_feed=again["feed"],
         kept_feed=kept_feed,
+        kept_experts=kept_experts,
         backward_attention=_backward_attention(sizes, setting),
         away_attention=sum(size for (part, _), size in away.items() if part == "attention"),
         read_at_activation=bool(read & {"activation", "gate_up", "dense"}),

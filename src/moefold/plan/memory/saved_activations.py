@@ -162,10 +162,11 @@ class Kept:
     # What recomputation and offloading save, by name of the tensor.
     saved: tuple[tuple[str, float], ...]
     # Of what is recomputed, what is there when attention goes backward and what at the feed-forward's fullest moment;
-    # what the latter keeps; attention's gradients.
+    # what the latter keeps, and of this what the experts of an MoE layer keep; attention's gradients.
     again_attention: float = 0.0
     again_feed: float = 0.0
     kept_feed: float = 0.0
+    kept_experts: float = 0.0
     backward_attention: float = 0.0
     # Of `away`, what is attention's. A layer comes back as a whole, and its first tensor that is read asks for the next
     # layer: whether one was read when the feed-forward's activation goes backward, and when its first matrix does.

@@ -198,14 +198,15 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
     """The backward of the layer that needs most, at its feed-forward's turn or at its attention's."""
     by_layer = not workload.is_flat and not workload_reshards_per_step(workload)
     overlaps, tokens = SCHEDULES[workload.parallel.schedule].overlaps, workload.context_tokens
+    ahead = max(_ahead(workload, stage, setting) for stage in stages) if overlaps else 0.0
     found: list[_LayerMoment] = []
     away = 0.0
     for stage in stages:
         freed = 0.0
         for layer, count in reversed(stage.layers):
             kept = kept_by(layer, workload.model.dim, setting)
-            # Later layers of the stage are done; beside a forward, that has filled what they freed.
-            found += _moments_of(workload, layer, kept, by_layer, 0.0 if overlaps else freed)
+            # Later layers of the stage are done; beside a forward, that has filled what they freed and more.
+            found += _moments_of(workload, layer, kept, by_layer, -ahead if overlaps else freed)
             freed += count * kept.total * tokens
             away = max(away, kept.away * tokens)
     fullest = max(found, key=lambda one: one.total(away), default=_LayerMoment(0.0, 0.0, 0.0, False))
@@ -225,6 +226,26 @@ def _own_layer(workload: Workload, stages: tuple[StageContents, ...], setting: S
     if by_layer and (head := _head_gradient(workload, stages)):
         lines.append(MemoryLine("buffers", "the head's weight gradient", head, "until embedding and head are summed"))
     return [line for line in lines if line.bytes]
+
+
+def _ahead(workload: Workload, stage: StageContents, setting: Setting) -> float:
+    """What the forward of a pair has saved beyond what its backward has freed.
+
+    Each runs up to its next communication in turn. The backward starts with the combine of its last MoE layer; by the
+    time that layer's experts go backward, the forward is through the layers before its first MoE layer, that layer's
+    attention and its dispatch. From there on both take one layer per turn.
+    """
+    parallel = workload.parallel
+    if not workload.is_flat and parallel.vpp == 1 and workload.microbatches <= parallel.pp + 2:
+        # The first rank, which has most in flight, has one pair, and FSDP's gradients are not there before its end.
+        return 0.0
+    found = 0.0
+    for layer, count in stage.layers:
+        kept = kept_by(layer, workload.model.dim, setting)
+        if isinstance(layer.feed, MoE):
+            return (found + kept.total - kept.kept_experts) * workload.context_tokens
+        found += count * kept.total
+    return 0.0
 
 
 def _own_embedding(workload: Workload, stages: tuple[StageContents, ...]) -> list[MemoryLine]:
