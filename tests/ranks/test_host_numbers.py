@@ -8,8 +8,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from moefold.comm import host_numbers
-from moefold.comm.host_numbers import all_reduce_ints, device_of
+from moefold.comm import collectives
+from moefold.comm.collectives import all_reduce_ints, device_of
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
@@ -21,7 +21,7 @@ def _sums(rank: int) -> list[object]:
     found: list[object] = [all_reduce_ints((rank, 10), groups["tp"]), all_reduce_ints((rank, 7), groups["dp"])]
     found.append(str(device_of(groups["tp"])))
     with patch.object(dist, "get_backend", lambda group: "nccl"), patch.object(torch.cuda, "current_device", lambda: 3):
-        found.append(str(host_numbers.device_of(groups["tp"])))
+        found.append(str(collectives.device_of(groups["tp"])))
     return found
 
 

@@ -21,8 +21,7 @@ from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_se
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, volume, whole
 from moefold.checkpoint.verify import check_files, quick_check
-from moefold.comm.collectives import all_gather_no_grad
-from moefold.comm.host_numbers import all_reduce_ints
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
 from moefold.optim.optimizer import ModelOptimizer

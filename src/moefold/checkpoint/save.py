@@ -39,10 +39,9 @@ from moefold.checkpoint.manifest import (
     write_manifest,
     write_table,
 )
-from moefold.checkpoint.retention import delete_outdated
 from moefold.checkpoint.run_lock import may_write, read_incarnation
 from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
-from moefold.checkpoint.step_dirs import clean_up, final_path, temp_path
+from moefold.checkpoint.step_dirs import clean_up, committed_steps, final_path, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.verify import quick_check
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
@@ -326,3 +325,45 @@ def commit(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
     fsync_directory(root)
     if again:
         files.remove_tree(replaced)
+
+
+# ---- which are kept ----
+#
+# An old one is deleted only after a newer one was committed, and that only after every rank read back what it wrote.
+# The newest `keep` valid ones are kept, and those at multiples of `keep_every` for good. Invalid ones are not counted,
+# so that a damaged checkpoint never displaces a valid one.
+
+
+def delete_outdated(root: Path, run_dir: Path, incarnation: int, keep: int, keep_every: int) -> list[int]:
+    """Returns the steps that were deleted."""
+    deleted = [step for step in outdated(root, keep) if not (keep_every and step % keep_every == 0)]
+    for step in deleted:
+        delete_checkpoint(root, step, run_dir, incarnation)
+    return deleted
+
+
+def outdated(root: Path, keep: int) -> list[int]:
+    """Steps that are older than the newest ``keep`` that verify, oldest first."""
+    kept, steps = 0, committed_steps(root)
+    for index in range(len(steps) - 1, -1, -1):
+        if kept >= max(keep, 1):
+            return steps[: index + 1]
+        kept += _is_valid(final_path(root, steps[index]))
+    return []
+
+
+def delete_checkpoint(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
+    """Renames first, so that a crash leaves nothing that looks like a checkpoint."""
+    temporary = temp_path(root, step, incarnation, "deleting")
+    with may_write(run_dir, incarnation):
+        files.rename(final_path(root, step), temporary)
+    fsync_directory(root)
+    files.remove_tree(temporary)
+
+
+def _is_valid(directory: Path) -> bool:
+    try:
+        quick_check(directory)
+    except CheckpointError:
+        return False
+    return True

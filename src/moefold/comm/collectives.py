@@ -19,6 +19,7 @@ collectives in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -265,3 +266,23 @@ def start_all_reduce(flat: Tensor, group: Group) -> list[Work]:
     group.ledger.record("all_reduce", group.name, flat)
     work = dist.all_reduce(flat, group=group.handle, async_op=True)
     return [] if work is None else [work]
+
+
+# ---- numbers of the host ----
+#
+# Counts, flags, a number of rank 0. NCCL takes tensors of GPUs only, gloo those of CPUs, so they travel on the device
+# that the group's backend takes, and come back.
+
+
+def all_reduce_ints(values: Sequence[int], group: Group) -> list[int]:
+    """Each number summed over the ranks of the group; the host waits for the result."""
+    if group.alone:
+        return list(values)
+    return [int(x) for x in all_reduce_no_grad(torch.tensor(values, device=device_of(group)), group).tolist()]
+
+
+def device_of(group: Group) -> torch.device:
+    """Where tensors for this group's collectives must be."""
+    if dist.get_backend(group.handle) == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

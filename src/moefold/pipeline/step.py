@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from moefold.blueprint.model_shape import Attention, layer_shape
 from moefold.blueprint.parameters import block_names
-from moefold.comm.collectives import all_reduce_no_grad
-from moefold.comm.host_numbers import all_reduce_ints
+from moefold.comm.collectives import all_reduce_ints, all_reduce_no_grad
 from moefold.comm.process_groups import Groups
 from moefold.model.decoder import Decoder
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias

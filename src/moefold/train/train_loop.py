@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
-from moefold.comm.host_numbers import all_reduce_ints
+from moefold.comm.collectives import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
