@@ -14,7 +14,6 @@ from moefold.checks import (
     engine_limits,
     kernels,
     model,
-    muon_rules,
     parallel,
     pipeline,
     planned_only,
@@ -27,12 +26,14 @@ from moefold.checks.sizes import divisors
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.kernels import KernelsConfig
+from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.config.optim import LRScheduleConfig, OptimConfig
+from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 from moefold.recipes.catalog import RECIPES
 
 
@@ -63,6 +64,24 @@ def in_formats(
         model=ModelConfig(moe=moe or MoEConfig()),
         precision=PrecisionConfig(**formats),
         kernels=KernelsConfig(experts, backend),
+    )
+
+
+def _wsd_of_200_steps(decay: int) -> RunConfig:
+    schedule = LRScheduleConfig(kind="wsd", warmup=100, decay=decay)
+    return RunConfig(optim=OptimConfig(lr_schedule=schedule), train=TrainConfig(steps=200))
+
+
+def _in_phases(*phases: LRPhaseConfig) -> RunConfig:
+    return RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="phases", phases=phases)))
+
+
+def _clipped(attention: GQAConfig | MLAConfig, master: Any = None) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(attention=attention),
+        optim=OptimConfig(qk_clip=100.0),
+        precision=PrecisionConfig(compute="bfloat16", master=master),
+        parallel=ParallelConfig(sharding="flat"),
     )
 
 
@@ -206,11 +225,38 @@ CASES = [
         RunConfig(),
         "data.train",
     ),
+    (train.training_has_an_end, RunConfig(train=TrainConfig(steps=1)), RunConfig(), "train.steps"),
+    (train.training_has_an_lr, RunConfig(), RunConfig(optim=OptimConfig(lr=0.0)), "optim.lr"),
+    (
+        train.lr_phases_are_a_whole_run,
+        _in_phases(LRPhaseConfig(0.8, 1.0), LRPhaseConfig(0.2, 0.1, "cosine")),
+        _in_phases(LRPhaseConfig(0.8, 1.0), LRPhaseConfig(0.1, 0.1, "cosine")),
+        "optim.lr_schedule.phases",
+    ),
+    (
+        train.momentum_decays,
+        RunConfig(optim=OptimConfig(algorithm="muon")),
+        RunConfig(optim=OptimConfig(algorithm="muon", muon=MuonConfig(momentum=1.0))),
+        "optim.muon.momentum",
+    ),
+    (
+        train.momentum_is_kept_as_it_is,
+        RunConfig(optim=OptimConfig(algorithm="muon"), memory=MemoryConfig(optimizer="host")),
+        RunConfig(optim=OptimConfig(algorithm="muon"), memory=MemoryConfig(optimizer="cpu")),
+        "memory.optimizer",
+    ),
+    (
+        train.clipped_logits_follow_from_weights,
+        _clipped(GQAConfig()),
+        _clipped(GQAConfig(qk_norm="head")),
+        "optim.qk_clip",
+    ),
+    (train.clipped_weights_are_whole, _clipped(MLAConfig()), _clipped(MLAConfig(), "remainder"), "optim.qk_clip"),
     (train.name_is_one_word, RunConfig(name="a-1"), RunConfig(name="../a"), "name"),
     (
         train.lr_schedule_fits_into_the_run,
-        RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="wsd", warmup=100, decay=100))),
-        RunConfig(optim=OptimConfig(lr_schedule=LRScheduleConfig(kind="wsd", warmup=100, decay=101))),
+        _wsd_of_200_steps(decay=100),
+        _wsd_of_200_steps(decay=101),
         "optim.lr_schedule",
     ),
     (
@@ -337,7 +383,7 @@ def test_every_rule_has_a_case() -> None:
     """Those about pipelines, context, messages, optimizers, retained steps, other libraries and what is planned only
     have files of their own."""
     elsewhere = {*pipeline.RULES, *context.RULES, *parallel.DISPATCH_RULES, *planned_only.RULES, *engine_limits.RULES}
-    elsewhere |= {*precision.RULES, *muon_rules.RULES, *retained_steps.RULES}
+    elsewhere |= {*precision.RULES, *retained_steps.RULES}
     elsewhere |= {kernels.fused_experts_keep_their_first_gemm}
     elsewhere |= {train.parameter_groups_have_parameters, train.parameter_groups_have_usable_numbers}
     assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere

@@ -63,6 +63,27 @@ def test_json_is_data_and_the_choice_obeys_what_was_pinned(capsys: Output) -> No
     assert {answer["about"] for answer in data["what_if"]} == {"machine", "layout", "framework"}
 
 
+def test_a_launch_asks_for_what_the_run_does_not_say(capsys: Output) -> None:
+    """Published schedules are in recipes; where none was published, lr and steps are the user's to say."""
+    assert main([*SMALL, "--no-search", "--json"]) == 0
+    words = json.loads(capsys.readouterr().out)["command"]
+    assert "--data.train $DATA" in words and "$STEPS" not in words and "$LR" not in words
+    unpublished = ["plan", "qwen3_30b_a3b", "--gpu", "H100", "--gpus", "16", "--no-search", "--json"]
+    main([*unpublished, "--parallel.ep", "8"])
+    words = json.loads(capsys.readouterr().out)["command"]
+    assert "--data.train $DATA --train.steps $STEPS --optim.lr $LR" in words
+    main([*unpublished, "--parallel.ep", "8", "--train.steps", "100", "--optim.lr", "1e-4"])
+    words = json.loads(capsys.readouterr().out)["command"]
+    assert "$STEPS" not in words and "$LR" not in words and "--train.steps 100" in words
+
+
+def test_where_nothing_fits_the_answer_says_how_many_gpus_would(capsys: Output) -> None:
+    pinned = "tp=1,cp=1,sequences=1,dispatcher=all_to_all"
+    assert main(["plan", "mixtral_8x7b", "--gpu", "H100", "--gpus", "4", "--fit", "24GiB", "--fix", pinned]) == 2
+    said = capsys.readouterr().err
+    assert "nothing fits" in said and "32 GPUs would be enough" in said
+
+
 def test_without_a_search_the_runs_own_layout_is_predicted(capsys: Output) -> None:
     assert main([*SMALL, "--no-search", "--json", "--parallel.ep", "4", "--data.train", "tokens"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -9,7 +9,6 @@ from moefold.checks import (
     engine_limits,
     kernels,
     model,
-    muon_rules,
     parallel,
     pipeline,
     planned_only,
@@ -33,7 +32,6 @@ RULES: tuple[Rule, ...] = (
     *engine_limits.RULES,
     *train.RULES,
     *precision.RULES,
-    *muon_rules.RULES,
     *retained_steps.RULES,
     *planned_only.RULES,
 )

@@ -30,6 +30,7 @@ MAY_BE_ZERO = frozenset(
         "seed",
         "train.saving.every",
         "train.saving.keep_every",
+        "train.steps",
         "train.validate_every",
     }
 )

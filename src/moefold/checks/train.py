@@ -1,4 +1,4 @@
-"""Rules about a training run: its name, its lr schedule, how the batch divides into microbatches, its tokens."""
+"""Rules about a training run: its name, its lr schedule, how the batch divides into microbatches, its tokens, Muon."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from math import isfinite, isnan
 from moefold.blueprint.param_groups import unmatched
 from moefold.blueprint.parameters import parameters
 from moefold.checks.sizes import divides, divisors
+from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 from moefold.topology.folded_layout import FoldedLayout
@@ -19,8 +20,29 @@ def name_is_one_word(run: RunConfig) -> Problem | None:
     return Problem("name", f"{run.name!r} is not the name of a directory", "use letters, digits, _ and -")
 
 
+def lr_phases_are_a_whole_run(run: RunConfig) -> Problem | None:
+    schedule = run.optim.lr_schedule
+    if (schedule.kind == "phases") != bool(schedule.phases):
+        wrong = "there are none" if not schedule.phases else f"are not used by kind {schedule.kind}"
+        return Problem("optim.lr_schedule.phases", wrong, "use them with kind: phases, and with no other")
+    if not schedule.phases:
+        return None
+    if schedule.floor:
+        return Problem("optim.lr_schedule.floor", f"is {schedule.floor:g}", "use 0: each phase says where it ends")
+    if any(not (phase.share > 0 and isfinite(phase.to) and phase.to >= 0) for phase in schedule.phases):
+        return Problem(
+            "optim.lr_schedule.phases", "a share or an end is negative", "use positive shares, and ends from 0"
+        )
+    total = sum(phase.share for phase in schedule.phases)
+    if abs(total - 1) < 1e-6:
+        return None
+    return Problem("optim.lr_schedule.phases", f"their shares add up to {total:g}", "use shares that add up to 1")
+
+
 def lr_schedule_fits_into_the_run(run: RunConfig) -> Problem | None:
     schedule, steps = run.optim.lr_schedule, run.train.steps
+    if not steps:
+        return None
     needed = schedule.warmup + (schedule.decay if schedule.kind == "wsd" else 0)
     if needed <= steps:
         return None
@@ -110,15 +132,87 @@ def training_has_tokens(run: RunConfig) -> Problem | None:
     )
 
 
+def training_has_an_end(run: RunConfig) -> Problem | None:
+    if run.train.steps > 0:
+        return None
+    each = run.data.global_batch * run.data.seq_len
+    return Problem(
+        "train.steps",
+        "does not say how long to train",
+        f"use --train.steps N; a step has {each:,} tokens, so a billion take {-(-(10**9) // each):,} steps",
+    )
+
+
+def training_has_an_lr(run: RunConfig) -> Problem | None:
+    if run.optim.lr > 0:
+        return None
+    return Problem("optim.lr", "names no learning rate", "use --optim.lr X, such as 3e-4")
+
+
+# ---- Muon and QK-clip ----
+
+
+def momentum_decays(run: RunConfig) -> Problem | None:
+    momentum = run.optim.muon.momentum
+    if run.optim.algorithm != "muon" or momentum < 1:
+        return None
+    return Problem("optim.muon.momentum", f"is {momentum:g}: old gradients would never fade", "use 0 to 0.99")
+
+
+def momentum_is_kept_as_it_is(run: RunConfig) -> list[Problem]:
+    """Muon keeps momentum in the format of the weights that it updates, and orthogonalises on the device."""
+    if "muon" not in {run.optim.algorithm, *(group.algorithm for group in run.optim.groups)}:
+        return []
+    precision, found = run.precision, []
+    if precision.moments not in (None, precision.params):
+        found.append(("precision.moments", str(precision.moments), "null"))
+    if precision.master == "remainder":
+        found.append(("precision.master", "remainder", "null or float32"))
+    if run.memory.optimizer == "cpu":
+        found.append(("memory.optimizer", "cpu", "device or host"))
+    return [
+        Problem(path, f"{value} is not there for Muon's momentum", f"use {good}, or optim.algorithm adamw")
+        for path, value, good in found
+    ]
+
+
+def clipped_logits_follow_from_weights(run: RunConfig) -> Problem | None:
+    """QK-clip scales projections; a norm behind them would undo it."""
+    attention = run.model.attention
+    if run.optim.qk_clip is None or not isinstance(attention, GQAConfig) or attention.qk_norm == "none":
+        return None
+    return Problem(
+        "optim.qk_clip",
+        f"model.attention.qk_norm: {attention.qk_norm} normalises queries and keys after their projections, so scaling "
+        "these changes no logit; the norm bounds logits itself",
+        "use null, or model.attention.qk_norm none",
+    )
+
+
+def clipped_weights_are_whole(run: RunConfig) -> Problem | None:
+    if run.optim.qk_clip is None or run.precision.master != "remainder":
+        return None
+    return Problem(
+        "optim.qk_clip",
+        "scales weights, and with precision.master: remainder half of their digits are in the optimizer",
+        "use precision.master null or float32",
+    )
+
+
 RULES = (
     name_is_one_word,
+    lr_phases_are_a_whole_run,
     lr_schedule_fits_into_the_run,
     lr_ends_at_or_below_the_peak,
     parameter_groups_have_parameters,
     parameter_groups_have_usable_numbers,
     microbatches_fill_the_batch,
     mixture_weights_are_positive,
+    momentum_decays,
+    momentum_is_kept_as_it_is,
+    clipped_logits_follow_from_weights,
+    clipped_weights_are_whole,
 )
-# A run without tokens can still be planned, dry-run and proved.
-RULES_TO_TRAIN = (training_has_tokens,)
+# A run without tokens, a length or an lr can still be planned, dry-run and proved.
+RULES_TO_TRAIN = (training_has_tokens, training_has_an_end, training_has_an_lr)
 RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)

@@ -12,16 +12,30 @@ NewtonSchulzCoefficients = Literal["quintic", "you", "polar_express"]
 
 
 @dataclass(frozen=True)
+class LRPhaseConfig:
+    """A share of the run's steps, at whose end the lr is `to` times the peak lr."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    share: float
+    to: float
+    # How it gets there. constant: at once, at the beginning of the phase.
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+
+
+@dataclass(frozen=True)
 class LRScheduleConfig:
     """Linear warmup over `warmup` steps, then a decay to `floor` times the peak lr."""
 
     __pydantic_config__: ClassVar = STRICT
 
-    # wsd (warmup, stable, decay): constant after warmup, then linear decay over the last `decay` steps.
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    # wsd (warmup, stable, decay): constant after warmup, then linear decay over the last `decay` steps. phases: one
+    # after the other, as published schedules of several parts are; warmup is inside of the first.
+    kind: Literal["constant", "linear", "cosine", "wsd", "phases"] = "constant"
     warmup: int = 0
     decay: int = 0
     floor: float = 0.0
+    phases: tuple[LRPhaseConfig, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class OptimConfig:
     # are scaled down. None: off.
     qk_clip: float | None = None
     groups: tuple[ParamGroupConfig, ...] = ()
+    # The peak. 0: not said, and the run can be planned and proved, but not trained.
     lr: float = 3e-4
     beta1: float = 0.9
     beta2: float = 0.95

@@ -43,7 +43,8 @@ class TrainConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    steps: int = 200
+    # 0: not said, and the run can be planned and proved, but not trained.
+    steps: int = 0
     directory: str = "runs"
     log_every: int = 10
     # Steps between validations; 0 validates only at the end.

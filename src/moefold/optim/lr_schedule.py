@@ -1,4 +1,4 @@
-"""The lr as a function of the step: linear warmup, then constant, linear, cosine or WSD decay.
+"""The lr as a function of the step: linear warmup, then constant, linear, cosine or WSD decay, or phases.
 
 Pure arithmetic on integers and floats, so a resumed run has the same lr to the bit.
 """
@@ -41,10 +41,30 @@ def _wsd(step: int, steps: int, schedule: LRScheduleConfig) -> float:
     return 1.0 - _progress(step, steps - schedule.decay, steps)
 
 
+def _phases(step: int, steps: int, schedule: LRScheduleConfig) -> float:
+    """Each phase starts where the one before ended; the first one after the warmup."""
+    begin, start, share = schedule.warmup, 1.0, 0.0
+    for phase in schedule.phases:
+        share += phase.share
+        end = round(share * steps)
+        if step <= end:
+            break
+        begin, start = end, phase.to
+    way = SHAPES[phase.shape](_progress(step, begin, end))
+    return start + (phase.to - start) * way
+
+
+# How far a phase is on its way, by its progress.
+SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: progress,
+    "cosine": lambda progress: 0.5 * (1.0 - cos(pi * progress)),
+}
 # The position between floor (0) and peak (1).
 DECAYS: dict[str, Callable[[int, int, LRScheduleConfig], float]] = {
     "constant": _constant,
     "linear": _linear,
     "cosine": _cosine,
     "wsd": _wsd,
+    "phases": _phases,
 }

@@ -1,6 +1,6 @@
 """Small runs for development: seconds per run on one core, with every part that a large run has.
 
-Only these train on the builtin corpus; every other run must name its tokens.
+Only these train on the builtin corpus and for a number of steps; every other run must say both.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moefold.config.train import TrainConfig
 # Fused on a CPU; on a GPU grouped in bfloat16, else sequential.
 ANY_DEVICE = KernelsConfig(experts="auto")
 _BYTES = DataConfig(train=BUILTIN, validation=BUILTIN)
+_SHORT = TrainConfig(steps=200)
 
 
 def debug_tiny() -> RunConfig:
@@ -29,6 +30,7 @@ def debug_tiny() -> RunConfig:
         kernels=ANY_DEVICE,
         model=ModelConfig(moe=MoEConfig(router=RouterConfig(normalize=True), balance=BalanceConfig(microbatch=0.01))),
         data=_BYTES,
+        train=_SHORT,
     )
 
 
@@ -52,6 +54,7 @@ def debug_small() -> RunConfig:
         ),
         data=replace(_BYTES, seq_len=128, global_batch=16, micro_batch=4),
         optim=OptimConfig(lr=2e-3, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
+        train=_SHORT,
     )
 
 
@@ -110,6 +113,7 @@ def debug_50m() -> RunConfig:
         kernels=ANY_DEVICE,
         data=replace(_BYTES, seq_len=512, global_batch=4, micro_batch=4),
         optim=OptimConfig(lr=1e-3, lr_schedule=LRScheduleConfig(kind="cosine", warmup=20, floor=0.1)),
+        train=_SHORT,
     )
 
 
@@ -137,4 +141,5 @@ def debug_mla() -> RunConfig:
             num_dense_layers=1,
         ),
         data=_BYTES,
+        train=_SHORT,
     )

@@ -10,13 +10,42 @@ from moefold.config.attention import MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 
 # "All learnable parameters are randomly initialized with a standard deviation of 0.006": DeepSeek's sentence, as others
 # quote it; the papers of V2 and V3 were not looked up.
 INIT_STD = 0.006
+
+
+# V2-Lite's model card: warmup over 2,000 steps, times 0.316 after 80 % of the tokens and again after 90 %.
+_V2_LITE_LR = LRScheduleConfig(
+    kind="phases",
+    warmup=2000,
+    phases=(LRPhaseConfig(0.8, 1.0), LRPhaseConfig(0.1, 0.316), LRPhaseConfig(0.1, 0.316**2)),
+)
+# V3's report, section 4.2: 2.2e-4 up to 10T tokens, a cosine to 2.2e-5 over 4.3T, 333B there and 167B at 7.3e-6. Its
+# batch grows from 3,072 to 15,360 sequences in the first 469B tokens; here it is constant.
+_V3_LR = LRScheduleConfig(
+    kind="phases",
+    warmup=2000,
+    phases=(
+        LRPhaseConfig(10 / 14.8, 1.0),
+        LRPhaseConfig(4.3 / 14.8, 0.1, "cosine"),
+        LRPhaseConfig(0.333 / 14.8, 0.1),
+        LRPhaseConfig(0.167 / 14.8, 7.3e-6 / 2.2e-4),
+    ),
+)
+# Kimi-K2's report, section 2.5: 500 steps of warmup, 10T tokens at 2e-4, a cosine to 2e-5 over 5.5T; QK-clip at 100.
+# The annealing to 7e-6 over 400B more tokens is a run of its own.
+_KIMI_LR = LRScheduleConfig(
+    kind="phases",
+    warmup=500,
+    phases=(LRPhaseConfig(10 / 15.5, 1.0), LRPhaseConfig(5.5 / 15.5, 0.1, "cosine")),
+)
 
 
 def deepseek_v2_lite() -> RunConfig:
@@ -39,6 +68,8 @@ def deepseek_v2_lite() -> RunConfig:
         parallel=ParallelConfig(ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=4608),
+        optim=OptimConfig(lr=4.2e-4, lr_schedule=_V2_LITE_LR),
+        train=_tokens(5.7e12, batch=4608),
     )
 
 
@@ -82,6 +113,8 @@ def deepseek_v3() -> RunConfig:
         parallel=ParallelConfig(pp=16, ep=64),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=15_360),
+        optim=OptimConfig(lr=2.2e-4, lr_schedule=_V3_LR),
+        train=_tokens(14.8e12, batch=15_360),
     )
 
 
@@ -105,6 +138,11 @@ def deepseek_v3_proxy() -> RunConfig:
             init_std=INIT_STD,
         ),
     )
+
+
+def _tokens(tokens: float, *, batch: int) -> TrainConfig:
+    """So many steps of ``batch`` sequences of 4,096 tokens."""
+    return TrainConfig(steps=round(tokens / (batch * 4096)))
 
 
 def v3_shape(
@@ -194,6 +232,8 @@ def kimi_k2() -> RunConfig:
         parallel=ParallelConfig(pp=16, ep=16),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=16_384),
+        optim=OptimConfig(algorithm="muon", qk_clip=100.0, lr=2e-4, lr_schedule=_KIMI_LR),
+        train=_tokens(15.5e12, batch=16_384),
     )
 
 

@@ -6,9 +6,13 @@ from moefold.config.attention import GQAConfig, RopeConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
+
+# Its learning rate and its length were not published: a run has to say them.
+_UNPUBLISHED = OptimConfig(lr=0.0, lr_schedule=LRScheduleConfig(kind="cosine", floor=0.1))
 
 
 def mixtral_8x7b() -> RunConfig:
@@ -25,6 +29,7 @@ def mixtral_8x7b() -> RunConfig:
         parallel=ParallelConfig(pp=4, ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=256),
+        optim=_UNPUBLISHED,
     )
 
 
@@ -42,6 +47,7 @@ def mixtral_8x22b() -> RunConfig:
         parallel=ParallelConfig(tp=2, pp=8, ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=256),
+        optim=_UNPUBLISHED,
     )
 
 

@@ -1,4 +1,7 @@
-"""OLMoE: 64 small experts, softmax probs that are not normalised, QK-norm over the whole projection."""
+"""OLMoE: 64 small experts, softmax probs that are not normalised, QK-norm over the whole projection.
+
+The schedule is that of its published configuration, with weight decay on matrices only: theirs also decays norms.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig
+from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
+from moefold.config.train import TrainConfig
 
 
 def olmoe_1b_7b() -> RunConfig:
@@ -19,6 +24,9 @@ def olmoe_1b_7b() -> RunConfig:
         parallel=ParallelConfig(ep=8),
         precision=PrecisionConfig(compute="bfloat16"),
         data=DataConfig(seq_len=4096, global_batch=1024),
+        # 10.5B tokens of warmup, then a cosine up to 5T.
+        optim=OptimConfig(lr=4e-4, lr_schedule=LRScheduleConfig(kind="cosine", warmup=2500, floor=0.1)),
+        train=TrainConfig(steps=round(5e12 / (1024 * 4096))),
     )
 
 

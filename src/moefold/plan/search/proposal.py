@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.stages import balanced_stages, parse_stages, print_stages
-from moefold.checks.run_all import problems
+from moefold.checks.run_all import RULES_TO_TRAIN, problems
 from moefold.config.run import RunConfig
-from moefold.errors import ProblemsError
+from moefold.errors import Problem, ProblemsError
 from moefold.hardware.cluster import Cluster
 from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_words
 from moefold.plan.memory.saving_steps import savings_of
@@ -34,7 +34,7 @@ from moefold.plan.search.goodput import (
     faults_of,
     goodput,
 )
-from moefold.plan.search.search import Progress, Result, search
+from moefold.plan.search.search import NothingFitsError, Progress, Result, anything_fits, search
 from moefold.plan.search.space import narrowed, usual_space
 from moefold.plan.search.what_if import Answer, answers
 from moefold.plan.stage_contents import contents_of
@@ -49,6 +49,10 @@ _TIGHT = 0.05
 OWN_HEADROOM = 0.05
 # Candidates that are checked as runs, the best first.
 _CHECKED = 100
+# Where nothing fits: so many times the GPUs are tried.
+_TIMES_AS_MANY = (2, 4, 8, 16, 32, 64)
+# What a command says in place of what a run does not, by the key that `checks/train.py` asks for.
+_PLACEHOLDERS = {"data.train": "$DATA", "train.steps": "$STEPS", "optim.lr": "$LR"}
 
 
 @dataclass(frozen=True)
@@ -113,13 +117,15 @@ class Proposal:
 
 def propose(question: Question, progress: Progress | None = None) -> Proposal:
     own, problem = _own(question)
-    template = own or _with_framework(_without_layout(question), question.framework)
+    template = _template(question, own)
     result = None
     if question.searching:
         space = narrowed(usual_space(template), question.fixed)
-        usual = OWN_HEADROOM if template.is_own else 0.0
-        headroom = usual if question.headroom is None else question.headroom
-        result = _startable(search(template, space, progress, own is not None, headroom), question)
+        try:
+            searched = search(template, space, progress, own is not None, _headroom(question, template))
+        except NothingFitsError as error:
+            raise _with_enough_gpus(error, question, progress) from None
+        result = _startable(searched, question)
     elif own is None:
         raise problem if problem is not None else AssertionError("a run without a layout has a problem")
     chosen = predict(result.best.workload if result else template)
@@ -151,6 +157,30 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
         goodput=found,
         days=days_for(question.tokens, rate, found.effective),
     )
+
+
+def _template(question: Question, own: Workload | None) -> Workload:
+    return own or _with_framework(_without_layout(question), question.framework)
+
+
+def _headroom(question: Question, template: Workload) -> float:
+    usual = OWN_HEADROOM if template.is_own else 0.0
+    return usual if question.headroom is None else question.headroom
+
+
+def _with_enough_gpus(error: NothingFitsError, question: Question, progress: Progress | None) -> NothingFitsError:
+    """The same, with the first of 2, 4, 8... times as many GPUs on which something fits."""
+    if not error.lacks_memory:
+        return error
+    for times in _TIMES_AS_MANY:
+        more = times * question.cluster.num_gpus
+        larger = replace(question, cluster=replace(question.cluster, num_gpus=more))
+        template = _template(larger, _own(larger)[0])
+        space = narrowed(usual_space(template), question.fixed)
+        if anything_fits(template, space, _headroom(question, template), progress):
+            return NothingFitsError(f"{error}; {more:,} GPUs would be enough, or free a choice", lacks_memory=True)
+    tried = _TIMES_AS_MANY[-1] * question.cluster.num_gpus
+    return NothingFitsError(f"{error}; neither on up to {tried:,} GPUs: free a choice", lacks_memory=True)
 
 
 def _startable(result: Result, question: Question) -> Result:
@@ -188,9 +218,13 @@ def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
             workload = changed(workload, parallel={"stages": planned})
     wanted = changes_to_run(workload, question.named or question.run)
     asked = {path: value for path, value in question.dotted.items() if path not in wanted}
-    # Plans need no data; training does, and where it lies is for the user to say.
-    tokens = () if question.run.data.sources else ("--data.train $DATA",)
-    return (*launch_words(workload, question.name, asked | wanted), *tokens)
+    return (*launch_words(workload, question.name, asked | wanted), *_to_fill_in(question.run))
+
+
+def _to_fill_in(run: RunConfig) -> Iterator[str]:
+    """What plans can do without and training needs, and only the user can say: tokens, the number of steps, the lr."""
+    missing = [problem.path for rule in RULES_TO_TRAIN if isinstance(problem := rule(run), Problem)]
+    return (f"--{path} {_PLACEHOLDERS[path]}" for path in missing)
 
 
 def stage_string(workload: Workload) -> str:

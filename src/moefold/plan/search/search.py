@@ -54,6 +54,10 @@ _LONGEST_CLIMB = 8
 class NothingFitsError(MoefoldError):
     """No legal candidate fits, or none is legal; the message says which rules or bytes are in the way."""
 
+    def __init__(self, message: str, lacks_memory: bool) -> None:
+        super().__init__(message)
+        self.lacks_memory = lacks_memory
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -110,7 +114,7 @@ def search(
     say = progress or (lambda what, done, total: None)
     coarse = _sweep(looked, say, from_own)
     if not coarse:
-        raise NothingFitsError(looked.why_nothing())
+        raise NothingFitsError(looked.why_nothing(), lacks_memory=bool(looked.held))
     varied = [_vary(looked, start) for start in _counted(_starts(coarse), "varying options", say)]
     for start in _counted(_fastest(varied, _CLIMBERS), "climbing", say):
         looked.trim(_climb(looked, start))
@@ -118,6 +122,13 @@ def search(
     own = looked.timed.get(choice_of_workload(template))
     found = (len(coarse), len(looked.held), len(looked.timed))
     return Result(ranked, pareto(ranked), own, *found, time.monotonic() - began)
+
+
+def anything_fits(template: Workload, space: Space, headroom: float, progress: Progress | None = None) -> bool:
+    """Whether `search` would find a candidate; without looking for the best one."""
+    looked = _Looked(template, limits_of(template), space, headroom)
+    starts = _counted(list(layouts(looked.limits, space)), "more GPUs", progress or (lambda what, done, total: None))
+    return any(looked.lightest(start) is not None for start in starts)
 
 
 def pareto(ranked: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -247,7 +258,7 @@ class _Looked:
             return (
                 f"nothing fits: of {len(self.held):,} candidates the leanest needs "
                 f"{format_bytes(self.held[least])} of {format_bytes(self.capacity)} "
-                f"({described(least)}); use more GPUs, or free a choice"
+                f"({described(least)})"
             )
         start = first_choice(self.space)
         reasons = Counter(why_illegal(made, self.limits, self.space) for made in _grids(start, self.space))
