@@ -16,8 +16,9 @@ def load_run(source: str | Path | RunConfig, changes: Mapping[str, object] | Seq
     """A run: a recipe by its name, a YAML file by its path, or a run that is there already; with some keys changed.
 
     `changes` maps dotted keys to values, as numbers, lists or words; or it is a list of command-line words such as
-    `["--parallel.ep", "8"]`. Text that ends in `.yaml` or `.yml`, or that has a slash, is a path. Every problem with
-    keys and values is raised at once, as `ConfigError`; `check` says whether the sizes fit together.
+    `["--parallel.ep", "8"]`. Text that ends in `.yaml` or `.yml`, or that has a slash, is a path. A file may inherit:
+    with `recipe: NAME`, its other keys change that recipe's run. Every problem with keys and values is raised at once,
+    as `ConfigError`; `check` says whether the sizes fit together.
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b_proxy", {"parallel.ep": 4})
@@ -29,7 +30,7 @@ def load_run(source: str | Path | RunConfig, changes: Mapping[str, object] | Seq
     if isinstance(source, RunConfig):
         run = source
     elif isinstance(source, Path) or Path(source).suffix in (".yaml", ".yml") or "/" in source:
-        run = load_run_file(source)
+        run = load_run_file(source, recipe)
     else:
         run = recipe(source)
     return override(run, changes) if changes else run

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VERBS = {
+    "init": "moefold.cli.init",
     "plan": "moefold.cli.plan",
     "check": "moefold.cli.check",
     "layout": "moefold.cli.layout",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache, reduce
 from math import isfinite
@@ -32,7 +32,7 @@ from moefold.config.strict_yaml import (
     read_yaml,
     shown,
 )
-from moefold.errors import ConfigError, Problem, did_you_mean
+from moefold.errors import ConfigError, Problem, UnknownNameError, did_you_mean
 
 _MAX_PROBLEMS = 50
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -47,25 +47,51 @@ _WANTED = {
 }
 
 
-def load_run_file(path: str | Path) -> RunConfig:
-    """The run that a YAML file describes."""
+# A recipe by its name.
+FindRecipe = Callable[[str], RunConfig]
+
+
+def load_run_file(path: str | Path, recipe: FindRecipe | None = None) -> RunConfig:
+    """The run that a YAML file describes. With ``recipe`` it may inherit: `recipe: NAME`."""
     try:
         with open(path, "rb") as file:
             # One byte more than allowed is enough to know.
-            return parse_run(file.read(MAX_BYTES + 1).decode("utf-8"))
+            return parse_run(file.read(MAX_BYTES + 1).decode("utf-8"), recipe)
     except OSError as error:
         raise ConfigError(Problem(ROOT, f"cannot read {path}: {error.strerror}")) from None
     except ValueError as error:
         raise ConfigError(Problem(ROOT, f"cannot read {path}: {error}", "save it as UTF-8 text")) from None
 
 
-def parse_run(text: str) -> RunConfig:
+def parse_run(text: str, recipe: FindRecipe | None = None) -> RunConfig:
     """The run that YAML text describes."""
     try:
         data, problems = read_yaml(text)
     except ScalarError as error:
         raise ConfigError(Problem(ROOT, str(error))) from None
+    if recipe is not None and isinstance(data, dict) and "recipe" in data:
+        data = _inherited(data, recipe, problems)
     return run_from_mapping({} if data is None else data, problems)
+
+
+def _inherited(data: dict[str, Any], recipe: FindRecipe, problems: list[Problem]) -> dict[str, Any]:
+    """The recipe's tree with the keys of ``data`` put in; sections are joined key by key, lists are replaced."""
+    name = data["recipe"]
+    try:
+        tree = asdict(recipe(name if isinstance(name, str) else _quoted(name)))
+    except UnknownNameError as error:
+        # Without a recipe, every key that the file leaves out would be a problem as well.
+        raise ConfigError(Problem("recipe", str(error)), *problems) from None
+    _put_all(tree, [(path, value) for path, value in _leaves(data) if path != ["recipe"]], problems)
+    return tree
+
+
+def _leaves(section: Mapping[str, Any], above: Sequence[str] = ()) -> Iterator[tuple[list[str], object]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, [*above, key])
+        else:
+            yield [*above, key], value
 
 
 def run_from_mapping(data: object, earlier: Sequence[Problem] = ()) -> RunConfig:
@@ -91,20 +117,38 @@ def override(run: RunConfig, changes: Sequence[str] | Mapping[str, object]) -> R
 
     A list is written `[attention,experts]`. A section that is null gets its defaults when one of its keys is set.
     """
-    pairs = list(changes.items() if isinstance(changes, Mapping) else _pairs(changes))
-    tree, problems = asdict(run), []
-    # A change of kind is applied first: it clears its section, so that the other keys belong to the new kind.
-    for path, value in sorted(pairs, key=lambda pair: not pair[0].endswith(".kind")):
+    pairs = changes.items() if isinstance(changes, Mapping) else _pairs(changes)
+    tree: dict[str, Any] = asdict(run)
+    problems: list[Problem] = []
+    read: list[tuple[list[str], object]] = []
+    for path, value in pairs:
         try:
-            _set(tree, path.split("."), _read_word(value) if isinstance(value, str) else value)
+            read.append((path.split("."), _read_word(value) if isinstance(value, str) else value))
         except ScalarError as error:
             problems.append(Problem(shown(path), str(error)))
+    _put_all(tree, read, problems)
     return run_from_mapping(tree, problems)
+
+
+def _put_all(tree: dict[str, Any], leaves: Sequence[tuple[list[str], object]], problems: list[Problem]) -> None:
+    # A change of kind is applied first: it clears its section, so that the other keys belong to the new kind.
+    for parts, value in sorted(leaves, key=lambda leaf: leaf[0][-1] != "kind"):
+        try:
+            _set(tree, parts, value)
+        except ScalarError as error:
+            problems.append(Problem(shown(".".join(parts)), str(error)))
 
 
 def dump_run(run: RunConfig) -> str:
     """YAML text that `parse_run` reads back as the same run."""
     return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def dump_value(value: object) -> str:
+    """One value on one line, as `parse_run` reads it."""
+    plain = list(value) if isinstance(value, tuple) else value
+    text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
+    return text.removesuffix("...\n").strip()
 
 
 class _Dumper(yaml.SafeDumper):

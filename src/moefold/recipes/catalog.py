@@ -41,7 +41,12 @@ RECIPES: dict[str, Recipe] = {
 
 def recipe(name: str) -> RunConfig:
     """The run of that name; dashes and capitals are accepted, so DeepSeek-V3 is deepseek_v3."""
-    found = RECIPES.get(name.lower().replace("-", "_"))
-    if found is None:
+    return RECIPES[recipe_name(name)]()
+
+
+def recipe_name(name: str) -> str:
+    """As the catalog has it."""
+    found = name.lower().replace("-", "_")
+    if found not in RECIPES:
         raise UnknownNameError("recipe", name, RECIPES)
-    return found()
+    return found
