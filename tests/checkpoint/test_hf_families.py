@@ -178,7 +178,13 @@ def test_the_command_goes_both_ways_and_checks(tmp_path: Path, capsys: pytest.Ca
     config = str(tmp_path / "runs" / "q" / "config.yaml")
     assert main(["check", config]) == 1 and "data.train: names no tokens" in capsys.readouterr().out
     assert main(["train", config]) == 2 and "data.train: names no tokens" in capsys.readouterr().err
-    assert main(["check", config, "--data.train", "tokens"]) == 0
+    said = ["--data.train", "tokens", "--train.steps", "10", "--optim.lr", "1e-4"]
+    assert main(["check", config, *said[:2]]) == 1 and "optim.lr: names no" in capsys.readouterr().out
+    assert main(["check", config, *said]) == 0
+    imported = load_run_file(Path(config))
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert imported.data.seq_len == theirs["max_position_embeddings"] and imported.precision.compute == "float32"
+    assert any("router_aux_loss_coef" in note for note in report["notes"])
     capsys.readouterr()
     words = ["convert", "to-hf", str(tmp_path / "runs" / "q"), str(tmp_path / "ours"), "--dtype", "bfloat16", "--check"]
     assert main(words) == 0

@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 Families: those of the recipes (`moefold check --list`), and two dense ones to upcycle: llama and qwen3.
 from-hf and upcycle create a run at step 0 in OUT/NAME, without data if the source has none; train it with
-`moefold train OUT/NAME/config.yaml --data.train FOLDER`."""
+`moefold train OUT/NAME/config.yaml --data.train FOLDER --train.steps N --optim.lr X`."""
 _DTYPES = ("float32", "bfloat16", "float64")
 _WITH_TRANSFORMERS = "compare logits with transformers afterwards"
 _TOLERANCE = 1e-4

@@ -29,10 +29,14 @@ from moefold.checks.sizes import leaves, sizes_are_bounded, sizes_are_positive
 from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.optim import OptimConfig
+from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, ConversionError, Problem, did_you_mean
 
 FILE = "config.json"
+_COMPUTED: dict[object, Format] = {"float32": "float32", "bfloat16": "bfloat16"}
+_BALANCE_KEYS = ("router_aux_loss_coef", "aux_loss_alpha")
 _QUANTIZED = "weights are quantized", "load them in transformers, `dequantize`, save as bfloat16, and convert that"
 
 
@@ -45,6 +49,10 @@ class HfConfig:
     context: int
     # Keys that were not followed, because they would run code or select an implementation.
     not_honoured: tuple[str, ...]
+    # The dtype it was trained and saved in, if the file names one that runs can compute in.
+    compute: Format | None
+    # Coefficients of its balance loss, by key. They are not followed: what they multiply differs by family.
+    balance: tuple[tuple[str, float], ...]
 
     @property
     def extra_prefixes(self) -> tuple[str, ...]:
@@ -67,7 +75,13 @@ def read_config(config: HfValues) -> HfConfig:
     context = config.get("max_position_embeddings")
     not_honoured = tuple(key for key in config if _is_code_key(key))
     known = context if type(context) is int and 0 < context < 2**31 else 4096
-    return HfConfig(family.model_type, model, known, not_honoured)
+    compute = _COMPUTED.get(str(config.get("dtype", config.get("torch_dtype"))))
+    balance = tuple(
+        (key, float(value))
+        for key in _BALANCE_KEYS
+        if isinstance(value := config.get(key), int | float) and value and model.moe is not None
+    )
+    return HfConfig(family.model_type, model, known, not_honoured, compute, balance)
 
 
 def _read_family(config: HfValues) -> HfFamily:
@@ -258,6 +272,7 @@ def _canonical_moe(moe: MoEConfig) -> MoEConfig:
 
 
 def run_for(found: HfConfig, name: str) -> RunConfig:
-    """A run with an imported model; everything else is a default."""
-    run = RunConfig(name=name, model=found.model)
-    return replace(run, data=replace(run.data, seq_len=min(found.context, 4096)))
+    """A run with an imported model, its sequence length and its dtype; tokens, steps and lr are for the user to say."""
+    run = RunConfig(name=name, model=found.model, optim=OptimConfig(lr=0.0))
+    precision = replace(run.precision, compute=found.compute or run.precision.compute)
+    return replace(run, data=replace(run.data, seq_len=found.context), precision=precision)

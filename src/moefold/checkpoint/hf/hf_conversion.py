@@ -81,6 +81,10 @@ def import_directory(
     path, run = _new_run(directory, run_for(directory.config, name), runs, origin, progress)
     copied = copy_tokenizer(directory.path, runs / name / TOKENIZER)
     notes = [f"not honoured: {key} (nothing from the directory is run)" for key in directory.config.not_honoured]
+    notes += [
+        f"not followed: {key} {value:g}; no balance loss is on, model.moe.balance switches one on"
+        for key, value in directory.config.balance
+    ]
     notes += directory.notes
     if directory.skipped:
         notes.append(
