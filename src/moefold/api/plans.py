@@ -16,7 +16,7 @@ from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
 from moefold.plan.report.json_data import layout_data, proposal_data
 from moefold.plan.report.plan_page import page
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
-from moefold.plan.search.proposal import Proposal, Question, propose
+from moefold.plan.search.proposal import Proposal, Question, propose, with_stages
 from moefold.plan.search.search import Progress
 from moefold.plan.workload import FrameworkName
 from moefold.recipes.catalog import RECIPES
@@ -93,7 +93,7 @@ class Plan:
     def run(self) -> RunConfig:
         """The run with the chosen layout, ready for `prove`, `Trainer` or another `plan`."""
         asked = self.proposal.question.run
-        return load_run(asked, changes_to_run(self.proposal.chosen.workload, asked))
+        return load_run(asked, changes_to_run(with_stages(self.proposal.chosen.workload), asked))
 
     @property
     def command(self) -> str:

@@ -37,7 +37,7 @@ from moefold.plan.search.goodput import (
 from moefold.plan.search.search import NothingFitsError, Progress, Result, anything_fits, search
 from moefold.plan.search.space import narrowed, usual_space
 from moefold.plan.search.what_if import Answer, answers
-from moefold.plan.stage_contents import contents_of
+from moefold.plan.stage_contents import contents_of, written_stages
 from moefold.plan.timing.step_time import predict_time
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload, changed, workload_of_run
 from moefold.units import format_bytes
@@ -210,12 +210,8 @@ def _freed(chosen: Prediction) -> Iterator[Freed]:
 
 
 def command_for(workload: Workload, question: Question) -> tuple[str, ...]:
-    """The line that starts it. Stages are written out where the trainer would divide layers otherwise."""
-    num_stages = workload.parallel.pp * workload.parallel.vpp
-    if workload.parallel.stages is None and num_stages > 1:
-        planned = stage_string(workload)
-        if planned != print_stages(balanced_stages(shape_of(question.run.model), num_stages)):
-            workload = changed(workload, parallel={"stages": planned})
+    """The line that starts it."""
+    workload = with_stages(workload)
     wanted = changes_to_run(workload, question.named or question.run)
     asked = {path: value for path, value in question.dotted.items() if path not in wanted}
     return (*launch_words(workload, question.name, asked | wanted), *_to_fill_in(question.run))
@@ -227,9 +223,20 @@ def _to_fill_in(run: RunConfig) -> Iterator[str]:
     return (f"--{path} {_PLACEHOLDERS[path]}" for path in missing)
 
 
+def with_stages(workload: Workload) -> Workload:
+    """Stages written out, where the trainer would divide layers otherwise."""
+    num_stages = workload.parallel.pp * workload.parallel.vpp
+    if workload.parallel.stages is not None or num_stages == 1:
+        return workload
+    planned = stage_string(workload)
+    if planned == print_stages(balanced_stages(shape_of(workload.run.model), num_stages)):
+        return workload
+    return changed(workload, parallel={"stages": planned})
+
+
 def stage_string(workload: Workload) -> str:
     """The layers of every stage as the prediction distributed them."""
-    stages = contents_of(workload.model, workload.parallel.pp * workload.parallel.vpp, workload.parallel.stages)
+    stages = contents_of(workload.model, workload.parallel.pp * workload.parallel.vpp, written_stages(workload))
     letters = "|".join(
         "E" * stage.embedding + "t" * sum(number for _, number in stage.layers) + "m" * stage.mtp + "L" * stage.head
         for stage in stages
