@@ -20,7 +20,7 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.plan.dispatch_choice import dispatcher_in_use, estimates
 from moefold.plan.stage_contents import parts_by_rank, places_of
-from moefold.recipes.catalog import RECIPES
+from moefold.recipes.catalog import RECIPES, recipe, tuned_layouts
 from moefold.tables import text_table
 from moefold.topology.folded_layout import fold
 from moefold.units import format_bytes, format_count
@@ -85,15 +85,38 @@ def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -
 
 def list_recipes(as_json: bool) -> int:
     counts = {name: count_parameters(make().model) for name, make in RECIPES.items()}
+    layouts = {name: tuned_layouts().get(name, {}) for name in RECIPES}
     if as_json:
-        print(json.dumps({name: {"total": c.total, "active": c.active} for name, c in counts.items()}, indent=2))
+        listed = {
+            name: {
+                "total": count.total,
+                "active": count.active,
+                "layouts": {where: tuned._asdict() for where, tuned in layouts[name].items()},
+            }
+            for name, count in counts.items()
+        }
+        print(json.dumps(listed, indent=2))
         return 0
     rows = [
         (name, format_count(count.total), format_count(count.active), (RECIPES[name].__doc__ or "").splitlines()[0])
         for name, count in counts.items()
     ]
     print(text_table(("recipe", "total", "active", "about"), rows))
+    tuned = [
+        (f"{name}@{where}", f"{each.step_seconds:.4g} s", f"{each.gib:g} GiB", _short_layout(recipe(f"{name}@{where}")))
+        for name, found in layouts.items()
+        for where, each in found.items()
+    ]
+    print("\nthe same with the planner's layout for so many GPUs, with the step time and the memory that it predicts\n")
+    print(text_table(("recipe", "step", "memory", "layout"), tuned))
     return 0
+
+
+def _short_layout(run: RunConfig) -> str:
+    parallel = run.parallel
+    sizes = ((axis, getattr(parallel, axis)) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp"))
+    words = [f"{axis}{size}" for axis, size in sizes if size > 1]
+    return " ".join([*words, parallel.schedule, parallel.dispatcher, parallel.sharding])
 
 
 def _report_problems(name: str, found: list[Problem], as_json: bool) -> int:

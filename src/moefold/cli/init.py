@@ -50,7 +50,7 @@ def add_to(commands: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     base = recipe_name(args.name)
     chosen = load_run(base, args.changes)
-    name = args.run_name or f"my_{base}"
+    name = args.run_name or f"my_{base.partition('@')[0]}"
     if args.json:
         sections = asdict(chosen)
         print(json.dumps({"recipe": base, "name": name} | {key: sections[key] for key in SECTIONS}, indent=2))

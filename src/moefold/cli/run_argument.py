@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 # What a verb is added to.
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-RUN_HELP = "a recipe's name (see `moefold check --list`) or the path of a YAML file"
+RUN_HELP = "a recipe's name, also NAME@GPUxN (see `moefold check --list`), or the path of a YAML file"
 
 
 def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:

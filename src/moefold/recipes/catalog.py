@@ -1,9 +1,18 @@
-"""All recipes by name. A recipe is a function without arguments that returns a run; its name is the function's."""
+"""All recipes by name. A recipe is a function without arguments that returns a run; its name is the function's.
+
+NAME@GPUxN is the same with the layout that the planner chose for N such GPUs (`tuned_layouts.json`, written by
+`python -m benchmarks.tuned_layouts`): deepseek_v3@H100x1024.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
 
+from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import UnknownNameError
 from moefold.recipes import debug, deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
@@ -39,14 +48,33 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+class TunedLayout(NamedTuple):
+    """Keys of the run that the layout changes, and what is predicted for it."""
+
+    changes: Mapping[str, str]
+    step_seconds: float
+    gib: float
+
+
 def recipe(name: str) -> RunConfig:
     """The run of that name; dashes and capitals are accepted, so DeepSeek-V3 is deepseek_v3."""
-    return RECIPES[recipe_name(name)]()
+    base, _, cluster = recipe_name(name).partition("@")
+    run = RECIPES[base]()
+    return override(run, tuned_layouts()[base][cluster].changes) if cluster else run
 
 
 def recipe_name(name: str) -> str:
     """As the catalog has it."""
-    found = name.lower().replace("-", "_")
-    if found not in RECIPES:
-        raise UnknownNameError("recipe", name, RECIPES)
-    return found
+    base, at, cluster = name.lower().replace("-", "_").partition("@")
+    if base not in RECIPES:
+        raise UnknownNameError("recipe", base, RECIPES)
+    if at and cluster not in (known := tuned_layouts().get(base, {})):
+        raise UnknownNameError(f"layout of {base}", cluster, known)
+    return base + at + cluster
+
+
+@cache
+def tuned_layouts() -> dict[str, dict[str, TunedLayout]]:
+    """By recipe and GPUxN."""
+    data = json.loads(files("moefold.recipes").joinpath("tuned_layouts.json").read_text())
+    return {name: {where: TunedLayout(**row) for where, row in rows.items()} for name, rows in data.items()}

@@ -1,0 +1,66 @@
+"""Write the layouts that recipes carry for kinds and numbers of GPUs: the planner's choice, with 5 % of memory free.
+
+Rows that are in the file are kept unless they are named: `python -m benchmarks.tuned_layouts deepseek_v3@h100x1024`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import moefold
+from moefold.plan.launch_command import changes_to_run
+from moefold.plan.search.proposal import with_stages
+
+FILE = Path(moefold.__file__).parent / "recipes" / "tuned_layouts.json"
+CLUSTERS = {
+    "mixtral_8x7b": ("h100x16", "h100x64"),
+    "mixtral_8x22b": ("h100x64", "h100x128"),
+    "qwen3_30b_a3b": ("h100x8", "h100x64", "gb200x64"),
+    "qwen3_235b_a22b": ("h100x256", "gb200x128"),
+    "deepseek_v2_lite": ("h100x8", "h100x64"),
+    "deepseek_v3": ("h100x1024", "h100x2048", "gb200x256"),
+    "olmoe_1b_7b": ("h100x8", "h100x64"),
+    "gpt_oss_20b": ("h100x8", "h100x64"),
+    "gpt_oss_120b": ("h100x64",),
+    "kimi_k2": ("h100x1024", "gb200x256"),
+}
+
+
+def row_of(name: str, where: str) -> dict[str, object]:
+    gpu, _, number = where.rpartition("x")
+    run = moefold.load_run(name)
+    plan = moefold.plan(run, gpu=gpu.upper(), gpus=int(number))
+    changes = changes_to_run(with_stages(plan.proposal.chosen.workload), run)
+    return {
+        "changes": changes,
+        "step_seconds": float(f"{plan.step_seconds:.4g}"),
+        "gib": round(plan.memory_bytes / 2**30, 1),
+    }
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned_layouts", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="RECIPE@GPUxN", help="make these again")
+    args = parser.parse_args(words)
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    for name, clusters in CLUSTERS.items():
+        for where in clusters:
+            if where in known.get(name, {}) and f"{name}@{where}" not in args.names:
+                continue
+            known.setdefault(name, {})[where] = row_of(name, where)
+            print(f"{name}@{where}: {known[name][where]}", file=sys.stderr, flush=True)
+            ordered = {
+                name: {where: known[name][where] for where in each if where in known[name]}
+                for name, each in CLUSTERS.items()
+                if name in known
+            }
+            FILE.write_text(json.dumps(ordered, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
