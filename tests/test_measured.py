@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.optimizer_formats import BASE, differences
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -28,3 +31,26 @@ def test_muon_against_adamw() -> None:
     assert found["target"] == min(best.values()) and len(best) >= 3
     (steps,) = {min(found["steps_to_target"].values())}
     assert steps < 1000 and f"{steps} steps instead of 1,000" in page
+
+
+def format_rows(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One row per format: the validation loss of every seed, and how far it is from float32's of the same seed."""
+    apart = differences(runs)
+    rows = []
+    for name in dict.fromkeys(each["format"] for each in runs):
+        losses = [each["validation_loss"] for each in runs if each["format"] == name]
+        far = [""] * len(losses) if name == BASE else [f" ({value:+.2%})" for value in apart[name]]
+        cells = (f"{loss:.4f}{more}" for loss, more in zip(losses, far, strict=True))
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def test_optimizer_formats_are_near_float32() -> None:
+    """Three paired seeds, 1,000 steps: within 0.3 %."""
+    runs = json.loads((DOCS / "measured/optimizer_formats.json").read_text())["runs"]
+    missing = [row for row in format_rows(runs) if row not in (DOCS / "optimizer.md").read_text()]
+    assert not missing, "write these rows into docs/optimizer.md:\n" + "\n".join(missing)
+    assert all(each["steps"] == 1000 for each in runs)
+    for name in ("bfloat16 moments, stochastic", "remainder"):
+        apart = differences(runs)[name]
+        assert len(apart) == 3 and max(map(abs, apart)) < 0.003
