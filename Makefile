@@ -6,7 +6,7 @@ PYTHON ?= python
 # Another seed with every commit, so that cases which nobody has tried come up; MOEFOLD_SEED=N repeats one.
 SEED = $(shell $(PYTHON) -m tests.commit_seed)
 
-.PHONY: install check format lint types layers test prove nightly
+.PHONY: install check format lint types layers test prove nightly docs
 
 install:
 	$(PYTHON) -m pip install -e ".[dev]"
@@ -36,6 +36,10 @@ test:
 prove:
 	$(PYTHON) -m moefold.cli.main prove --kept tests/ranks/failed_cases.jsonl
 	$(PYTHON) -m moefold.cli.main prove --cases 40 --max-world 8 --seed $(SEED)
+
+# The docs site in site/; `pip install -e ".[docs]"` brings its builders.
+docs:
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 # The long version of both, for a machine that has the night.
 nightly:

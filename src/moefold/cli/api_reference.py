@@ -35,16 +35,19 @@ def reference() -> str:
     return "\n".join([HEAD, links, "", *(line for name in moefold.__all__ for line in _entry(name))])
 
 
-def _anchor(name: str) -> str:
-    """As GitHub names it: headings that differ in case only are numbered."""
+def _heading(name: str) -> str:
+    """Headings that differ in case only would get anchors that GitHub and the docs site number differently."""
     earlier = moefold.__all__[: moefold.__all__.index(name)]
-    number = sum(other.lower() == name.lower() for other in earlier)
-    return name.lower() + f"-{number}" * (number > 0)
+    return f"class {name}" if name.lower() in (other.lower() for other in earlier) else name
+
+
+def _anchor(name: str) -> str:
+    return _heading(name).lower().replace(" ", "-")
 
 
 def _entry(name: str) -> Iterator[str]:
     found = getattr(moefold, name)
-    yield from (f"## {name}", "")
+    yield from (f"## {_heading(name)}", "")
     if name not in MADE_ELSEWHERE:
         yield from ("```python", f"{name}{_arguments(found)}", "```", "")
     yield from _prose(inspect.getdoc(found) or "")
