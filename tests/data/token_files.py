@@ -14,10 +14,10 @@ def documents(count: int, seed: int = 0, vocab: int = 256, longest: int = 40) ->
     return [rng.integers(1, vocab, rng.integers(1, longest)) for _ in range(count)]
 
 
-def megatron(prefix: Path, docs: list[np.ndarray], dtype: str = "uint16") -> str:
-    with MegatronWriter(str(prefix), dtype, overwrite=True) as writer:
-        for document in docs:
-            writer.add(document)
+def megatron(prefix: Path, docs: list[np.ndarray], dtype: str = "uint16", masks: list[np.ndarray] | None = None) -> str:
+    with MegatronWriter(str(prefix), dtype, overwrite=True, with_loss_mask=masks is not None) as writer:
+        for number, document in enumerate(docs):
+            writer.add(document, None if masks is None else masks[number])
     return str(prefix)
 
 

@@ -35,11 +35,13 @@ _ORDER_VERSION = 1
 @dataclass(frozen=True, eq=False)
 class Sample:
     """`tokens[:-1]` are the inputs and `tokens[1:]` the labels. `document_starts` are the indices where documents
-    begin, 0 always among them; `id` is source:epoch:item."""
+    begin, 0 always among them; `id` is source:epoch:item. `loss_mask` has a bool for each token, False for one that
+    does not count as a label; None where all count."""
 
     tokens: np.ndarray
     document_starts: tuple[int, ...]
     id: str
+    loss_mask: np.ndarray | None = None
 
     @property
     def length(self) -> int:
@@ -60,6 +62,14 @@ class SplitSources:
     @property
     def num_tokens(self) -> int:
         return sum(source.num_tokens for source in self.sources)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        return any(source.has_loss_mask for source in self.sources)
+
+    def loss_mask(self, source: int, start: int, length: int) -> np.ndarray | None:
+        found = self.sources[source]
+        return found.loss_mask(start, length) if found.has_loss_mask else None
 
     def read(self, source: int, start: int, length: int) -> np.ndarray:
         """Tokens of a source; raises if one is outside the vocabulary."""
@@ -110,7 +120,8 @@ class Samples:
         start = window * self.seq_len
         tokens = self._split_sources.read(source, start, self.seq_len + 1)
         starts = self.sources[source].document_starts_in(start, self.seq_len + 1)
-        return Sample(tokens, starts_in_window(starts, start), f"{source}:{epoch}:{window}")
+        mask = self._split_sources.loss_mask(source, start, self.seq_len + 1)
+        return Sample(tokens, starts_in_window(starts, start), f"{source}:{epoch}:{window}", mask)
 
     def length(self, index: int) -> int:
         """Number of input tokens of a sample; reads no tokens."""
@@ -119,6 +130,11 @@ class Samples:
     @property
     def num_tokens(self) -> int:
         return self._split_sources.num_tokens
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some tokens of some sample may not count in the loss; the same on every rank."""
+        return self._split_sources.has_loss_mask
 
     def _count_windows(self, source: Source) -> int:
         if source.num_tokens <= self.seq_len:
@@ -141,8 +157,8 @@ class DocumentSamples:
 
     def sample(self, index: int) -> Sample:
         found = self._find(index)
-        tokens = self._split_sources.read(found.source, found.piece.start, found.piece.length + 1)
-        return Sample(tokens, (0,), found.id)
+        where = found.source, found.piece.start, found.piece.length + 1
+        return Sample(self._split_sources.read(*where), (0,), found.id, self._split_sources.loss_mask(*where))
 
     def length(self, index: int) -> int:
         """Number of input tokens of a sample, from the index; reads no tokens."""
@@ -151,6 +167,11 @@ class DocumentSamples:
     @property
     def num_tokens(self) -> int:
         return self._split_sources.num_tokens
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some tokens of some sample may not count in the loss; the same on every rank."""
+        return self._split_sources.has_loss_mask
 
     def _find(self, index: int) -> _Found:
         source, epoch, number = self._items[index]

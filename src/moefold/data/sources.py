@@ -22,7 +22,7 @@ import numpy as np
 
 from moefold.config.data import BUILTIN, SourceConfig
 from moefold.data.byte_ranges import exists, list_folder
-from moefold.data.token_files import MemoryFile, TokenFile, open_token_file
+from moefold.data.token_files import LOSS_MASK, MemoryFile, TokenFile, open_token_file
 from moefold.errors import DataError
 
 _MAX_OPEN = 128
@@ -41,6 +41,7 @@ class FileIdentity:
     name: str
     num_tokens: int
     digest: str
+    has_loss_mask: bool = False
 
 
 class Source:
@@ -59,10 +60,20 @@ class Source:
     def num_tokens(self) -> int:
         return self._bounds[-1]
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether any file has one; of a file without one every token counts."""
+        return any(identity.has_loss_mask for identity in self.files)
+
     def window(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the stream."""
         parts = [self._file(number).window(at, count) for number, at, count in self._parts(start, length)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def loss_mask(self, start: int, length: int) -> np.ndarray:
+        """bool[length]: which of these tokens count in the loss."""
+        parts = [self._file(number).loss_mask(at, count) for number, at, count in self._parts(start, length)]
+        return np.concatenate([np.empty(0, bool), *parts])
 
     def document_starts_in(self, start: int, length: int) -> np.ndarray:
         """Positions of the stream where a document begins; every file begins one."""
@@ -133,7 +144,7 @@ class Source:
 
 
 def _identity(file: TokenFile) -> FileIdentity:
-    return FileIdentity(file.name, file.num_tokens, file.digest)
+    return FileIdentity(file.name, file.num_tokens, file.digest, file.has_loss_mask)
 
 
 def _openers(config: SourceConfig, vocab_size: int, split: str) -> list[Callable[[], TokenFile]]:
@@ -152,9 +163,10 @@ def _paths(path: str) -> list[str]:
         return [path]
     if exists(path + ".idx") or exists(path + ".bin"):
         return [path]
-    names = list_folder(path)
-    if names is None:
+    listed = list_folder(path)
+    if listed is None:
         raise DataError(f"{path}: there is no {path}.bin with {path}.idx, no .npy file and no folder of this name")
+    names = [name for name in listed if not name.endswith(LOSS_MASK)]
     pairs = {ending: {name[:-4] for name in names if name.endswith(ending)} for ending in (".bin", ".idx")}
     unpaired = sorted(pairs[".bin"] ^ pairs[".idx"])
     if unpaired:

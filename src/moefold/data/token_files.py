@@ -4,6 +4,9 @@ Three formats: a Megatron pair `.bin` + `.idx`; an OLMo `.npy`, which is an arra
 header (OLMo's own have none: the dtype is then the smaller of uint16 and uint32 that holds the vocabulary, unless it is
 given); and tokens in memory. Only a Megatron pair stores where documents begin. In an `.npy`, a document begins after
 each end-of-document token if that is given; otherwise the file is one document.
+
+Beside a Megatron pair may lie `PREFIX.loss_mask.bin`, one byte per token: 1 for a token that counts in the loss when it
+is a label, 0 for one that is only read. Without it every token counts.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
-from moefold.data.byte_ranges import ByteFile, is_url, open_byte_file, sampled_digest
+from moefold.data.byte_ranges import ByteFile, exists, is_url, open_byte_file, sampled_digest
 from moefold.data.megatron_index import open_index
 from moefold.errors import DataError
 
+LOSS_MASK = ".loss_mask.bin"
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_DESCRIPTION = re.compile(
     rb"\{'descr': '([<>|][a-zA-Z]\d{0,4})', 'fortran_order': (?:True|False), 'shape': \(([-\d, ]{0,99})\),? *\} *\n"
@@ -37,6 +41,8 @@ class TokenFile(Protocol):
     name: str
     # Whether the file stores where its documents are; if not, it must be read once to find them.
     has_index: bool
+    # Whether some of its tokens may not count in the loss.
+    has_loss_mask: bool
 
     @property
     def num_tokens(self) -> int: ...
@@ -49,6 +55,9 @@ class TokenFile(Protocol):
         """Hash of the size, the index and a few samples; changes when the file is replaced."""
 
     def window(self, start: int, length: int) -> np.ndarray: ...
+
+    def loss_mask(self, start: int, length: int) -> np.ndarray:
+        """bool[length]: True where the token counts in the loss."""
 
     def document(self, number: int) -> np.ndarray: ...
 
@@ -63,7 +72,7 @@ class TokenFile(Protocol):
 
 
 class MegatronFile:
-    """PREFIX.bin and PREFIX.idx."""
+    """PREFIX.bin and PREFIX.idx, and PREFIX.loss_mask.bin if there is one."""
 
     has_index = True
 
@@ -71,10 +80,11 @@ class MegatronFile:
         self.name = prefix
         index, self._tokens = open_byte_file(prefix + ".idx"), open_byte_file(prefix + ".bin")
         self.index = open_index(index, self._tokens.size)
+        self._loss_mask = self._open_loss_mask(prefix + LOSS_MASK)
+        self.has_loss_mask = self._loss_mask is not None
         samples = 2 if is_url(prefix) else 4
-        self.digest = sha256(
-            (sampled_digest(index, samples) + sampled_digest(self._tokens, samples)).encode()
-        ).hexdigest()
+        files = [index, self._tokens, *([] if self._loss_mask is None else [self._loss_mask])]
+        self.digest = sha256("".join(sampled_digest(file, samples) for file in files).encode()).hexdigest()
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +96,26 @@ class MegatronFile:
 
     def window(self, start: int, length: int) -> np.ndarray:
         return _read(self._tokens, self.index.dtype, 0, start, length)
+
+    def loss_mask(self, start: int, length: int) -> np.ndarray:
+        if self._loss_mask is None:
+            return np.ones(length, bool)
+        found = _read(self._loss_mask, np.dtype(np.uint8), 0, start, length)
+        if length and found.max() > 1:
+            at = int(np.argmax(found > 1))
+            raise DataError(f"{self._loss_mask.name}: token {start + at:,} has {found[at]}; a loss mask holds 0 or 1")
+        return found.astype(bool)
+
+    def _open_loss_mask(self, path: str) -> ByteFile | None:
+        if not exists(path):
+            return None
+        mask = open_byte_file(path)
+        if mask.size != self.num_tokens:
+            raise DataError(
+                f"{path}: a loss mask of {mask.size:,} bytes, but {self.name}.bin has {self.num_tokens:,} tokens; a "
+                "mask has one byte per token, so this one belongs to other tokens or was not completely copied"
+            )
+        return mask
 
     def document(self, number: int) -> np.ndarray:
         start, end = self.index.document_span(number)
@@ -108,12 +138,16 @@ class _UnindexedFile:
     """Documents of a stream without an index: found by the token that ends them."""
 
     has_index = False
+    has_loss_mask = False
     name: str
     num_tokens: int
     end_of_document: int | None
 
     def window(self, start: int, length: int) -> np.ndarray:
         raise NotImplementedError
+
+    def loss_mask(self, start: int, length: int) -> np.ndarray:
+        return np.ones(length, bool)
 
     @property
     def num_documents(self) -> int:

@@ -193,6 +193,8 @@ def refuse(run: RunConfig, world: int, rank: int, microbatches: int | None, imba
 class FullDocuments:
     """Samples of one document of full length; token values do not matter."""
 
+    has_loss_mask = False
+
     def __init__(self, run: RunConfig) -> None:
         self.seq_len = run.data.seq_len
 

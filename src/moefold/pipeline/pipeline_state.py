@@ -107,7 +107,8 @@ def losses_of(
 ) -> tuple[Tensor | None, Tensor | None, BalanceLosses | None]:
     """This stage's terms of the loss, the MTP loss and the balance losses; None where it has none."""
     model = local_model.run.model
-    loss = None if output.loss_sum is None else output.loss_sum / batch.step_labels
+    # A step whose loss mask leaves no label sums to zero.
+    loss = None if output.loss_sum is None else output.loss_sum / max(batch.step_labels, 1)
     mtp_loss = None
     if output.ahead_loss_sums:
         scaled = [part * scale for part, scale in zip(output.ahead_loss_sums, loss_scales(model, batch), strict=True)]

@@ -34,6 +34,9 @@ class SampleOrder(Protocol):
 
     def length(self, index: int) -> int: ...
 
+    @property
+    def has_loss_mask(self) -> bool: ...
+
 
 class StepData(NamedTuple):
     """This rank's microbatches of a step, a digest of its samples' ids, and the real tokens of the whole step."""
@@ -79,7 +82,9 @@ def read_step(order: SampleOrder, first_sample: int, run: RunConfig, groups: Gro
     mine = [wave.documents[place // wave.context] for wave in plan.waves]
     read = [[order.sample(first_sample + i) for i in documents] for documents in mine]
     slots = [[slot_of(sample, run.data.seq_len) for sample in samples] for samples in read]
-    divisors, counts = _local_divisors(sizes, slots, run, groups)
+    # Of the ranks that share a microbatch, the first counts its labels.
+    counted = [slot for wave, each in zip(plan.waves, slots) if place % wave.context == 0 for slot in each]
+    divisors, counts = _local_divisors(sizes, counted, run, order.has_loss_mask)
     batches = [
         context_shard(_batch(microbatch, wave.context, run, divisors), place % wave.context)
         for microbatch, wave in zip(slots, plan.waves, strict=True)
@@ -100,13 +105,19 @@ def count_divisors(read: LocalStep, groups: Groups) -> StepData:
     return read.data._replace(batches=batches)
 
 
+def next_tokens(sample: Sample) -> np.ndarray:
+    """Each token's label, IGNORED where the loss mask says that the next token does not count."""
+    tokens, mask = sample.tokens[1:], sample.loss_mask
+    return tokens if mask is None else np.where(mask[1:], tokens, IGNORED)
+
+
 def concat(sample: Sample, seq_len: int) -> Slot:
-    return Slot(sample.tokens[:-1], sample.tokens[1:], (sample.length,))
+    return Slot(sample.tokens[:-1], next_tokens(sample), (sample.length,))
 
 
 def concat_masked(sample: Sample, seq_len: int) -> Slot:
     """A document's last token here has no label: the next token belongs to another document or to a later window."""
-    labels = np.where(crosses_document(sample.document_starts, seq_len), IGNORED, sample.tokens[1:])
+    labels = np.where(crosses_document(sample.document_starts, seq_len), IGNORED, next_tokens(sample))
     return Slot(sample.tokens[:-1], labels, tuple(document_lengths(sample.document_starts, seq_len)))
 
 
@@ -114,7 +125,7 @@ def padded(sample: Sample, seq_len: int) -> Slot:
     missing = (0, seq_len - sample.length)
     return Slot(
         np.pad(sample.tokens[:-1], missing),
-        np.pad(sample.tokens[1:], missing, constant_values=IGNORED),
+        np.pad(next_tokens(sample), missing, constant_values=IGNORED),
         (seq_len,),
         np.arange(seq_len) < sample.length,
     )
@@ -156,20 +167,20 @@ def _batch(slots: Sequence[Slot], context: int, run: RunConfig, divisors: Diviso
 
 
 def _local_divisors(
-    sizes: Sequence[int], slots: Sequence[Sequence[Slot]], run: RunConfig, groups: Groups
+    sizes: Sequence[int], counted: Sequence[Slot], run: RunConfig, has_loss_mask: bool
 ) -> tuple[Divisors, tuple[int, ...] | None]:
     """Divisors of the losses follow from the samples' lengths, each sample being one sequence whose tokens have labels.
 
-    With ``concat_masked`` they depend on where documents end, which only the ranks that read the windows know: counts
-    are summed over the ranks, one of each context-parallel group.
+    With ``concat_masked`` they depend on where documents end, and with a loss mask on its bytes, which only the ranks
+    that read the samples know: ``counted``, each microbatch on one rank of its context-parallel group, is then summed
+    over the ranks.
     """
     reach, tokens = range(1 + run.model.num_mtp), sum(sizes)
-    if run.data.packing != "concat_masked":
+    if run.data.packing != "concat_masked" and not has_loss_mask:
         labels = tuple(sum(max(size - by, 0) for size in sizes) for by in reach)
         return Divisors(labels, tokens, sum(size > 0 for size in sizes)), None
-    mine = [slot for microbatch in slots for slot in microbatch] if groups["cp"].index == 0 else []
-    labels = tuple(sum(_labels_ahead(slot, by) for slot in mine) for by in reach)
-    sequences = sum(length > 0 for slot in mine for length in slot.lengths)
+    labels = tuple(sum(_labels_ahead(slot, by) for slot in counted) for by in reach)
+    sequences = sum(length > 0 for slot in counted for length in slot.lengths)
     return Divisors(labels, tokens, sequences), (*labels, sequences)
 
 

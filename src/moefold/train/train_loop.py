@@ -19,6 +19,7 @@ from moefold.blueprint.param_counts import count_parameters
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
 from moefold.comm.collectives import all_reduce_ints
 from moefold.comm.process_groups import Group
+from moefold.errors import DataError
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import LocalStep, read_step, step_batches
@@ -221,6 +222,8 @@ def validate(context: TrainContext) -> float:
         batches = step_batches(context.validation, first, run, context.groups, context.device).batches
         total += float(evaluate(context.local_model, batches)) * batches[0].step_labels
         labels += batches[0].step_labels
+    if not labels:
+        raise DataError(f"{run.data.validation}: its loss mask leaves no label in {run.train.validate_batches} batches")
     return total / labels
 
 
