@@ -24,6 +24,7 @@ GQAS = {
     "everything": GQAConfig(
         num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True, out_bias=True, sinks=True, window=3
     ),
+    "output gate": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm="head", qkv_bias=True, output_gate=True),
 }
 MLAS = {
     "latent queries": MLAConfig(num_heads=4, q_latent=10, kv_latent=7, nope_dim=6, rope_dim=4, value_dim=5),
@@ -65,6 +66,28 @@ def test_a_token_sees_only_the_past_of_its_own_sequence(config: GQAConfig | MLAC
 def test_the_window_applies_to_every_nth_layer() -> None:
     config = GQAConfig(window=4, window_every=2)
     assert [_layer(config, layer=i).window for i in range(4)] == [4, None, 4, None]
+
+
+def test_the_gate_of_an_entry_is_the_sigmoid_of_the_row_beside_its_query() -> None:
+    """Heads of the plain layer, times the sigmoid written out; the output projection is the identity."""
+    heads, dim, width = 4, 6, 24
+    fields = {"num_heads": heads, "num_kv_heads": 2, "head_dim": dim, "qk_norm": "head"}
+
+    def layer(config: GQAConfig) -> nn.Module:
+        return GroupedQueryAttention(
+            config, RopeConfig(), width, 0, 1e-6, LocalTokens(), LocalCore(), ParameterMatmul()
+        )
+
+    gated, plain, batch = layer(GQAConfig(**fields, output_gate=True)), layer(GQAConfig(**fields)), batch_of(2, 5, 9)
+    fill(gated)
+    x = torch.randn(10, width, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        gated.out.weight.copy_(torch.eye(width))
+        by_head = gated.q.weight.view(heads, 2, dim, width)
+        state = {**gated.state_dict(), "q.weight": by_head[:, 0].reshape(width, width)}
+        plain.load_state_dict(state)
+        gate = (x @ by_head[:, 1].reshape(width, width).T).neg().exp().add(1).reciprocal()
+        torch.testing.assert_close(gated(x, batch), plain(x, batch) * gate, rtol=1e-12, atol=1e-13)
 
 
 class _TwoRanks(LocalTokens):

@@ -25,6 +25,7 @@ MODELS = {
         moe=MoEConfig(expert_mlp_bias=True, router=RouterConfig(logit_bias=True, expert_bias=True)),
     ),
     "full norm": ModelConfig(attention=GQAConfig(qk_norm="full")),
+    "gated attention": ModelConfig(attention=GQAConfig(output_gate=True, qkv_bias=True, qk_norm="head")),
     "latent attention": ModelConfig(attention=MLAConfig(), moe=SHARED),
     "direct queries": ModelConfig(attention=MLAConfig(q_latent=None), moe=replace(SHARED, expert_mlp_bias=True)),
     **{name: recipe().model for name, recipe in RECIPES.items()},

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from moefold.nn.layers import RMSNorm
 from moefold.ops.rmsnorm import rms_norm, rms_norm_reference, rms_norm_spread
 
 
@@ -28,6 +29,22 @@ def test_a_narrow_input_is_squared_in_float32_and_weighed_in_its_own_format() ->
     wide = x.float()
     expected = weight.bfloat16() * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).bfloat16()
     assert torch.equal(rms_norm(x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_centred_at_zero_are_added_to_one(dtype: torch.dtype) -> None:
+    """Against transformers' norm of Qwen3-Next, which multiplies in float32 before it rounds."""
+    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next").Qwen3NextRMSNorm(32, 1e-5)
+    norm = RMSNorm(32, 1e-5, scale="one_plus_weight")
+    x, grad = _input(5, 32, dtype=dtype), _input(6, 32, dtype=dtype).detach()[:5]
+    weight = 0.1 * _input(32, dtype=torch.float32).detach()
+    for module in (norm, theirs):
+        module.weight.data.copy_(weight)
+    bound = 0.01 if dtype == torch.bfloat16 else 1e-6
+    _near(norm(x), theirs(x), bound)
+    grads = [torch.autograd.grad(module(x), (x, module.weight), grad) for module in (norm, theirs)]
+    for mine, reference in zip(*grads, strict=True):
+        _near(mine, reference, bound)
 
 
 @pytest.mark.parametrize(

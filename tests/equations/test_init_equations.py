@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import Literal
 
@@ -106,6 +107,13 @@ def test_every_element_is_the_rules(output_scale: Literal["none", "depth"], mla:
     scaled = {name.split(".", 2)[-1] for name in found if name.endswith(OUTPUTS)}
     expected = {"attention.out.weight", "feed_forward.down", "feed_forward.experts.down", "feed_forward.shared.down"}
     assert {name.removeprefix("block.") for name in scaled} == expected | {"feed_forward.latent_up.weight"}
+
+
+def test_norms_that_are_added_to_one_start_at_zero() -> None:
+    centred = replace(model("none"), norm_scale="one_plus_weight")
+    found = started(centred, ParallelConfig(), 1, 0)
+    assert sum(AT_ONE in name for name in found) > 10
+    assert all(not value.any() for name, (value, _) in found.items() if AT_ONE in name)
 
 
 def test_scaled_outputs_have_the_published_spread() -> None:

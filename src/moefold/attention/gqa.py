@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moefold.attention.core import AttentionCore, Rotary
 from moefold.config.attention import GQAConfig, RopeConfig
+from moefold.config.model import NormScale
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy
@@ -36,19 +37,21 @@ class GroupedQueryAttention(nn.Module):
         matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
         retain: Retention = KEEP_ALL,
+        norm_scale: NormScale = "weight",
     ) -> None:
         super().__init__()
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(dim, q_width, matmul_policy, config.qkv_bias)
+        self.q = Linear(dim, q_width * (1 + config.output_gate), matmul_policy, config.qkv_bias)
         self.k = Linear(dim, kv_width, matmul_policy, config.qkv_bias)
         self.v = Linear(dim, kv_width, matmul_policy, config.qkv_bias)
         self.out = Linear(q_width, dim, matmul_policy, config.out_bias)
-        self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels)
-        self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels)
+        self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels, norm_scale)
+        self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels, norm_scale)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.rotary = Rotary(rope, config.head_dim, kernels)
         self.head_dim = config.head_dim
         self.norm_whole_projection = config.qk_norm == "full"
+        self.output_gate = config.output_gate
         self.window = config.window if layer % config.window_every == 0 else None
         self.tokens = tokens
         self.core = core
@@ -56,7 +59,8 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
-        q_SHC = self._heads(self.q(x_SD), self.q_norm)
+        q_SX, gate_SHC = self._queries_and_gate(x_SD)
+        q_SHC = self._heads(q_SX, self.q_norm)
         k_SJC = self._heads(self.k(x_SD), self.k_norm)
         v_SJC = self._heads(self.v(x_SD), None)
         tables = self.rotary(batch.positions_S, like=x_SD)
@@ -66,7 +70,16 @@ class GroupedQueryAttention(nn.Module):
         sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))
         attend = partial(self.core, batch=batch, scale=scale, window=self.window, sinks_H=sinks_H)
         seen_SHC = self.retain.step("core", attend, q_SHC, k_SJC, v_SJC)
+        if gate_SHC is not None:
+            seen_SHC = seen_SHC * gate_SHC.sigmoid()
         return self.out.add_bias(self.tokens.reduce(self.out.partial(seen_SHC.flatten(1))))
+
+    def _queries_and_gate(self, x_SD: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.output_gate:
+            return self.q(x_SD), None
+        q_SHC, gate_SHC = self.q(x_SD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        # A copy: a view that is saved for the backward pass would keep the gate's half alive too.
+        return q_SHC.flatten(1), gate_SHC
 
     def _heads(self, x_SX: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None and self.norm_whole_projection:
@@ -75,9 +88,11 @@ class GroupedQueryAttention(nn.Module):
         return norm(x_SYC) if norm is not None and not self.norm_whole_projection else x_SYC
 
 
-def _qk_norm(config: GQAConfig, full_dim: int, eps: float, tokens: TokenSharding, kernels: Kernels) -> nn.Module | None:
+def _qk_norm(
+    config: GQAConfig, full_dim: int, eps: float, tokens: TokenSharding, kernels: Kernels, scale: NormScale
+) -> nn.Module | None:
     if config.qk_norm == "none":
         return None
     if config.qk_norm == "head":
-        return RMSNorm(config.head_dim, eps, kernels.rms_norm)
-    return SpreadRMSNorm(full_dim, eps, tokens)
+        return RMSNorm(config.head_dim, eps, kernels.rms_norm, scale)
+    return SpreadRMSNorm(full_dim, eps, tokens, scale)

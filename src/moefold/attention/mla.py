@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moefold.attention.core import AttentionCore, Rotary
 from moefold.attention.partial_attention import compact
 from moefold.config.attention import MLAConfig, RopeConfig
+from moefold.config.model import NormScale
 from moefold.nn.batch import Batch
 from moefold.nn.layers import Linear, RMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy
@@ -36,6 +37,7 @@ class LatentAttention(nn.Module):
         matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
         retain: Retention = KEEP_ALL,
+        norm_scale: NormScale = "weight",
     ) -> None:
         super().__init__()
         query_dim = config.nope_dim + config.rope_dim
@@ -43,10 +45,10 @@ class LatentAttention(nn.Module):
             self.q = Linear(dim, config.num_heads * query_dim, matmul_policy)
         else:
             self.q_down = Linear(dim, config.q_latent, matmul_policy)
-            self.q_norm = RMSNorm(config.q_latent, norm_eps, kernels.rms_norm)
+            self.q_norm = RMSNorm(config.q_latent, norm_eps, kernels.rms_norm, norm_scale)
             self.q_up = Linear(config.q_latent, config.num_heads * query_dim, matmul_policy)
         self.kv_down = Linear(dim, config.kv_latent + config.rope_dim, matmul_policy)
-        self.kv_norm = RMSNorm(config.kv_latent, norm_eps, kernels.rms_norm)
+        self.kv_norm = RMSNorm(config.kv_latent, norm_eps, kernels.rms_norm, norm_scale)
         self.kv_up = Linear(config.kv_latent, config.num_heads * (config.nope_dim + config.value_dim), matmul_policy)
         self.out = Linear(config.num_heads * config.value_dim, dim, matmul_policy)
         self.rotary = Rotary(rope, config.rope_dim, kernels)

@@ -37,6 +37,8 @@ class Attention:
     sinks: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
+    # Queries have a gate of the same size beside them, which multiplies the output.
+    output_gate: bool = False
 
     @property
     def is_latent(self) -> bool:
@@ -153,6 +155,7 @@ def _attention(model: ModelConfig, index: int) -> Attention:
         sinks=config.sinks,
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,
+        output_gate=config.output_gate,
     )
 
 

@@ -46,6 +46,7 @@ ALGORITHM_OF_KIND: dict[str, Algorithm] = {
     "head": "adamw",
     "router": "adamw",
     "norm": "adamw",
+    "centred_norm": "adamw",
     "bias": "adamw",
     "sink": "adamw",
 }
@@ -70,7 +71,7 @@ class MatrixView:
 
 # The first match counts; a name without one is a whole matrix, or a stack of them along its leading dims.
 MATRIX_VIEWS = (
-    MatrixView("*.attention.q.weight", lambda a: (a.qk_dim,)),
+    MatrixView("*.attention.q.weight", lambda a: (a.qk_dim,) * (1 + a.output_gate)),
     MatrixView("*.attention.k.weight", lambda a: (a.qk_dim,)),
     MatrixView("*.attention.v.weight", lambda a: (a.v_dim,)),
     MatrixView("*.attention.q_up.weight", lambda a: (a.qk_dim,)),

@@ -17,7 +17,7 @@ from moefold.blueprint.muon_matrices import muon_algorithm
 from moefold.config.optim import OptimConfig, ParamGroupConfig
 
 # Kinds of `blueprint.parameters` without weight decay.
-NO_DECAY_KINDS = frozenset({"norm", "bias", "sink"})
+NO_DECAY_KINDS = frozenset({"norm", "centred_norm", "bias", "sink"})
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ The std of a parameter's init follows from its name alone (`init_std`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence, layer_shape
 from moefold.config.model import ModelConfig
 
-Kind = Literal["embedding", "head", "norm", "matrix", "bias", "router", "expert", "sink"]
+Kind = Literal["embedding", "head", "norm", "centred_norm", "matrix", "bias", "router", "expert", "sink"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class ParameterSpec:
 
 def parameters(model: ModelConfig) -> tuple[ParameterSpec, ...]:
     """All trained parameters, in the order of the forward pass."""
-    return tuple(_parameters(model))
+    specs = _parameters(model)
+    return tuple(specs if model.norm_scale == "weight" else map(_centred, specs))
 
 
 def buffers(model: ModelConfig) -> tuple[ParameterSpec, ...]:
@@ -72,6 +73,11 @@ def is_expert(name: str) -> bool:
 def is_mtp(name: str) -> bool:
     """Whether a parameter belongs to an MTP module; inference of one token at a time does not need it."""
     return name.startswith(("mtp.", "mtp_norms."))
+
+
+def _centred(spec: ParameterSpec) -> ParameterSpec:
+    """The norm's weight is what is added to one, so it starts at zero."""
+    return replace(spec, kind="centred_norm") if spec.kind == "norm" else spec
 
 
 def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
@@ -133,9 +139,10 @@ def block_parameters(prefix: str, layer: Layer, D: int) -> Iterator[ParameterSpe
 
 def _gqa(prefix: str, a: Attention, D: int) -> Iterator[ParameterSpec]:
     HC, JC = a.heads * a.qk_dim, a.kv_heads * a.qk_dim
+    q_rows = HC * (1 + a.output_gate)
     if a.q_latent:
         yield from _query_latent(prefix, a, D)
-    for name, rows in (("q", HC), ("k", JC), ("v", a.kv_heads * a.v_dim))[1 if a.q_latent else 0 :]:
+    for name, rows in (("q", q_rows), ("k", JC), ("v", a.kv_heads * a.v_dim))[1 if a.q_latent else 0 :]:
         yield ParameterSpec(f"{prefix}{name}.weight", (rows, D), "matrix")
         if a.qkv_bias:
             yield ParameterSpec(f"{prefix}{name}.bias", (rows,), "bias")

@@ -22,6 +22,9 @@ class GQAConfig:
     qk_norm: Literal["none", "head", "full"] = "none"
     qkv_bias: bool = False
     out_bias: bool = False
+    # Multiply the heads' output by a sigmoid gate per entry. The gate is projected together with the queries: `q` has
+    # twice the rows, of each head first its query and then its gate (Qwen3-Next).
+    output_gate: bool = False
     # Attention sinks: a learned logit per head in the softmax that has no value vector (gpt-oss).
     sinks: bool = False
     # Sliding window: a token attends to at most this many positions, itself included; None is full attention.

@@ -11,6 +11,8 @@ from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.strict import STRICT
 
+NormScale = Literal["weight", "one_plus_weight"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -27,6 +29,8 @@ class ModelConfig:
     num_dense_layers: int = 0
     dense_hidden_dim: int = 128
     norm_eps: float = 1e-6
+    # What an RMSNorm multiplies by. one_plus_weight: weights are centred at zero (Qwen3-Next).
+    norm_scale: NormScale = "weight"
     tied_embeddings: bool = False
     init_std: float = 0.02
     # depth: output projections start with init_std / sqrt(2 * num_layers), as in GPT-2 and Megatron.

@@ -102,7 +102,7 @@ def build_decoder(
 
 
 def _norm(model: ModelConfig, interfaces: ParallelInterfaces) -> RMSNorm:
-    return RMSNorm(model.dim, model.norm_eps, interfaces.kernels.rms_norm)
+    return RMSNorm(model.dim, model.norm_eps, interfaces.kernels.rms_norm, model.norm_scale)
 
 
 def _mtp_module(model: ModelConfig, depth: int, interfaces: ParallelInterfaces) -> MTPModule:
@@ -144,6 +144,7 @@ def _attention(
             interfaces.matmul_policy,
             interfaces.kernels,
             interfaces.retain,
+            model.norm_scale,
         )
     return LatentAttention(
         config,
@@ -155,6 +156,7 @@ def _attention(
         interfaces.matmul_policy,
         interfaces.kernels,
         interfaces.retain,
+        model.norm_scale,
     )
 
 

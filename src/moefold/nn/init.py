@@ -63,10 +63,10 @@ def _shifted(word: Tensor, by: int) -> Tensor:
 
 
 def init_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
-    """Norm weights are one, biases and sinks zero, everything else normal."""
+    """Norm weights are one, or zero where one is added to them; biases and sinks zero, everything else normal."""
     if kind == "norm":
         into.fill_(1.0)
-    elif kind in ("bias", "sink", "buffer"):
+    elif kind in ("centred_norm", "bias", "sink", "buffer"):
         into.zero_()
     else:
         normal_part(seed, name, shape, box, std, into)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from moefold.config.memory import RetainedStep
+from moefold.config.model import NormScale
 from moefold.nn.batch import Batch
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.fp32_linear import upcast
 from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 
 
@@ -39,28 +41,43 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float, norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm) -> None:
+    """``scale``: what rows are multiplied by after the division, `model.norm_scale`."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+        scale: NormScale = "weight",
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
         self.norm = norm
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x, self.weight, self.eps)
+        return self.norm(x, scaled_by(self.weight, self.scale), self.eps)
+
+
+def scaled_by(weight_Y: Tensor, scale: NormScale) -> Tensor:
+    """1 + w is added in at least float32: in bfloat16 it would have no digits for a weight below 1/256."""
+    return weight_Y if scale == "weight" else 1.0 + upcast(weight_Y)
 
 
 class SpreadRMSNorm(nn.Module):
     """Over all heads at once: this rank holds some of them, and the mean is over all of them."""
 
-    def __init__(self, dim: int, eps: float, tokens: TokenSharding) -> None:
+    def __init__(self, dim: int, eps: float, tokens: TokenSharding, scale: NormScale = "weight") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
         self.full_dim = dim
+        self.scale = scale
         self.tokens = tokens
 
     def forward(self, x_SX: Tensor) -> Tensor:
-        return rms_norm_spread(x_SX, self.weight, self.eps, self.full_dim, self.tokens.sum_heads)
+        return rms_norm_spread(x_SX, scaled_by(self.weight, self.scale), self.eps, self.full_dim, self.tokens.sum_heads)
 
 
 class FeedForward(nn.Module):

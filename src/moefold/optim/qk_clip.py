@@ -36,7 +36,8 @@ Exponents = tuple[tuple[int, float], ...]
 def exponents(name: str, attention: Attention) -> Exponents | None:
     """Of the rows of one head; None for parameters that QK-clip leaves alone."""
     nope = attention.qk_dim - attention.rope_dim
-    query, key = ((nope, 0.5), (attention.rope_dim, 1.0)), ((nope, 0.5),)
+    gate = (attention.qk_dim * attention.output_gate, 0.0)
+    query, key = ((nope, 0.5), (attention.rope_dim, 1.0), gate), ((nope, 0.5),)
     table: dict[str, Exponents] = {
         "*.attention.q.weight": query,
         "*.attention.q.bias": query,

@@ -132,9 +132,11 @@ def _attention_features(case: Case) -> Iterator[tuple[str, str]]:
         yield "attention", "mla with query latent" if attention.q_latent else "mla without query latent"
     if isinstance(attention, GQAConfig):
         yield "attention", f"qk norm: {attention.qk_norm}"
-        for name in ("qkv_bias", "out_bias", "sinks", "window"):
+        for name in ("qkv_bias", "out_bias", "sinks", "window", "output_gate"):
             if getattr(attention, name):
                 yield "attention", name
+    if case.run.model.norm_scale == "one_plus_weight":
+        yield "attention", "norms centred at zero"
     if rope.yarn is not None:
         yield "attention", "yarn"
     if rope.interleaved:

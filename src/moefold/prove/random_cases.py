@@ -107,7 +107,19 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             memory=_memory(random),
         )
         if not problems(run, degrees.world):
+            run = _with_gates_and_norms(run, degrees.world)
             return Case(_with_savings(run, degrees.world, dtype), degrees.world)
+
+
+def _with_gates_and_norms(run: RunConfig, world: int) -> RunConfig:
+    """Gated attention and norms centred at zero. Drawn from the case's own number, as savings are."""
+    random, model = Random(f"gates and norms of {run.seed}"), run.model
+    if random.random() < 0.3:
+        run = _unless_refused(run, replace(run, model=replace(model, norm_scale="one_plus_weight")), world)
+    if isinstance(model.attention, GQAConfig) and random.random() < 0.4:
+        attention = replace(model.attention, output_gate=True)
+        run = _unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
+    return run
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:

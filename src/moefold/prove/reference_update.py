@@ -115,5 +115,6 @@ def _clip_logits(
                 for what in ("weight", "bias"):
                     whole = named.get(f"{block}.attention.{projection}.{what}")
                     if whole is not None:
-                        rows = heads * attention.head_dim
-                        whole[key_head * rows : (key_head + 1) * rows] *= sqrt(gamma)
+                        by_head = whole.unflatten(0, (heads * attention.num_kv_heads, -1))
+                        # Of a gated head, the gate's rows come after the query's.
+                        by_head[key_head * heads : (key_head + 1) * heads, : attention.head_dim] *= sqrt(gamma)
