@@ -22,7 +22,7 @@ from moefold.checks.run_all import problems_to_train
 from moefold.cli.main import _parser
 from moefold.comm.launchers import LAUNCHERS
 from moefold.config.loading import override
-from moefold.config.strict_yaml import read_yaml
+from moefold.config.strict import read_yaml
 from moefold.recipes.catalog import recipe
 
 LAUNCH = Path(__file__).parents[1] / "examples" / "launch"

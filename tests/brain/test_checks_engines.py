@@ -15,7 +15,7 @@ from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.plan.collective_counts import messages
 from moefold.plan.dispatch_choice import dispatcher_in_use, planned_as
-from moefold.plan.report.terminal import terminal_report
+from moefold.plan.report.proposal_report import terminal_report
 from moefold.recipes.catalog import recipe
 
 

@@ -14,7 +14,7 @@ from moefold.config.attention import MLAConfig
 from moefold.config.loading import dump_run, load_run_file, override, parse_run, run_from_mapping
 from moefold.config.moe import CapacityConfig
 from moefold.config.run import RunConfig
-from moefold.config.strict_yaml import read_scalar
+from moefold.config.strict import read_scalar
 from moefold.errors import ConfigError
 
 

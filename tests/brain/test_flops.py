@@ -10,7 +10,7 @@ from moefold.blueprint.flops import executed_flops_per_token, forward_flops_per_
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
-from moefold.hardware.gpu import GPUS, peak_flops
+from moefold.hardware.cluster import GPUS, peak_flops
 from moefold.recipes.catalog import recipe
 
 # GFLOP per token at 4,096 tokens, as published runs imply; DeepSeek-V3 without multi-token prediction.

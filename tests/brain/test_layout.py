@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import LayoutError
-from moefold.topology.folded_layout import GROUPS, FoldedLayout, fold
-from moefold.topology.locality import locality
+from moefold.topology.folded_layout import GROUPS, FoldedLayout, fold, locality
 
 LARGE = ParallelConfig(pp=16, tp=4, cp=2, ep=64)
 

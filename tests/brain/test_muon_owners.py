@@ -13,7 +13,7 @@ from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.checks.run_all import problems
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
-from moefold.plan.muon_layout import muon_parameters
+from moefold.plan.stage_contents import muon_parameters
 from moefold.recipes.catalog import RECIPES, recipe
 from moefold.topology.folded_layout import fold
 

@@ -19,11 +19,10 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig, Sharding
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
-from moefold.plan.memory.in_flight import moments
 from moefold.plan.memory.layer_activations import kept_by, rows_of
-from moefold.plan.memory.peak import memory_at, predict_memory
+from moefold.plan.memory.peak import memory_at, moments, predict_memory
 from moefold.plan.memory.saved_activations import setting_of
-from moefold.plan.memory.savings import savings
+from moefold.plan.memory.saving_steps import savings
 from moefold.plan.prediction import MemoryPrediction
 from moefold.plan.stage_contents import BALANCED, contents_of
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from moefold.plan.memory.peak import predict_memory
+from moefold.plan.published.points import completed, with_details
 from moefold.plan.published.predict_records import measured_bytes
-from moefold.plan.published.record_details import completed, with_details
 from moefold.plan.published.records import workload_of_record
 
 FOLDER = Path(os.environ.get("MOEFOLD_PUBLISHED", "none"))

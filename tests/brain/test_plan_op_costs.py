@@ -17,7 +17,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.op_costs import head_of, parts_of, sizes_of
-from moefold.plan.timing.network_time import bubble_units, simulated_units
+from moefold.plan.timing.throughput import bubble_units, simulated_units
 from moefold.plan.traffic import dispatch_bytes, distinct, reach
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed
 from moefold.recipes.catalog import RECIPES

@@ -8,8 +8,7 @@ import pytest
 
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.timing.optimizer_time import muon_flops
-from moefold.plan.timing.step_time import predict_time, step_time
+from moefold.plan.timing.step_time import muon_flops, predict_time, step_time
 from moefold.plan.workload import Workload, changed
 from moefold.recipes.catalog import recipe
 

@@ -12,8 +12,7 @@ from moefold.cli.main import main
 from moefold.schedule.names import SCHEDULES
 from moefold.schedule.passes import add_transfers
 from moefold.schedule.simulate import Durations, simulate
-from moefold.schedule.svg import svg
-from moefold.schedule.text_grid import chrome_trace, label, shown, text_grid
+from moefold.schedule.timeline_picture import chrome_trace, label, shown, svg, text_grid
 
 SMALL = ["--stages", "4", "--microbatches", "8"]
 

@@ -13,8 +13,8 @@ from moefold.hardware.cluster import Cluster, cluster_of, cluster_of_machine
 from moefold.hardware.machine import read_machine
 from moefold.plan.launch_command import changes_to_run
 from moefold.plan.memory.peak import LABEL_UNIT, USABLE_SHARE
-from moefold.plan.report.json_data import layout_data, proposal_data
 from moefold.plan.report.plan_page import page
+from moefold.plan.report.proposal_report import layout_data, proposal_data
 from moefold.plan.search.goodput import USUAL_MTBF_HOURS, USUAL_RESTART_SECONDS
 from moefold.plan.search.proposal import Proposal, Question, propose, with_stages
 from moefold.plan.search.search import Progress

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import LayoutError, Problem
 from moefold.tables import text_table
-from moefold.topology.folded_layout import GROUPS, FoldedLayout, Grid, fold
-from moefold.topology.locality import Locality, locality
+from moefold.topology.folded_layout import GROUPS, FoldedLayout, Grid, Locality, fold, locality
 
 if TYPE_CHECKING:
     from moefold.cli.run_argument import Subparsers

@@ -13,7 +13,7 @@ from typing import Any
 
 from moefold.cli.run_argument import add_run_argument
 from moefold.errors import MoefoldError
-from moefold.hardware.gpu import GPUS
+from moefold.hardware.cluster import GPUS
 from moefold.units import parse_bytes, parse_count
 
 EXAMPLES = """examples:
@@ -215,7 +215,7 @@ def _dotted(changes: list[str]) -> dict[str, str]:
 def _print(proposal: Any) -> None:
     from rich.console import Console
 
-    from moefold.plan.report.terminal import terminal_report
+    from moefold.plan.report.proposal_report import terminal_report
 
     width = max(100, min(160, shutil.get_terminal_size((140, 24)).columns))
     Console(width=width, highlight=False, soft_wrap=False).print(terminal_report(proposal))

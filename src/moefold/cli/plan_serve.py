@@ -16,8 +16,8 @@ from urllib.parse import parse_qsl, urlsplit
 from moefold.errors import MoefoldError
 from moefold.html.document import document
 from moefold.plan.report.form import SCRIPT, form_html, question_of_form, values_of
-from moefold.plan.report.json_data import proposal_data
 from moefold.plan.report.plan_page import CSS, page
+from moefold.plan.report.proposal_report import proposal_data
 from moefold.plan.search.proposal import Proposal, Question, propose
 
 HOST = "127.0.0.1"

@@ -14,8 +14,7 @@ from moefold.schedule.actions import Order
 from moefold.schedule.names import SCHEDULES, schedule_named
 from moefold.schedule.passes import add_transfers, split_backward
 from moefold.schedule.simulate import Durations, PerStage, Timeline, simulate
-from moefold.schedule.svg import svg
-from moefold.schedule.text_grid import chrome_trace, shown, text_grid
+from moefold.schedule.timeline_picture import chrome_trace, shown, svg, text_grid
 from moefold.schedule.validate import check
 from moefold.tables import text_table
 

@@ -1,8 +1,8 @@
 """YAML text or plain data -> RunConfig and back; every problem at once, each with its dotted key and what would work.
 
-Three steps. `strict_yaml` parses text into plain data. A copy keeps only values that a configuration can hold. pydantic
-then fills the dataclasses in strict mode, so text is never read as a number; it is given JSON, because strict mode
-accepts a mapping for a dataclass only from JSON. Whether sizes fit together is checked in `checks`.
+Three steps. `config/strict.py` parses text into plain data. A copy keeps only values that a configuration can hold.
+pydantic then fills the dataclasses in strict mode, so text is never read as a number; it is given JSON, because strict
+mode accepts a mapping for a dataclass only from JSON. Whether sizes fit together is checked in `checks`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moefold.config.renamed_keys import renamed_key, renamed_value
 from moefold.config.run import RunConfig
-from moefold.config.strict_yaml import (
+from moefold.config.strict import (
     MAX_BYTES,
     MAX_DEPTH,
     MAX_VALUES,

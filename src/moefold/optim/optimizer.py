@@ -28,7 +28,7 @@ from moefold.optim.chunked_adamw import ChunkedAdamW, StateFormat, saved_kinds
 from moefold.optim.muon import Muon
 from moefold.optim.state_staging import Staging
 from moefold.optim.trained_pieces import Piece, SavedKind, SavingOptimizer, local_of
-from moefold.plan.muon_layout import muon_parameters
+from moefold.plan.stage_contents import muon_parameters
 from moefold.precision.dtypes import TORCH_FORMATS
 
 # Squares are summed in float32 (or float64) over spans of this many entries, and the spans in float64.

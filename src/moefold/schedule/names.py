@@ -9,10 +9,8 @@ from types import MappingProxyType
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConfigError, Problem, UnknownNameError
 from moefold.schedule.actions import Order, Placement
-from moefold.schedule.dualpipe_v import dualpipe_v
-from moefold.schedule.interleaved import interleaved, interleaved_overlapped
-from moefold.schedule.one_f_one_b import gpipe, one_f_one_b, one_f_one_b_overlapped
-from moefold.schedule.zero_bubble import zb_h1, zb_v
+from moefold.schedule.one_f_one_b import gpipe, interleaved, interleaved_overlapped, one_f_one_b, one_f_one_b_overlapped
+from moefold.schedule.zero_bubble import dualpipe_v, zb_h1, zb_v
 
 
 @dataclass(frozen=True)

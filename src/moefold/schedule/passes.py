@@ -1,6 +1,6 @@
 """Passes: functions that take an order and return another one.
 
-    pair_overlaps    a forward and the backward after it become one OVERLAP (`rank_actions.py`)
+    pair_overlaps    a forward and the backward after it become one OVERLAP (`actions.py`)
     split_backward   B becomes I and a deferred W
     add_transfers    sends after, and receives before, the computations that produce and use the values
 
@@ -30,11 +30,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from moefold.schedule.actions import PRODUCES_GRADIENT, SENDS, Action, Kind, Order, overlap
+from moefold.schedule.actions import PRODUCES_GRADIENT, SENDS, Action, Kind, Order, overlap, pair_overlaps
 from moefold.schedule.names import schedule_named
-from moefold.schedule.rank_actions import pair_overlaps
-from moefold.schedule.replay import Dependencies, replay
-from moefold.schedule.simulate import Durations, peak_live
+from moefold.schedule.simulate import Dependencies, Durations, peak_live, replay
 from moefold.schedule.validate import check
 
 __all__ = ["add_transfers", "executable", "pair_overlaps", "split_backward"]

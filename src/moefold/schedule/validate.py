@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from moefold.errors import OrderError
 from moefold.schedule.actions import PRODUCES_GRADIENT, RECEIVES, SENDS, TRANSFERS, Action, Kind, Order
-from moefold.schedule.replay import Dependencies, Stuck, replay
+from moefold.schedule.simulate import Dependencies, Stuck, replay
 
 # How many ranks and positions to each side are shown.
 _RANKS, _POSITIONS = 2, 4

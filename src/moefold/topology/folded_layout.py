@@ -1,4 +1,4 @@
-"""Two grids over the same ranks (parallel folding), and the groups of ranks that code asks for by name.
+"""Two grids over the same ranks (parallel folding), the groups of ranks that code asks for by name, and where they lie.
 
 Every rank has coordinates in two grids. The attention grid places tokens and dense weights, the expert grid places
 experts. Axes are listed from the outermost to the innermost, which has neighbouring ranks. Both grids have `pp`
@@ -10,15 +10,21 @@ replicated (hybrid sharding); with one replica the shard part is the whole axis.
 The last axis varies fastest, so coordinates are the digits of a rank in a mixed base and a group is a first rank plus a
 fixed list of offsets. No list here is as long as the world: a question about one rank of a hundred thousand costs as
 much as about one of eight. Process groups are made in `comm/process_groups.py`, only those that a rank is in.
+
+`locality` says which groups stay inside an NVLink domain. Rank r is in domain r // size. The domains that a group
+touches depend only on its first rank modulo the domain, so it is enough to know how many groups start at each such
+offset, and that follows from the strides of the axes the group does not use. This is exact for any world, and a domain
+size that does not divide it (72 and a power of two) needs no special case.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Literal
 
@@ -253,3 +259,52 @@ def shard_sizes(total: int, num_shards: int) -> tuple[int, ...]:
 def shard_starts(total: int, num_shards: int) -> tuple[int, ...]:
     """Where each of these shards starts."""
     return (0, *accumulate(shard_sizes(total, num_shards)))[:-1]
+
+
+@dataclass(frozen=True)
+class Locality:
+    """How the groups of one kind lie over domains of one size."""
+
+    domain: int
+    num_groups: int
+    # Groups whose ranks are not all in one domain.
+    num_leaving: int
+    # Domains touched by a group: by the one that touches least and by the one that touches most.
+    fewest_domains: int
+    most_domains: int
+
+
+def locality(layout: FoldedLayout, spec: GroupSpec, domain: int) -> Locality:
+    """Over all groups of this kind, how many leave a domain of `domain` consecutive ranks."""
+    grid = layout.grid_of(spec)
+    offsets = grid.offsets(spec.axes)
+    others = tuple(name for name, _ in grid.axes if name not in spec.axes)
+    starts = _groups_by_start(grid, others, domain)
+    spans = {start: len({(start + offset) // domain for offset in offsets}) for start in starts}
+    return Locality(
+        domain=domain,
+        num_groups=sum(starts.values()),
+        num_leaving=sum(count for start, count in starts.items() if spans[start] > 1),
+        fewest_domains=min(spans.values()),
+        most_domains=max(spans.values()),
+    )
+
+
+def _groups_by_start(grid: Grid, axes: tuple[str, ...], domain: int) -> Counter[int]:
+    """First rank modulo the domain -> how many groups start there."""
+    starts = Counter({0: 1})
+    for axis in axes:
+        steps = _multiples(grid.size(axis), grid.stride(axis), domain)
+        added: Counter[int] = Counter()
+        for start, groups in starts.items():
+            for step, times in steps.items():
+                added[(start + step) % domain] += groups * times
+        starts = added
+    return starts
+
+
+def _multiples(count: int, stride: int, domain: int) -> dict[int, int]:
+    """How often each remainder occurs among the first `count` multiples of `stride`; they repeat soon."""
+    period = domain // gcd(stride, domain)
+    rounds, rest = divmod(count, period)
+    return {i * stride % domain: rounds + (i < rest) for i in range(min(period, count))}

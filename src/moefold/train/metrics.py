@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moefold.blueprint.flops import training_flops_per_token
-from moefold.hardware.gpu import peak_flops
+from moefold.hardware.cluster import peak_flops
 from moefold.train.callback import RunInfo, StepRecord
 
 # The time to the end is estimated from this many last steps.

@@ -1,18 +1,28 @@
 """Peak memory of the fullest rank, cause by cause.
 
-States exist for the whole step (`states.py`). Activations accumulate with the microbatches that the pipeline's order
-keeps in flight (`in_flight.py`), each with what its layers save (`activations.py`). Temporary memory comes on top
-(`workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and what is
-recomputed. Pipeline ranks differ in all of this, so each is computed and the fullest reported.
+States exist for the whole step (`plan/memory/states.py`). Activations accumulate with the microbatches in flight, each
+with what its layers save (`plan/memory/layer_activations.py`). Temporary memory comes on top
+(`plan/memory/workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and what
+is recomputed. Pipeline ranks differ in all of this, so each is computed and the fullest reported.
+
+**In flight.** A rank keeps the activations of a (stage, microbatch) from its forward until its backward is done. The
+order says how many those are, and of which stages: with several virtual stages per rank more microbatches of the early
+stages are in flight than of the late ones, and stages differ in size. So the result for a rank is a list of
+**moments**: how many microbatches of each of its stages it holds, at every time that is not dominated by another. Where
+a schedule splits backwards, those whose input gradient is done and whose weight gradients wait are counted apart,
+behind the others: they hold inputs and output gradients of matmuls, and nothing else.
+
+Walking an order is exact for every schedule. 1F1B and its interleaved form, which a search asks for by the thousand,
+have a closed form: ranks forward `warm_up` times and then alternate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from moefold.blueprint.model_shape import Layer, ModelShape
-from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import (
@@ -27,8 +37,95 @@ from moefold.plan.memory.workspace import around_head, around_module, workspace_
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
-from moefold.schedule.actions import place
+from moefold.schedule.actions import Action, Kind, place
 from moefold.schedule.names import SCHEDULES
+from moefold.topology.folded_layout import shard_sizes
+
+# Microbatches held of each of the rank's stages, in the model's order; then, of each, those with deferred gradients.
+Moment = tuple[int, ...]
+# Orders are periodic once the pipeline is full, so longer ones hold no more.
+_ENOUGH_ROUNDS = 3
+
+
+@lru_cache(maxsize=4096)
+def moments(
+    schedule: str, ranks: int, virtual: int, microbatches: int, extra: int = 0
+) -> tuple[tuple[Moment, ...], ...]:
+    """The fullest moments of every rank. ``extra`` forwards are added to each warm-up of 1F1B or interleaved."""
+    if schedule in ("1f1b", "interleaved"):
+        microbatches = _enough(ranks, ranks, microbatches)
+        hops = 1 if schedule == "1f1b" and virtual == 1 else 2
+        return tuple(
+            _fullest(_alternating(hops * (ranks - 1 - rank) + extra, ranks, virtual, microbatches), virtual)
+            for rank in range(ranks)
+        )
+    if schedule != "gpipe":
+        microbatches = _enough(ranks * virtual, ranks, microbatches)
+    order = SCHEDULES[schedule].build(ranks, virtual, microbatches)
+    counts = 2 * virtual if SCHEDULES[schedule].splits_backward else virtual
+    return tuple(
+        _fullest(_changes(actions, order.stages_of(rank)), counts) for rank, actions in enumerate(order.actions)
+    )
+
+
+def _enough(stages: int, ranks: int, microbatches: int) -> int:
+    """Fewer microbatches with the same moments. Uneven rounds differ all along the order: those keep all of them."""
+    return min(microbatches, _ENOUGH_ROUNDS * stages) if microbatches % ranks == 0 else microbatches
+
+
+def _changes(actions: Iterable[Action], stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(which count, +1 or -1) in the order's own sequence.
+
+    The two of a pair run layer by layer in turn, the backward first, so that one frees what the other fills.
+    """
+    for action in actions:
+        for part in action.parts:
+            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                yield stages.index(part.stage), -1
+            if part.kind is Kind.BACKWARD_INPUT:
+                yield len(stages) + stages.index(part.stage), 1
+            if part.kind is Kind.BACKWARD_WEIGHT:
+                yield len(stages) + stages.index(part.stage), -1
+        for part in action.parts:
+            if part.kind is Kind.FORWARD:
+                yield stages.index(part.stage), 1
+
+
+def _alternating(ahead: int, ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:
+    """The same for 1F1B and interleaved: `ahead` forwards more than all laps but the last, then one by one by turns."""
+    rounds = shard_sizes(microbatches, max(1, microbatches // ranks))
+    warm_up = rounds[0] * (virtual - 1) + ahead
+    forwards = [lap for size in rounds for lap in range(virtual) for _ in range(size)]
+    backwards = [lap for size in rounds for lap in reversed(range(virtual)) for _ in range(size)]
+    warm_up = min(warm_up, len(forwards))
+    yield from ((lap, 1) for lap in forwards[:warm_up])
+    steady = len(forwards) - warm_up
+    for forth, back in zip(forwards[warm_up:], backwards):
+        yield forth, 1
+        yield back, -1
+    yield from ((lap, -1) for lap in backwards[steady:])
+
+
+def _fullest(changes: Iterable[tuple[int, int]], counts: int) -> tuple[Moment, ...]:
+    """Moments that no other moment matches or exceeds in every stage."""
+    held = [0] * counts
+    seen: set[Moment] = set()
+    grew = False
+    for which, change in changes:
+        if grew and change < 0:
+            seen.add(tuple(held))
+        grew = change > 0
+        held[which] += change
+    if grew:
+        seen.add(tuple(held))
+    # Only a larger total can outdo a moment; in 1F1B nearly all have the same.
+    most = max(map(sum, seen), default=0)
+    full = [one for one in seen if sum(one) == most]
+    for one in sorted(seen.difference(full), key=sum, reverse=True):
+        if not any(all(mine <= theirs for mine, theirs in zip(one, other)) for other in full):
+            full.append(one)
+    return tuple(sorted(full, reverse=True))
+
 
 # Labels of GPUs count memory in units of 2**30, and the driver keeps a little of it.
 LABEL_UNIT = 2**30

@@ -1,21 +1,182 @@
-"""Published step times to which the planner's constants are fitted and with which they are compared.
+"""From published records to points: workloads with measured step times, to which the planner's constants are fitted.
 
 A point is a workload, its measured step, and the groups it must be left out with: its **leak group** (the same model,
 layout and GPU in any release, or a whole sweep), its GPU, and its family of models.
+
+Records do not state all that memory depends on. `completed` fills in fields that a source does not print, so that the
+record can be read as a workload at all; `with_details` sets the defaults of its framework. Neither reads results.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moefold.blueprint.model_shape import Attention
+from moefold.blueprint.stages import unfolded
+from moefold.config.memory import Recomputed
+from moefold.config.precision import PrecisionConfig
 from moefold.errors import MoefoldError
-from moefold.plan.published.record_details import completed, with_details
 from moefold.plan.published.records import Record, workload_of_record
-from moefold.plan.workload import Workload
+from moefold.plan.workload import Workload, changed
+
+# Vocabularies of tokenizers that test configurations name; others have GPT-2's.
+_VOCABULARIES = {"NullTokenizer": 131072, "Llama2Tokenizer": 32000}
+_GPT2_VOCABULARY = 50257
+# Enough microbatches to fill any pipeline, where a source prints none.
+_MICROBATCHES_PER_RANK = 8
+# Rows of the busiest rank over the mean, where untrained routers choose over made-up tokens (a study of a 30B hybrid
+# saw 10 GB more on the busiest rank).
+MOCK_IMBALANCE = 2.0
+# Sources whose runs use the presets for speed.
+_TUNED = ("Megatron-Bridge", "dgxc-benchmarking", "moe_recipes", "ModelZoo", "NeMo docs", "examples/llama")
+# Formats whose presets keep the weights themselves in eight bits.
+_NATIVE_FP8 = ("fp8_delayed", "fp8_tensor", "mxfp8")
+
+
+def completed(record: Record) -> Record:
+    """The same record with what it lacks: microbatches, the experts' dim, the vocabulary, dense layers, vpp."""
+    made = {**record, "model": _completed_model(record["model"]), "parallel": dict(record["parallel"])}
+    parallel, flags = made["parallel"], record.get("flags") or {}
+    tp, pp, cp = (parallel.get(axis) or 1 for axis in ("tp", "pp", "cp"))
+    layout = flags.get("pp_layout")
+    if isinstance(layout, str) and re.fullmatch(r"[EtmL|()*\d]+", layout):
+        # A layout says how many stages there are, and how many MTP modules.
+        letters = unfolded(layout)
+        parallel["vpp"] = parallel.get("vpp") or max(1, (letters.count("|") + 1) // pp)
+        made["model"]["mtp"] = letters.count("m")
+    if not parallel.get("etp") and (parallel.get("ep") or 1) > 1:
+        # The framework's own default.
+        parallel["etp"] = tp
+    if not parallel.get("fsdp") and any("FSDP" in note for note in record.get("notes") or ()):
+        parallel["fsdp"] = "stated in words"
+    if not record.get("gbs"):
+        world = (record.get("hardware") or record)["num_gpus"]
+        dp = max(1, world // (tp * cp * pp))
+        made["gbs"] = dp * (record.get("mbs") or 1) * pp * _MICROBATCHES_PER_RANK
+    return made
+
+
+def is_test_configuration(record: Record) -> bool:
+    """Of a framework's own functional tests: its defaults hold, not those of tuned runs."""
+    return record.get("flags_source") == "model_config.yaml"
+
+
+def _completed_model(model: Record) -> dict[str, Any]:
+    made = dict(model)
+    if model.get("moe") and not model.get("moe_ffn"):
+        made["moe_ffn"] = model.get("ffn") or 4 * model["hidden"]
+    if not model.get("vocab"):
+        vocabulary = _VOCABULARIES.get(str(model.get("tokenizer")), _GPT2_VOCABULARY)
+        multiple = model.get("make_vocab_size_divisible_by") or 128
+        made["vocab"] = -(-vocabulary // multiple) * multiple
+    pattern = re.fullmatch(r"\(\[0\]\*(\d+)\+\[1\]\*\d+\)", str(model.get("moe_layer_freq_pattern")))
+    if pattern:
+        made["dense_first_layers"] = int(pattern.group(1))
+    return made
+
+
+def with_details(record: Record, workload: Workload) -> Workload:
+    """The workload with the defaults of its framework."""
+    flags = record.get("flags") or {}
+    framework = replace(
+        workload.framework,
+        sequence_parallel=_sequence_parallel(record),
+        flash=flags.get("attention_backend") != "unfused",
+        fused_loss=_fused_loss(record, workload),
+        dropout=is_test_configuration(record) and not _is_latent(workload) and record["model"].get("act") == "gelu",
+    )
+    imbalance = MOCK_IMBALANCE if _routes_mock_data(record) else workload.imbalance
+    layers = int(flags.get("cpu_offload_layers") or flags.get("activation_cpu_offload_layers") or 0)
+    run = replace(
+        workload.run,
+        precision=_precision(record, workload),
+        # Adapters are small; what they adapt has neither gradients nor states.
+        optim=replace(workload.run.optim, trained="adapters" if flags.get("peft") == "lora" else "all"),
+    )
+    return changed(
+        replace(workload, run=run, framework=framework, imbalance=imbalance),
+        memory={"recompute": _recomputed(record, workload), "offload_layers": layers},
+        parallel={"dp_replicate": _replicas(record, workload)},
+    )
+
+
+def _replicas(record: Record, workload: Workload) -> int:
+    """A stated number of shards counts ranks of dp; ranks of cp share their work."""
+    shards = record["parallel"].get("fsdp")
+    if workload.parallel.sharding != "fsdp" or not isinstance(shards, int) or shards < 2:
+        return workload.parallel.dp_replicate
+    return max(1, workload.dp // shards)
+
+
+def _routes_mock_data(record: Record) -> bool:
+    """An untrained router over made-up tokens, not forced to balance."""
+    flags = record.get("flags") or {}
+    return bool(record["model"].get("moe") and flags.get("mock_data") and not flags.get("routing"))
+
+
+def _is_latent(workload: Workload) -> bool:
+    return any(isinstance(layer.mixer, Attention) and layer.mixer.is_latent for layer in workload.model.layers)
+
+
+def _sequence_parallel(record: Record) -> bool:
+    stated = (record.get("flags") or {}).get("sequence_parallel")
+    if stated is None:
+        return not is_test_configuration(record)
+    return bool(stated)
+
+
+def _fused_loss(record: Record, workload: Workload) -> bool:
+    """Tuned Megatron runs overwrite the logits, compilers fuse; tests and torchtitan before 2025 do neither."""
+    stated = (record.get("flags") or {}).get("cross_entropy_fusion")
+    if stated is not None:
+        return bool(stated)
+    if workload.framework.name == "fsdp2":
+        system = str((record.get("flags") or {}).get("system"))
+        return "AutoModel" in system or (workload.framework.compiled and workload.framework.date > 2025.2)
+    return workload.framework.name in ("megatron", "jax") and not is_test_configuration(record)
+
+
+def _recomputed(record: Record, workload: Workload) -> tuple[Recomputed, ...]:
+    """Defaults: torchtitan recomputes operator by operator; MaxText and AutoModel recompute whole layers."""
+    flags = record.get("flags") or {}
+    system = str(flags.get("system") or "")
+    if not flags.get("recompute"):
+        if "torchtitan" in system:
+            return ("norms", "activation")
+        if "MaxText" in system or "AutoModel" in system:
+            return ("full",)
+    return workload.run.memory.recompute
+
+
+def _precision(record: Record, workload: Workload) -> PrecisionConfig:
+    precision, flags = workload.run.precision, record.get("flags") or {}
+    optimizer = str(flags.get("optimizer") or "")
+    if "8bit" in optimizer:
+        precision = replace(precision, moments="float8")
+    if "muon" in optimizer:
+        # One moment in float32, which is as many bytes as two of 16 bits.
+        precision = replace(precision, moments="bfloat16")
+    if workload.framework.name != "megatron" or not _is_tuned(record) or flags.get("peft") == "lora":
+        return precision
+    # Presets of tuned runs reduce gradients as words, hold weights in eight bits where the format allows, and those of
+    # MoE models hold moments as words.
+    return replace(
+        precision,
+        gradients="bfloat16",
+        params="float8" if precision.compute in _NATIVE_FP8 else precision.params,
+        moments="bfloat16" if workload.model.is_moe else precision.moments,
+    )
+
+
+def _is_tuned(record: Record) -> bool:
+    source = record.get("source")
+    name = str(source.get("name") if isinstance(source, Mapping) else source)
+    return any(word in name for word in _TUNED)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from moefold.config.memory import MemoryConfig, OffloadedActivation, Recomputed
 from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherName, Sharding
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.hardware.cluster import Cluster
-from moefold.hardware.gpu import gpu_named
+from moefold.hardware.cluster import Cluster, gpu_named
 from moefold.plan.dispatch_choice import OwnDispatcher
 from moefold.plan.published.record_model import nearest_config, shape_of_record
 from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, PlannedFormat, Workload

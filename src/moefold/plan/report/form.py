@@ -13,8 +13,7 @@ from html import escape
 from math import isfinite
 
 from moefold.errors import ConfigError, Problem
-from moefold.hardware.cluster import cluster_of
-from moefold.hardware.gpu import GPUS
+from moefold.hardware.cluster import GPUS, cluster_of
 from moefold.plan.search.proposal import OWN_HEADROOM, Question
 from moefold.plan.search.space import pinned
 from moefold.plan.workload import FrameworkName

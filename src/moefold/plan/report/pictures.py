@@ -18,7 +18,7 @@ from moefold.plan.search.proposal import Proposal
 from moefold.plan.search.search import Candidate, described
 from moefold.plan.timing.step_timeline import StepTimeline
 from moefold.schedule.actions import Action, Kind
-from moefold.schedule.text_grid import cells_of, shown
+from moefold.schedule.timeline_picture import cells_of, shown
 from moefold.units import format_bytes, format_seconds
 
 _WIDTH, _ROW, _GAP, _LEFT = 1180.0, 22.0, 4.0, 58.0

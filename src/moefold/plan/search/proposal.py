@@ -17,14 +17,19 @@ from moefold.config.run import RunConfig
 from moefold.errors import Problem, ProblemsError
 from moefold.hardware.cluster import Cluster
 from moefold.plan.launch_command import beyond_moefold, changes_to_run, launch_words
-from moefold.plan.memory.saving_steps import savings_of
-from moefold.plan.memory.savings import savings
+from moefold.plan.memory.saving_steps import savings, savings_of
 from moefold.plan.predict import predict
 from moefold.plan.prediction import Prediction
 from moefold.plan.search.candidates import LayoutChoice, choice_of_workload
 from moefold.plan.search.cheapest_savings import SwitchedOn, cheapest_fit, switched_on
-from moefold.plan.search.explain import versus, wall_words, what_would_move
-from moefold.plan.search.explain_memory import savings_words, sharding_words, would_fit_words
+from moefold.plan.search.explain import (
+    savings_words,
+    sharding_words,
+    versus,
+    wall_words,
+    what_would_move,
+    would_fit_words,
+)
 from moefold.plan.search.goodput import (
     USUAL_MTBF_HOURS,
     USUAL_RESTART_SECONDS,

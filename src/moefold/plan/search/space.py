@@ -19,7 +19,7 @@ from moefold.config.memory import Recomputed, RecomputedPhase
 from moefold.config.parallel import Sharding
 from moefold.config.renamed_keys import renamed_value
 from moefold.errors import ConfigError, Problem, did_you_mean
-from moefold.hardware.gpu import Gpu
+from moefold.hardware.cluster import Gpu
 from moefold.plan.dispatch_choice import OwnDispatcher
 from moefold.plan.memory.saving_steps import DEFAULTS, NONE, Savings, is_trained, offered, savings_of
 from moefold.plan.workload import Dispatcher, PlannedFormat, Workload, changed

@@ -15,8 +15,7 @@ from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.states import workload_reshards_per_step
 from moefold.plan.op_costs import Part, Sizes, Work, parts_of
 from moefold.plan.timing.constants import Constants
-from moefold.plan.timing.network_time import dispatch_seconds, ring
-from moefold.plan.timing.throughput import Rates, slower
+from moefold.plan.timing.throughput import Rates, dispatch_seconds, ring, slower
 from moefold.plan.traffic import (
     context_bytes,
     data_reach,

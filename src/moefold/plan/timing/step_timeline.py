@@ -20,7 +20,7 @@ from moefold.plan.workload import Workload
 from moefold.schedule.actions import Action, Kind
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, Timeline, simulate
-from moefold.schedule.text_grid import cells_of, label
+from moefold.schedule.timeline_picture import cells_of, label
 
 # Of one rank: what can be looked at.
 MOST_BOXES = 140
