@@ -63,7 +63,14 @@ __all__ = [  # noqa: RUF022
 def _public(name: str) -> object:
     import importlib
 
-    return getattr(importlib.import_module(_SOURCES[name]), name)
+    try:
+        return getattr(importlib.import_module(_SOURCES[name]), name)
+    except ModuleNotFoundError as error:
+        from moefold.errors import missing_torch
+
+        if (explained := missing_torch(error, f"moefold.{name}")) is None:
+            raise
+        raise explained from error
 
 
 def __getattr__(name: str) -> object:

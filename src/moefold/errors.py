@@ -121,6 +121,21 @@ class DataError(MoefoldError):
     """Token files or their data mixture cannot be used; the message names file, field and numbers."""
 
 
+# torch is an extra of the package, so that plans need no torch and each machine has the build for its GPU.
+WITHOUT_TORCH = 'pip install "moefold[torch]", or first the build of torch for your GPU'
+
+
+class MissingPackageError(MoefoldError, ImportError):
+    """A package that is not installed; the message says how to install it."""
+
+
+def missing_torch(error: ModuleNotFoundError, who: str) -> MissingPackageError | None:
+    """What to say when ``who`` failed to import torch; None if another module is missing, which is a bug."""
+    if (error.name or "").partition(".")[0] != "torch":
+        return None
+    return MissingPackageError(f"{who} needs torch, which is not installed: {WITHOUT_TORCH}")
+
+
 class UnknownNameError(MoefoldError):
     """A name that no registry has."""
 

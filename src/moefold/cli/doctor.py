@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moefold import __version__
+from moefold.errors import WITHOUT_TORCH
 from moefold.tables import text_table
 from moefold.units import format_bytes
 
@@ -50,8 +51,7 @@ def add_to(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from moefold.ops.backends import as_rows, package_rows
-    from moefold.ops.host_probe import CPU_FEATURES, probe_host
+    from moefold.ops.host_probe import CPU_FEATURES, package_rows, probe_host
 
     if args.gpus:
         from moefold.cli.doctor_gpus import examine_gpus
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return examine_gpus(args.seconds, args.json, args.device)
     host = probe_host()
     device = args.device or host.device
-    rows = as_rows(device, host)
+    rows = _backends(device, host)
     if args.json:
         facts = asdict(host) | {"cpu_features": {name: name in host.cpu_features for name in CPU_FEATURES}}
         found = {"host": facts, "device": device, "packages": package_rows(host), "backends": rows}
@@ -76,12 +76,23 @@ def run(args: argparse.Namespace) -> int:
     print("\noptional packages, imported only where a run names them")
     columns = ("name", "package", "installed", "needs", "fits", "install")
     print(text_table(columns, [[row[column] for column in columns] for row in package_rows(host)]))
+    if host.torch is None:
+        print(f"\nbackends: none can run without torch; {WITHOUT_TORCH}")
+        return 0
     print(f"\nbackends on {device}")
     cells = [
         (r["job"], r["backend"], _yes(r["works"]), ", ".join(r["formats"]), r["setting"], r["reason"]) for r in rows
     ]
     print(text_table(("job", "backend", "works", "formats", "chosen by", "why"), cells))
     return 0
+
+
+def _backends(device: str, host: HostInfo) -> list[dict[str, Any]]:
+    if host.torch is None:
+        return []
+    from moefold.ops.backends import as_rows
+
+    return as_rows(device, host)
 
 
 def _facts(host: HostInfo) -> list[tuple[str, str]]:
@@ -94,6 +105,13 @@ def _facts(host: HostInfo) -> list[tuple[str, str]]:
         if host.malloc_trim_disabled
         else "cannot be told to keep freed memory"
     )
+    if host.torch is None:
+        return [
+            ("moefold", __version__),
+            ("torch", f"not installed; {WITHOUT_TORCH}"),
+            ("GPUs", "unknown without torch"),
+            ("CPU", f"{host.cpu}, {host.cores} cores"),
+        ]
     return [
         ("moefold", __version__),
         ("torch", f"{host.torch}, " + (f"for CUDA {host.cuda}" if host.cuda else "for CPUs only")),

@@ -47,7 +47,7 @@ def _links(host: HostInfo, report: GpuReport, seconds: float, device: str | None
         raise ConfigError(Problem("local rank", message, "start one rank per GPU"))
     rank, _ = join_world(_PATIENCE, device)
     facts = {
-        "torch": host.torch,
+        "torch": host.torch or "none",
         "driver": report.driver or "none",
         "NCCL": report.nccl or "none",
         WARNINGS: "; ".join(finding.what for finding in (*report.missing, *report.warnings)),

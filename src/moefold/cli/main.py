@@ -71,7 +71,7 @@ def _dispatch(words: list[str], stop: StopRequest | None) -> int:
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
-    args.stop = stop
+    args.stop, args.verb = stop, verb
     return _run(args)
 
 
@@ -94,10 +94,15 @@ def _parser(verbs: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from moefold.errors import MoefoldError
+    from moefold.errors import MoefoldError, missing_torch
 
     try:
         return int(args.run(args))
+    except ModuleNotFoundError as error:
+        if (explained := missing_torch(error, f"moefold {args.verb}")) is None:
+            raise
+        print(f"moefold: {explained}", file=sys.stderr)
+        return 2
     except MoefoldError as error:
         print(f"moefold: {error}", file=sys.stderr)
         return 2

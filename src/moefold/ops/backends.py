@@ -218,20 +218,5 @@ def as_rows(device: str, host: HostInfo) -> list[dict[str, Any]]:
     ]
 
 
-def package_rows(host: HostInfo) -> list[dict[str, str]]:
-    """Every optional package: what is installed on this host, what is needed, and how to install it."""
-    return [
-        {
-            "name": name,
-            "package": engine.package,
-            "installed": host.version_of(engine.package) or "no",
-            "needs": engine.needs.removeprefix(engine.package).strip() or "any",
-            "install": engine.install,
-            "fits": "no" if engine.problem(host.version_of(engine.package)) else "yes",
-        }
-        for name, engine in OPTIONAL.items()
-    ]
-
-
 def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"

@@ -6,11 +6,9 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from moefold.ops.engines import PACKAGES, installed_version
+from moefold.ops.engines import OPTIONAL, PACKAGES, installed_version
 from moefold.ops.native.compile_c import compiler
 
 # CPU instructions that moefold's speed depends on, and for what; by their names in /proc/cpuinfo.
@@ -35,7 +33,8 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class HostInfo:
-    torch: str
+    # None where it is not installed; then nothing is known of GPUs.
+    torch: str | None
     # The version of CUDA that torch was built with; None for a CPU build.
     cuda: str | None
     gpus: tuple[GpuInfo, ...]
@@ -64,28 +63,52 @@ class HostInfo:
 
 
 def probe_host() -> HostInfo:
+    """Also without torch, which is an extra of moefold: `moefold doctor` says what is missing."""
     cpu, features = _cpu()
     allocator, trim_disabled = _allocator()
     return HostInfo(
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        gpus=tuple(_gpu_info(index) for index in range(torch.cuda.device_count())),
+        **_torch(),
         cpu=cpu,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
         cpu_features=features,
         allocator=allocator,
         malloc_trim_disabled=trim_disabled,
         packages={name: found for name in PACKAGES if (found := installed_version(name))},
         compiler=compiler(),
-        gloo=dist.is_available() and dist.is_gloo_available(),
-        nccl=dist.is_available() and dist.is_nccl_available(),
     )
 
 
-def _gpu_info(index: int) -> GpuInfo:
-    found = torch.cuda.get_device_properties(index)
-    return GpuInfo(found.name, (found.major, found.minor), found.total_memory)
+def package_rows(host: HostInfo) -> list[dict[str, str]]:
+    """Every optional package: what is installed on this host, what is needed, and how to install it."""
+    return [
+        {
+            "name": name,
+            "package": engine.package,
+            "installed": host.version_of(engine.package) or "no",
+            "needs": engine.needs.removeprefix(engine.package).strip() or "any",
+            "install": engine.install,
+            "fits": "no" if engine.problem(host.version_of(engine.package)) else "yes",
+        }
+        for name, engine in OPTIONAL.items()
+    ]
+
+
+def _torch() -> dict[str, Any]:
+    """The fields of HostInfo that torch knows."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ModuleNotFoundError:
+        return {"torch": None, "cuda": None, "gpus": (), "threads": 0, "gloo": False, "nccl": False}
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": tuple(GpuInfo(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus),
+        "threads": torch.get_num_threads(),
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+    }
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
