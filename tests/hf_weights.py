@@ -26,6 +26,8 @@ _SAME = {
     "self_attn.o_proj": "attention.out",
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
+    "self_attn.query_layernorm": "attention.q_norm",
+    "self_attn.key_layernorm": "attention.k_norm",
     "self_attn.sinks": "attention.sinks",
     "self_attn.q_a_proj": "attention.q_down",
     "self_attn.q_a_layernorm": "attention.q_norm",
@@ -35,9 +37,13 @@ _SAME = {
     "self_attn.kv_b_proj": "attention.kv_up",
     "mlp.gate.weight": "feed_forward.router.weight",
     "mlp.gate.e_score_correction_bias": "feed_forward.router.expert_bias",
+    "mlp.e_score_correction_bias": "feed_forward.router.expert_bias",
+    "mlp.gate.moe_statics.e_score_correction_bias": "feed_forward.router.expert_bias",
+    "mlp.gate.wg": "feed_forward.router",
     "mlp.router": "feed_forward.router",
     "mlp.down_proj.weight": "feed_forward.down",
     "mlp.shared_experts.down_proj.weight": "feed_forward.shared.down",
+    "mlp.shared_mlp.down_proj.weight": "feed_forward.shared.down",
 }
 
 
@@ -66,12 +72,13 @@ def _ours(name: str, value: Tensor, theirs: dict[str, Tensor]) -> Iterator[tuple
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
     prefix, rest = (f"layers.{match[1]}.", match[2]) if match else ("", name)
     if rest in _SAME:
-        yield prefix + _SAME[rest], value
+        # ERNIE's bias has a dim of 1 in front.
+        yield prefix + _SAME[rest], value.flatten() if rest.endswith("_correction_bias") else value
     elif rest.rpartition(".")[0] in _SAME:
         stem, _, leaf = rest.rpartition(".")
         yield f"{prefix}{_SAME[stem]}.{leaf}", value
     elif rest.endswith("gate_proj.weight"):
-        shared = "shared." if "shared_experts" in rest else ""
+        shared = "shared." if "shared" in rest else ""
         up = theirs[name.replace("gate_proj", "up_proj")]
         yield f"{prefix}feed_forward.{shared}gate_up", torch.stack((value, up))
     elif rest.startswith("mlp.experts."):

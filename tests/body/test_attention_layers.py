@@ -21,6 +21,8 @@ GQAS = {
     "plain": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6),
     "head norm": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm="head"),
     "full norm": GQAConfig(num_heads=4, num_kv_heads=4, head_dim=6, qk_norm="full"),
+    "norm after rope": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm="head", qk_norm_when="after_rope"),
+    "partial rope": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, rope_dim=4),
     "everything": GQAConfig(
         num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True, out_bias=True, sinks=True, window=3
     ),

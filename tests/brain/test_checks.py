@@ -105,6 +105,18 @@ CASES = [
         "model.attention.rope_dim",
     ),
     (
+        model.rotated_dims_fit_the_head,
+        with_model(attention=GQAConfig(rope_dim=16)),
+        with_model(attention=GQAConfig(rope_dim=18)),
+        "model.attention.rope_dim",
+    ),
+    (
+        model.only_head_norms_come_after_rope,
+        with_model(attention=GQAConfig(qk_norm="head", qk_norm_when="after_rope")),
+        with_model(attention=GQAConfig(qk_norm="full", qk_norm_when="after_rope")),
+        "model.attention.qk_norm_when",
+    ),
+    (
         model.yarn_extends_the_context,
         with_model(rope=RopeConfig(yarn=YarnConfig())),
         with_model(rope=RopeConfig(yarn=YarnConfig(factor=0.5))),

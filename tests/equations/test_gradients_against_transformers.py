@@ -18,8 +18,10 @@ pytest.importorskip("transformers")
 
 from tests.hf_models import FAMILY_PROXIES, hf_config
 from tests.hf_weights import our_state, randomize
+from tests.published_models import PUBLISHED, hf_model, model_of, small
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
 from moefold.model.build import build_decoder, local_interfaces
@@ -55,11 +57,23 @@ def their_loss(model: PreTrainedModel, pairs: list[tuple[Tensor, Tensor]]) -> Te
 @pytest.mark.parametrize("name", FAMILY_PROXIES)
 def test_loss_and_gradients_are_equal(name: str) -> None:
     run = without_balance(RECIPES[name]())
-    theirs = AutoModelForCausalLM.from_config(hf_config(run)).double().eval()
+    compare(run.model, AutoModelForCausalLM.from_config(hf_config(run)))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_loss_and_gradients_of_published_models_are_equal(name: str) -> None:
+    compare(model_of(small(name)), hf_model(small(name)))
+
+
+def compare(model: ModelConfig, theirs: PreTrainedModel) -> None:
+    theirs = theirs.double().eval()
     randomize(theirs, seed=1)
-    ours = build_decoder(run.model, torch.float64, local_interfaces("sequential")).double()
-    ours.load_state_dict(our_state(theirs.state_dict()))
-    pairs = documents(run.model.vocab_size)
+    ours = build_decoder(model, torch.float64, local_interfaces("sequential")).double()
+    state = our_state(theirs.state_dict())
+    if model.tied_embeddings:
+        assert torch.equal(state.pop("head.weight"), state["embedding.weight"])
+    ours.load_state_dict(state)
+    pairs = documents(model.vocab_size)
     tokens, labels = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     count = int((labels != IGNORED).sum())
     output = ours(whole_batch(tokens, labels, LENGTHS, step_labels=count, step_tokens=len(tokens)))

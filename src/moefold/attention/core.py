@@ -19,7 +19,7 @@ from moefold.ops.rope import rotary_tables
 
 
 class Rotary(nn.Module):
-    """Rotates the last ``dim`` entries of every head by its token's position.
+    """Rotates ``dim`` entries of every head by its token's position: GQA's first ones, MLA's last ones.
 
     cos and sin are computed on demand, so there is no buffer to place, move or save.
     """
@@ -36,9 +36,18 @@ class Rotary(nn.Module):
         return rotary_tables(self.rope, self.dim, positions_S, wide)
 
     def rotate(self, q_SHC: Tensor, k_SJC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        q_SHC, rotated_SJC = self.kernels.rotate_qk(q_SHC, k_SJC, *tables, self.rope.interleaved)
-        assert rotated_SJC is not None
-        return q_SHC, rotated_SJC
+        """Grouped-query attention: the first ``dim`` entries of every head, which are mostly all of them."""
+        sizes = self.dim, q_SHC.shape[-1] - self.dim
+        if sizes[1]:
+            (first_q, rest_q), (first_k, rest_k) = q_SHC.split(sizes, dim=-1), k_SJC.split(sizes, dim=-1)
+            first_q, first_k = self._rotate(first_q, first_k, tables)
+            return torch.cat((first_q, rest_q), dim=-1), torch.cat((first_k, rest_k), dim=-1)
+        return self._rotate(q_SHC, k_SJC, tables)
+
+    def _rotate(self, q_SHX: Tensor, k_SJX: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        q_SHX, rotated_SJX = self.kernels.rotate_qk(q_SHX, k_SJX, *tables, self.rope.interleaved)
+        assert rotated_SJX is not None
+        return q_SHX, rotated_SJX
 
     def rotate_queries(self, q_SHC: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         return self.kernels.rotate_qk(q_SHC, None, *tables, self.rope.interleaved)[0]

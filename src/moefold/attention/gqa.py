@@ -48,9 +48,10 @@ class GroupedQueryAttention(nn.Module):
         self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels, norm_scale)
         self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels, norm_scale)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
-        self.rotary = Rotary(rope, config.head_dim, kernels)
+        self.rotary = Rotary(rope, config.rope_dim or config.head_dim, kernels)
         self.head_dim = config.head_dim
         self.norm_whole_projection = config.qk_norm == "full"
+        self.norm_rotated = config.qk_norm == "head" and config.qk_norm_when == "after_rope"
         self.output_gate = config.output_gate
         self.window = config.window if layer % config.window_every == 0 else None
         self.tokens = tokens
@@ -60,11 +61,14 @@ class GroupedQueryAttention(nn.Module):
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
         q_SX, gate_SHC = self._queries_and_gate(x_SD)
-        q_SHC = self._heads(q_SX, self.q_norm)
-        k_SJC = self._heads(self.k(x_SD), self.k_norm)
+        q_SHC = self._heads(q_SX, None if self.norm_rotated else self.q_norm)
+        k_SJC = self._heads(self.k(x_SD), None if self.norm_rotated else self.k_norm)
         v_SJC = self._heads(self.v(x_SD), None)
         tables = self.rotary(batch.positions_S, like=x_SD)
         q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
+        if self.norm_rotated:
+            assert self.q_norm is not None and self.k_norm is not None
+            q_SHC, k_SJC = self.q_norm(q_SHC), self.k_norm(k_SJC)
         scale = self.head_dim**-0.5
         # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
         sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))

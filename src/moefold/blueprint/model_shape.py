@@ -29,6 +29,8 @@ class Attention:
     kv_latent: int = 0
     # The rotated part of an MLA key, shared by all heads; part of qk_dim.
     rope_dim: int = 0
+    # Entries of a head that RoPE rotates without a latent; 0 is all of them.
+    rotated: int = 0
     # Positions a token attends to; 0 is all of them.
     window: int = 0
     # "head" normalises each head's vector of queries and keys, "full" the whole projection.
@@ -150,6 +152,7 @@ def _attention(model: ModelConfig, index: int) -> Attention:
         config.num_kv_heads,
         config.head_dim,
         config.head_dim,
+        rotated=config.rope_dim or 0,
         window=window,
         qk_norm=config.qk_norm,
         sinks=config.sinks,

@@ -21,12 +21,34 @@ def kv_heads_divide_heads(run: RunConfig) -> Problem | None:
 
 def rotated_dims_are_even(run: RunConfig) -> Problem | None:
     attention = run.model.attention
-    field = "head_dim" if isinstance(attention, GQAConfig) else "rope_dim"
+    field = "head_dim" if isinstance(attention, GQAConfig) and attention.rope_dim is None else "rope_dim"
     dim: int = getattr(attention, field)
     if dim % 2 == 0:
         return None
     return Problem(
         f"model.attention.{field}", f"is {dim}, but RoPE rotates pairs of dims", f"use {dim - 1} or {dim + 1}"
+    )
+
+
+def rotated_dims_fit_the_head(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    if not isinstance(attention, GQAConfig) or attention.rope_dim is None or attention.rope_dim <= attention.head_dim:
+        return None
+    return Problem(
+        "model.attention.rope_dim",
+        f"RoPE cannot rotate {attention.rope_dim} entries of heads that have {attention.head_dim}",
+        f"use at most {attention.head_dim}, or null for all of them",
+    )
+
+
+def only_head_norms_come_after_rope(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    if not isinstance(attention, GQAConfig) or attention.qk_norm_when == "before_rope" or attention.qk_norm == "head":
+        return None
+    return Problem(
+        "model.attention.qk_norm_when",
+        f"after_rope is for norms of single heads, and model.attention.qk_norm is {attention.qk_norm}",
+        "use before_rope, or model.attention.qk_norm head",
     )
 
 
@@ -198,6 +220,8 @@ def shared_gate_has_a_shared_expert(run: RunConfig) -> Problem | None:
 RULES = (
     kv_heads_divide_heads,
     rotated_dims_are_even,
+    rotated_dims_fit_the_head,
+    only_head_norms_come_after_rope,
     yarn_extends_the_context,
     experts_are_used,
     top_k_fits_experts,

@@ -20,6 +20,10 @@ class GQAConfig:
     head_dim: int = 16
     # RMSNorm of queries and keys. head: per head. full: over the whole projection, before it is split into heads.
     qk_norm: Literal["none", "head", "full"] = "none"
+    # Whether `head` normalizes before RoPE or after it (HunYuan).
+    qk_norm_when: Literal["before_rope", "after_rope"] = "before_rope"
+    # Partial RoPE: rotate only this many entries of a head, its first ones (GLM-4.5, MiniMax-M2); None is all of them.
+    rope_dim: int | None = None
     qkv_bias: bool = False
     out_bias: bool = False
     # Multiply the heads' output by a sigmoid gate per entry. The gate is projected together with the queries: `q` has

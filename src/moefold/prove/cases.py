@@ -159,7 +159,9 @@ def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> Attention
     grouped = min(attention.num_heads // attention.num_kv_heads, 2)
     kv_heads = heads
     window = None if attention.window is None else 4
-    return replace(attention, num_heads=kv_heads * grouped, num_kv_heads=kv_heads, head_dim=8, window=window)
+    rope_dim = None if attention.rope_dim is None else 4
+    heads = kv_heads * grouped
+    return replace(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, rope_dim=rope_dim, window=window)
 
 
 # ---- cases as text ----

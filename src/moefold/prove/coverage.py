@@ -132,6 +132,10 @@ def _attention_features(case: Case) -> Iterator[tuple[str, str]]:
         yield "attention", "mla with query latent" if attention.q_latent else "mla without query latent"
     if isinstance(attention, GQAConfig):
         yield "attention", f"qk norm: {attention.qk_norm}"
+        if attention.qk_norm_when == "after_rope":
+            yield "attention", "qk norm after rope"
+        if attention.rope_dim is not None:
+            yield "attention", "partial rope"
         for name in ("qkv_bias", "out_bias", "sinks", "window", "output_gate"):
             if getattr(attention, name):
                 yield "attention", name

@@ -108,6 +108,7 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
         )
         if not problems(run, degrees.world):
             run = _with_gates_and_norms(run, degrees.world)
+            run = _with_attention_variants(run, degrees.world)
             return Case(_with_savings(run, degrees.world, dtype), degrees.world)
 
 
@@ -119,6 +120,18 @@ def _with_gates_and_norms(run: RunConfig, world: int) -> RunConfig:
     if isinstance(model.attention, GQAConfig) and random.random() < 0.4:
         attention = replace(model.attention, output_gate=True)
         run = _unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
+    return run
+
+
+def _with_attention_variants(run: RunConfig, world: int) -> RunConfig:
+    """Partial RoPE and norms after it, where the run may have them; drawn from the case's number, as savings are."""
+    random, attention = Random(f"attention of {run.seed}"), run.model.attention
+    if not isinstance(attention, GQAConfig):
+        return run
+    rope_dim = random.choice((None, None, 4, 2))
+    when: Literal["before_rope", "after_rope"] = random.choice(("before_rope", "after_rope"))
+    for changed in (replace(attention, rope_dim=rope_dim), replace(attention, rope_dim=rope_dim, qk_norm_when=when)):
+        run = _unless_refused(run, replace(run, model=replace(run.model, attention=changed)), world)
     return run
 
 

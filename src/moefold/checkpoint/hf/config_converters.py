@@ -48,11 +48,17 @@ _YARN_REQUIRED = ("factor", "original_max_position_embeddings")
 _ROPE_FIXED = {"attention_factor": (None,), "partial_rotary_factor": (1.0, None)}
 
 
-def _read_rope(config: HfValues) -> Values:
+def rope_section(config: HfValues) -> tuple[str, Mapping[str, object]]:
+    """The key of the object that describes RoPE, and the object."""
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise UnsupportedValueError(key, "must be an object or null")
+    return key, found
+
+
+def _read_rope(config: HfValues) -> Values:
+    key, found = rope_section(config)
     kind = found.get("rope_type", found.get("type", "default"))
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
@@ -90,23 +96,27 @@ def _write_rope(model: ModelConfig) -> Values:
 ROPE = ConfigConverter(("rope_theta", "rope_scaling", "rope_parameters"), _read_rope, _write_rope)
 
 
-def _read_head_dim(config: HfValues) -> Values:
+def head_dim_of(config: HfValues) -> int:
     heads, hidden_size = config.get("num_attention_heads"), config.get("hidden_size")
     dim = config.get("head_dim")
-    if dim is None:
-        if not (isinstance(heads, int) and isinstance(hidden_size, int) and heads > 0):
-            raise UnsupportedValueError(
-                "head_dim", "is missing, and cannot be computed as hidden_size / num_attention_heads"
-            )
-        dim = hidden_size // heads
-    groups = config.get("num_key_value_heads")
-    return {"attention.head_dim": dim, "attention.num_kv_heads": heads if groups is None else groups}
+    if dim is None and isinstance(heads, int) and isinstance(hidden_size, int) and heads > 0:
+        return hidden_size // heads
+    if not isinstance(dim, int):
+        raise UnsupportedValueError(
+            "head_dim", "is missing, and cannot be computed as hidden_size / num_attention_heads"
+        )
+    return dim
+
+
+def _read_head_dim(config: HfValues) -> Values:
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    return {"attention.head_dim": head_dim_of(config), "attention.num_kv_heads": heads if groups is None else groups}
 
 
 HEADS = ConfigConverter(
     ("head_dim", "num_key_value_heads"),
     _read_head_dim,
-    lambda model: {"head_dim": _gqa(model).head_dim, "num_key_value_heads": _gqa(model).num_kv_heads},
+    lambda model: {"head_dim": gqa_of(model).head_dim, "num_key_value_heads": gqa_of(model).num_kv_heads},
 )
 
 
@@ -156,7 +166,7 @@ def _read_shared(config: HfValues) -> Values:
 
 def _write_shared(model: ModelConfig) -> Values:
     """If the hidden dim is not a multiple, reading it back gives another model, which is refused."""
-    moe = _moe(model)
+    moe = moe_of(model)
     return {"n_shared_experts": moe.shared_hidden_dim // moe.expert_hidden_dim or None}
 
 
@@ -173,7 +183,7 @@ def _read_v2_groups(config: HfValues) -> Values:
 
 
 def _write_v2_groups(model: ModelConfig) -> Values:
-    router = _moe(model).router
+    router = moe_of(model).router
     method = "group_limited_greedy" if router.num_groups > 1 else "greedy"
     return {"topk_method": method, "n_group": router.num_groups, "topk_group": router.top_groups}
 
@@ -223,17 +233,17 @@ def _windows(layers: int, every: int) -> list[str]:
 WINDOWS = ConfigConverter(
     ("layer_types",),
     _read_windows,
-    lambda model: {"layer_types": _windows(model.num_layers, _gqa(model).window_every)},
+    lambda model: {"layer_types": _windows(model.num_layers, gqa_of(model).window_every)},
 )
 
 
-def _gqa(model: ModelConfig) -> GQAConfig:
+def gqa_of(model: ModelConfig) -> GQAConfig:
     if not isinstance(model.attention, GQAConfig):
         raise AttributeError("model.attention is not of kind gqa")
     return model.attention
 
 
-def _moe(model: ModelConfig) -> MoEConfig:
+def moe_of(model: ModelConfig) -> MoEConfig:
     if model.moe is None:
         raise AttributeError("model.moe is null")
     return model.moe

@@ -14,18 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import reduce
 
 from moefold.checkpoint.hf.config_converters import HfValues, UnsupportedValueError, Values
-from moefold.checkpoint.hf.config_maps import (
-    CODE_KEY_PREFIXES,
-    CODE_KEYS,
-    FAMILIES,
-    IGNORED_KEYS,
-    READABLE_FAMILIES,
-    REQUIRED,
-    HfFamily,
-    Key,
-)
+from moefold.checkpoint.hf.config_keys import CODE_KEY_PREFIXES, CODE_KEYS, IGNORED_KEYS, REQUIRED, HfFamily, Key
+from moefold.checkpoint.hf.config_maps import FAMILIES, READABLE_FAMILIES
 from moefold.checks.model import RULES
 from moefold.checks.sizes import leaves, sizes_are_bounded, sizes_are_positive
+from moefold.config.attention import GQAConfig
 from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
@@ -95,9 +88,8 @@ def _read_family(config: HfValues) -> HfFamily:
 
 def _unknown_keys(config: HfValues, family: HfFamily) -> list[Problem]:
     known = {key.hf_key for key in family.keys} | {name for key in family.keys for name in key.aliases}
-    known |= (
-        {key for converter in family.converters for key in converter.keys} | set(family.fixed_values) | IGNORED_KEYS
-    )
+    known |= {key for converter in family.converters for key in converter.keys}
+    known |= {*family.fixed_values, *family.accepted_values, *family.ignored_keys, *IGNORED_KEYS}
     found = []
     for key in config:
         if key == "quantization_config":
@@ -115,7 +107,7 @@ def _is_code_key(key: str) -> bool:
 def _wrong_fixed_values(config: HfValues, family: HfFamily) -> list[Problem]:
     return [
         Problem(f"{FILE}: {key}", f"{str(config[key])[:60]!r} is not supported", f"only {allowed[0]!r} is")
-        for key, allowed in family.fixed_values.items()
+        for key, allowed in (*family.fixed_values.items(), *family.accepted_values.items())
         if key in config and not any(_same(config[key], value) for value in allowed)
     ]
 
@@ -238,8 +230,8 @@ def _value(model: ModelConfig, key: Key) -> object:
 def canonical_model(model: ModelConfig) -> ModelConfig:
     """Equal for all models that compute the same logits: fields that matter only in training are at their defaults."""
     attention = model.attention
-    if attention.kind == "gqa" and attention.window is None:
-        attention = replace(attention, window_every=1)
+    if attention.kind == "gqa":
+        attention = _canonical_heads(attention)
     moe = None if model.moe is None else _canonical_moe(model.moe)
     dense_layers = model.num_dense_layers if moe is not None else 0
     uses_dense = moe is None or dense_layers > 0
@@ -254,6 +246,14 @@ def canonical_model(model: ModelConfig) -> ModelConfig:
         mtp_divisor=ModelConfig().mtp_divisor,
         init_output_scale=ModelConfig().init_output_scale,
     )
+
+
+def _canonical_heads(attention: GQAConfig) -> GQAConfig:
+    if attention.window is None:
+        attention = replace(attention, window_every=1)
+    if attention.rope_dim == attention.head_dim:
+        attention = replace(attention, rope_dim=None)
+    return attention
 
 
 def _canonical_moe(moe: MoEConfig) -> MoEConfig:

@@ -3,8 +3,8 @@
 Blocks of rules that families share; `config_maps.py` combines them in each family's table. Dims in the rules: E
 experts, F expert hidden dim, D model dim.
 
-DeepSeek-V3's MTP modules are stored as layers after the last one, `model.layers.61`: the names of a layer for the
-block, four more tensors around it, and copies of the embedding and the head. `eh_proj` multiplies
+MTP modules of DeepSeek-V3 and GLM-4.5 are stored as layers after the last one, `model.layers.61`: the names of a layer
+for the block, four more tensors around it, and copies of the embedding and the head. `eh_proj` multiplies
 [enorm(token); hnorm(hidden state)]; moefold's `join` has the same order, so it is the same matrix.
 """
 
@@ -79,6 +79,23 @@ DEEPSEEK_MOE_NAMES = (
     _layer("feed_forward.router.expert_bias", "mlp.gate.e_score_correction_bias"),
 )
 MIXTRAL_EXPERT_NAMES = _experts("block_sparse_moe", "w1", "w3", "w2")
+MINIMAX_MOE_NAMES = (
+    *MIXTRAL_EXPERT_NAMES,
+    _layer("feed_forward.router.expert_bias", "block_sparse_moe.e_score_correction_bias"),
+)
+ERNIE_MOE_NAMES = (
+    *DENSE_NAMES,
+    *EXPERT_NAMES,
+    *_gated("shared.", "shared_experts."),
+    _layer("feed_forward.router.expert_bias", "mlp.moe_statics.e_score_correction_bias", "E = () E"),
+)
+HUNYUAN_NAMES = (
+    *HEAD_NAMES,
+    _layer("attention.q_norm.weight", "self_attn.query_layernorm.weight"),
+    _layer("attention.k_norm.weight", "self_attn.key_layernorm.weight"),
+    *(replace(rule, hf_name=rule.hf_name.replace("gate.weight", "gate.wg.weight")) for rule in EXPERT_NAMES),
+    *_gated("shared.", "shared_mlp."),
+)
 # Attention sinks, router and experts of gpt-oss, which stores [in, out], gate and up rows alternating.
 GPT_OSS_MOE_NAMES = (
     _layer("attention.sinks", "self_attn.sinks"),
@@ -90,23 +107,27 @@ GPT_OSS_MOE_NAMES = (
     _layer("feed_forward.experts.down_bias", "mlp.experts.down_proj_bias"),
 )
 
-# An MTP module: every tensor of a layer, and the four around its block.
-MTP_NAMES = (
-    *(
-        replace(
-            rule,
-            moefold_name=rule.moefold_name.replace("layers.{i}", "mtp.{k}.block"),
-            hf_name=rule.hf_name.replace("{i}", "{after}"),
-        )
-        for rule in (*DECODER_NAMES, *LATENT_NAMES, *DEEPSEEK_MOE_NAMES)
-        if rule.moefold_name.startswith("layers.{i}.")
-    ),
-    NameRule("mtp.{k}.token_norm.weight", "model.layers.{after}.enorm.weight"),
-    NameRule("mtp.{k}.hidden_norm.weight", "model.layers.{after}.hnorm.weight"),
-    NameRule("mtp.{k}.join.weight", "model.layers.{after}.eh_proj.weight"),
-    NameRule("mtp_norms.{k}.weight", "model.layers.{after}.shared_head.norm.weight"),
-)
-# The embedding and the head, which DeepSeek-V3 stores a second time with each MTP module.
+
+def mtp_names(*layer: NameRule) -> tuple[NameRule, ...]:
+    """An MTP module: every tensor of a layer, and the four around its block."""
+    return (
+        *(
+            replace(
+                rule,
+                moefold_name=rule.moefold_name.replace("layers.{i}", "mtp.{k}.block"),
+                hf_name=rule.hf_name.replace("{i}", "{after}"),
+            )
+            for rule in (*DECODER_NAMES, *layer)
+            if rule.moefold_name.startswith("layers.{i}.")
+        ),
+        NameRule("mtp.{k}.token_norm.weight", "model.layers.{after}.enorm.weight"),
+        NameRule("mtp.{k}.hidden_norm.weight", "model.layers.{after}.hnorm.weight"),
+        NameRule("mtp.{k}.join.weight", "model.layers.{after}.eh_proj.weight"),
+        NameRule("mtp_norms.{k}.weight", "model.layers.{after}.shared_head.norm.weight"),
+    )
+
+
+# The embedding and the head, which DeepSeek-V3 and GLM-4.5 store a second time with each MTP module.
 MTP_COPIES = (
     CopyRule("embedding.weight", "model.layers.{after}.embed_tokens.weight"),
     CopyRule("head.weight", "model.layers.{after}.shared_head.head.weight"),

@@ -6,6 +6,7 @@ A rule has a moefold name, an HF name, and how their dims relate:
     NameRule("ffn.gate_up[1]", "ffn.up_proj.weight")                                HF's is one slice of moefold's
     NameRule("experts.down[{e}]", "experts.{e}.down_proj.weight")                   one slice for each e
     NameRule("experts.gate_up", "experts.gate_up_proj", "e 2 f d = e d (f 2)")      other order, dims merged
+    NameRule("router.expert_bias", "gate.bias", "e = () e")                         HF's has a dim of 1 in front
     NameRule("mtp.{k}.join.weight", "layers.{after}.eh_proj.weight")                {after} = num_layers + k
 
 Rules only permute and reshape, so each is its own inverse and is written once. A family of models is a list of rules.

@@ -1,0 +1,96 @@
+"""Published models of families that have no recipe: counted at full size, compared with transformers at small size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.body.model_inputs import batch_of
+from tests.checkpoint.hf_sources import Imagined, decoder_of, loaded_by_transformers, tensors_in
+from tests.hf_weights import randomize
+from tests.published_models import PUBLISHED, hf_model, model_of, small
+
+from moefold.blueprint.param_counts import count_parameters
+from moefold.blueprint.parameters import buffers
+from moefold.checkpoint.hf.hf_config import canonical_model, read_config
+from moefold.checkpoint.hf.hf_conversion import Export, export, import_directory
+from moefold.checkpoint.hf.hf_directory import HfDirectory
+from moefold.checkpoint.single_process import StoredWeights
+from moefold.errors import ConversionError
+
+LENGTH = 37
+LOSS_FREE_BIAS = "e_score_correction_bias"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_the_published_size_equal_those_of_transformers(name: str) -> None:
+    with torch.device("meta"):
+        theirs = hf_model(PUBLISHED[name])
+    model = model_of(PUBLISHED[name])
+    found = {key: value.numel() for key, value in theirs.named_parameters() if not key.endswith(LOSS_FREE_BIAS)}
+    assert count_parameters(model).total == sum(found.values())
+    biases = sum(value.numel() for key, value in theirs.state_dict().items() if key.endswith(LOSS_FREE_BIAS))
+    assert biases == sum(spec.size for spec in buffers(model))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -> None:
+    theirs = hf_model(small(name)).float().eval()
+    randomize(theirs, seed=1)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    batch = batch_of(2, LENGTH, small(name)["vocab_size"])
+    tokens = batch.tokens_S.view(2, LENGTH)
+
+    done, imported = import_directory(HfDirectory(tmp_path / "theirs"), tmp_path / "runs", "imported")
+    assert canonical_model(imported.model) == canonical_model(model_of(small(name)))
+    stored = StoredWeights(done.path)
+    with torch.no_grad():
+        expected = theirs(tokens).logits.flatten(0, 1)
+        found = decoder_of(stored, imported.model).logits(batch)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+    export(stored, Export(imported.model, 64, torch.float32), tmp_path / "ours")
+    before, after = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "ours")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    with torch.no_grad():
+        again = loaded_by_transformers(tmp_path / "ours")(tokens).logits.flatten(0, 1)
+    assert torch.equal(again, expected)
+
+
+def test_mtp_modules_of_glm_are_stored_as_the_layers_after_the_last(tmp_path: Path) -> None:
+    model = replace(model_of(small("GLM-4.5")), num_mtp=1)
+    export(Imagined(model), Export(model, 64, torch.float32), tmp_path / "ours")
+    names = tensors_in(tmp_path / "ours").keys()
+    assert {f"model.layers.3.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.head")} <= names
+    assert "model.layers.3.mlp.gate.e_score_correction_bias" in names
+    found = HfDirectory(tmp_path / "ours")
+    assert canonical_model(found.config.model) == canonical_model(model)
+    assert all(torch.equal(found.read(key), Imagined(model).read(key)) for key in found.names())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("GLM-4.5", {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ("GLM-4.5", {"use_qk_norm": "yes"}, "use_qk_norm"),
+        ("dots.llm1", {"sliding_window": 64, "max_window_layers": 1}, "sliding_window"),
+        ("MiniMax-M2", {"rotary_dim": 8, "partial_rotary_factor": 0.25}, "rotary_dim"),
+        ("MiniMax-M2", {"use_routing_bias": False}, "use_routing_bias"),
+        ("ERNIE-4.5-21B-A3B", {"moe_layer_interval": 2}, "moe_layer_interval"),
+        ("ERNIE-4.5-21B-A3B", {"moe_layer_end_index": 1}, "moe_layer_end_index"),
+        ("Hunyuan-A13B", {"moe_topk": [1, 2, 2]}, "moe_topk"),
+        ("Hunyuan-A13B", {"num_shared_expert": 2}, "num_shared_expert"),
+        ("Hunyuan-A13B", {"use_cla": True}, "use_cla"),
+    ],
+)
+def test_what_a_family_cannot_express_is_refused_by_key(name: str, changes: dict[str, object], key: str) -> None:
+    with pytest.raises(ConversionError) as caught:
+        read_config(small(name) | changes)
+    assert f"config.json: {key}" in {problem.path for problem in caught.value.problems}

@@ -1,0 +1,31 @@
+"""Models of every published family, reduced in size, compute on ranks what one process computes."""
+
+from __future__ import annotations
+
+import pytest
+from tests.marks import slow_except
+from tests.published_models import PUBLISHED, model_of
+
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
+from moefold.prove.cases import reduce_run
+from moefold.prove.proof_report import case_report
+from moefold.prove.verdict import prove
+
+EXPERTS_AND_STAGES = ParallelConfig(pp=2, ep=2)
+HEADS_AND_CONTEXT = ParallelConfig(tp=2, cp=2, ep=4)
+
+
+@pytest.mark.parametrize("name", slow_except(PUBLISHED, "GLM-4.5"))
+def test_experts_and_stages_over_ranks_change_nothing(name: str) -> None:
+    holds(name, EXPERTS_AND_STAGES)
+
+
+@pytest.mark.parametrize("name", slow_except(PUBLISHED, "Hunyuan-A13B"))
+def test_heads_and_context_over_ranks_change_nothing(name: str) -> None:
+    holds(name, HEADS_AND_CONTEXT)
+
+
+def holds(name: str, parallel: ParallelConfig) -> None:
+    verdict = prove(reduce_run(RunConfig(name=name, model=model_of(PUBLISHED[name]), parallel=parallel), 4))
+    assert verdict.holds, case_report(verdict)
