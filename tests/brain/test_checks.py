@@ -12,6 +12,7 @@ import pytest
 from moefold.checks import (
     context,
     engine_limits,
+    finetune,
     kernels,
     model,
     parallel,
@@ -392,11 +393,11 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those about pipelines, context, messages, optimizers, retained steps, other libraries and what is planned only
-    have files of their own."""
+    """Those about pipelines, context, messages, optimizers, retained steps, adapters, other libraries and what is
+    planned only have files of their own."""
     elsewhere = {*pipeline.RULES, *context.RULES, *parallel.DISPATCH_RULES, *planned_only.RULES, *engine_limits.RULES}
     elsewhere |= {*precision.RULES, *retained_steps.RULES}
-    elsewhere |= {kernels.fused_experts_keep_their_first_gemm}
+    elsewhere |= {kernels.fused_experts_keep_their_first_gemm, *finetune.RULES, *kernels.FINETUNE_RULES}
     elsewhere |= {train.parameter_groups_have_parameters, train.parameter_groups_have_usable_numbers}
     assert {case[0] for case in CASES} == {*RULES, *RULES_TO_TRAIN} - elsewhere
     assert elsewhere <= set(RULES)

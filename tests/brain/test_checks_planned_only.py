@@ -60,7 +60,6 @@ MUST_BE_REFUSED: dict[str, object] = {
     "memory.offload_layers": 1,
     "kernels.graphs": "full",
     **{f"memory.retain.{step}": "quantize" for step in get_args(RetainedStep)},
-    "optim.trained": "adapters",
 }
 VALUES = [(row, value) for row in PLANNED_ONLY for value in offered(row)]
 

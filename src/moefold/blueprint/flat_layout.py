@@ -3,7 +3,7 @@
 A bucket is one run of elements that is reduced and gathered by one collective. Its parameters are of one grid (dense
 ones are summed over dp x cp, experts over edp), have one format, and are used by the same stages of this rank: they are
 needed at the same time, and complete at the same time. A parameter on several pipeline ranks has a bucket to itself, so
-that all of these ranks cut it alike.
+that all of these ranks cut it alike. Frozen parameters have buckets of their own, which have no gradients.
 
 Nothing is padded. Inside a bucket, parameters whose size is a multiple of ``ALIGNMENT`` come first, so that matrices
 start at 16-byte addresses, as GPUs' matmuls want them. Of N elements each of n ranks owns N / n, rounded down to a
@@ -16,7 +16,7 @@ boxes, and any other layout reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -59,6 +59,7 @@ class FlatBucket:
     format: KeptFormat
     stages: tuple[int, ...]
     parameters: tuple[FlatParameter, ...]
+    trained: bool = True
 
     @property
     def size(self) -> int:
@@ -90,21 +91,23 @@ def flat_buckets(
     held: Iterable[tuple[ParameterSpec, bool]],
     stages: Sequence[StageSpec],
     limit: int,
+    trained: Callable[[str], bool] = lambda name: True,
 ) -> tuple[FlatBucket, ...]:
     """The buckets of a rank, in the order in which its stages need them.
 
     ``held``: its parameters, each with whether other pipeline ranks have it too. ``stages``: its stages. ``limit``: at
-    most this many elements per bucket; a larger parameter has its own.
+    most this many elements per bucket; a larger parameter has its own. ``trained``: which parameters, by name.
     """
     parts = {stage.index: parts_of((stage,), model) for stage in stages}
-    groups: dict[tuple[tuple[int, ...], GridName, KeptFormat, str], list[ParameterSpec]] = {}
+    groups: dict[tuple[tuple[int, ...], GridName, KeptFormat, bool, str], list[ParameterSpec]] = {}
     for spec, shared in held:
-        key = (stages_using(spec.name, parts), grid_of(spec.name), weight_format(spec, precision), spec.name * shared)
+        users, kept = stages_using(spec.name, parts), weight_format(spec, precision)
+        key = (users, grid_of(spec.name), kept, trained(spec.name), spec.name * shared)
         groups.setdefault(key, []).append(spec)
     found = []
-    for (users, grid, kept, _), specs in groups.items():
+    for (users, grid, kept, updated, _), specs in groups.items():
         for names in _filled({spec.name: local_shape(spec, layout) for spec in specs}, limit):
-            found.append(FlatBucket(grid, kept, users, _placed(names)))
+            found.append(FlatBucket(grid, kept, users, _placed(names), updated))
     return tuple(sorted(found, key=lambda bucket: bucket.stages))
 
 

@@ -49,6 +49,8 @@ ALGORITHM_OF_KIND: dict[str, Algorithm] = {
     "centred_norm": "adamw",
     "bias": "adamw",
     "sink": "adamw",
+    "lora_a": "adamw",
+    "lora_b": "adamw",
 }
 # Of kind "matrix", but of one row: a sigmoid's weights.
 GATES = ("*.shared_gate.weight",)

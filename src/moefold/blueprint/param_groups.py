@@ -4,6 +4,8 @@ Two tables are read from top to bottom, and the first match counts. ``optim.grou
 with `fnmatch` patterns, and says what is different for them. ``NO_DECAY_KINDS`` is the rule for what no group decides:
 norms, biases and attention sinks have no weight decay, because decay would pull scales and offsets towards zero for no
 gain. Under `optim.algorithm: muon`, hidden matrices alone are Muon's (`blueprint/muon_matrices.py`).
+
+What `optim.trained` and `optim.frozen` leave out is frozen, whatever groups say: it has no gradient and no state.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.muon_matrices import muon_algorithm
 from moefold.config.optim import OptimConfig, ParamGroupConfig
 
@@ -24,14 +27,26 @@ NO_DECAY_KINDS = frozenset({"norm", "centred_norm", "bias", "sink"})
 class UpdateRule:
     """How one parameter is updated; parameters with equal rules are updated together."""
 
-    algorithm: Literal["adamw", "muon"]
+    algorithm: Literal["adamw", "muon", "frozen"]
     # Times the lr of the schedule.
     lr_scale: float
     weight_decay: float
 
 
+FROZEN = UpdateRule("frozen", 0.0, 0.0)
+
+
+def is_trained(name: str, optim: OptimConfig) -> bool:
+    """Whether the parameter has a gradient and is updated."""
+    if optim.trained == "adapters" and not is_adapter(name):
+        return False
+    return not any(fnmatchcase(name, pattern) for pattern in optim.frozen)
+
+
 def update_rule(name: str, kind: str, optim: OptimConfig) -> UpdateRule:
     """The rule of the parameter ``name`` of ``kind``, both from the blueprint."""
+    if not is_trained(name, optim):
+        return FROZEN
     group = matching_group(name, optim.groups)
     decay = 0.0 if kind in NO_DECAY_KINDS else optim.weight_decay
     algorithm = muon_algorithm(name, kind) if optim.algorithm == "muon" else optim.algorithm

@@ -11,15 +11,18 @@ The std of a parameter's init follows from its name alone (`init_std`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 from typing import Literal
 
+from moefold.blueprint.lora_adapters import adapters_of
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence, layer_shape
 from moefold.config.model import ModelConfig
 
-Kind = Literal["embedding", "head", "norm", "centred_norm", "matrix", "bias", "router", "expert", "sink"]
+Kind = Literal[
+    "embedding", "head", "norm", "centred_norm", "matrix", "bias", "router", "expert", "sink", "lora_a", "lora_b"
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class ParameterSpec:
     kind: Kind
     # A norm over all heads' dims at once, which tensor parallelism cuts with the heads; its name alone cannot tell.
     spans_heads: bool = False
+    # Of an adapter: the number of dims of its weight.
+    weight_dims: int = 0
 
     @property
     def size(self) -> int:
@@ -96,14 +101,23 @@ def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
 
 def mtp_parameters(model: ModelConfig, module: int) -> Iterator[ParameterSpec]:
     """Those of an MTP module, without the norm before the head, which the stage of the loss holds."""
-    yield from module_parameters(f"mtp.{module}.", layer_shape(model, model.num_layers + module), model.dim)
+    specs = module_parameters(f"mtp.{module}.", layer_shape(model, model.num_layers + module), model.dim)
+    yield from with_adapters(specs, model)
 
 
 def layer_parameters(model: ModelConfig, layer: int) -> Iterator[ParameterSpec]:
     """Of one block; numbers from `num_layers` on are those of MTP modules."""
     ahead = layer - model.num_layers
     prefix = f"layers.{layer}." if ahead < 0 else f"mtp.{ahead}.block."
-    yield from block_parameters(prefix, layer_shape(model, layer), model.dim)
+    yield from with_adapters(block_parameters(prefix, layer_shape(model, layer), model.dim), model)
+
+
+def with_adapters(specs: Iterable[ParameterSpec], model: ModelConfig) -> Iterator[ParameterSpec]:
+    """Each followed by its adapters, if it has any (`model.lora`)."""
+    for spec in specs:
+        yield spec
+        for adapter in adapters_of(spec.name, spec.shape, spec.kind, model.lora):
+            yield ParameterSpec(adapter.name, adapter.shape, adapter.kind, weight_dims=len(spec.shape))
 
 
 # ---- of any shape ----

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from moefold.blueprint.lora_adapters import weight_of
 from moefold.blueprint.parameters import ParameterSpec, is_expert
 from moefold.topology.folded_layout import FoldedLayout, GridName
 
@@ -72,7 +73,24 @@ def cuts(spec: ParameterSpec) -> tuple[Cut, ...]:
     """The table, and one case that the name does not tell: a norm over all heads at once is sharded with the heads."""
     if spec.spans_heads:
         return (Cut("tp", 0),)
+    if spec.weight_dims:
+        return _adapter_cuts(spec)
     return tuple(Cut(rule.axis, rule.dim) for rule in rules_for(spec.name))
+
+
+def _adapter_cuts(spec: ParameterSpec) -> tuple[Cut, ...]:
+    """As those of its weight: of A along the input, of B along the output, and of both along the stack of experts."""
+    inner, rules = spec.weight_dims - 1, rules_for(weight_of(spec.name))
+    if spec.kind == "lora_b":
+        return tuple(Cut(rule.axis, rule.dim) for rule in rules if rule.dim < inner)
+    last = len(spec.shape) - 1
+    return tuple(
+        Cut(rule.axis, last if rule.dim == inner else 0) for rule in rules if rule.dim == inner or _is_ep(rule)
+    )
+
+
+def _is_ep(rule: ShardRule) -> bool:
+    return rule.axis == "ep"
 
 
 def grid_of(name: str) -> GridName:

@@ -24,7 +24,7 @@ from moefold.config.loading import dump_run
 from moefold.errors import MismatchError
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.optim.trained_pieces import SavingOptimizer
-from moefold.parallel.parallelize import LocalModel, local_buffers
+from moefold.parallel.parallelize import LocalModel, frozen_dtypes, local_buffers
 from moefold.parallel.param_shards import TrainedPiece, local_part
 from moefold.precision.dtypes import TORCH_FORMATS
 
@@ -77,13 +77,13 @@ def _chunks(kind: str, piece: TrainedPiece, values: Tensor) -> Iterator[Chunk]:
 
 def tensors_elsewhere(local_model: LocalModel, optimizer: ModelOptimizer | None) -> dict[str, TensorSpec]:
     """Tensors of a checkpoint of which this rank has no part: those of other pipeline stages, for one."""
-    dtype = local_model.sharding.main_dtype
+    dtype, frozen = local_model.sharding.main_dtype, frozen_dtypes(local_model.run)
     found: dict[str, TensorSpec] = {}
     held = {piece.name for piece in local_model.pieces()}
     first = {piece.name for piece in local_model.pieces() if piece.starts_tensor}
     for spec in parameters(local_model.run.model):
         if spec.name not in held:
-            found[f"parameter/{spec.name}"] = TensorSpec(dtype, spec.shape)
+            found[f"parameter/{spec.name}"] = TensorSpec(frozen.get(spec.name, dtype), spec.shape)
         for kind, saved in optimizer.kinds_of(spec.name, spec.kind).items() if optimizer and optimizer.state else ():
             # A single number is written with the first element.
             if spec.name not in (first if saved.single else held):

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from moefold.blueprint.lora_adapters import is_adapter
+from moefold.blueprint.param_groups import is_trained
+from moefold.blueprint.parameters import is_expert, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.kernels import NamedExperts
 from moefold.config.precision import BYTES, ComputeFormat, Format
@@ -112,6 +115,47 @@ def fused_experts_keep_their_first_gemm(run: RunConfig) -> list[Problem]:
     ]
 
 
+def adapted_experts_have_a_backend(run: RunConfig) -> Problem | None:
+    """Adapters are two more grouped matmuls, between which nothing is fused; other libraries' were never tried."""
+    experts = run.kernels.experts
+    if run.model.moe is None or experts in ("sequential", "grouped", "auto"):
+        return None
+    specs = [spec for spec in parameters(run.model) if is_expert(spec.name)] if _is_fine_tuned(run) else []
+    if not any(is_adapter(spec.name) or not is_trained(spec.name, run.optim) for spec in specs):
+        return None
+    return Problem(
+        "kernels.experts",
+        f"{experts} experts cannot have adapters or be frozen",
+        "use grouped or sequential, or adapters without `*.experts.*` in model.lora.targets",
+    )
+
+
+def adapters_of_experts_are_aligned(run: RunConfig) -> Problem | None:
+    lora, compute = run.model.lora, run.precision.compute
+    if lora is None or run.kernels.experts != "grouped" or compute == "float64" or compute not in _TRAINED:
+        return None
+    multiple = ROW_BYTES // BYTES[compute]
+    if lora.rank % multiple == 0 or not any(
+        is_adapter(spec.name) and is_expert(spec.name) for spec in parameters(run.model)
+    ):
+        return None
+    return Problem(
+        "model.lora.rank",
+        f"rows of {lora.rank} {compute} numbers are not a multiple of {ROW_BYTES} bytes, which the grouped GEMM needs",
+        f"use a multiple of {multiple}, or kernels.experts sequential",
+    )
+
+
+def adapted_layers_are_computed_by_torch(run: RunConfig) -> Problem | None:
+    if run.kernels.linear == "torch" or not _is_fine_tuned(run):
+        return None
+    return Problem("kernels.linear", f"{run.kernels.linear} was not tried with adapters or frozen weights", "use torch")
+
+
+def _is_fine_tuned(run: RunConfig) -> bool:
+    return run.model.lora is not None or run.optim.trained != "all" or bool(run.optim.frozen)
+
+
 def kernels_are_not_float64(run: RunConfig) -> Problem | None:
     backend = run.kernels.backend
     if backend == "torch" or run.precision.compute != "float64":
@@ -166,6 +210,8 @@ _EXPERTS_RULES = (
     fused_experts_have_no_padded_rows,
     fused_experts_scale_activations,
     fused_experts_keep_their_first_gemm,
+    adapted_experts_have_a_backend,
+    adapters_of_experts_are_aligned,
 )
 
 
@@ -236,6 +282,11 @@ def flash_attn_has_no_windows_in_a_ring(run: RunConfig) -> Problem | None:
     )
 
 
+FINETUNE_RULES = (
+    adapted_experts_have_a_backend,
+    adapters_of_experts_are_aligned,
+    adapted_layers_are_computed_by_torch,
+)
 RULES = (
     compute_is_not_wider_than_params,
     grouped_experts_are_not_float64,
@@ -243,6 +294,7 @@ RULES = (
     fused_experts_have_no_padded_rows,
     fused_experts_scale_activations,
     fused_experts_keep_their_first_gemm,
+    *FINETUNE_RULES,
     kernels_are_not_float64,
     triton_is_not_combined_with_fused_experts,
     native_needs_fused_experts,

@@ -62,7 +62,6 @@ PLANNED_ONLY = (
         "moments in {}",
         "use null: moments are in precision.params; or float32, bfloat16, float8",
     ),
-    PlannedOnly("optim.trained", ("all",), "training {} alone"),
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
     *(
         PlannedOnly(f"memory.retain.{step}", (None, "keep", "discard", "offload"), f"{step}: {{}}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from moefold.checks import (
     context,
     engine_limits,
+    finetune,
     kernels,
     model,
     parallel,
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *kernels.RULES,
     *engine_limits.RULES,
     *train.RULES,
+    *finetune.RULES,
     *precision.RULES,
     *retained_steps.RULES,
     *planned_only.RULES,

@@ -41,6 +41,7 @@ MUST_BE_POSITIVE = frozenset(
         "model.rope.yarn.beta_fast",
         "model.rope.yarn.beta_slow",
         "model.norm_eps",
+        "model.lora.alpha",
         "model.moe.capacity.factor",
         "model.moe.router.scale",
         "optim.eps",

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from moefold.checkpoint.hf.hf_conversion import Converted
     from moefold.checkpoint.tensor_spec import TensorSource
     from moefold.cli.run_argument import Subparsers
+    from moefold.config.model import ModelConfig
 
 EXAMPLES = """examples:
   moefold convert to-hf runs/debug_small/checkpoints/step_00000200 exported
   moefold convert to-hf runs/my_run exported --dtype bfloat16 --max-shard 2GB --tokenizer runs/my_run/tokenizer
+  moefold convert to-hf runs/my_lora exported --merge
+  moefold convert to-peft runs/my_lora adapters --base Qwen/Qwen3-30B-A3B
   moefold convert from-hf OLMoE-1B-7B runs --name olmoe_more
   moefold convert upcycle Qwen3-0.6B runs --name qwen3_8x --experts 8 --top-k 2
   moefold convert upcycle Qwen3-0.6B runs --name qwen3_fine --experts 32 --top-k 8 --shards 4
@@ -46,6 +49,7 @@ def add_to(commands: Subparsers) -> None:
     )
     verbs = parser.add_subparsers(metavar="WHAT", required=True)
     _add_to_hf(verbs)
+    _add_to_peft(verbs)
     _add_from_hf(verbs)
     _add_upcycle(verbs)
 
@@ -70,8 +74,19 @@ def _add_to_hf(verbs: Subparsers) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="max_position_embeddings to write (the run's seq_len)")
     parser.add_argument("--tokenizer", metavar="DIR", help="copy tokenizer files from here (default: those of the run)")
     parser.add_argument("--no-mtp", action="store_true", help="leave out MTP modules")
+    parser.add_argument("--merge", action="store_true", help="add LoRA adapters to the weights they are beside")
     _add_shared(parser, "dtype to write (that of the checkpoint)", _WITH_TRANSFORMERS)
     parser.set_defaults(run=to_hf)
+
+
+def _add_to_peft(verbs: Subparsers) -> None:
+    parser = _add_verb(verbs, "to-peft", "LoRA adapters of a checkpoint -> a directory that PEFT loads")
+    parser.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run (its newest checkpoint)")
+    parser.add_argument("out", metavar="OUT", help="the directory to create")
+    parser.add_argument("--base", metavar="NAME", help="base_model_name_or_path to write: where the weights are")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype to write (float32)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=to_peft)
 
 
 def _add_from_hf(verbs: Subparsers) -> None:
@@ -125,16 +140,58 @@ def to_hf(args: argparse.Namespace) -> int:
     from moefold.checkpoint.single_process import StoredWeights
 
     stored = StoredWeights(_checkpoint(Path(args.source)))
+    weights, model = _without_adapters(stored, stored.run.model, args.merge)
     max_shard = parse_bytes(args.max_shard)
     beside = stored.path.parent.parent / TOKENIZER
     tokenizer = Path(args.tokenizer) if args.tokenizer else beside if beside.is_dir() else None
     dtype = getattr(torch, args.dtype) if args.dtype else stored.dtype("parameter/embedding.weight")
-    plan = Export(
-        stored.run.model, args.context or stored.run.data.seq_len, dtype, max_shard, tokenizer, not args.no_mtp
-    )
-    with _byte_bar(_size(stored), "writing") as tick:
-        done = export(stored, plan, Path(args.out), tick)
-    return _report(args, done, lambda: largest_difference(stored, stored.run.model, done.path, dtype))
+    plan = Export(model, args.context or stored.run.data.seq_len, dtype, max_shard, tokenizer, not args.no_mtp)
+    with _byte_bar(_size(weights), "writing") as tick:
+        done = export(weights, plan, Path(args.out), tick)
+    return _report(args, done, lambda: largest_difference(weights, model, done.path, dtype))
+
+
+def _without_adapters(source: TensorSource, model: ModelConfig, merge: bool) -> tuple[TensorSource, ModelConfig]:
+    from moefold.checkpoint.lora_weights import Merged
+
+    if model.lora is None:
+        if merge:
+            raise ConfigError(Problem("--merge", "this checkpoint has no adapters", "leave it out"))
+        return source, model
+    if not merge:
+        fix = "add --merge, or write the adapters alone: moefold convert to-peft"
+        raise ConfigError(
+            Problem("model.lora", "the checkpoint has adapters, which transformers' files cannot hold", fix)
+        )
+    merged = Merged(source, model)
+    return merged, merged.model
+
+
+def to_peft(args: argparse.Namespace) -> int:
+    import torch
+
+    from moefold.checkpoint.hf.peft_adapters import peft_layout, write_adapters
+    from moefold.checkpoint.single_process import StoredWeights
+
+    stored = StoredWeights(_checkpoint(Path(args.source)))
+    model = stored.run.model
+    if model.lora is None:
+        raise ConfigError(Problem(args.source, "has no adapters", "train with model.lora.rank, or convert to-hf"))
+    layout = peft_layout(model)
+    files = write_adapters(stored, model, Path(args.out), getattr(torch, args.dtype or "float32"), args.base)
+    report = {
+        "path": args.out,
+        "files": files,
+        "tensors": len(layout.tensors),
+        "rank": model.lora.rank,
+        "alpha": model.lora.alpha,
+        "target_modules": len(layout.target_modules),
+        "target_parameters": len(layout.target_parameters),
+    }
+    load = "load it with peft.PeftModel.from_pretrained"
+    text = f"{args.out}: {len(layout.tensors):,} tensors, rank {model.lora.rank}; {load}"
+    print(json.dumps(report, indent=2) if args.json else text)
+    return 0
 
 
 def from_hf(args: argparse.Namespace) -> int:

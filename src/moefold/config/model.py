@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
+from moefold.config.finetune import LoraConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.strict import STRICT
 
@@ -41,6 +42,8 @@ class ModelConfig:
     # The divisor of an MTP module's summed loss. tokens: all tokens of the step, DeepSeek-V3's eq. 24 (T). labels: the
     # labels at its depth that are not ignored, as in Megatron.
     mtp_divisor: Literal["tokens", "labels"] = "tokens"
+    # Low-rank adapters beside the weights (LoRA); None: none. docs/fine-tuning.md.
+    lora: LoraConfig | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.num_dense_layers

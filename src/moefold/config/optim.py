@@ -92,6 +92,9 @@ class OptimConfig:
     # torch's implementation of the update. fused: one kernel over many parameters, on GPUs and CPUs. foreach: a kernel
     # per operation over many parameters, with temporary copies. for_loop: a dozen operations for every parameter.
     implementation: OptimImplementation = "fused"
-    # Planned only: adapters (LoRA), beside which the parameters have no gradients and no optimizer states.
+    # adapters: those of model.lora alone; all other parameters have no gradients, no optimizer states, and no main
+    # weights in a wider format.
     trained: Literal["all", "adapters"] = "all"
+    # Further parameters that are not updated: patterns (`fnmatch`) of names, such as `*.router.*`.
+    frozen: tuple[str, ...] = ()
     lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)

@@ -14,7 +14,7 @@ import torch
 from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
-from moefold.blueprint.parameters import moe_block_names
+from moefold.blueprint.parameters import moe_block_names, parameters
 from moefold.blueprint.stage_modules import Parts, parts_of, whole_model
 from moefold.config.attention import GQAConfig
 from moefold.config.memory import RetainedStep
@@ -32,6 +32,7 @@ from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.moe.router import Router
 from moefold.moe.routing_policies import RoutingPolicy
 from moefold.nn.layers import FeedForward, Linear, RMSNorm
+from moefold.nn.low_rank import attach_adapters
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens, LocalVocab, TokenSharding, VocabSharding
 from moefold.nn.step_retention import KEEP_ALL, Retention
@@ -84,7 +85,7 @@ def build_decoder(
     """The whole model, or those parts of it."""
     whole = whole_model(model)
     parts = parts_of([whole], model) if parts is None else parts
-    return Decoder(
+    decoder = Decoder(
         whole,
         embedding=Embedding(model.vocab_size, model.dim, compute, interfaces.tokens, interfaces.vocab)
         if parts.embedding
@@ -99,6 +100,9 @@ def build_decoder(
         loss=LanguageLoss(interfaces.tokens, interfaces.vocab, kernels=interfaces.kernels),
         moe_blocks=moe_block_names(model),
     )
+    if model.lora is not None:
+        attach_adapters(decoder, (spec for spec in parameters(model) if parts.holds(spec.name)), model.lora.scale)
+    return decoder
 
 
 def _norm(model: ModelConfig, interfaces: ParallelInterfaces) -> RMSNorm:

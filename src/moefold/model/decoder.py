@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from moefold.blueprint.stages import StageSpec
@@ -156,7 +157,11 @@ class Decoder(nn.Module):
 
     def _embed(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.embedding is not None
-        return carry._replace(hidden=HiddenState(self.embedding(batch.tokens_S)))
+        x_tD = self.embedding(batch.tokens_S)
+        if torch.is_grad_enabled() and not x_tD.requires_grad:
+            # Of a frozen embedding: stages, recomputed phases and FSDP's hooks have a backward all the same.
+            x_tD.requires_grad_()
+        return carry._replace(hidden=HiddenState(x_tD))
 
     def _before_ahead(self, depth: int, carry: DecoderOutput) -> Tensor:
         """The hidden state as the head reads it, after its norm: speculative decoding feeds MTP modules so."""

@@ -25,6 +25,10 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     bias_scale: float
+    # A and B of gate_up and of down, where the run has adapters, and what their products are multiplied by.
+    gate_up_lora: tuple[Tensor | None, Tensor | None] = (None, None)
+    down_lora: tuple[Tensor | None, Tensor | None] = (None, None)
+    lora_scale: float = 1.0
 
 
 class ExpertBackend(Protocol):
@@ -43,6 +47,12 @@ class Experts(nn.Module):
     Ranks that share a split expert sum their outputs, so ``bias_scale`` is 1 on one of them and 0 on the others.
     """
 
+    gate_up_lora_a: nn.Parameter | None
+    gate_up_lora_b: nn.Parameter | None
+    down_lora_a: nn.Parameter | None
+    down_lora_b: nn.Parameter | None
+    lora_scale = 1.0
+
     def __init__(self, config: MoEConfig, dim: int, backend: ExpertBackend, bias_scale: float = 1.0) -> None:
         super().__init__()
         num_experts, hidden, row_dim = config.num_experts, config.expert_hidden_dim, config.latent_dim or dim
@@ -50,6 +60,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, row_dim, hidden))
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, hidden)) if config.expert_mlp_bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, row_dim)) if config.expert_mlp_bias else None
+        for name in ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b"):
+            self.register_parameter(name, None)
         self.backend = backend
         self.bias_scale = bias_scale
 
@@ -57,5 +69,14 @@ class Experts(nn.Module):
         # Gradients of biases are sums over rows, in float32 also where FSDP gathered 16-bit biases.
         gate_up_bias = None if self.gate_up_bias is None else upcast(self.gate_up_bias)
         down_bias = None if self.down_bias is None else upcast(self.down_bias)
-        weights = ExpertWeights(self.gate_up, self.down, gate_up_bias, down_bias, self.bias_scale)
+        weights = ExpertWeights(
+            self.gate_up,
+            self.down,
+            gate_up_bias,
+            down_bias,
+            self.bias_scale,
+            (self.gate_up_lora_a, self.gate_up_lora_b),
+            (self.down_lora_a, self.down_lora_b),
+            self.lora_scale,
+        )
         return self.backend(expert_in, weights)

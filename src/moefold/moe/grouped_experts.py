@@ -23,6 +23,7 @@ from moefold.moe.experts import ExpertWeights
 from moefold.moe.kernels.row_map_reference import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
 from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded, unpermute_rows
+from moefold.nn.low_rank import add_low_rank_grouped
 from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.activations import weighted_activation
@@ -91,6 +92,7 @@ class GroupedExperts:
             hidden_PF = self.retain.step("activation", self.activation, gate_up_PG, prob_P)
         del gate_up_PG
         out_PL = self.matmul_policy.grouped(self.matmul, hidden_PF, weights.down, *counts)
+        out_PL = self._adapted(out_PL, hidden_PF, weights.down_lora, weights.lora_scale, counts)
         del hidden_PF
         if weights.down_bias is not None:
             # Times 0 rather than left out: every rank's bias takes part in the backward pass.
@@ -100,9 +102,15 @@ class GroupedExperts:
 
     def _gate_up(self, weights: ExpertWeights, counts: RowCounts, rows_PL: Tensor) -> Tensor:
         gate_up_PG = self.matmul_policy.grouped(self.matmul, rows_PL, weights.gate_up, *counts)
+        gate_up_PG = self._adapted(gate_up_PG, rows_PL, weights.gate_up_lora, weights.lora_scale, counts)
         if weights.gate_up_bias is None:
             return gate_up_PG
         return gate_up_PG + bias_of_rows(weights.gate_up_bias.flatten(1), rows_PL, counts)
+
+    def _adapted(
+        self, y: Tensor, rows: Tensor, adapter: tuple[Tensor | None, Tensor | None], scale: float, counts: RowCounts
+    ) -> Tensor:
+        return add_low_rank_grouped(y, rows, *adapter, scale, self.matmul_policy, self.matmul, counts)
 
 
 def times_prob(rows: Tensor, prob_P: Tensor) -> Tensor:

@@ -63,10 +63,16 @@ def _shifted(word: Tensor, by: int) -> Tensor:
 
 
 def init_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:
-    """Norm weights are one, or zero where one is added to them; biases and sinks zero, everything else normal."""
+    """Norm weights are one, or zero where one is added to them; biases, sinks and B of adapters zero, everything else
+    normal.
+
+    A of adapters has the variance of PEFT's uniform numbers, 1 / (3 in), and not ``std``.
+    """
     if kind == "norm":
         into.fill_(1.0)
-    elif kind in ("centred_norm", "bias", "sink", "buffer"):
+    elif kind in ("centred_norm", "bias", "sink", "buffer", "lora_b"):
         into.zero_()
+    elif kind == "lora_a":
+        normal_part(seed, name, shape, box, 1.0 / sqrt(3.0 * shape[-1]), into)
     else:
         normal_part(seed, name, shape, box, std, into)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moefold.config.memory import RetainedStep
 from moefold.config.model import NormScale
 from moefold.nn.batch import Batch
+from moefold.nn.low_rank import add_low_rank
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.nn.step_retention import KEEP_ALL, Retention
@@ -23,18 +24,26 @@ from moefold.ops.rmsnorm import rms_norm, rms_norm_spread
 class Linear(nn.Module):
     """y = x W^T + b. Values are set later, as a function of the parameter's name, so none are drawn here."""
 
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+    lora_scale = 1.0
+
     def __init__(self, in_dim: int, out_dim: int, matmul_policy: MatmulPolicy, bias: bool = False) -> None:
         super().__init__()
         self.matmul_policy = matmul_policy
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim))
         self.bias = nn.Parameter(torch.empty(out_dim)) if bias else None
+        # Set where the run has adapters (`nn/low_rank.py`).
+        self.register_parameter("lora_a", None)
+        self.register_parameter("lora_b", None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add_bias(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """Without the bias, for partial sums: a bias must be added once, after the ranks' partial sums are summed."""
-        return self.matmul_policy.linear(x, self.weight)
+        y = self.matmul_policy.linear(x, self.weight)
+        return add_low_rank(y, x, self.lora_a, self.lora_b, self.lora_scale, self.matmul_policy)
 
     def add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -83,6 +92,12 @@ class SpreadRMSNorm(nn.Module):
 class FeedForward(nn.Module):
     """Gate and up are stacked, [2, F, D], so that a shard over the hidden dim has both of its columns."""
 
+    gate_up_lora_a: nn.Parameter | None
+    gate_up_lora_b: nn.Parameter | None
+    down_lora_a: nn.Parameter | None
+    down_lora_b: nn.Parameter | None
+    lora_scale = 1.0
+
     def __init__(
         self,
         dim: int,
@@ -99,6 +114,8 @@ class FeedForward(nn.Module):
         self.step, self.retain = step, retain
         self.gate_up = nn.Parameter(torch.empty(2, hidden, dim))
         self.down = nn.Parameter(torch.empty(dim, hidden))
+        for name in ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b"):
+            self.register_parameter(name, None)
         self.activation = activation
         self.kernels = kernels
         self.tokens = tokens
@@ -107,8 +124,12 @@ class FeedForward(nn.Module):
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_SD = self.retain.received("feed_norm", self.tokens.gather(x_tD, batch))
         hidden_SF = self.retain.step(self.step, self._hidden, x_SD)
-        return self.tokens.reduce(self.matmul_policy.linear(hidden_SF, self.down))
+        out_SD = self.matmul_policy.linear(hidden_SF, self.down)
+        adapter = (self.down_lora_a, self.down_lora_b, self.lora_scale)
+        return self.tokens.reduce(add_low_rank(out_SD, hidden_SF, *adapter, self.matmul_policy))
 
     def _hidden(self, x_SD: Tensor) -> Tensor:
-        gate_up_SG = self.retain.received(self.step, self.matmul_policy.linear(x_SD, self.gate_up))
+        gate_up_SG = self.matmul_policy.linear(x_SD, self.gate_up)
+        adapter = (self.gate_up_lora_a, self.gate_up_lora_b, self.lora_scale)
+        gate_up_SG = self.retain.received(self.step, add_low_rank(gate_up_SG, x_SD, *adapter, self.matmul_policy))
         return self.kernels.weighted_activation(gate_up_SG, None, self.activation)

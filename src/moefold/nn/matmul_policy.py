@@ -254,7 +254,8 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *others)
+        # A frozen weight has no gradient, for which alone the input is needed.
+        ctx.save_for_backward(x if weight.requires_grad else None, *others)
         ctx.num_others = len(others)
         return x.view_as(x)
 

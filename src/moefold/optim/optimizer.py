@@ -226,8 +226,28 @@ def muon(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
     )
 
 
-# By the names of `optim.algorithm`.
-ALGORITHMS: dict[str, MakePart] = {"adamw": adamw, "muon": muon}
+class FrozenWeights(SavingOptimizer):
+    """Parameters that are saved and loaded with the others, without an update and without states."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Nothing changes."""
+
+    def saved_kinds(self, parameter: nn.Parameter) -> dict[str, SavedKind]:
+        return {}
+
+    def saved_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {}
+
+    def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
+        """There is nothing to load."""
+
+
+def frozen(by_rule: PiecesByRule, inputs: OptimizerInputs) -> SavingOptimizer:
+    return FrozenWeights([param_group(rule, members) for rule, members in by_rule.items()], {})
+
+
+# By the names of `optim.algorithm`, and what is not updated (`UpdateRule.algorithm`).
+ALGORITHMS: dict[str, MakePart] = {"adamw": adamw, "muon": muon, "frozen": frozen}
 
 
 def adamw_kinds(run: RunConfig) -> dict[str, SavedKind]:
@@ -239,7 +259,11 @@ def muon_kinds(run: RunConfig) -> dict[str, SavedKind]:
 
 
 # What checkpoints hold of each algorithm's states.
-SAVED_KINDS: dict[str, Callable[[RunConfig], dict[str, SavedKind]]] = {"adamw": adamw_kinds, "muon": muon_kinds}
+SAVED_KINDS: dict[str, Callable[[RunConfig], dict[str, SavedKind]]] = {
+    "adamw": adamw_kinds,
+    "muon": muon_kinds,
+    "frozen": lambda run: {},
+}
 
 
 class TorchAdamW(optim.AdamW, SavingOptimizer):

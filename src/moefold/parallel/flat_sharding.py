@@ -68,6 +68,8 @@ class LiveBucket:
     gradients: Tensor
     # This rank's range: main weights.
     main: Tensor
+    # Whether the whole weights are those of the last update; the same on all ranks.
+    gathered: bool = False
     gathering: list[Work] = field(default_factory=list)
     # Stages with a backward to come; the sum starts when there is none. ``sent`` is what is summed.
     open_stages: set[int] = field(default_factory=set)
@@ -107,8 +109,6 @@ class FlatSharding:
         self.layout, self.dtypes, self.weight_grads = layout, dtypes, weight_grads
         self.buckets: list[LiveBucket] = []
         self._pieces: tuple[TrainedPiece, ...] = ()
-        # Whether the whole weights are those of the last update; the same on all ranks.
-        self._gathered = False
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -131,26 +131,32 @@ class FlatSharding:
     def _bucket(self, layout: FlatBucket, device: torch.device) -> LiveBucket:
         replicate, shard = (self.groups[name] for name in DATA_GROUPS[layout.grid])
         weights = torch.empty(layout.size, dtype=TORCH_FORMATS[layout.format], device=device)
-        gradients = torch.empty(layout.size, dtype=self.dtypes.gradients, device=device)
+        gradients = torch.empty(layout.size * layout.trained, dtype=self.dtypes.gradients, device=device)
         own = layout.owned(shard.size, shard.index)
         main = weights[own.start : own.stop]
         completed = self.dtypes.remainder and weights.dtype == torch.bfloat16
-        if weights.dtype != self.dtypes.main and not completed:
+        if weights.dtype != self.dtypes.main and not completed and layout.trained:
             main = torch.empty(len(own), dtype=self.dtypes.main, device=device)
         return LiveBucket(layout, shard, replicate, weights, gradients, main)
 
     def _set_parameter(self, bucket: LiveBucket, where: FlatParameter) -> None:
         owner, leaf = _owner(self.model, where.name)
-        parameter = nn.Parameter(_view(bucket.weights, where))
-        parameter.grad_dtype = self.dtypes.gradients
-        parameter.grad = _view(bucket.gradients, where)
+        parameter = nn.Parameter(_view(bucket.weights, where), requires_grad=bucket.layout.trained)
+        if bucket.layout.trained:
+            parameter.grad_dtype = self.dtypes.gradients
+            parameter.grad = _view(bucket.gradients, where)
         setattr(owner, leaf, parameter)
 
     def pieces(self) -> tuple[TrainedPiece, ...]:
         return self._pieces
 
+    @property
+    def trained(self) -> list[LiveBucket]:
+        """Buckets whose weights are updated; the others are gathered once after they were loaded."""
+        return [bucket for bucket in self.buckets if bucket.layout.trained]
+
     def start_step(self) -> None:
-        for bucket in self.buckets:
+        for bucket in self.trained:
             bucket.gradients.zero_()
             bucket.open_stages = set(bucket.layout.stages)
         self._start_gathers()
@@ -162,10 +168,10 @@ class FlatSharding:
         """Weights stay whole."""
 
     def _start_gathers(self) -> None:
-        if not self._gathered:
-            for bucket in self.buckets:
+        for bucket in self.buckets:
+            if not bucket.gathered:
                 bucket.gathering = start_all_gather(bucket.weights, bucket.each, bucket.shard)
-        self._gathered = True
+            bucket.gathered = True
 
     def before_forward(self, stage: int) -> None:
         for bucket in self.buckets:
@@ -173,12 +179,12 @@ class FlatSharding:
                 _wait(bucket.gathering)
 
     def after_backward(self, stage: int) -> None:
-        ending = [bucket for bucket in self.buckets if bucket.open_stages == {stage}]
+        ending = [bucket for bucket in self.trained if bucket.open_stages == {stage}]
         if self.weight_grads is not None and ending:
             self.weight_grads.run_for(self._parameters_of(ending))
         for bucket in ending:
             self._start_sum(bucket)
-        for bucket in self.buckets:
+        for bucket in self.trained:
             bucket.open_stages.discard(stage)
 
     def _parameters_of(self, buckets: Iterable[LiveBucket]) -> list[nn.Parameter]:
@@ -192,29 +198,30 @@ class FlatSharding:
     @torch.no_grad()
     def reduce_gradients(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
-        for bucket in self.buckets:
+        for bucket in self.trained:
             if bucket.sent is None:
                 raise RuntimeError(f"stages {sorted(bucket.open_stages)} had no backward in this step")
-        for bucket in self.buckets:
+        for bucket in self.trained:
             _wait(bucket.reducing)
             assert bucket.sent is not None
             bucket.sent = bucket.mine(bucket.sent)
             bucket.reducing = start_all_reduce(bucket.sent, bucket.replicate)
-        for bucket in self.buckets:
+        for bucket in self.trained:
             _wait(bucket.reducing)
             summed, bucket.sent = bucket.sent, None
             assert summed is not None
             gradients |= _by_name(bucket, summed.to(self.dtypes.main))
-        for piece in self._pieces:
+        trained = [piece for piece in self._pieces if piece.parameter.requires_grad]
+        for piece in trained:
             piece.parameter.grad = gradients[piece.name]
-        return {piece.name: gradients[piece.name] for piece in self._pieces}
+        return {piece.name: gradients[piece.name] for piece in trained}
 
     @torch.no_grad()
-    def weights_changed(self) -> None:
-        for bucket in self.buckets:
+    def weights_changed(self, trained_only: bool = False) -> None:
+        for bucket in self.trained if trained_only else self.buckets:
             if bucket.main.dtype != bucket.weights.dtype:
                 bucket.mine(bucket.weights).copy_(bucket.main)
-        self._gathered = False
+            bucket.gathered = False
 
     def whole_main(self, name: str) -> Tensor:
         """The main weights of one parameter, gathered over data-parallel ranks; all of these must call it."""
@@ -250,8 +257,9 @@ def _piece(bucket: LiveBucket, where: FlatParameter, shard: ParamShard, grad_dty
         return None
     values = bucket.main[cut.start - owned.start : cut.stop - owned.start]
     boxes = boxes_of_range(where.shape, cut.start - where.start, cut.stop - where.start)
-    parameter = nn.Parameter(values)
-    parameter.grad_dtype = grad_dtype
+    parameter = nn.Parameter(values, requires_grad=bucket.layout.trained)
+    if parameter.requires_grad:
+        parameter.grad_dtype = grad_dtype
     return TrainedPiece(parameter, shard, shifted(boxes, shard.unsharded_box))
 
 

@@ -18,7 +18,7 @@ Only torch's public interface is used: unshard, reshard, and assign the sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -96,9 +96,9 @@ class FsdpSharding:
     def reduce_gradients(self) -> dict[str, Tensor]:
         if self.once:
             reduce_for_step(self.model, self.groups, self.dtypes, self.bucket)
-        return {name: local_gradient(name, parameter) for name, parameter in self.model.named_parameters()}
+        return {name: local_gradient(name, parameter) for name, parameter in trained_parameters(self.model)}
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, trained_only: bool = False) -> None:
         """The next unshard gathers them."""
 
     def start_evaluation(self) -> None:
@@ -164,7 +164,7 @@ def _shard(
 def _collect_gradients_in(dtype: torch.dtype, module: nn.Module, inputs: object = None) -> None:
     """Of parameters that are gathered now; called after FSDP's own hook, which gathers."""
     for parameter in module.parameters():
-        if not isinstance(parameter, DTensor) and parameter.grad_dtype != dtype:
+        if not isinstance(parameter, DTensor) and parameter.requires_grad and parameter.grad_dtype != dtype:
             parameter.grad_dtype = dtype
 
 
@@ -193,7 +193,7 @@ def reduce_for_step(model: Decoder, groups: Groups, dtypes: MessageDtypes, bucke
     Gradients are summed in buckets of at most ``bucket`` bytes, dense ones and experts' apart.
     """
     full: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model):
         if parameter.grad is None:
             raise RuntimeError(f"{name} has no gradient; every parameter must get one in every step, zeros included")
         full[name], parameter.grad = parameter.grad, None
@@ -210,6 +210,10 @@ def reduce_for_step(model: Decoder, groups: Groups, dtypes: MessageDtypes, bucke
             reduced = reduce_bucket([full.pop(name) for name in names], replicate, shard, dtypes.reduce)
             for name, gradient in zip(names, reduced, strict=True):
                 sharded[name].grad = _like_parameter(gradient, sharded[name])
+
+
+def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def _like_parameter(gradient: Tensor, parameter: nn.Parameter) -> Tensor:

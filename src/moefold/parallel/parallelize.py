@@ -22,7 +22,9 @@ from moefold.attention.max_logits import LogitMaxima
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
 from moefold.blueprint.bucket_sizes import MEBIBYTE
-from moefold.blueprint.parameters import ParameterSpec, buffers, init_std
+from moefold.blueprint.flat_layout import weight_format
+from moefold.blueprint.param_groups import is_trained
+from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
 from moefold.comm.comm_stream import CommStream, comm_stream
@@ -161,13 +163,22 @@ def build_on_meta(
         dtype = TORCH_FORMATS[run.precision.compute]
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
-    resize_to_local(model, param_shards)
+    resize_to_local(model, param_shards, frozen_dtypes(run))
     sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads)
     stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
     return LocalModel(
         run, groups, model, param_shards, stages, device, sharding, weight_grads, stream, maxima, retention
     )
+
+
+def frozen_dtypes(run: RunConfig) -> dict[str, torch.dtype]:
+    """By name of the parameters that are not updated: the format in which weights are gathered, and no wider one."""
+    return {
+        spec.name: TORCH_FORMATS[weight_format(spec, run.precision)]
+        for spec in parameters(run.model)
+        if not is_trained(spec.name, run.optim)
+    }
 
 
 def fsdp_sharding(

@@ -13,7 +13,7 @@ several pipeline ranks, such as a tied embedding: their gradients are summed ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -134,13 +134,19 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def resize_to_local(model: nn.Module, param_shards: dict[str, ParamShard]) -> None:
-    """Replace every parameter of a model on the meta device by one of this rank's size under tp and ep."""
+def resize_to_local(
+    model: nn.Module, param_shards: dict[str, ParamShard], frozen: Mapping[str, torch.dtype] | None = None
+) -> None:
+    """Replace every parameter of a model on the meta device by one of this rank's size under tp and ep.
+
+    ``frozen``: dtypes of parameters that are not trained.
+    """
+    frozen = frozen or {}
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         sizes = [part.stop - part.start for part in param_shards[name].unsharded_box]
-        empty = torch.empty(sizes, dtype=parameter.dtype, device=parameter.device)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty))
+        empty = torch.empty(sizes, dtype=frozen.get(name, parameter.dtype), device=parameter.device)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=name not in frozen))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from moefold.blueprint.bucket_sizes import MEBIBYTE, fill_buckets
 from moefold.blueprint.flat_layout import FlatBucket, even_part
+from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
 from moefold.blueprint.stage_modules import Parts
@@ -86,7 +87,7 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
     precision = run.precision
     own_routers = precision.gather_format != precision.params
     if once:
-        _buckets(run, layout, held, tally)
+        _buckets(run, layout, [spec for spec in held if is_trained(spec.name, run.optim)], tally)
     for grid, specs in _modules(held, own_routers).items():
         is_root, experts = grid == "", grid.endswith(".experts")
         own = ("expert_shard", "expert_replicate") if experts else ("dense_shard", "dense_replicate")
@@ -94,6 +95,7 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
         shard, copies = (_known_as(layout, rank, name) for name in own)
         ways = layout.size(own[0])
         sizes = [_padded(local_shape(spec, layout), ways) for spec in specs]
+        trained = [size for spec, size in zip(specs, sizes, strict=True) if is_trained(spec.name, run.optim)]
         router = grid.endswith(".router")
         gathered = sum(size for size, _ in sizes) * BYTES[precision.params if router else precision.gather_format]
         reduced = BYTES[precision.reduce_format]
@@ -102,8 +104,9 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
         else:
             # The root and routers stay unsharded from their forward to their backward; layers unshard for both.
             tally.add("all_gather", shard, gathered, number * (1 if is_root or router else 2))
-            tally.add("reduce_scatter", shard, sum(whole for _, whole in sizes) * reduced, number)
-            tally.add("all_reduce", copies, sum(size for size, _ in sizes) * reduced, number)
+            if trained:
+                tally.add("reduce_scatter", shard, sum(whole for _, whole in trained) * reduced, number)
+                tally.add("all_reduce", copies, sum(size for size, _ in trained) * reduced, number)
 
 
 def _buckets(run: RunConfig, layout: FoldedLayout, held: Sequence[ParameterSpec], tally: Tally) -> None:
@@ -126,10 +129,10 @@ def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally)
     """Per bucket and step: weights once, in the format of the buffer, and gradients once.
 
     The even part of a bucket goes by one all_gather and one reduce_scatter, what the last rank owns beyond it by a
-    broadcast and an all_reduce; replicas then sum what the rank owns.
+    broadcast and an all_reduce; replicas then sum what the rank owns. Frozen weights are gathered once, when loaded.
     """
     each = BYTES[run.precision.reduce_format]
-    for bucket in flat_layout_of(run, layout, layout.coordinate(rank, "pp")):
+    for bucket in _trained_buckets(run, layout, rank):
         shard, copies = _FLAT_GROUPS[bucket.grid]
         ways = layout.size(shard)
         even, kept = even_part(bucket.size, ways), BYTES[bucket.format]
@@ -149,14 +152,18 @@ def _shard_sizes(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int) 
     if run.parallel.sharding == "flat":
         return {
             name: size
-            for bucket in flat_layout_of(run, layout, layout.coordinate(rank, "pp"))
+            for bucket in _trained_buckets(run, layout, rank)
             for name, size in _owned_sizes(bucket, layout, rank).items()
         }
     return {
         spec.name: _padded(local_shape(spec, layout), layout.size(_FLAT_GROUPS[grid_of(spec.name)][0]))[0]
         for spec in parameters(run.model)
-        if parts.holds(spec.name)
+        if parts.holds(spec.name) and is_trained(spec.name, run.optim)
     }
+
+
+def _trained_buckets(run: RunConfig, layout: FoldedLayout, rank: int) -> list[FlatBucket]:
+    return [bucket for bucket in flat_layout_of(run, layout, layout.coordinate(rank, "pp")) if bucket.trained]
 
 
 def _owned_sizes(bucket: FlatBucket, layout: FoldedLayout, rank: int) -> dict[str, int]:

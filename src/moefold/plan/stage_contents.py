@@ -21,7 +21,7 @@ from moefold.blueprint.flat_layout import FlatBucket, boxes_of_range, flat_bucke
 from moefold.blueprint.model_shape import Layer, ModelShape
 from moefold.blueprint.muon_matrices import Spans, matrices_of
 from moefold.blueprint.muon_owners import HeldBoxes, MuonParameter, spans_of
-from moefold.blueprint.param_groups import update_rule
+from moefold.blueprint.param_groups import is_trained, update_rule
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import data_sharded_box, local_slices
 from moefold.blueprint.stage_modules import Parts, parts_of
@@ -123,7 +123,7 @@ def flat_layout_of(run: RunConfig, layout: FoldedLayout, pp_rank: int) -> tuple[
         if parts[pp_rank].holds(spec.name)
     ]
     limit = parallel.bucket_mb * MEBIBYTE // max(4, BYTES[run.precision.params])
-    return flat_buckets(run.model, run.precision, layout, held, stages, limit)
+    return flat_buckets(run.model, run.precision, layout, held, stages, limit, lambda name: is_trained(name, run.optim))
 
 
 def muon_parameters(run: RunConfig, layout: FoldedLayout, rank: int) -> list[MuonParameter]:

@@ -144,7 +144,8 @@ class Workload:
     @cached_property
     def weight_bytes(self) -> float:
         """Of a parameter as it is held at rest."""
-        return self.gather_bytes if self.is_flat else float(BYTES[self.run.precision.params])
+        narrow = self.is_flat or (self.is_own and not self._trains_weights)
+        return self.gather_bytes if narrow else float(BYTES[self.run.precision.params])
 
     @cached_property
     def gather_bytes(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
@@ -18,6 +19,7 @@ from typing import Any
 
 from moefold.batching.document_packing import plan_for
 from moefold.batching.step_plan import StepPlan
+from moefold.blueprint.parameters import parameters
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.kernels import KernelsConfig
@@ -76,7 +78,7 @@ def _packed_window(random: Random, length: int) -> tuple[int, ...]:
 
 
 # Large enough to show every fault, small enough for sixteen processes on a laptop.
-_MAX_LAYERS, _MAX_EXPERTS, _MAX_DIM, _MAX_VOCAB = 3, 16, 64, 256
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_DIM, _MAX_VOCAB, _MAX_LORA_RANK = 3, 16, 64, 256, 4
 PROOF_OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5)
 
 
@@ -89,7 +91,11 @@ def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     min_microbatches = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
     data = DataConfig(seq_len=11, global_batch=max(2, min_microbatches) * dp, micro_batch=1, packing=run.data.packing)
     reduced = replace(run, model=model, parallel=parallel, data=data, precision=proof_precision(dtype))
-    optim = replace(PROOF_OPTIM, algorithm=run.optim.algorithm, muon=run.optim.muon, qk_clip=run.optim.qk_clip)
+    asked, names = run.optim, [spec.name for spec in parameters(model)]
+    # A pattern may name a layer that the smaller model does not have.
+    frozen = tuple(pattern for pattern in asked.frozen if any(fnmatchcase(name, pattern) for name in names))
+    optim = replace(PROOF_OPTIM, algorithm=asked.algorithm, muon=asked.muon, qk_clip=asked.qk_clip)
+    optim = replace(optim, trained=asked.trained, frozen=frozen)
     return Case(replace(reduced, kernels=proof_kernels(dtype), optim=optim), world)
 
 
@@ -136,6 +142,7 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
         attention=_reduce_attention(model, run.parallel),
         moe=moe,
         init_std=0.2,
+        lora=None if model.lora is None else replace(model.lora, rank=min(model.lora.rank, _MAX_LORA_RANK)),
     )
 
 

@@ -147,6 +147,7 @@ def _shard_differences(
     return {
         f"{what}/{piece.name}": _piece_difference(piece, tensors[piece.name], expected[f"{what}/{piece.name}"])
         for piece in local_model.pieces()
+        if piece.name in tensors
     }
 
 
@@ -177,7 +178,7 @@ def _master_differences(
 ) -> dict[str, Difference]:
     """Of main weights that are bfloat16 weights and a remainder: against torch's AdamW in float32 by this rank's own
     gradients. Gradients of two layouts in bfloat16 differ by more than a remainder is worth."""
-    run, pieces = local_model.run, local_model.pieces()
+    run, pieces = local_model.run, [piece for piece in local_model.pieces() if piece.name in clipped]
     mains: dict[str, nn.Parameter] = {}
     for piece in pieces:
         values, std = torch.empty_like(weights[piece.name]), init_std(run.model, piece.name)

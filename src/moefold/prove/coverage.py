@@ -52,6 +52,10 @@ def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
         yield "optimizer", f"muon, {case.run.parallel.sharding}"
     if optim.qk_clip is not None:
         yield "optimizer", "QK-clip"
+    if case.run.model.lora is not None:
+        yield "fine-tuning", f"adapters, {case.run.parallel.sharding}, {optim.trained} trained"
+    if optim.frozen:
+        yield "fine-tuning", f"frozen parameters, {case.run.parallel.sharding}"
     for step, choice in memory.retained().items():
         if choice != "keep":
             yield "retained steps", f"{step}: {choice}"

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, PackingMode
+from moefold.config.finetune import LoraConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig, RecomputedPhase, RetainedStep, Retention
 from moefold.config.model import ModelConfig
@@ -109,7 +110,8 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
         if not problems(run, degrees.world):
             run = _with_gates_and_norms(run, degrees.world)
             run = _with_attention_variants(run, degrees.world)
-            return Case(_with_savings(run, degrees.world, dtype), degrees.world)
+            run = _with_savings(run, degrees.world, dtype)
+            return Case(_with_finetuning(run, degrees.world) if dtype == "float64" else run, degrees.world)
 
 
 def _with_gates_and_norms(run: RunConfig, world: int) -> RunConfig:
@@ -151,6 +153,24 @@ def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
     place = random.choice(places)
     run = _unless_refused(run, replace(run, memory=replace(run.memory, optimizer=place)), world)
     return _with_formats(random, run, world) if dtype == "bfloat16" else _with_muon(random, run, world, dtype)
+
+
+def _with_finetuning(run: RunConfig, world: int) -> RunConfig:
+    """Adapters and frozen parameters in a quarter of the cases; in float64, where frozen weights are not narrower."""
+    random = Random(f"fine-tuning of {run.seed}")
+    targets = random.choice((LoraConfig().targets, ("*.experts.*",), ("*.attention.*", "*.shared.*")))
+    lora = LoraConfig(rank=random.randint(1, 5), alpha=random.choice((1.0, 8.0)), targets=targets)
+    frozen = random.choice((("*.router.*",), ("embedding.*",), ("layers.0.*", "*norm*"), ()))
+    trained: Literal["all", "adapters"] = random.choice(("all", "adapters", "adapters"))
+    if random.random() < 0.15:
+        run = _unless_refused(
+            run,
+            replace(run, model=replace(run.model, lora=lora), optim=replace(run.optim, trained=trained)),
+            world,
+        )
+    if random.random() < 0.15:
+        run = _unless_refused(run, replace(run, optim=replace(run.optim, frozen=frozen)), world)
+    return run
 
 
 def _with_formats(random: Random, run: RunConfig, world: int) -> RunConfig:

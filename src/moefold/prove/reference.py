@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moefold.attention.max_logits import LogitMaxima, ObservedCore
+from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import buffers, init_std, moe_block_names, parameters
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
@@ -71,6 +72,8 @@ def reference_model(
             whole = tuple(slice(0, size) for size in spec.shape)
             std = init_std(run.model, spec.name)
             proof_init(spec.kind, run.seed, spec.name, spec.shape, whole, std, tensors[spec.name])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(name, run.optim))
     return model
 
 

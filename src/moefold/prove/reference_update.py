@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm
-from moefold.blueprint.param_groups import NO_DECAY_KINDS
+from moefold.blueprint.param_groups import NO_DECAY_KINDS, is_trained
 from moefold.blueprint.parameters import ParameterSpec, block_names, parameters
 from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
@@ -26,9 +26,10 @@ def update_reference(
     run: RunConfig, named: Mapping[str, nn.Parameter], max_logits: Mapping[int, Tensor]
 ) -> dict[str, Tensor]:
     """One update in place from clipped gradients; parameters and states after it. ``max_logits``: [H] by block."""
-    specs = {spec.name: spec for spec in parameters(run.model)}
+    specs = {spec.name: spec for spec in parameters(run.model) if is_trained(spec.name, run.optim)}
     by_muon = {name for name, spec in specs.items() if run.optim.algorithm == "muon" and _is_muon(spec)}
-    states = _adamw(run.optim, {name: (specs[name], value) for name, value in named.items() if name not in by_muon})
+    by_adamw = {name: (specs[name], value) for name, value in named.items() if name in specs and name not in by_muon}
+    states = _adamw(run.optim, by_adamw)
     for name in sorted(by_muon):
         states[f"momentum/{name}"] = _muon(run, specs[name], named[name])
     if run.optim.qk_clip is not None:

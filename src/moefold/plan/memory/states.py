@@ -15,10 +15,16 @@ What is left is replicated: dense matrices on dp * cp ranks, experts on edp. Dat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
+from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.model_shape import Layer, ModelShape, MoE
 from moefold.blueprint.param_counts import LayerCounts, layer_counts
-from moefold.blueprint.parameters import join_parameter
+from moefold.blueprint.parameters import join_parameter, parameters
+from moefold.blueprint.sharding import cuts
+from moefold.config.model import ModelConfig
+from moefold.config.precision import BYTES
 from moefold.plan.prediction import MemoryLine
 from moefold.plan.stage_contents import StageContents
 from moefold.plan.workload import Workload
@@ -127,7 +133,28 @@ def state_lines(workload: Workload, held: RankWeights) -> list[MemoryLine]:
             size -= (states - held.ends / dense) * workload.moment_bytes
             why = f"{say.why(states, workload.moment_bytes)}; embedding and head twice"
         lines.append(MemoryLine("optimizer", "moments", size, why))
-    return lines + _narrow_copies(workload, held, cut)
+    return lines + adapter_lines(workload) + _narrow_copies(workload, held, cut)
+
+
+def adapter_lines(workload: Workload) -> list[MemoryLine]:
+    """Of `model.lora`: weights, gradients and states of adapters, which stages are taken to share evenly."""
+    run, parallel = workload.run, workload.parallel
+    if run.model.lora is None:
+        return []
+    each = float(BYTES[run.precision.params])
+    kept = each * 2 + 2 * BYTES[run.precision.moments or run.precision.params]
+    count = adapters_on_rank(run.model, parallel.tp, parallel.ep, parallel.etp) / parallel.pp
+    why = f"{count / 1e6:.2f}M parameters of adapters, {kept:g} bytes each with gradient and moments"
+    return [MemoryLine("optimizer", "adapters", count * kept, why)]
+
+
+@lru_cache(maxsize=256)
+def adapters_on_rank(model: ModelConfig, tp: int, ep: int, etp: int) -> float:
+    """Elements of all layers' adapters, as tensor and expert parallelism cut them."""
+    ways = {"tp": tp, "ep": ep, "etp": etp}
+    return sum(
+        spec.size / prod(ways[cut.axis] for cut in cuts(spec)) for spec in parameters(model) if is_adapter(spec.name)
+    )
 
 
 @dataclass(frozen=True)
