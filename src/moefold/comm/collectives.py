@@ -268,6 +268,15 @@ def start_all_reduce(flat: Tensor, group: Group) -> list[Work]:
     return [] if work is None else [work]
 
 
+def start_reduce(flat: Tensor, to: int, group: Group) -> list[Work]:
+    """Sums over the ranks, on rank ``to``; on the others nothing of use is left."""
+    if group.alone or not flat.numel():
+        return []
+    group.ledger.record("reduce", group.name, flat)
+    work = dist.reduce(flat, to, group=group.handle, async_op=True)
+    return [] if work is None else [work]
+
+
 # ---- numbers of the host ----
 #
 # Counts, flags, a number of rank 0. NCCL takes tensors of GPUs only, gloo those of CPUs, so they travel on the device

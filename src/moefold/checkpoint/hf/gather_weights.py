@@ -1,116 +1,222 @@
-"""From a sharded model in training to (HF name, full tensor), without disk.
+"""From a sharded model in training to HF names and full tensors: without disk, in buckets, over any layout.
 
-This feeds an inference engine between steps of reinforcement learning. All ranks run the generator, and every rank gets
-every tensor, one at a time. Shards are gathered in the reverse order of sharding: first over the data-parallel shards,
-then over tensor and expert parallelism, each with one all_gather over its own group. Where HF files have one tensor per
-expert, one expert of every rank is gathered at a time, so no rank ever has all experts of a layer.
+This feeds an inference engine between steps of reinforcement learning. A bucket is a buffer of a fixed size, cut into
+parts: HF tensors, or rows of one that does not fit into a bucket. Which part is where follows from the config, so all
+ranks know it without asking.
+
+A rank copies the elements for which it is the primary replica to their places in a bucket of zeros. It knows them from
+the boxes of its pieces, whichever of pipeline, tensor, expert and data parallelism has cut them. Then the buckets of
+all ranks are summed as integers: exactly one rank wrote each element, so that the sum has its bits. Two buffers take
+turns: while one is used by the caller, the other is in transit. So the memory is that of two buckets, whatever the size
+of the model.
+
+An all_reduce sends about twice the bytes that an all_gather would; with ``to``, a reduce to one rank sends half of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
-from moefold.blueprint.parameters import ParameterSpec, buffers, parameters
-from moefold.blueprint.sharding import cuts, grid_of, shard_dim
+from moefold.blueprint.bucket_sizes import MEBIBYTE
+from moefold.blueprint.parameters import buffers
 from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.name_rules import HfTensor, hf_copies, hf_tensors
-from moefold.comm.collectives import all_gather_no_grad
-from moefold.comm.process_groups import Group
+from moefold.checkpoint.tensor_spec import Box, inside, intersection, whole
+from moefold.comm.collectives import start_all_reduce, start_reduce
+from moefold.config.model import ModelConfig
 from moefold.errors import ConversionError, Problem
-from moefold.parallel.flat_sharding import FlatSharding
-from moefold.parallel.parallelize import LocalModel
-from moefold.parallel.param_shards import DATA_GROUPS, local_part
+from moefold.parallel.parallelize import LocalModel, local_buffers
+
+DEFAULT_BUCKET = 512 * MEBIBYTE
+# Parts begin at multiples of this many bytes, so that a view in any dtype is aligned.
+_ALIGNMENT = 16
 
 
-class _Gather(NamedTuple):
-    """An all_gather along `dim`, with the size of each rank's shard."""
+@dataclass(frozen=True)
+class BucketPart:
+    """An HF tensor, or ``rows`` of its first dim, from byte ``offset`` of a bucket on."""
 
-    group: Group
-    dim: int
-    sizes: tuple[int, ...]
+    hf_name: str
+    dtype: torch.dtype
+    # Of the whole HF tensor.
+    hf_shape: tuple[int, ...]
+    rows: range
+    offset: int
+    # What is here, as a slice of a moefold tensor.
+    source: HfTensor
+    box: Box
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is here."""
+        return (len(self.rows), *self.hf_shape[1:]) if self.hf_shape else ()
 
-def hf_weights(local_model: LocalModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """All weights by HF name, cast to ``dtype`` if given; collective, every rank must exhaust the generator."""
-    model = local_model.run.model
-    if local_model.groups.layout.size("pp") > 1:
-        fix = "save a checkpoint and convert it"
-        raise ConversionError(Problem("parallel.pp", "weights of pipeline stages cannot be gathered yet", fix))
-    by_name: dict[str, list[HfTensor]] = {}
-    family = family_of(model)
-    for hf_tensor in (*hf_tensors(family_rules(family), model), *hf_copies(family_copies(family), model)):
-        by_name.setdefault(hf_tensor.moefold_name, []).append(hf_tensor)
-    live, sharding = dict(local_model.model.named_parameters()), local_model.sharding
-    with torch.no_grad():
-        for spec in parameters(model):
-            if isinstance(sharding, FlatSharding):
-                # Main weights, gathered over data-parallel ranks; the model's own may have a narrower format.
-                shard = sharding.whole_main(spec.name)
-            else:
-                shard = local_part(live[spec.name].detach())
-            for hf_tensor, gathered in _gathered(local_model, spec, shard, by_name[spec.name]):
-                values = hf_tensor.to_hf(gathered)
-                yield hf_tensor.hf_name, values if dtype is None else values.to(dtype)
-        # Buffers are replicated.
-        state = dict(local_model.model.named_buffers())
-        for spec in buffers(model):
-            for hf_tensor in by_name[spec.name]:
-                yield hf_tensor.hf_name, hf_tensor.to_hf(state[spec.name].detach()[hf_tensor.index])
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.hf_shape or len(self.rows) == self.hf_shape[0]
+
+    def view(self, bucket: Tensor) -> Tensor:
+        """This part of a bucket's bytes."""
+        return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
-def _gathered(
-    local_model: LocalModel, spec: ParameterSpec, shard: Tensor, tensors: list[HfTensor]
-) -> Iterator[tuple[HfTensor, Tensor]]:
-    gathers = _gathers(local_model, spec)
-    if not all(hf_tensor.index for hf_tensor in tensors) or len(spec.shape) < 3 or grid_of(spec.name) != "expert":
-        whole = _all_gather(shard, gathers)
-        yield from ((hf_tensor, whole[hf_tensor.index]) for hf_tensor in tensors)
-        return
-    by_expert: dict[int, list[HfTensor]] = {}
-    for hf_tensor in tensors:
-        by_expert.setdefault(hf_tensor.index[0], []).append(hf_tensor)
-    for experts, stacked in _expert_by_expert(shard, gathers):
-        for expert_index, expert in zip(experts, stacked, strict=True):
-            yield from ((hf_tensor, expert[hf_tensor.index[1:]]) for hf_tensor in by_expert[expert_index])
+@dataclass(frozen=True)
+class WeightBucket:
+    """Parts and the bytes that they are views of; both change when the next bucket is asked for."""
+
+    parts: tuple[BucketPart, ...]
+    bytes: Tensor
+
+    def tensors(self) -> Iterator[tuple[BucketPart, Tensor]]:
+        return ((part, part.view(self.bytes)) for part in self.parts)
 
 
-def _expert_by_expert(shard: Tensor, gathers: list[_Gather]) -> Iterator[tuple[list[int], Tensor]]:
-    """For each j: expert j of every rank's shard, gathered, and their indices in the global tensor."""
-    max_experts = next((max(gather.sizes) for gather in gathers if gather.dim == 0), shard.shape[0])
-    for j in range(max_experts):
-        # Empty on a rank with fewer experts.
-        gathered, indices = shard[j : j + 1], [j]
-        for gather in gathers:
-            if gather.dim:
-                gathered = _all_gather(gathered, [gather])
+def hf_weights(
+    local_model: LocalModel, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET
+) -> Iterator[tuple[str, Tensor]]:
+    """All weights by HF name, cast to ``dtype`` if given; collective, every rank must exhaust the generator.
+
+    Each tensor is a copy that the caller may keep.
+    """
+    unfinished: dict[str, Tensor] = {}
+    for bucket in weight_buckets(local_model, bucket_bytes, dtype):
+        for part, values in bucket.tensors():
+            if part.is_whole:
+                yield part.hf_name, values.clone()
                 continue
-            counts = tuple(sum(n < size for n in indices) for size in gather.sizes)
-            gathered = _all_gather(gathered, [gather._replace(sizes=counts)])
-            starts = accumulate(gather.sizes, initial=0)
-            indices = [start + n for start, size in zip(starts, gather.sizes) for n in indices if n < size]
-        yield indices, gathered
+            full = unfinished.setdefault(part.hf_name, values.new_empty(part.hf_shape))
+            full[part.rows.start : part.rows.stop] = values
+            if part.rows.stop == part.hf_shape[0]:
+                yield part.hf_name, unfinished.pop(part.hf_name)
 
 
-def _gathers(local_model: LocalModel, spec: ParameterSpec) -> list[_Gather]:
-    """The all_gathers that make this parameter whole, in order."""
-    groups, param_shard = local_model.groups, local_model.param_shards[spec.name]
-    sizes = [cut.stop - cut.start for cut in param_shard.unsharded_box]
-    fsdp = groups[DATA_GROUPS[grid_of(spec.name)][1]]
-    dim = shard_dim(tuple(sizes), fsdp.size)
-    chunk = -(-sizes[dim] // fsdp.size)
-    shard_sizes = tuple(max(0, min(chunk, sizes[dim] - i * chunk)) for i in range(fsdp.size))
-    found = [] if isinstance(local_model.sharding, FlatSharding) else [_Gather(fsdp, dim, shard_sizes)]
-    found += [_Gather(groups[cut.axis], cut.dim, (sizes[cut.dim],) * groups[cut.axis].size) for cut in cuts(spec)]
-    return [gather for gather in found if not gather.group.alone]
+def weight_buckets(
+    local_model: LocalModel,
+    bucket_bytes: int = DEFAULT_BUCKET,
+    dtype: torch.dtype | None = None,
+    to: int | None = None,
+) -> Iterator[WeightBucket]:
+    """All weights, bucket after bucket; parameters cast to ``dtype`` if given. Collective over all ranks of the run.
+
+    Every rank gets every bucket, or only rank ``to``; the other ranks run the loop all the same, and get none.
+    """
+    plan = bucket_plan(local_model.run.model, local_model.sharding.main_dtype, bucket_bytes, dtype)
+    size = max(map(_end, plan))
+    source, receives = _local_parts(local_model), to in (None, local_model.groups.rank)
+    memory = [torch.empty(size // 4, dtype=torch.int32, device=local_model.device) for _ in plan[:2]]
+    in_transit = _start(local_model, plan[0], memory[0], source, to)
+    for number, parts in enumerate(plan):
+        for work in in_transit:
+            work.wait()
+        if number + 1 < len(plan):
+            in_transit = _start(local_model, plan[number + 1], memory[(number + 1) % 2], source, to)
+        if receives:
+            yield WeightBucket(parts, memory[number % 2].view(torch.uint8)[: _end(parts)])
 
 
-def _all_gather(shard: Tensor, gathers: list[_Gather]) -> Tensor:
-    for group, dim, sizes in gathers:
-        shard = all_gather_no_grad(shard.movedim(dim, 0).contiguous(), sizes, group).movedim(0, dim)
-    return shard
+def bucket_plan(
+    model: ModelConfig, main: torch.dtype, bucket_bytes: int, dtype: torch.dtype | None = None
+) -> list[tuple[BucketPart, ...]]:
+    """Which HF tensors lie where, for weights of dtype ``main`` that are cast to ``dtype`` if that is given.
+
+    Buffers, such as the loss-free bias, are not cast.
+    """
+    family, wide = family_of(model), torch.promote_types(main, torch.float32)
+    of_buffers = {spec.name for spec in buffers(model)}
+    plan: list[list[BucketPart]] = [[]]
+    problems: list[Problem] = []
+    for source in (*hf_tensors(family_rules(family), model), *hf_copies(family_copies(family), model)):
+        kind = wide if source.moefold_name in of_buffers else dtype or main
+        at_most = bucket_bytes // _ALIGNMENT * _ALIGNMENT
+        least = _bytes_of_row(source, kind)
+        if _aligned(least) > at_most:
+            fix = f"set it to {_aligned(least):,} at least"
+            problems.append(Problem("bucket_bytes", f"{bucket_bytes:,} is less than a row of {source.hf_name}", fix))
+            continue
+        for part in _parts(source, kind, at_most):
+            if _end(plan[-1]) + _aligned(part.nbytes) > at_most:
+                plan.append([])
+            plan[-1].append(replace(part, offset=_end(plan[-1])))
+    if problems:
+        raise ConversionError(*problems)
+    return [tuple(parts) for parts in plan if parts]
+
+
+def _parts(source: HfTensor, dtype: torch.dtype, at_most: int) -> Iterator[BucketPart]:
+    """The tensor as a whole, or as many of its rows at a time as fit into a bucket.
+
+    Rows of the HF tensor go with the first of the moefold dims that are merged into its first dim.
+    """
+    shape = source.hf_shape
+    if _aligned(prod(shape) * dtype.itemsize) <= at_most:
+        yield BucketPart(source.hf_name, dtype, shape, range(shape[0] if shape else 0), 0, source, source.box)
+        return
+    dim = source.dims.groups[0][0]
+    each = at_most // _bytes_of_row(source, dtype)
+    merged = shape[0] // source.shape[dim]
+    for start in range(0, source.shape[dim], each):
+        stop = min(start + each, source.shape[dim])
+        sizes = (*source.shape[:dim], stop - start, *source.shape[dim + 1 :])
+        place = len(source.index) + dim
+        box = (*source.box[:place], slice(start, stop), *source.box[place + 1 :])
+        rows = range(start * merged, stop * merged)
+        yield BucketPart(source.hf_name, dtype, shape, rows, 0, replace(source, shape=sizes), box)
+
+
+def _bytes_of_row(source: HfTensor, dtype: torch.dtype) -> int:
+    """Of the least that a bucket must hold."""
+    rows = source.shape[source.dims.groups[0][0]] if source.shape else 1
+    return prod(source.shape) // rows * dtype.itemsize
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end(parts: Sequence[BucketPart]) -> int:
+    return _aligned(parts[-1].offset + parts[-1].nbytes) if parts else 0
+
+
+# By the moefold name: boxes of the global tensor and their elements.
+_LocalParts = dict[str, list[tuple[Box, Tensor]]]
+
+
+def _local_parts(local_model: LocalModel) -> _LocalParts:
+    """What this rank writes: the boxes for which it is the primary replica, as views of the live tensors."""
+    found: _LocalParts = {}
+    for piece in local_model.pieces():
+        if piece.is_primary:
+            found[piece.name] = list(piece.by_box(piece.parameter.detach()))
+    if local_model.groups["stage"].index == 0:
+        live = dict(local_model.model.named_buffers())
+        for spec in local_buffers(local_model.run, local_model.model):
+            found[spec.name] = [(whole(spec.shape), live[spec.name].detach())]
+    return found
+
+
+@torch.no_grad()
+def _start(
+    local_model: LocalModel, parts: Sequence[BucketPart], memory: Tensor, source: _LocalParts, to: int | None
+) -> list[Work]:
+    """Write this rank's elements and start the sum over ranks."""
+    flat = memory[: _end(parts) // 4].zero_()
+    for part in parts:
+        here = part.source.dims.from_hf(part.view(flat.view(torch.uint8)), part.source.shape)
+        here = here[(None,) * len(part.source.index)]
+        for box, values in source.get(part.source.moefold_name, ()):
+            common = intersection(box, part.box)
+            if common is not None:
+                here[inside(common, part.box)].copy_(values[inside(common, box)])
+    world = local_model.groups["world"]
+    return start_all_reduce(flat, world) if to is None else start_reduce(flat, to, world)
