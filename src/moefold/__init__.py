@@ -2,7 +2,8 @@
 
 `__all__` is the public API: it and the keys of the configuration follow semantic versioning; everything else is
 internal. Names are imported when they are first used, so that `import moefold` imports neither torch nor pydantic, and
-`load_run`, `check` and `plan` never import torch. Type checkers read `__init__.pyi`.
+`load_run`, `check` and `plan` never import torch. `moefold.rl` has the names for reinforcement learning. Type checkers
+read `__init__.pyi`.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ def _public(name: str) -> object:
 
 
 def __getattr__(name: str) -> object:
+    if name == "rl":
+        import importlib
+
+        return importlib.import_module("moefold.rl")
     if name not in _SOURCES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = _public(name)

@@ -45,6 +45,8 @@ class DecoderOutput(NamedTuple):
     loss_sum: Tensor | None = None
     # One for each MTP module.
     ahead_loss_sums: tuple[Tensor, ...] = ()
+    # Of the labels, without a gradient, where the batch has an objective of its own.
+    logprob_S: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -180,12 +182,18 @@ class Decoder(nn.Module):
     def _losses(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.final_norm is not None and carry.hidden is not None
         x_tD, ahead_tD = carry.hidden
-        loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_S, batch)
+        logprob_S = None
+        if batch.objective is None:
+            loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_S, batch)
+        else:
+            objective = batch.objective
+            logprob_S = self.loss.logprobs(self.final_norm(x_tD), self.head_weight, batch, objective.temperature)
+            loss_sum, logprob_S = objective.loss(logprob_S, objective.inputs), logprob_S.detach()
         ahead_sums = tuple(
             self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_S, batch)
             for depth, y_tD in enumerate(ahead_tD)
         )
-        return DecoderOutput(None, carry.reports, loss_sum, ahead_sums)
+        return DecoderOutput(None, carry.reports, loss_sum, ahead_sums, logprob_S)
 
 
 def _hidden_state_of(carry: DecoderOutput) -> Tensor:

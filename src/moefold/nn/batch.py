@@ -11,7 +11,7 @@ Names with S hold the tokens that are here: the context shard, which without con
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -42,6 +42,23 @@ class Ahead:
 
 
 @dataclass(frozen=True)
+class TokenObjective:
+    """Takes the place of the cross entropy, for reinforcement learning.
+
+    ``loss`` gets the log-prob of every label here (0 where the label is ignored) and ``inputs``, of which each tensor
+    has one row per token here; it returns a sum, which the step divides by its labels.
+    """
+
+    loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+    inputs: Mapping[str, Tensor]
+    # Logits are divided by it, as where the tokens were sampled.
+    temperature: float = 1.0
+
+    def change(self, by: Callable[[Tensor], Tensor]) -> TokenObjective:
+        return replace(self, inputs={name: by(tensor) for name, tensor in self.inputs.items()})
+
+
+@dataclass(frozen=True)
 class Batch:
     """Documents one after the other; on a context-parallel rank, its chunks of each of them."""
 
@@ -67,6 +84,10 @@ class Batch:
     # For each MTP module, and how many labels of the whole step count there.
     ahead: tuple[Ahead, ...] = ()
     step_labels_ahead: tuple[int, ...] = ()
+    objective: TokenObjective | None = None
+    # The experts that routers shall take, of the whole microbatch: per token, MoE layer of the model and assignment.
+    # -1: as the router itself decides.
+    experts_TMK: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -202,6 +223,7 @@ def context_shard(batch: Batch, index: int) -> Batch:
         positions_S=batch.positions_S[place_S],
         real_S=None if batch.real_S is None else batch.real_S[place_S],
         ahead=tuple(Ahead(ahead.tokens_S[place_S], ahead.labels_S[place_S]) for ahead in batch.ahead),
+        objective=None if batch.objective is None else batch.objective.change(lambda tensor: tensor[place_S]),
     )
 
 
@@ -214,11 +236,14 @@ def move_batch(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
         positions_S=move(batch.positions_S),
         real_S=None if batch.real_S is None else move(batch.real_S),
         ahead=tuple(Ahead(move(ahead.tokens_S), move(ahead.labels_S)) for ahead in batch.ahead),
+        objective=None if batch.objective is None else batch.objective.change(move),
+        experts_TMK=None if batch.experts_TMK is None else move(batch.experts_TMK),
     )
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
     """The tensors that ``move_batch`` moves."""
     found = [batch.tokens_S, batch.labels_S, batch.positions_S]
-    found += [] if batch.real_S is None else [batch.real_S]
+    found += [tensor for tensor in (batch.real_S, batch.experts_TMK) if tensor is not None]
+    found += [] if batch.objective is None else batch.objective.inputs.values()
     return found + [tensor for ahead in batch.ahead for tensor in (ahead.tokens_S, ahead.labels_S)]

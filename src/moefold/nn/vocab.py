@@ -72,8 +72,16 @@ class LanguageLoss(nn.Module):
         self.chunk = chunk
 
     def forward(self, x_tD: Tensor, weight_vD: Tensor, labels_S: Tensor, batch: Batch) -> Tensor:
+        return self._losses(x_tD, weight_vD, labels_S, batch).sum()
+
+    def logprobs(self, x_tD: Tensor, weight_vD: Tensor, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """[S], of the batch's labels; 0 where a label is ignored. Logits are divided by ``temperature``."""
+        scaled_tD = x_tD if temperature == 1.0 else x_tD / temperature
+        return -self._losses(scaled_tD, weight_vD, batch.labels_S, batch)
+
+    def _losses(self, x_tD: Tensor, weight_vD: Tensor, labels_S: Tensor, batch: Batch) -> Tensor:
         x_SD = self.tokens.gather(x_tD, batch)
         target_S = labels_S - self.vocab.first_row(weight_vD.shape[0])
         lse_S, target_logit_S = self.kernels.vocab_stats(x_SD, weight_vD, target_S, self.chunk)
         loss_S = self.vocab.merge_logsumexp(lse_S) - self.vocab.merge_sum(target_logit_S)
-        return torch.where(labels_S != IGNORED, loss_S, 0.0).sum()
+        return torch.where(labels_S != IGNORED, loss_S, 0.0)

@@ -7,7 +7,7 @@ forward. Gradients are therefore this rank's terms of a sum, and are not divided
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,8 @@ from moefold.topology.folded_layout import shard_sizes
 
 # (stage, microbatch)
 Key = tuple[int, int]
+# Called with the number of a microbatch and the output of a stage, after its forward.
+OnOutput = Callable[[int, DecoderOutput], None]
 
 
 class StepSums(NamedTuple):
@@ -58,6 +60,7 @@ class PipelineState:
     # Hidden states and gradients to be sent, and gradients of a stage's output that have been received.
     pending_sends: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
     gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    on_output: OnOutput | None = None
 
     def peer(self, stage: int) -> int:
         return self.order.rank_of_stage[stage]

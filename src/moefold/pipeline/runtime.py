@@ -18,6 +18,7 @@ from moefold.parallel.parallelize import LocalModel
 from moefold.pipeline.overlap import backward_recorded, run_overlapped, run_recorded
 from moefold.pipeline.pipeline_state import (
     Key,
+    OnOutput,
     PipelineState,
     StepSums,
     add_sums,
@@ -35,11 +36,17 @@ from moefold.schedule.passes import executable
 OnAction = Callable[[PipelineState, Action], None]
 
 
-def run_schedule(local_model: LocalModel, batches: Sequence[Batch], on_action: OnAction | None = None) -> StepSums:
+def run_schedule(
+    local_model: LocalModel,
+    batches: Sequence[Batch],
+    on_action: OnAction | None = None,
+    on_output: OnOutput | None = None,
+) -> StepSums:
     """Forward and backward over all microbatches; gradients accumulate in the parameters' ``.grad``."""
     order = _order(local_model, len(batches))
     actions = order.actions[local_model.groups["pp"].index]
     state = init_state(local_model, order, batches, actions)
+    state.on_output = on_output
     if local_model.retention is not None:
         reloads = offload_order(actions)
         local_model.retention.offload.start_step(reloads.backward, reloads.stays)
@@ -60,11 +67,12 @@ def run_schedule(local_model: LocalModel, batches: Sequence[Batch], on_action: O
 
 
 @torch.no_grad()
-def run_forward_only(local_model: LocalModel, batches: Sequence[Batch]) -> StepSums:
+def run_forward_only(local_model: LocalModel, batches: Sequence[Batch], on_output: OnOutput | None = None) -> StepSums:
     """The forward actions only."""
     order = _order(local_model, len(batches))
     actions = tuple(_forward_half(order.actions[local_model.groups["pp"].index]))
     state = init_state(local_model, order, batches, actions)
+    state.on_output = on_output
     starts = first_forwards(actions)
     for number, action in enumerate(actions):
         for stage in starts.get(number, ()):
@@ -139,6 +147,8 @@ def after_forward(state: PipelineState, key: Key, output: DecoderOutput, saved: 
     stage, microbatch = key
     state.forwards[key] = saved
     state.sums = add_sums(state.sums, state.local_model, output, state.batches[microbatch])
+    if state.on_output is not None:
+        state.on_output(microbatch, output)
     if output.hidden is None:
         return
     if state.order.crosses(stage):

@@ -21,7 +21,7 @@ from moefold.optim.qk_clip import clip_heads, gammas
 from moefold.parallel.logit_maxima import over_ranks as largest_over_ranks
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import ParamShard, finish_gradients
-from moefold.pipeline.pipeline_state import StepSums
+from moefold.pipeline.pipeline_state import OnOutput, StepSums
 from moefold.pipeline.runtime import OnAction, run_forward_only, run_schedule
 from moefold.precision.dtypes import TORCH_FORMATS
 
@@ -55,12 +55,13 @@ def run_step(
     on_gradients: OnGradients | None = None,
     skip_reason: SkipReason | None = None,
     on_action: OnAction | None = None,
+    on_output: OnOutput | None = None,
 ) -> StepResult:
     """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
     sharding = local_model.sharding
     optimizer.zero_grad()
     sharding.start_step()
-    sums = over_ranks(run_schedule(local_model, batches, on_action), local_model.groups)
+    sums = over_ranks(run_schedule(local_model, batches, on_action, on_output), local_model.groups)
     max_logits_LH = largest_logits(local_model)
     gradients = sharding.reduce_gradients()
     finish_gradients(gradients, local_model.param_shards, local_model.groups["pp"], local_model.bucket_bytes)
@@ -100,13 +101,13 @@ def clip_logits(local_model: LocalModel, max_logits_LH: Tensor) -> None:
     clip_heads(local_model.pieces(), dict(zip(block_names(model), gamma_LJ.unbind(), strict=True)), attention)
 
 
-def evaluate(local_model: LocalModel, batches: Sequence[Batch]) -> Tensor:
+def evaluate(local_model: LocalModel, batches: Sequence[Batch], on_output: OnOutput | None = None) -> Tensor:
     """The loss per label of these batches, on every rank; no gradients, no updates."""
     training = local_model.model.training
     local_model.model.eval()
     try:
         local_model.sharding.start_evaluation()
-        sums = over_ranks(run_forward_only(local_model, batches), local_model.groups)
+        sums = over_ranks(run_forward_only(local_model, batches, on_output), local_model.groups)
         local_model.sharding.end_evaluation()
     finally:
         local_model.model.train(training)

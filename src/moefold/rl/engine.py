@@ -1,0 +1,331 @@
+"""The engine that a framework for reinforcement learning drives: log-probs, training steps, weights out, memory back.
+
+Every rank of the run calls the same methods in the same order. Rollouts are those of the rank's data-parallel group:
+ranks that differ in tp, cp or pp only pass the same ones. A step is the trainer's own (`pipeline.step.run_step`) with
+another objective, so every layout and schedule that trains also does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moefold.checkpoint.hf.gather_weights import DEFAULT_BUCKET, WeightBucket, hf_weights, weight_buckets
+from moefold.checkpoint.hf.hf_directory import HfDirectory
+from moefold.checkpoint.load import load_into
+from moefold.checkpoint.save import Saver
+from moefold.checkpoint.state_dict import (
+    NeededTensor,
+    chunks_of,
+    copy_into_live,
+    needed_tensors,
+    run_record,
+    tensors_elsewhere,
+)
+from moefold.checkpoint.step_dirs import final_path
+from moefold.checkpoint.tensor_spec import TensorSpec
+from moefold.checks.run_all import problems
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_max, all_reduce_no_grad
+from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, MoefoldError
+from moefold.model.decoder import DecoderOutput
+from moefold.nn.batch import Batch, TokenObjective, context_shard, move_batch
+from moefold.parallel.parallelize import build_local_model, groups_of, init_main_weights
+from moefold.pipeline.pipeline_state import OnOutput, StepSums
+from moefold.pipeline.step import count_over_step, evaluate, make_optimizer, run_step
+from moefold.precision.dtypes import TORCH_FORMATS
+from moefold.rl.policy_losses import Inputs, loss_named, normalization_named, ratio_metrics
+from moefold.rl.release_memory import KINDS, Kind, Released, release
+from moefold.rl.rollouts import (
+    Rollout,
+    StepCounts,
+    check_rollouts,
+    local_counts,
+    loss_inputs,
+    microbatch,
+    pack,
+    to_back,
+)
+from moefold.rl.router_replay import RouterReplay
+from moefold.schedule.names import schedule_named
+
+# From the rollouts of a microbatch.
+MakeObjective = Callable[[Sequence[Rollout]], TokenObjective]
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What a step did: the loss, the gradient's norm before clipping, and means over counted tokens."""
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    # The share of tokens whose ratio is clipped, KL(old || now), and the mean ratio; empty without old log-probs.
+    metrics: Mapping[str, float]
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """Per rollout: log-probs of its tokens (0 for the first), and the experts that routers took, if asked for."""
+
+    logprobs: list[Tensor]
+    experts: list[Tensor] | None = None
+
+
+class Engine:
+    """One rank's part of a model that is trained on rollouts; see the module for who calls what.
+
+    ``run`` says model, layout, precision and optimizer; its data and steps are not read. Without a process group the
+    world is this process. ``max_tokens`` bounds a microbatch; it is `data.seq_len` times `data.micro_batch` unless
+    given.
+
+    >>> import torch, moefold
+    >>> from moefold.rl import Engine, Rollout
+    >>> engine = Engine(moefold.load_run("debug_tiny"))
+    >>> rollout = Rollout(torch.arange(6), torch.tensor([0, 0, 1, 1, 1, 1]).bool(), advantages=torch.ones(6))
+    >>> before = engine.score([rollout]).logprobs[0].sum()
+    >>> engine.train_step([rollout], "policy_gradient").tokens
+    4
+    >>> bool(engine.score([rollout]).logprobs[0].sum() > before)
+    True
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        device: torch.device | str = "cpu",
+        max_tokens: int | None = None,
+        seconds: float = 600.0,
+    ) -> None:
+        connected = dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if connected else (0, 1)
+        # Sizes of the trainer's own batches do not matter here.
+        found = [problem for problem in problems(run, world) if not problem.path.startswith(("data.", "train."))]
+        if found:
+            raise ConfigError(*found)
+        self.run, self.device = run, torch.device(device)
+        self.max_tokens = run.data.seq_len * run.data.micro_batch if max_tokens is None else max_tokens
+        self.groups = groups_of(run, world, rank, timedelta(seconds=seconds))
+        self.local_model = build_local_model(run, self.groups, self.device)
+        self.optimizer = make_optimizer(self.local_model)
+        init_main_weights(self.local_model, self.optimizer)
+        self.replay = RouterReplay(self.local_model) if run.model.moe is not None else None
+        self.step = 0
+        self._released: dict[Kind, Released] = {}
+
+    # ---- batches ----
+
+    def score(
+        self, rollouts: Sequence[Rollout], *, temperature: float = 1.0, record_experts: bool = False
+    ) -> ScoredRollouts:
+        """Log-probs of all tokens under the current weights, and the experts of all tokens if ``record_experts``."""
+        self._check_present()
+        check_rollouts(rollouts, (), self.run, self.max_tokens)
+        objective = TokenObjective(_nothing, {}, temperature)
+        packed, batches = self._batches(rollouts, lambda members: objective, StepCounts(1, 1, 1))
+        if record_experts and self.replay is not None:
+            self.replay.start_recording(batches)
+        found: dict[int, Tensor] = {}
+        evaluate(self.local_model, batches, _collect(found))
+        whole = [self._whole(batch, found.get(number)) for number, batch in enumerate(batches)]
+        logprobs = _per_rollout(rollouts, packed, whole)
+        experts = None
+        if record_experts and self.replay is not None:
+            experts = _per_rollout(rollouts, packed, self.replay.take_recorded(batches))
+        return ScoredRollouts([to_back(values) for values in logprobs], experts)
+
+    def train_step(
+        self,
+        rollouts: Sequence[Rollout],
+        loss: str = "grpo",
+        *,
+        normalize: str = "tokens",
+        lr: float | None = None,
+        temperature: float = 1.0,
+        **numbers: float,
+    ) -> TrainedStep:
+        """One update by all ranks' rollouts. ``loss`` and ``normalize`` name rows of `policy_losses.LOSSES` and
+        `policy_losses.NORMALIZATIONS`; ``numbers`` are the loss's own (clip_low, clip_high, kl_weight)."""
+        self._check_present()
+        policy, normalization = loss_named(loss, numbers), normalization_named(normalize)
+        check_rollouts(rollouts, policy.reads, self.run, self.max_tokens)
+        mine = local_counts(rollouts if self.groups["cp"].index == 0 else (), normalization)
+        counts = StepCounts(*count_over_step(mine, self.groups))
+        if counts.divisor == 0:
+            raise MoefoldError("no rollout of this step has a counted token: there is nothing to train on")
+        dtype = torch.promote_types(TORCH_FORMATS[self.run.precision.compute], torch.float32)
+
+        def objective(members: Sequence[Rollout]) -> TokenObjective:
+            return TokenObjective(policy, loss_inputs(members, policy.reads, normalization, dtype), temperature)
+
+        _, batches = self._batches(rollouts, objective, counts)
+        sums: dict[str, Tensor] = {}
+
+        def on_output(number: int, output: DecoderOutput) -> None:
+            if output.logprob_S is not None:
+                inputs = batches[number].objective.inputs  # type: ignore[union-attr]
+                for name, value in ratio_metrics(output.logprob_S, inputs, policy).items():
+                    sums[name] = sums.get(name, torch.zeros_like(value)) + value
+
+        self.optimizer.set_lr(self.run.optim.lr if lr is None else lr)
+        result = run_step(self.local_model, self.optimizer, batches, on_output=on_output, skip_reason=_not_finite)
+        self.step += 1
+        total = self._summed(sums)
+        tokens = total.pop("tokens")
+        metrics = {name: value / max(tokens, 1) for name, value in total.items() if "old_logprobs" in policy.reads}
+        return TrainedStep(float(result.sums.loss), float(result.grad_norm), round(tokens), metrics, result.skipped)
+
+    def _batches(
+        self, rollouts: Sequence[Rollout], objective: MakeObjective, counts: StepCounts
+    ) -> tuple[list[list[int]], list[Batch]]:
+        """Numbers of rollouts per microbatch, and this rank's share of each microbatch."""
+        packed = pack([rollout.tokens.shape[0] for rollout in rollouts], self.max_tokens)
+        packed += [[] for _ in range(self._num_microbatches(len(packed)) - len(packed))]
+        batches = []
+        for numbers in packed:
+            members = [rollouts[number] for number in numbers]
+            batch = microbatch(members, self.run, objective(members), counts)
+            shard = context_shard(batch, self.groups["cp"].index)
+            batches.append(move_batch(shard, lambda tensor: tensor.to(self.device)))
+        return packed, batches
+
+    def _num_microbatches(self, mine: int) -> int:
+        """The same on all ranks, and enough for the schedule."""
+        most = int(all_reduce_max(torch.tensor([mine], device=self.device), self.groups["world"])[0])
+        parallel = self.run.parallel
+        fewest = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
+        return max(most, fewest, 1)
+
+    def _whole(self, batch: Batch, logprob_S: Tensor | None) -> Tensor:
+        """[T] from the context-parallel ranks of the last stage, on all ranks that share the microbatch."""
+        dtype = torch.promote_types(TORCH_FORMATS[self.run.precision.compute], torch.float32)
+        mine_S = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device) if logprob_S is None else logprob_S
+        mine_S = all_reduce_no_grad(mine_S, self.groups["pp"])
+        if batch.context_size == 1:
+            return mine_S
+        gathered_T = all_gather_no_grad(mine_S, batch.held_sizes, self.groups["cp"])
+        return torch.empty_like(gathered_T).index_copy_(0, batch.order_T, gathered_T)
+
+    def _summed(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
+        """Over dp, cp and pp; the ranks of a tp group have the same tokens."""
+        names = ("tokens", "clipped", "kl", "ratio")
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.stack([sums.get(name, zero) for name in names])
+        for axis in ("dp", "cp", "pp"):
+            total = all_reduce_no_grad(total, self.groups[axis])
+        return dict(zip(names, total.tolist(), strict=True))
+
+    # ---- weights ----
+
+    def weights(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, full tensor) of all weights on every rank; every rank must run it to the end."""
+        self._check_present()
+        return hf_weights(self.local_model, dtype, bucket_bytes)
+
+    def weight_buckets(
+        self, bucket_bytes: int = DEFAULT_BUCKET, dtype: torch.dtype | None = None, to: int | None = None
+    ) -> Iterator[WeightBucket]:
+        """The same in buckets, for `weight_transport.send_weights`; with ``to``, on that rank only."""
+        self._check_present()
+        return weight_buckets(self.local_model, bucket_bytes, dtype, to)
+
+    def load_hf(self, directory: Path | str) -> None:
+        """Weights of a Hugging Face directory, of which each rank reads what it holds; optimizer states are reset."""
+        self._check_present()
+        source = HfDirectory(Path(directory), self.local_model.sharding.main_dtype)
+        try:
+            offered = {name: TensorSpec(source.dtype(name), source.shape(name)) for name in source.names()}
+            wanted = needed_tensors(self.local_model, self.optimizer, offered)
+            values = {want.name: _read(source, want).to(self.device) for want in wanted}
+        finally:
+            source.close()
+        copy_into_live(self.local_model, self.optimizer, values)
+
+    def save(self, directory: Path | str) -> Path:
+        """A checkpoint of weights, optimizer states and the number of the step, below ``directory``."""
+        self._check_present()
+        root = Path(directory)
+        saver = Saver(
+            root, self.groups["world"], 0, background=False, about=run_record(self.local_model), device=self.device
+        )
+        chunks = chunks_of(self.local_model, self.optimizer)
+        saver.begin(self.step, chunks, {"rl_step": self.step}, tensors_elsewhere(self.local_model, self.optimizer))
+        saver.finish()
+        return final_path(root, self.step)
+
+    def load(self, path: Path | str) -> None:
+        """A checkpoint that any layout wrote, with its optimizer states if it has them."""
+        self._check_present()
+        state = load_into(Path(path), self.local_model, self.optimizer)
+        self.step = int(state.get("rl_step", 0))
+
+    # ---- memory ----
+
+    def release(self, kinds: Sequence[Kind] = KINDS, *, drop: Sequence[Kind] = ()) -> int:
+        """Give memory back; returns how many bytes of the device. Kinds in ``drop`` are not copied to the host:
+        optimizer states only, which then start anew."""
+        if unknown := [kind for kind in drop if kind not in ("optimizer", "gradients")]:
+            raise MoefoldError(f"{', '.join(unknown)} cannot be dropped: nothing could restore them")
+        before = self.released_bytes
+        for kind in kinds:
+            if kind not in self._released:
+                self._released[kind] = release(self.local_model, self.optimizer, kind, drop=kind in drop)
+        return self.released_bytes - before
+
+    def restore(self, kinds: Sequence[Kind] = KINDS) -> None:
+        """Take back what was released of these kinds."""
+        for kind in kinds:
+            if kind in self._released:
+                self._released.pop(kind).restore()
+
+    @property
+    def released_bytes(self) -> int:
+        """Of the device, given back now."""
+        return sum(each.nbytes for each in self._released.values())
+
+    def _check_present(self) -> None:
+        if self._released:
+            raise MoefoldError(f"{', '.join(self._released)} are released: call restore() first")
+
+
+def _nothing(logprob_S: Tensor, inputs: Inputs) -> Tensor:
+    return logprob_S.new_zeros(())
+
+
+def _collect(found: dict[int, Tensor]) -> OnOutput:
+    def on_output(number: int, output: DecoderOutput) -> None:
+        if output.logprob_S is not None:
+            found[number] = output.logprob_S
+
+    return on_output
+
+
+def _not_finite(sums: StepSums, grad_norm: Tensor) -> str | None:
+    """The same on all ranks, as both numbers are."""
+    if bool(torch.isfinite(sums.loss) & torch.isfinite(grad_norm)):
+        return None
+    return f"loss {float(sums.loss)}, grad_norm {float(grad_norm)}"
+
+
+def _per_rollout(rollouts: Sequence[Rollout], packed: Sequence[Sequence[int]], whole: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of microbatches, back to the rollouts that they are of, on the host."""
+    found: dict[int, Tensor] = {}
+    for members, values in zip(packed, whole, strict=True):
+        sizes = [rollouts[number].tokens.shape[0] for number in members]
+        found.update(zip(members, values.cpu().split(sizes), strict=True))
+    return [found[number] for number in range(len(rollouts))]
+
+
+def _read(source: HfDirectory, want: NeededTensor) -> Tensor:
+    parts = [source.read(want.name, box).flatten() for box in want.boxes]
+    return torch.cat(parts).view(want.sizes)
