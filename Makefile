@@ -37,9 +37,10 @@ prove:
 	$(PYTHON) -m moefold.cli.main prove --kept tests/ranks/failed_cases.jsonl
 	$(PYTHON) -m moefold.cli.main prove --cases 40 --max-world 8 --seed $(SEED)
 
-# The docs site in site/; `pip install -e ".[docs]"` brings its builders.
+# The docs site in site/; `pip install -e ".[docs]"` brings its builders, npm the planner's Pyodide.
 docs:
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+	$(PYTHON) -m benchmarks.planner_page site/planner
 
 # The long version of both, for a machine that has the night.
 nightly:

@@ -238,7 +238,7 @@ CSS = (
 .c6{--c:var(--c6)}
 .badge{white-space:nowrap}.cards{grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
 h1 .badge{margin-left:8px}
-.why p{margin:0 0 10px}.why p:last-child{margin:0}.why{max-width:none;line-height:1.6}
+.why p{margin:0 0 10px;overflow-wrap:anywhere}.why p:last-child{margin:0}.why{max-width:none;line-height:1.6}
 .held{display:grid;grid-template-columns:auto minmax(0,1fr) auto;gap:6px 12px;align-items:center;font-size:13px}
 .held .track{position:relative;height:20px;background:var(--idle);border-radius:5px;overflow:hidden}
 .held .track .bar{height:100%;border-radius:0;gap:1px}
