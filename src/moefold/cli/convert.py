@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError, ConversionError, Problem
 from moefold.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -203,6 +203,9 @@ def from_hf(args: argparse.Namespace) -> int:
 
     _check_name(args.name)
     directory = HfDirectory(Path(args.source), getattr(torch, args.dtype) if args.dtype else None)
+    if args.check and directory.config.quantization is not None:
+        fix = "convert without it, then `moefold convert to-hf ... --check` compares the weights that were read"
+        raise ConversionError(Problem("--check", "transformers would read these quantized weights in another way", fix))
     dtype = directory.dtype("parameter/embedding.weight")
     with _byte_bar(directory.num_bytes, "reading") as tick:
         done, run = import_directory(directory, Path(args.out), args.name, tick)

@@ -13,9 +13,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 
+from moefold.checkpoint.hf import quantized_tensors
+from moefold.checkpoint.hf.balance_settings import read_balance
 from moefold.checkpoint.hf.config_converters import HfValues, UnsupportedValueError, Values
 from moefold.checkpoint.hf.config_keys import CODE_KEY_PREFIXES, CODE_KEYS, IGNORED_KEYS, REQUIRED, HfFamily, Key
 from moefold.checkpoint.hf.config_maps import FAMILIES, READABLE_FAMILIES
+from moefold.checkpoint.hf.quantized_tensors import Quantization, read_quantization
 from moefold.checks.model import RULES
 from moefold.checks.sizes import leaves, sizes_are_bounded, sizes_are_positive
 from moefold.config.attention import GQAConfig
@@ -29,8 +32,6 @@ from moefold.errors import ConfigError, ConversionError, Problem, did_you_mean
 
 FILE = "config.json"
 _COMPUTED: dict[object, Format] = {"float32": "float32", "bfloat16": "bfloat16"}
-_BALANCE_KEYS = ("router_aux_loss_coef", "aux_loss_alpha")
-_QUANTIZED = "weights are quantized", "load them in transformers, `dequantize`, save as bfloat16, and convert that"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,11 @@ class HfConfig:
     not_honoured: tuple[str, ...]
     # The dtype it was trained and saved in, if the file names one that runs can compute in.
     compute: Format | None
-    # Coefficients of its balance loss, by key. They are not followed: what they multiply differs by family.
-    balance: tuple[tuple[str, float], ...]
+    # Its balance losses in moefold's units, and notes on how they were converted and what was not followed.
+    balance: BalanceConfig
+    training_notes: tuple[str, ...]
+    # How weights are stored in fewer bits than they are read in.
+    quantization: Quantization | None = None
 
     @property
     def extra_prefixes(self) -> tuple[str, ...]:
@@ -62,6 +66,8 @@ def read_config(config: HfValues) -> HfConfig:
     problems = list(_unknown_keys(config, family)) + list(_wrong_fixed_values(config, family))
     values, more = _values(config, family)
     problems += more
+    quantization, more = _quantization(config)
+    problems += more
     if problems:
         raise ConversionError(*problems)
     model = _model(family, values)
@@ -69,12 +75,15 @@ def read_config(config: HfValues) -> HfConfig:
     not_honoured = tuple(key for key in config if _is_code_key(key))
     known = context if type(context) is int and 0 < context < 2**31 else 4096
     compute = _COMPUTED.get(str(config.get("dtype", config.get("torch_dtype"))))
-    balance = tuple(
-        (key, float(value))
-        for key in _BALANCE_KEYS
-        if isinstance(value := config.get(key), int | float) and value and model.moe is not None
-    )
-    return HfConfig(family.model_type, model, known, not_honoured, compute, balance)
+    balance, notes = read_balance(config, model)
+    return HfConfig(family.model_type, model, known, not_honoured, compute, balance, notes, quantization)
+
+
+def _quantization(config: HfValues) -> tuple[Quantization | None, list[Problem]]:
+    try:
+        return read_quantization(config.get(quantized_tensors.KEY)), []
+    except ConversionError as error:
+        return None, list(error.problems)
 
 
 def _read_family(config: HfValues) -> HfFamily:
@@ -89,12 +98,10 @@ def _read_family(config: HfValues) -> HfFamily:
 def _unknown_keys(config: HfValues, family: HfFamily) -> list[Problem]:
     known = {key.hf_key for key in family.keys} | {name for key in family.keys for name in key.aliases}
     known |= {key for converter in family.converters for key in converter.keys}
-    known |= {*family.fixed_values, *family.accepted_values, *family.ignored_keys, *IGNORED_KEYS}
+    known |= {quantized_tensors.KEY, *family.fixed_values, *family.accepted_values, *family.ignored_keys, *IGNORED_KEYS}
     found = []
     for key in config:
-        if key == "quantization_config":
-            found += [] if config[key] is None else [Problem(f"{FILE}: {key}", *_QUANTIZED)]
-        elif key not in known and not _is_code_key(key):
+        if key not in known and not _is_code_key(key):
             message = f"not known for {family.model_type}; it may change what the model computes"
             found.append(Problem(f"{FILE}: {key[:60]}", message, did_you_mean(key, known).rstrip()))
     return found[:50]
@@ -272,7 +279,9 @@ def _canonical_moe(moe: MoEConfig) -> MoEConfig:
 
 
 def run_for(found: HfConfig, name: str) -> RunConfig:
-    """A run with an imported model, its sequence length and its dtype; tokens, steps and lr are for the user to say."""
-    run = RunConfig(name=name, model=found.model, optim=OptimConfig(lr=0.0))
+    """A run with an imported model, its balance losses, sequence length and dtype; tokens, steps and lr are for the
+    user to say."""
+    moe = None if found.model.moe is None else replace(found.model.moe, balance=found.balance)
+    run = RunConfig(name=name, model=replace(found.model, moe=moe), optim=OptimConfig(lr=0.0))
     precision = replace(run.precision, compute=found.compute or run.precision.compute)
     return replace(run, data=replace(run.data, seq_len=found.context), precision=precision)

@@ -81,11 +81,7 @@ def import_directory(
     path, run = _new_run(directory, run_for(directory.config, name), runs, origin, progress)
     copied = copy_tokenizer(directory.path, runs / name / TOKENIZER)
     notes = [f"not honoured: {key} (nothing from the directory is run)" for key in directory.config.not_honoured]
-    notes += [
-        f"not followed: {key} {value:g}; no balance loss is on, model.moe.balance switches one on"
-        for key, value in directory.config.balance
-    ]
-    notes += directory.notes
+    notes += [*directory.config.training_notes, *directory.notes]
     if directory.skipped:
         notes.append(
             f"skipped {len(directory.skipped)} tensors that are not part of the model: {directory.skipped[0]}, ..."

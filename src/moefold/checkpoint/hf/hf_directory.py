@@ -21,6 +21,7 @@ from moefold.blueprint.parameters import buffers, is_mtp, parameters
 from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import FILE, HfConfig, read_config
 from moefold.checkpoint.hf.name_rules import HfTensor, hf_copies, hf_tensors, tensors_of
+from moefold.checkpoint.hf.quantized_tensors import join_parts
 from moefold.checkpoint.hf.untrusted_files import WEIGHT_DTYPES, HeaderEntry, SafetensorsFile, read_object
 from moefold.checkpoint.tensor_spec import Box
 from moefold.config.model import ModelConfig
@@ -51,7 +52,10 @@ class HfDirectory:
         self.notes: tuple[str, ...] = ()
         self._files = _open_files(path)
         try:
-            found = {name: file.entries[name] for name, file in self._files.items()}
+            stored = {name: file.entries[name] for name, file in self._files.items()}
+            found, self._parts = join_parts(stored, self.config.quantization)
+            if self._parts:
+                self.notes = (f"dequantized {len(self._parts)} tensors: {self.config.quantization}",)
             self.hf_tensors = self._expected_tensors(found)
             copies = self._check_copies(found)
             others = {name: entry for name, entry in found.items() if name not in copies}
@@ -83,7 +87,7 @@ class HfDirectory:
             return expected
         self.config = replace(self.config, model=replace(model, num_mtp=0))
         says = f"{FILE} says num_nextn_predict_layers = {model.num_mtp}"
-        self.notes = (f"{says}, but the files have no tensor of such a layer: imported with model.num_mtp = 0",)
+        self.notes += (f"{says}, but the files have no tensor of such a layer: imported with model.num_mtp = 0",)
         return hf_tensors(rules, self.config.model)
 
     def _check_copies(self, found: Mapping[str, HeaderEntry]) -> frozenset[str]:
@@ -138,7 +142,11 @@ class HfDirectory:
         return out if box is None else out[box]
 
     def _read(self, hf_tensor: HfTensor) -> Tensor:
-        return self._files[hf_tensor.hf_name].read(hf_tensor.hf_name, hf_tensor.hf_index)
+        name, at = hf_tensor.hf_name, hf_tensor.hf_index
+        return self._parts[name].read(self._read_stored, at) if name in self._parts else self._read_stored(name, at)
+
+    def _read_stored(self, name: str, at: tuple[int, ...]) -> Tensor:
+        return self._files[name].read(name, at)
 
     @property
     def num_bytes(self) -> int:

@@ -35,6 +35,8 @@ _MAX_NAME = 512
 ITEM_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2}
 ITEM_SIZES |= {"BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
 WEIGHT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Of quantized weights: their codes, and scales that are bytes.
+CODE_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 DTYPE_KEYS = {dtype: name for name, dtype in WEIGHT_DTYPES.items()}
 
 
@@ -187,7 +189,7 @@ class SafetensorsFile:
             first = first * extent + index
         return (
             self._read_bytes(name, self._data + entry.start + first * size, size)
-            .view(WEIGHT_DTYPES[entry.dtype])
+            .view((WEIGHT_DTYPES | CODE_DTYPES)[entry.dtype])
             .view(shape)
         )
 
