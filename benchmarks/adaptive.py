@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.command_line import run_script
 from moefold.bench.clock import Progress
 from moefold.cli.bench import progress_line
-from moefold.comm.spawn import spawn_ranks
+from moefold.comm.spawn import disable_malloc_trim, spawn_ranks
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -33,7 +33,6 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.moe.dispatch.base import Routing
-from moefold.ops.malloc import disable_malloc_trim
 from moefold.parallel.parallelize import dispatcher_for, groups_of
 from moefold.plan.dispatch_choice import Exchange, Volume, volumes
 from moefold.tables import text_table

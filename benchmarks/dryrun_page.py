@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from moefold.cli.main import main as moefold
-from moefold.dryrun.dryrun_report import STAGE_COLUMNS, stage_row
+from moefold.dryrun.dry_run import STAGE_COLUMNS, stage_row
 from moefold.tables import markdown_table
 
 # The command, and the table after it.

@@ -17,8 +17,7 @@ from benchmarks.process_stats import busy_cores_of_others, cpu_times
 from benchmarks.results import CHANGING, CandidateResult, CandidateSpec, Comparison, Run
 from benchmarks.runner import Candidate, Checked, one_line, timed_run
 from moefold.bench.clock import Progress
-from moefold.comm.spawn import spawn_ranks
-from moefold.ops.malloc import disable_malloc_trim
+from moefold.comm.spawn import disable_malloc_trim, spawn_ranks
 
 # From rank and world size to a candidate.
 RankBuilder = Callable[[int, int], Candidate]

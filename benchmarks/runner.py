@@ -71,7 +71,7 @@ def candidates_of(kind: str) -> dict[str, Builder]:
 def build(kind: str, name: str, options: Options) -> tuple[Candidate, str]:
     """The candidate, and the allocator setting that is in force."""
     allocator = options["allocator"]
-    if allocator == "kept" and not importlib.import_module("moefold.ops.malloc").disable_malloc_trim():
+    if allocator == "kept" and not importlib.import_module("moefold.comm.spawn").disable_malloc_trim():
         allocator = "default"
     torch = importlib.import_module("torch")
     torch.set_num_threads(options["threads"])

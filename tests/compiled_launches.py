@@ -29,9 +29,8 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import _disable_current_modes
 
 from moefold.moe import moe_kernels
-from moefold.moe.compiled_regions import Region
 from moefold.moe.dispatch import all_to_all
-from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, compile_regions
+from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, Region, compile_regions
 
 
 def num_kernels(graph: GraphModule, inputs: Sequence[Tensor]) -> int:

@@ -24,7 +24,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("moefold.comm.spawn", "moefold.ops.malloc"):
+    for module in ("moefold.comm.spawn", "moefold.comm.spawn"):
         monkeypatch.setattr(f"{module}.disable_malloc_trim", lambda: False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tests.private_copies import PrivateCopies
 
-from moefold.comm.comm_stream import SynchronousStream
+from moefold.comm.p2p import SynchronousStream
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.loading import override
 from moefold.config.run import RunConfig

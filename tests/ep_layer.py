@@ -33,7 +33,7 @@ from moefold.moe.dispatch.base import Dispatcher
 from moefold.moe.dispatch.symmetric_memory import SymmetricExchange, SymmetricMemoryDispatcher, buffer_sizes
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
-from moefold.moe.kernels import router_reference
+from moefold.moe.kernels import moe_references
 from moefold.moe.layer import MoELayer
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
 from moefold.moe.router import Router
@@ -136,7 +136,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """``choose_topk`` as GPUs do it; the other way is for CPUs."""
     with (
         patch.object(routing_policies, "choose_topk", choose_topk_reference),
-        patch.object(router_reference, "choose_topk", choose_topk_reference),
+        patch.object(moe_references, "choose_topk", choose_topk_reference),
     ):
         yield
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import moefold
 from moefold.checkpoint.run_lock import read_incarnation
-from moefold.checkpoint.verify import verify
+from moefold.checkpoint.step_dirs import verify
 
 STEPS, SAVE_EVERY, SECONDS = 40, 6, 400.0
 LAUNCHER, GROUP, RANK_0, RANK_1 = "launcher", "group", "rank 0", "rank 1"

@@ -94,7 +94,7 @@ def test_the_list_is_the_contracts() -> None:
 
 def test_the_brain_imports_without_torch() -> None:
     modules = brain_modules()
-    assert {"moefold.config.run", "moefold.topology.folded_layout", "moefold.batching.step_plan"} <= set(modules)
+    assert {"moefold.config.run", "moefold.topology.folded_layout", "moefold.batching.wave_packing"} <= set(modules)
     command = [sys.executable, "-c", IMPORT_ALL, *modules]
     done = subprocess.run(command, env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from moefold.bench.calibration_shapes import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, REPETITIONS, TOKENS
+from moefold.bench.calibrate import matmul_costs, smallest_errors, wires_of
 from moefold.bench.clock import ratios, seconds
-from moefold.bench.fit_machine import matmul_costs, smallest_errors, wires_of
+from moefold.bench.single_rank import DENSE, DOCUMENTS, MESSAGES, PARAMETERS, REPETITIONS, TOKENS
 from moefold.blueprint.model_shape import Dense, Layer
 from moefold.cli.main import main
 from moefold.hardware.machine import read_machine

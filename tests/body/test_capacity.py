@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moefold.moe.capacity import capacity_of, keep_within_capacity, keep_within_capacity_reference
+from moefold.moe.topk import capacity_of, keep_within_capacity, keep_within_capacity_reference
 
 
 def test_capacity_is_the_ceiling_and_never_zero() -> None:

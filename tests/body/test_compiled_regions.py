@@ -20,10 +20,17 @@ from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.model.build import build_decoder, local_interfaces
-from moefold.moe.compiled_regions import Region, region, require_compiler
 from moefold.moe.dedup_permute import send_order
 from moefold.moe.load_balancing import balance_term
-from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, compile_regions, kernels_for
+from moefold.moe.moe_kernels import (
+    MOE_IN_TORCH,
+    MoEKernels,
+    Region,
+    compile_regions,
+    kernels_for,
+    region,
+    require_compiler,
+)
 from moefold.ops.activations import weighted_activation, weighted_activation_reference
 from moefold.ops.host_probe import probe_host
 

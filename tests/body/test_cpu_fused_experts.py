@@ -12,15 +12,13 @@ from tests.marks import slow_except
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.dispatch.base import Routing
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import LocalDispatcher, Routing
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
 from moefold.moe.padded_permutation import STEP, pad_rows, rounded_up
 from moefold.moe.permute import count_assignments
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue
-from moefold.ops.activations import swiglu_reference
-from moefold.ops.glu import AutogradGLU, SwiGLU
+from moefold.ops.activations import AutogradGLU, SwiGLU, swiglu_reference
 from moefold.ops.segments import segment_sum, segment_sum_reference
 
 

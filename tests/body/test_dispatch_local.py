@@ -5,8 +5,7 @@ import torch
 from tests.support import multiplied
 from torch import Tensor
 
-from moefold.moe.dispatch.base import Routing
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import LocalDispatcher, Routing
 
 EXPERTS, WIDTH = 6, 4
 

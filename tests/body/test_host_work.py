@@ -24,13 +24,12 @@ from torch import Tensor
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import NamedDispatcher
 from moefold.moe import routing_policies as select
-from moefold.moe.capacity import capacity_of
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import LocalDispatcher
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import Experts
 from moefold.moe.moe_kernels import MOE_IN_TORCH
 from moefold.moe.router import Router
-from moefold.moe.topk import choose_topk_reference
+from moefold.moe.topk import capacity_of, choose_topk_reference
 from moefold.nn.batch import whole_batch
 from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens

@@ -15,7 +15,7 @@ from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.errors import BackendError
 from moefold.moe.kernels import load_balancing_triton as balance_triton
-from moefold.moe.kernels import router_reference as balance_torch
+from moefold.moe.kernels import moe_references as balance_torch
 from moefold.moe.load_balancing import probabilities
 from moefold.ops.kernels.interpret import interpreting
 

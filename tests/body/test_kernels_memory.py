@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from moefold.config.moe import RouterConfig
 from moefold.moe.dispatch.base import Routing
-from moefold.moe.kernels.row_map_reference import RowMap, map_rows
+from moefold.moe.kernels.moe_references import RowMap, map_rows
 from moefold.moe.moe_kernels import MoEKernels, triton_kernels
 from moefold.ops.backends import JOBS
 

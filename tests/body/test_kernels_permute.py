@@ -16,9 +16,9 @@ from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.errors import BackendError
 from moefold.moe.dispatch.base import Routing
+from moefold.moe.kernels import moe_references as permute_torch
 from moefold.moe.kernels import permute_triton
-from moefold.moe.kernels import row_map_reference as permute_torch
-from moefold.moe.kernels.row_map_reference import RowMap, map_padded, map_rows, most_rows
+from moefold.moe.kernels.moe_references import RowMap, map_padded, map_rows, most_rows
 from moefold.moe.permute import group_by_expert_reference
 from moefold.ops.kernels.interpret import interpreting
 

@@ -16,7 +16,7 @@ from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.config.moe import RouterConfig
 from moefold.errors import BackendError
-from moefold.moe.kernels import router_reference as router_torch
+from moefold.moe.kernels import moe_references as router_torch
 from moefold.moe.kernels import router_triton
 from moefold.ops.kernels.interpret import interpreting
 

@@ -14,7 +14,7 @@ from tests.body.kernel_cases import counting_bytes, poisoned_memory
 
 from moefold.moe.dispatch.base import Routing
 from moefold.moe.kernels import row_map_triton
-from moefold.moe.kernels.row_map_reference import map_rows
+from moefold.moe.kernels.moe_references import map_rows
 from moefold.ops.kernels.interpret import interpreting
 
 

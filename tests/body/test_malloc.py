@@ -11,7 +11,7 @@ from moefold.ops.host_probe import probe_host
 
 FAULTS = """
 import resource, sys
-from moefold.ops.malloc import disable_malloc_trim
+from moefold.comm.spawn import disable_malloc_trim
 import torch
 if sys.argv[1] == "kept":
     assert disable_malloc_trim()

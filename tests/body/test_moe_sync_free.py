@@ -12,11 +12,11 @@ from tests.sync_free import HostSyncError, shapes_of, sync_free
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from moefold.moe.capacity import capacity_of
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import LocalDispatcher
 from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import Experts
 from moefold.moe.router import Router
+from moefold.moe.topk import capacity_of
 from moefold.nn.batch import whole_batch
 from moefold.nn.matmul_policy import ParameterMatmul, grouped
 from moefold.nn.parallel_interfaces import LocalTokens

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moefold.errors import BackendError
-from moefold.ops.activations import weighted_activation
-from moefold.ops.glu import SwiGLU
+from moefold.ops.activations import SwiGLU, weighted_activation
 from moefold.ops.native import compile_c as build
 from moefold.ops.native.glu import NativeSwiGLU, native_activation
 

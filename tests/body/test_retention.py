@@ -16,8 +16,7 @@ from moefold.config.memory import RetainedStep
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces
-from moefold.nn.host_pool import HostPool, rounded_up
-from moefold.nn.offload import Offload, OffloadGroup
+from moefold.nn.offload import HostPool, Offload, OffloadGroup, rounded_up
 from moefold.nn.step_retention import KEEP_ALL, Retention, StepRetention
 from moefold.plan.memory.saved_activations import parts_of, row_bytes, setting_of, sizes_of
 from moefold.plan.memory.saved_moefold import MOEFOLD

@@ -9,7 +9,6 @@ from tests.thread_ranks import CutTokens, on_threads
 from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig, RouterConfig
-from moefold.moe.capacity import capacity_of
 from moefold.moe.routing_policies import (
     ROUTING_POLICIES,
     CapacityDrop,
@@ -18,6 +17,7 @@ from moefold.moe.routing_policies import (
     TopKRouting,
     build_routing_policy,
 )
+from moefold.moe.topk import capacity_of
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.parallel_interfaces import LocalTokens
 

@@ -16,7 +16,6 @@ from moefold.checks import (
     kernels,
     model,
     parallel,
-    pipeline,
     planned_only,
     precision,
     retained_steps,
@@ -395,7 +394,8 @@ def test_rule(rule: Any, good: RunConfig, bad: RunConfig, path: str) -> None:
 def test_every_rule_has_a_case() -> None:
     """Those about pipelines, context, messages, optimizers, retained steps, adapters, other libraries and what is
     planned only have files of their own."""
-    elsewhere = {*pipeline.RULES, *context.RULES, *parallel.DISPATCH_RULES, *planned_only.RULES, *engine_limits.RULES}
+    elsewhere = {*parallel.PIPELINE_RULES, *context.RULES, *parallel.DISPATCH_RULES}
+    elsewhere |= {*planned_only.RULES, *engine_limits.RULES}
     elsewhere |= {*precision.RULES, *retained_steps.RULES}
     elsewhere |= {kernels.fused_experts_keep_their_first_gemm, *finetune.RULES, *kernels.FINETUNE_RULES}
     elsewhere |= {train.parameter_groups_have_parameters, train.parameter_groups_have_usable_numbers}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moefold.checks import context, pipeline
+from moefold.checks import context, parallel
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
@@ -40,24 +40,24 @@ FULL, INNER = "parallel.context.full", "parallel.context.inner"
 # rule, a run that keeps it, a run that breaks it, where the problem is reported
 CASES = [
     (
-        pipeline.stages_hold_every_layer,
+        parallel.stages_hold_every_layer,
         run_with(pp=2, stages="Et*3|tL"),
         run_with(pp=2, stages="Et*2|tL"),
         STAGES,
     ),
-    (pipeline.stages_hold_every_layer, run_with(pp=8, vpp=4), run_with(pp=2, stages="EttttL"), STAGES),
-    (pipeline.stages_hold_every_layer, run_with(mtp=1, stages="Et*4mL"), run_with(mtp=1, stages="Et*4L"), STAGES),
-    (pipeline.stages_hold_every_layer, run_with(pp=8), run_with(pp=2**40), "parallel.pp"),
-    (pipeline.stages_hold_every_layer, run_with(mtp=3), run_with(mtp=2**40), "model.num_mtp"),
-    (pipeline.schedule_is_known, run_with(schedule="zb_h1"), run_with(schedule="zbh1"), SCHEDULE),
+    (parallel.stages_hold_every_layer, run_with(pp=8, vpp=4), run_with(pp=2, stages="EttttL"), STAGES),
+    (parallel.stages_hold_every_layer, run_with(mtp=1, stages="Et*4mL"), run_with(mtp=1, stages="Et*4L"), STAGES),
+    (parallel.stages_hold_every_layer, run_with(pp=8), run_with(pp=2**40), "parallel.pp"),
+    (parallel.stages_hold_every_layer, run_with(mtp=3), run_with(mtp=2**40), "model.num_mtp"),
+    (parallel.schedule_is_known, run_with(schedule="zb_h1"), run_with(schedule="zbh1"), SCHEDULE),
     (
-        pipeline.virtual_stages_fit_the_schedule,
+        parallel.virtual_stages_fit_the_schedule,
         run_with(pp=2, vpp=3, schedule="interleaved"),
         run_with(pp=2, vpp=3, schedule="1f1b"),
         VPP,
     ),
     (
-        pipeline.virtual_stages_fit_the_schedule,
+        parallel.virtual_stages_fit_the_schedule,
         run_with(pp=2, vpp=2, schedule="zb_v"),
         run_with(pp=2, vpp=1, schedule="zb_v"),
         VPP,
@@ -101,14 +101,14 @@ CASES = [
 # rule, world, a run that keeps it there, a run that breaks it, where
 CASES_WITH_LAYOUT = [
     (
-        pipeline.microbatches_fit_the_schedule,
+        parallel.microbatches_fit_the_schedule,
         4,
         run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=8)),
         run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=4)),
         "data.global_batch",
     ),
     (
-        pipeline.microbatches_fit_the_schedule,
+        parallel.microbatches_fit_the_schedule,
         8,
         run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=1, packing="bin_packed")),
         run_with(pp=4, vpp=2, schedule="dualpipe_v", data=DataConfig(global_batch=8)),
@@ -154,8 +154,8 @@ def test_rule_with_a_layout(rule: Any, world: int, good: RunConfig, bad: RunConf
 
 
 def test_every_rule_has_a_case() -> None:
-    rules = {*pipeline.RULES, *context.RULES}
-    with_layout = {*pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT}
+    rules = {*parallel.PIPELINE_RULES, *context.RULES}
+    with_layout = {*parallel.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT}
     assert rules == {rule for rule, *_ in CASES}
     assert with_layout == {rule for rule, *_ in CASES_WITH_LAYOUT}
 
@@ -177,16 +177,16 @@ def test_absurd_sizes_are_another_rules_problem(key: str, size: int) -> None:
             data=data,
         )
         started = time.process_time()
-        for rule in (*pipeline.RULES, *context.RULES):
+        for rule in (*parallel.PIPELINE_RULES, *context.RULES):
             as_list(rule(run))
         assert time.process_time() - started < 2
         layout = fold(ParallelConfig(), 1)
-        for rule_with_layout in (*pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT):
+        for rule_with_layout in (*parallel.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT):
             as_list(rule_with_layout(run, layout))
 
 
 def test_the_reader_is_told_what_would_work() -> None:
-    found = pipeline.schedule_is_known(run_with(schedule="interleave"))
+    found = parallel.schedule_is_known(run_with(schedule="interleave"))
     assert found is not None
     assert "did you mean 'interleaved'?" in str(found)
     (found,) = context.heads_divide_over_the_all_to_all(in_mode("all_to_all", 8, tp=2))

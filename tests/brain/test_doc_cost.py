@@ -27,7 +27,7 @@ import pytest
 
 from moefold.batching.doc_cost import RankSpeed, cost_of, pair_flops, token_flops
 from moefold.batching.document_packing import pack, plan_for, plan_step
-from moefold.batching.step_plan import Cost, StepPlan, estimate
+from moefold.batching.wave_packing import Cost, StepPlan, estimate
 from moefold.blueprint.flops import forward_flops_per_token
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.data import DataConfig

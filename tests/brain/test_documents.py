@@ -22,8 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.batching.document_packing import pack
-from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, group_times, imbalance
-from moefold.batching.wave_packing import first_fit, serpentine
+from moefold.batching.wave_packing import Cost, StepPlan, Wave, estimate, first_fit, group_times, imbalance, serpentine
 from moefold.errors import DataError
 
 Draw = Callable[[int, int, int], list[int]]

@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.batching.document_packing import context_needed, max_rank_tokens, pack, plan_step, static_plans
-from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, imbalance, max_shard_length
+from moefold.batching.wave_packing import Cost, StepPlan, Wave, estimate, imbalance, max_shard_length
 from moefold.batching.zigzag import num_held
 from moefold.errors import DataError
 

@@ -7,8 +7,14 @@ from math import prod
 
 import pytest
 
-from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm, newton_schulz_flops
-from moefold.blueprint.muon_owners import MuonParameter, deal, intersection
+from moefold.blueprint.muon_matrices import (
+    MuonParameter,
+    deal,
+    intersection,
+    matrices_of,
+    muon_algorithm,
+    newton_schulz_flops,
+)
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.checks.run_all import problems
 from moefold.config.loading import override

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from moefold.blueprint.stage_ranks import StagePlace, place_stages, stage_table
+from moefold.blueprint.stage_modules import StagePlace, place_stages, stage_table
 from moefold.blueprint.stages import parse_stages, stages_of
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig

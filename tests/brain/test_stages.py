@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moefold.blueprint.model_shape import shape_of
-from moefold.blueprint.partition import balance
 from moefold.blueprint.stages import (
     StageSpec,
+    balance,
     balanced_stages,
     parse_stages,
     part_costs,

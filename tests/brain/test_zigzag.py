@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moefold.batching.step_plan import max_group_tokens, max_shard_length
+from moefold.batching.wave_packing import max_group_tokens, max_shard_length
 from moefold.batching.zigzag import Span, chunks, chunks_of, held_spans, num_held
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=8)

@@ -25,7 +25,7 @@ from torch import Tensor
 from moefold.checkpoint.load import latest, load_into, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of
-from moefold.checkpoint.verify import verify
+from moefold.checkpoint.step_dirs import verify
 from moefold.comm.process_groups import Groups
 from moefold.errors import CheckpointError, MismatchError
 from moefold.optim.optimizer import ModelOptimizer

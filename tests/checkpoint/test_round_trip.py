@@ -12,7 +12,7 @@ from tests.checkpoint.saved_runs import everything, fill_moments, same, save_ste
 from tests.checkpoint.saved_runs import trained_alone as trained
 
 from moefold.checkpoint.load import Checkpoint, latest, load_into, load_latest
-from moefold.checkpoint.verify import verify
+from moefold.checkpoint.step_dirs import verify
 from moefold.config.precision import PrecisionConfig
 from moefold.errors import CheckpointError, MismatchError
 from moefold.pipeline.step import make_optimizer

@@ -18,8 +18,8 @@ import moefold.checkpoint.run_lock as fence
 import moefold.checkpoint.save as save
 from moefold.checkpoint.run_lock import check_incarnation, read_incarnation, take_incarnation
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.step_dirs import verify
 from moefold.checkpoint.tensor_spec import Chunk, whole
-from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Group, Ledger
 from moefold.errors import CheckpointError, RunBusyError
 

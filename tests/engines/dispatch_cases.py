@@ -15,8 +15,7 @@ from tests.support import multiplied
 from torch import Tensor
 
 from moefold.comm.process_groups import Group
-from moefold.moe.dispatch.base import Dispatcher, Routing
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import Dispatcher, LocalDispatcher, Routing
 
 EXPERTS, CHOICES, DIM = 8, 3, 8
 # One rank has nothing to send, and takes part all the same.

@@ -21,10 +21,9 @@ from torch import nn
 from moefold.comm.process_groups import Group
 from moefold.config.moe import MoEConfig
 from moefold.errors import BackendError
-from moefold.moe.dispatch.base import Dispatcher, Routing
+from moefold.moe.dispatch.base import Dispatcher, LocalDispatcher, Routing
 from moefold.moe.dispatch.deepep import BufferExchange
 from moefold.moe.dispatch.handle_exchange import HandleDispatcher
-from moefold.moe.dispatch.local import LocalDispatcher
 from moefold.moe.expert_backends import grouped_experts
 from moefold.moe.experts import ExpertWeights
 from moefold.nn.matmul_policy import ParameterMatmul, sequential

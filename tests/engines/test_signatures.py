@@ -68,7 +68,7 @@ ADAPTERS = {
     ),
     "deepgemm": Adapter("nn/grouped_deepgemm.py", ("deepgemm-2.6.1",), {"library": ""}, {}),
     "mxfp8": Adapter("nn/grouped_mxfp8.py", ("mxfp8-0.18.0", "mxfp8-0.19.0"), {"library": ""}, {}),
-    "transformer_engine": Adapter("moe/te_permutation.py", ("transformer_engine-2.18.0",), {"library": ""}, {}),
+    "transformer_engine": Adapter("moe/grouped_experts.py", ("transformer_engine-2.18.0",), {"library": ""}, {}),
     "transformer_engine_gemm": Adapter(
         "nn/te_matmul.py",
         ("transformer_engine_gemm-2.18.0", "transformer_engine_gemm-2.20.0"),

@@ -13,8 +13,7 @@ from moefold.config.moe import MoEConfig
 from moefold.errors import BackendError
 from moefold.moe.dispatch.base import ExpertInput, Routing
 from moefold.moe.experts import ExpertWeights
-from moefold.moe.grouped_experts import GroupedExperts, TorchPermutation, torch_activation
-from moefold.moe.te_permutation import TransformerEnginePermutation
+from moefold.moe.grouped_experts import GroupedExperts, TorchPermutation, TransformerEnginePermutation, torch_activation
 from moefold.nn.matmul_policy import ParameterMatmul, sequential
 
 ROWS, DIM, EXPERTS, CHOICES = 7, 4, 4, 3

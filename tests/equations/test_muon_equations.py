@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moefold.blueprint.muon_matrices import Matrices, newton_schulz_flops
-from moefold.blueprint.muon_owners import MuonParameter, spans_of
+from moefold.blueprint.muon_matrices import Matrices, MuonParameter, newton_schulz_flops, spans_of
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.optim import MuonConfig, NewtonSchulzCoefficients
 from moefold.config.parallel import ParallelConfig

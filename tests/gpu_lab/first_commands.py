@@ -36,7 +36,7 @@ def main() -> None:
     from moefold.dryrun.fake_world import CachedFakeMode
     from moefold.errors import BackendError
     from moefold.moe.moe_kernels import kernels_for
-    from moefold.prove.device_proof import device_case
+    from moefold.prove.verdict import device_case
 
     runs = {f"{name} on {world}": (load_run(name, {"parallel.ep": world}), world) for name, world in RUNS}
     runs["bench step"] = (run_for_bench("bfloat16", {"model.num_layers": "2"}, device="cuda"), 1)

@@ -17,7 +17,7 @@ import moefold.comm.p2p as p2p
 import moefold.comm.spawn as spawn
 import moefold.parallel.parallelize as parallelize
 import moefold.pipeline.step as step
-from moefold.comm.comm_stream import CudaCommStream
+from moefold.comm.p2p import CudaCommStream
 from moefold.comm.process_groups import Group
 
 

@@ -27,8 +27,7 @@ def main() -> dict[str, list[tuple[str, str]]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from moefold.api.runs import load_run
-    from moefold.comm.comm_stream import CudaCommStream
-    from moefold.comm.p2p import shift
+    from moefold.comm.p2p import CudaCommStream, shift
     from moefold.comm.spawn import join_world, this_device
     from moefold.dryrun.fake_cuda.collective_log import logged_collectives
     from moefold.dryrun.fake_cuda.fake_device import fake_cuda

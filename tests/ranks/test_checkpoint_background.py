@@ -21,9 +21,8 @@ import moefold.checkpoint.save as save
 from moefold.checkpoint.load import Checkpoint, latest
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
-from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.checkpoint.step_dirs import committed_steps, final_path, verify
 from moefold.checkpoint.tensor_spec import Chunk
-from moefold.checkpoint.verify import verify
 from moefold.comm.process_groups import Group, Groups, Ledger
 from moefold.errors import CheckpointError, RankError
 

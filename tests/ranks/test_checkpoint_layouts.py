@@ -15,7 +15,7 @@ from tests.support import on_ranks
 from moefold.checkpoint.load import Checkpoint, load_latest
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import chunks_of, run_record, tensors_elsewhere
-from moefold.checkpoint.verify import verify
+from moefold.checkpoint.step_dirs import verify
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.parallel.parallelize import build_local_model

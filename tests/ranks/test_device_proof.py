@@ -20,7 +20,7 @@ from moefold.comm.spawn import spawn_ranks
 from moefold.config.precision import Format
 from moefold.prove import compare_rank
 from moefold.prove.cases import Case
-from moefold.prove.device_proof import device_case, prove_on_ranks, reference_case
+from moefold.prove.verdict import device_case, prove_on_ranks, reference_case
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

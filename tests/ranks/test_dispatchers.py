@@ -19,8 +19,7 @@ from moefold.config.run import RunConfig
 from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.all_to_all_aligned import AlignedAllToAllDispatcher
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, Routing
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, Routing
 from moefold.parallel.parallelize import DISPATCHERS
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3

@@ -13,7 +13,7 @@ from tests.support import on_ranks
 from torch import Tensor
 
 import moefold
-from moefold.blueprint.bucket_sizes import fill_buckets
+from moefold.blueprint.flat_layout import fill_buckets
 from moefold.comm.collectives import all_reduce_no_grad, reduce_scatter_no_grad
 from moefold.comm.process_groups import Group, Groups
 from moefold.parallel.gradient_buckets import bucket_bytes, chunks_of, reduce_bucket

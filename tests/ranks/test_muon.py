@@ -14,8 +14,7 @@ from tests.marks import slow_except
 from tests.staged_runs import MODEL, on_shares, share_on, staged_run
 
 import moefold.optim.muon
-from moefold.blueprint.muon_matrices import muon_algorithm
-from moefold.blueprint.muon_owners import deal
+from moefold.blueprint.muon_matrices import deal, muon_algorithm
 from moefold.blueprint.parameters import parameters
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import MLAConfig

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.two_hosts import move_to, possible, two_hosts
 
-import moefold.comm.comm_stream
+import moefold.comm.p2p
 from moefold.comm import collectives as exchange
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
@@ -89,7 +89,7 @@ def measure(schedule: str, rank: int) -> dict[str, Any]:
             pass
         return exposed.timed(future.result)()
 
-    moefold.comm.comm_stream.ThreadCommStream.wait = wait  # type: ignore[method-assign]
+    moefold.comm.p2p.ThreadCommStream.wait = wait  # type: ignore[method-assign]
     local_model = build_local_model(run, groups_of(run, 4, rank, timedelta(seconds=120)), torch.device("cpu"))
     generator = torch.Generator().manual_seed(rank)
     batches = []

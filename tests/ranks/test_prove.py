@@ -19,18 +19,17 @@ from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 from moefold.prove.cases import Case, KeptCase, case_line, read_cases, reduce_run
-from moefold.prove.coverage import features_of
-from moefold.prove.faults import (
-    document_faults,
-    flat_faults,
-    moe_faults,
-    parallel_faults,
-    pipeline_faults,
-    saving_faults,
-)
+from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, state_faults
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.mutants import MUTANTS, Mutant, caught
-from moefold.prove.proof_report import case_report, coverage_report, drawn_case_report, meaning_of, mutants_report
+from moefold.prove.proof_report import (
+    case_report,
+    coverage_report,
+    drawn_case_report,
+    features_of,
+    meaning_of,
+    mutants_report,
+)
 from moefold.prove.random_cases import draw_case, draw_cases
 from moefold.prove.verdict import Verdict, prove, rounding_tolerance
 from moefold.recipes.catalog import RECIPES
@@ -206,7 +205,7 @@ def test_every_fault_is_seeded() -> None:
     """A fault that is written down and never tried shows nothing."""
     written = {
         fault.__name__
-        for module in (parallel_faults, moe_faults, pipeline_faults, document_faults, flat_faults, saving_faults)
+        for module in (parallel_faults, exchange_faults, exchange_faults, document_faults, state_faults, state_faults)
         for fault in vars(module).values()
         if isinstance(fault, FunctionType)
         and fault.__module__ == module.__name__

@@ -11,8 +11,7 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.prove.cases import reduce_run
-from moefold.prove.device_proof import device_case, prove_on_ranks
-from moefold.prove.verdict import Verdict
+from moefold.prove.verdict import Verdict, device_case, prove_on_ranks
 from moefold.prove.verdict import prove as prove_case
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from moefold.batching.step_plan import Cost
+from moefold.batching.wave_packing import Cost
 from moefold.blueprint.flops import flops_per_position, forward_flops_per_token
 from moefold.blueprint.model_shape import Attention, shape_of
 from moefold.config.attention import MLAConfig

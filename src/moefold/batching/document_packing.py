@@ -24,8 +24,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moefold.batching.doc_cost import cost_of
-from moefold.batching.step_plan import Cost, StepPlan, Wave, estimate, max_group_tokens, ramped
-from moefold.batching.wave_packing import Room, WavePacker, evenly, first_fit, serpentine
+from moefold.batching.wave_packing import (
+    Cost,
+    Room,
+    StepPlan,
+    Wave,
+    WavePacker,
+    estimate,
+    evenly,
+    first_fit,
+    max_group_tokens,
+    ramped,
+    serpentine,
+)
 from moefold.config.run import RunConfig
 from moefold.errors import DataError
 from moefold.schedule.names import schedule_named

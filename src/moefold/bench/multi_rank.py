@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from moefold.attention.sdpa import attend
-from moefold.bench.calibration_shapes import (
+from moefold.bench.clock import REPEATS, Progress, Reference, Trial, barrier, ratios, repeat, seconds
+from moefold.bench.single_rank import (
     CONTEXT,
     CROWDED,
     DOCUMENTS,
@@ -33,15 +34,14 @@ from moefold.bench.calibration_shapes import (
     ROUTED,
     RUNS,
     TOKENS,
+    random_batch,
+    single_rank_model,
 )
-from moefold.bench.clock import REPEATS, Progress, Reference, Trial, barrier, ratios, repeat, seconds
-from moefold.bench.single_rank import random_batch, single_rank_model
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad, reduce_scatter_no_grad
 from moefold.comm.process_groups import Group, Groups, Ledger
 from moefold.config.parallel import ParallelConfig
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
-from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import Dispatcher, ExpertInput, LocalDispatcher, Routing
 from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, unpermute_rows
 from moefold.nn.batch import context_shard, whole_batch
 from moefold.parallel.context_parallel import ContextParallelCore, ring_groups

@@ -12,11 +12,14 @@ than n ALIGNMENT elements.
 
 A range may cut a parameter anywhere. In a row-major tensor it is a few boxes (``boxes_of_range``): checkpoints store
 boxes, and any other layout reads them.
+
+`fill_buckets` is the rule by which every reduction of gradients, flat or not, is divided into collectives: the step and
+the planner both follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,6 +30,26 @@ from moefold.blueprint.stages import StageSpec
 from moefold.config.model import ModelConfig
 from moefold.config.precision import KeptFormat, PrecisionConfig
 from moefold.topology.folded_layout import FoldedLayout, GridName
+
+MEBIBYTE = 1 << 20
+
+
+def fill_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names from the smallest to the largest, in buckets of at most ``limit`` bytes; one that is larger has its own.
+
+    >>> fill_buckets({"b": 3, "a": 4, "c": 9, "d": 1}, 8)
+    [['d', 'b', 'a'], ['c']]
+    """
+    buckets: list[list[str]] = []
+    held = 0
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        if not buckets or held + sizes[name] > limit:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(name)
+        held += sizes[name]
+    return buckets
+
 
 Box = tuple[slice, ...]
 

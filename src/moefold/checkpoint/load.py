@@ -18,9 +18,8 @@ from torch import Tensor
 from moefold.checkpoint.manifest import Manifest, data_name, read_table
 from moefold.checkpoint.shard_file import ShardReader
 from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, needed_tensors
-from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.checkpoint.step_dirs import check_files, committed_steps, final_path, quick_check
 from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, volume, whole
-from moefold.checkpoint.verify import check_files, quick_check
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError

@@ -41,9 +41,8 @@ from moefold.checkpoint.manifest import (
 )
 from moefold.checkpoint.run_lock import may_write, read_incarnation
 from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
-from moefold.checkpoint.step_dirs import clean_up, committed_steps, final_path, temp_path
+from moefold.checkpoint.step_dirs import clean_up, committed_steps, final_path, quick_check, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
-from moefold.checkpoint.verify import quick_check
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError

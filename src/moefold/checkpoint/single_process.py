@@ -24,9 +24,8 @@ from moefold.checkpoint.manifest import (
     write_table,
 )
 from moefold.checkpoint.shard_file import shard_order, write_shard
-from moefold.checkpoint.step_dirs import final_path, temp_path
+from moefold.checkpoint.step_dirs import final_path, temp_path, verify
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, ChunkSpec, TensorSource, whole
-from moefold.checkpoint.verify import verify
 from moefold.config.loading import dump_run, parse_run
 from moefold.config.run import RunConfig
 from moefold.errors import CheckpointError, ConfigError

@@ -11,7 +11,6 @@ from moefold.checks import (
     kernels,
     model,
     parallel,
-    pipeline,
     planned_only,
     precision,
     retained_steps,
@@ -27,7 +26,6 @@ Rule = Callable[[RunConfig], Found]
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *parallel.RULES,
-    *pipeline.RULES,
     *context.RULES,
     *kernels.RULES,
     *engine_limits.RULES,
@@ -38,7 +36,7 @@ RULES: tuple[Rule, ...] = (
     *planned_only.RULES,
 )
 RULES_TO_TRAIN: tuple[Rule, ...] = train.RULES_TO_TRAIN
-RULES_WITH_LAYOUT = (*train.RULES_WITH_LAYOUT, *pipeline.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
+RULES_WITH_LAYOUT = (*train.RULES_WITH_LAYOUT, *parallel.RULES_WITH_LAYOUT, *context.RULES_WITH_LAYOUT)
 
 
 def problems(run: RunConfig, world: int | None = None) -> list[Problem]:

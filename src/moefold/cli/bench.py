@@ -267,8 +267,7 @@ def _start(args: argparse.Namespace) -> str:
         raise ConfigError(*problems)
     import torch
 
-    from moefold.comm.spawn import this_device
-    from moefold.ops.malloc import disable_malloc_trim
+    from moefold.comm.spawn import disable_malloc_trim, this_device
 
     device = this_device(args.device)
     if device.type == "cuda":

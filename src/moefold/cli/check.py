@@ -10,8 +10,7 @@ from dataclasses import asdict
 from moefold.api.runs import check, load_run
 from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
-from moefold.blueprint.stage_modules import RankParams, largest_rank_params
-from moefold.blueprint.stage_ranks import stage_table
+from moefold.blueprint.stage_modules import RankParams, largest_rank_params, stage_table
 from moefold.checks.kernels import experts_in_use
 from moefold.cli.run_argument import Subparsers, add_run_argument
 from moefold.config.model import ModelConfig

@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rank != "stages" and not args.rank.isdecimal():
         choices = "a number, or stages; all needs --device cuda"
         raise ConfigError(Problem("--rank", f"{args.rank!r} is not a rank", choices))
-    from moefold.dryrun.dry_run import dry_run, dry_run_stages
-    from moefold.dryrun.dryrun_report import dry_run_json, report, stages_report
+    from moefold.dryrun.dry_run import dry_run, dry_run_json, dry_run_stages, report, stages_report
 
     if args.rank == "stages":
         bar = _progress_bar("pipeline ranks")
@@ -93,8 +92,7 @@ def _run_on_fake_gpus(asked: RunConfig, args: argparse.Namespace) -> NoReturn:
     from moefold.dryrun.fake_cuda.load_guard import load_guard
 
     load_guard()
-    from moefold.dryrun.dry_run import refuse
-    from moefold.dryrun.dryrun_report import dry_run_json, report
+    from moefold.dryrun.dry_run import dry_run_json, refuse, report
     from moefold.dryrun.fake_cuda.laboratory import compare, dry_run_on_gpu, run_ranks
 
     every = args.rank == "all"

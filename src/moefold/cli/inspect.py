@@ -79,7 +79,7 @@ def _find(directory: Path) -> Path:
 def _problem(path: Path, world: int) -> str | None:
     """The first problem that verification finds, or None."""
     from moefold.checkpoint.manifest import read_manifest
-    from moefold.checkpoint.verify import check_files, check_structure
+    from moefold.checkpoint.step_dirs import check_files, check_structure
 
     def hashed() -> Iterator[int]:
         for rank in range(world):

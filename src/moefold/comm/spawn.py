@@ -7,6 +7,11 @@ with the process that started them, and return JSON, never pickles.
 
 A forked process inherits the signal handlers of its parent. SIGINT and SIGTERM are therefore blocked while ranks are
 forked, and a rank unblocks them only after ``in_rank`` has been able to install its own handlers.
+
+Ranks keep freed memory. glibc returns every large buffer to the kernel when it is freed, and the kernel clears each
+page of the next one, a page fault per 4 KiB; a training step allocates and frees the same buffers again and again. With
+trimming and mmap disabled (`disable_malloc_trim`) a process stays at its peak size, which is usual for training. The
+setting is global and permanent, so it is made once, before the work starts.
 """
 
 from __future__ import annotations
@@ -37,7 +42,22 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from moefold.comm.launchers import place_of
 from moefold.errors import BackendError, MoefoldError, RankError
-from moefold.ops.malloc import disable_malloc_trim
+
+# glibc's malloc.h
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_NEVER = 2**31 - 1
+# Extra bytes per request to the kernel.
+_TOP_PAD_BYTES = 64 << 20
+
+
+def disable_malloc_trim() -> bool:
+    """Keep freed memory for the next buffer; False where the C library has no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _TOP_PAD_BYTES))
+    return all(mallopt(name, value) for name, value in settings)
+
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
@@ -119,7 +139,7 @@ def join_world(seconds: float, device_type: str | None = None) -> tuple[int, int
     Without a launcher the world is this process, and no process group is made. On a GPU the rank's device becomes the
     current one and every group's communicators are made at once: FSDP, Triton and events use the current device, and
     NCCL then makes subgroups by splitting the world's communicator. On a CPU, freed memory is kept by the process: see
-    ``ops/malloc.py``.
+    ``comm/spawn.py``.
     """
     place, device = place_of(os.environ), this_device(device_type)
     if device.type == "cuda":

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moefold.batching.zigzag import held_spans
 from moefold.config.run import RunConfig
-from moefold.moe.capacity import capacity_of
 from moefold.moe.dispatch.base import ExchangedRows, ExchangeName, HostRows
+from moefold.moe.topk import capacity_of
 from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 

@@ -23,8 +23,7 @@ from moefold.config.moe import MoEConfig
 from moefold.model.block import Block
 from moefold.model.decoder import Decoder
 from moefold.model.mtp import MTPModule
-from moefold.moe.dispatch.base import Dispatcher
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import Dispatcher, LocalDispatcher
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.experts import ExpertBackendMaker, Experts
 from moefold.moe.layer import MoELayer

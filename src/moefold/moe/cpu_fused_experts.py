@@ -30,7 +30,7 @@ from moefold.moe.padded_permutation import (
 from moefold.moe.permute import count_assignments
 from moefold.nn.matmul_policy import WeightGradQueue
 from moefold.nn.step_retention import KEEP_ALL, Retention
-from moefold.ops.glu import GLU
+from moefold.ops.activations import GLU
 from moefold.ops.segments import segment_sum
 
 # Entries before the activation that the experts of one tile may have: two megabytes in bfloat16.

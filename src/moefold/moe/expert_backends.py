@@ -9,10 +9,10 @@ from moefold.moe.grouped_experts import (
     GroupedExperts,
     KernelPermutation,
     TorchPermutation,
+    TransformerEnginePermutation,
     kernel_activation,
 )
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels
-from moefold.moe.te_permutation import TransformerEnginePermutation
 from moefold.nn.matmul_policy import ENGINE_MATMULS, GROUPED_MATMULS, GroupedMatmul, MatmulPolicy, WeightGradQueue
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.engines import load_engine

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.moe import BalanceConfig, MoEConfig
-from moefold.moe.padding_mask import real_tokens
 from moefold.moe.permute import Assignments, count_assignments
-from moefold.moe.topk import score
+from moefold.moe.topk import real_tokens, score
 from moefold.nn.batch import Batch, TokenSets
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.segments import count_keys

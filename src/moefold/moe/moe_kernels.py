@@ -1,20 +1,30 @@
-"""The kernels of an MoE layer beside those that any model has, and a whole set of them by a backend's name."""
+"""The kernels of an MoE layer beside those that any model has: a whole set by a backend's name, or regions by torch.
+
+A **region** (``kernels.compile: regions``) is a function of tensors without communication and without a read on the
+host: scores to experts and probs, the term of a balance loss, the order in which rows are sent, the activation between
+two grouped GEMMs. ``fullgraph`` makes a graph break an error, so a region is one graph, forward and backward. A size
+that changes is dynamic from its first change on, so that the number of rows, which is another at every step, does not
+compile anything again. The functions are the references of the hand-written kernels; where the run names Triton
+kernels, those stay. Matmuls, collectives and the deterministic sum over a token's rows are one launch each already and
+stay outside. Fake tensors (the dry run) take the plain function: they have no values, and the shapes are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import cache
+from inspect import signature
+from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moefold.checks.kernels import experts_in_use
 from moefold.config.run import RunConfig
-from moefold.moe.compiled_regions import region, require_compiler
-from moefold.moe.kernels import router_reference as balance_torch
-from moefold.moe.kernels import router_reference as router_torch
-from moefold.moe.kernels import row_map_reference as permute_torch
-from moefold.moe.kernels import row_map_reference as row_map
+from moefold.errors import BackendError
+from moefold.moe.kernels import moe_references as in_torch
 from moefold.moe.load_balancing import BalanceTerm, balance_term
 from moefold.ops import backends
 from moefold.ops.activations import weighted_activation_reference
@@ -22,16 +32,48 @@ from moefold.ops.backends import JOBS, Kernels, resolve
 from moefold.ops.host_probe import HostInfo, probe_host
 from moefold.ops.native.glu import native_activation, native_glu
 
+# A function is compiled for each dtype, with and without gradients, for no row, one row and more: more than torch's
+# eight, and with ``fullgraph`` one too many is an error. Older versions have only a global limit.
+_LIMIT = {"recompile_limit": 64} if "recompile_limit" in signature(torch.compile).parameters else {}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Region(Generic[P, R]):
+    """``backend``: of torch.compile."""
+
+    def __init__(self, plain: Callable[P, R], backend: str | Callable[..., object] = "inductor") -> None:
+        self.plain = plain
+        self.compiled: Callable[P, R] = torch.compile(plain, fullgraph=True, backend=backend, **_LIMIT)  # type: ignore[call-overload]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        chosen = self.plain if isinstance(args[0], FakeTensor) else self.compiled
+        return chosen(*args, **kwargs)
+
+
+@cache
+def region(plain: Callable[P, R]) -> Region[P, R]:
+    """One for all layers."""
+    return Region(plain)
+
+
+def require_compiler(device: str, host: HostInfo) -> None:
+    """torch compiles with Triton for GPUs and with a C++ compiler for CPUs."""
+    if device == "cuda" and "triton" not in host.packages:
+        raise BackendError("kernels.compile: regions needs triton, which is not installed; use none")
+    if device == "cpu" and host.compiler is None:
+        raise BackendError("kernels.compile: regions needs a C++ compiler (no cc, no $CC); use none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEKernels(Kernels):
     """Row maps, permutation, routing and the statistics of load balancing, each as a function."""
 
-    map_rows: Callable[..., row_map.RowMap]
+    map_rows: Callable[..., in_torch.RowMap]
     permute: Callable[..., tuple[Tensor, Tensor | None]]
     unpermute: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
-    balance_stats: Callable[..., balance_torch.BalanceStats]
+    balance_stats: Callable[..., in_torch.BalanceStats]
     # None is the router's own, which shares its scores.
     balance_term: BalanceTerm | None = None
 
@@ -43,11 +85,11 @@ def _shared(kernels: Kernels) -> dict[str, Any]:
 def torch_kernels() -> MoEKernels:
     return MoEKernels(
         **_shared(backends.torch_kernels()),
-        map_rows=row_map.map_rows,
-        permute=permute_torch.permute,
-        unpermute=permute_torch.unpermute,
-        route=router_torch.route,
-        balance_stats=balance_torch.balance_stats,
+        map_rows=in_torch.map_rows,
+        permute=in_torch.permute,
+        unpermute=in_torch.unpermute,
+        route=in_torch.route,
+        balance_stats=in_torch.balance_stats,
     )
 
 

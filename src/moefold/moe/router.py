@@ -22,7 +22,6 @@ from moefold.moe.load_balancing import (
     count_assignments,
     counts_anything,
 )
-from moefold.moe.padding_mask import keep_real, real_tokens
 from moefold.moe.routing_policies import (
     CapacityDrop,
     DropPolicy,
@@ -31,7 +30,7 @@ from moefold.moe.routing_policies import (
     TopKRouting,
     build_routing_policy,
 )
-from moefold.moe.topk import choose_topk, normalize_probs, score
+from moefold.moe.topk import choose_topk, keep_real, normalize_probs, real_tokens, score
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.ops.fp32_linear import fp32_linear

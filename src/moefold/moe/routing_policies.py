@@ -14,9 +14,17 @@ from torch import Tensor
 
 from moefold.config.moe import CapacityConfig, MoEConfig
 from moefold.errors import UnknownNameError
-from moefold.moe.capacity import capacity_of, keep_within_capacity
-from moefold.moe.padding_mask import only_real, real_tokens
-from moefold.moe.topk import choose_balanced, choose_by_experts, choose_topk, limit_groups, sinkhorn
+from moefold.moe.topk import (
+    capacity_of,
+    choose_balanced,
+    choose_by_experts,
+    choose_topk,
+    keep_within_capacity,
+    limit_groups,
+    only_real,
+    real_tokens,
+    sinkhorn,
+)
 from moefold.nn.batch import Batch, TokenSets
 from moefold.nn.parallel_interfaces import TokenSharding
 

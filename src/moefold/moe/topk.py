@@ -1,16 +1,30 @@
-"""From logits to scores, and from scores to assignments.
+"""From logits to scores, from scores to assignments, and which assignments count.
 
 Assignments are integers without a gradient. Equal scores go to the lower expert number or the earlier token, so the
 same scores give the same assignments on every machine. Rules that compare tokens see one microbatch.
+
+**Capacity** is how many assignments an expert, or a device full of experts, accepts, and which ones when there are
+more. It holds per owner (an expert, or a device with its experts) and per set of tokens: the whole microbatch, which no
+layout changes, or a rank's own shard. Ranks are computed on the device and every shape is known beforehand, so dropping
+needs no sync.
+
+**Padding** tokens are computed like all others, but must not change anything. Attention and the loss need no help, as
+padding is at the end of its document and has no labels. A router needs it: padding must not be sent to experts, take
+another token's capacity, or count towards any expert's load.
 """
 
 from __future__ import annotations
 
-from math import log
+from fractions import Fraction
+from math import ceil, log
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from moefold.nn.batch import Batch, TokenSets
+from moefold.nn.parallel_interfaces import TokenSharding
+from moefold.ops.segments import count_keys, rank_within_key
 
 
 def score(logits_tE: Tensor, kind: Literal["softmax", "sigmoid"]) -> Tensor:
@@ -137,3 +151,69 @@ def choose_by_experts_reference(scores_TE: Tensor, capacity: int) -> Tensor:
         tokens = sorted(range(scores_TE.shape[0]), key=lambda token: (-scores_TE[token, expert].item(), token))
         kept_TE[tokens[:capacity], expert] = True
     return kept_TE
+
+
+def capacity_of(num_tokens: int, factor: float, top_k: int, num_owners: int) -> int:
+    """ceil(factor * tokens * top_k / owners), at least 1.
+
+    In fractions of the decimal the user wrote: in floats, 0.1 * 30 is a little over 3 and would be rounded up to 4.
+    """
+    return max(1, ceil(Fraction(str(factor)) * num_tokens * top_k / num_owners))
+
+
+def keep_within_capacity(
+    owner_TK: Tensor, priority_TK: Tensor | None, set_of_token_T: Tensor, capacities: tuple[int, ...], num_owners: int
+) -> Tensor:
+    """True for the assignments within capacity; ``capacities`` has one entry per set.
+
+    Higher priority goes first and equal ones by position; without priorities it is first come, first served, by token
+    and then by k.
+    """
+    set_TK = set_of_token_T[:, None].expand_as(owner_TK)
+    rank_N = rank_within_key(
+        (set_TK * num_owners + owner_TK).flatten(),
+        len(capacities) * num_owners,
+        None if priority_TK is None else priority_TK.flatten(),
+    )
+    # One fill per set: a device tensor made from a Python list would wait for a copy.
+    capacity_Q = torch.stack([torch.full((), capacity, device=owner_TK.device) for capacity in capacities])
+    return rank_N.view_as(owner_TK) < capacity_Q[set_of_token_T][:, None]
+
+
+def keep_within_capacity_reference(
+    owner_TK: Tensor, priority_TK: Tensor | None, set_of_token_T: Tensor, capacities: tuple[int, ...], num_owners: int
+) -> Tensor:
+    """Fill each owner of each set from the sorted list of its assignments."""
+    kept_TK = torch.zeros_like(owner_TK, dtype=torch.bool)
+    num_tokens, top_k = owner_TK.shape
+    for token_set, capacity in enumerate(capacities):
+        for owner in range(num_owners):
+            asks = [
+                (0.0 if priority_TK is None else -priority_TK[token, k].item(), token, k)
+                for token in range(num_tokens)
+                for k in range(top_k)
+                if set_of_token_T[token] == token_set and owner_TK[token, k] == owner
+            ]
+            for _, token, k in sorted(asks)[:capacity]:
+                kept_TK[token, k] = True
+    return kept_TK
+
+
+def real_tokens(batch: Batch, tokens: TokenSharding) -> Tensor | None:
+    """False for padding tokens of this rank; None where there is no padding."""
+    return None if batch.real_S is None else tokens.tp_shard(batch.real_S)
+
+
+def keep_real(expert_tK: Tensor, kept_tK: Tensor | None, real_t: Tensor | None) -> Tensor | None:
+    """The kept assignments without those of padding tokens."""
+    if real_t is None:
+        return kept_tK
+    real_tK = real_t[:, None].expand_as(expert_tK)
+    return real_tK if kept_tK is None else kept_tK & real_tK
+
+
+def only_real(sets: TokenSets, real: Tensor) -> TokenSets:
+    """The same sets without padding tokens, which become one more set, the last. Reads the sizes back."""
+    num_sets = len(sets.sizes)
+    set_of_token = torch.where(real, sets.set_of_token_T, num_sets)
+    return TokenSets(set_of_token, tuple(count_keys(set_of_token, num_sets + 1).tolist()))

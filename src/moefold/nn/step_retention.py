@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from moefold.config.memory import MemoryConfig, RetainedStep
-from moefold.nn.host_pool import HostPool
-from moefold.nn.offload import Away, Offload, OffloadGroup, Slot
+from moefold.nn.offload import Away, HostPool, Offload, OffloadGroup, Slot
 
 T = TypeVar("T", Tensor, tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
 

@@ -18,8 +18,8 @@ from moefold.config.parallel import NamedDispatcher
 from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm, rope
+from moefold.ops.activations import GLU, glu_named
 from moefold.ops.engines import OPTIONAL
-from moefold.ops.glu import GLU, glu_named
 from moefold.ops.host_probe import HostInfo
 
 NARROW = ("float32", "bfloat16")

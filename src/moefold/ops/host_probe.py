@@ -126,7 +126,7 @@ def _cpu() -> tuple[str, frozenset[str]]:
 
 
 def _allocator() -> tuple[str, bool]:
-    """The allocator's name, and whether ``ops/malloc.py`` can disable its trimming."""
+    """The allocator's name, and whether ``comm/spawn.py`` can disable its trimming."""
     try:
         mapped = Path("/proc/self/maps").read_text()
     except OSError:

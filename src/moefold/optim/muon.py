@@ -24,7 +24,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from moefold.blueprint.muon_owners import Dealing, MuonParameter, deal
+from moefold.blueprint.muon_matrices import Dealing, MuonParameter, deal
 from moefold.comm.process_groups import Group
 from moefold.config.optim import MuonConfig
 from moefold.optim.muon_exchange import box_views, plan_bucket

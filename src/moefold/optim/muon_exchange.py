@@ -1,6 +1,6 @@
 """Whole matrices from the parts of all ranks, and back: one all-to-all each way per bucket.
 
-A plan is made once per bucket from the dealing (`blueprint/muon_owners.py`). Both ends of a message compute the same
+A plan is made once per bucket from the dealing (`blueprint/muon_matrices.py`). Both ends of a message compute the same
 list of blocks in the same order, the matrices of an owner one after the other, so a message has no header.
 
 Blocks are cut from boxes, not from shapes of shards: a rank's tensor is one box of the parameter (FSDP), or several,
@@ -16,8 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from moefold.blueprint.muon_matrices import Spans
-from moefold.blueprint.muon_owners import DealtMatrix, MuonParameter
+from moefold.blueprint.muon_matrices import DealtMatrix, MuonParameter, Spans
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Group
 

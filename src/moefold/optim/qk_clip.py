@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.model_shape import Attention
-from moefold.blueprint.muon_owners import spans_of
+from moefold.blueprint.muon_matrices import spans_of
 from moefold.optim.chunked_adamw import local_of
 from moefold.optim.muon_exchange import box_views
 from moefold.optim.trained_pieces import Piece

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from moefold.blueprint.bucket_sizes import fill_buckets
+from moefold.blueprint.flat_layout import fill_buckets
 from moefold.blueprint.sharding import grid_of, shard_dim
 from moefold.comm.process_groups import Groups
 from moefold.config.precision import PrecisionConfig

@@ -21,13 +21,12 @@ from moefold.attention.core import AttentionCore, LocalCore
 from moefold.attention.max_logits import LogitMaxima
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
-from moefold.blueprint.bucket_sizes import MEBIBYTE
-from moefold.blueprint.flat_layout import weight_format
+from moefold.blueprint.flat_layout import MEBIBYTE, weight_format
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
-from moefold.comm.comm_stream import CommStream, comm_stream
+from moefold.comm.p2p import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.parallel import EngineDispatcher, NamedDispatcher
 from moefold.config.run import RunConfig
@@ -43,8 +42,7 @@ from moefold.moe.dispatch import (
     symmetric_memory,
     two_level,
 )
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, SplitSizeSource, padded_rows
-from moefold.moe.dispatch.local import LocalDispatcher
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, SplitSizeSource, padded_rows
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moefold.blueprint.bucket_sizes import fill_buckets
+from moefold.blueprint.flat_layout import fill_buckets
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import chunk_box, grid_of, local_slices, partial_axes
 from moefold.blueprint.stage_modules import Parts

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
-from moefold.blueprint.bucket_sizes import MEBIBYTE, fill_buckets
-from moefold.blueprint.flat_layout import FlatBucket, even_part
+from moefold.blueprint.flat_layout import MEBIBYTE, FlatBucket, even_part, fill_buckets
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim

@@ -16,16 +16,13 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.blueprint.bucket_sizes import MEBIBYTE
-from moefold.blueprint.flat_layout import FlatBucket, boxes_of_range, flat_buckets, shifted
+from moefold.blueprint.flat_layout import MEBIBYTE, FlatBucket, boxes_of_range, flat_buckets, shifted
 from moefold.blueprint.model_shape import Layer, ModelShape
-from moefold.blueprint.muon_matrices import Spans, matrices_of
-from moefold.blueprint.muon_owners import HeldBoxes, MuonParameter, spans_of
+from moefold.blueprint.muon_matrices import HeldBoxes, MuonParameter, Spans, matrices_of, spans_of
 from moefold.blueprint.param_groups import is_trained, update_rule
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import data_sharded_box, local_slices
-from moefold.blueprint.stage_modules import Parts, parts_of
-from moefold.blueprint.stage_ranks import StagePlace, place_stages
+from moefold.blueprint.stage_modules import Parts, StagePlace, parts_of, place_stages
 from moefold.blueprint.stages import StageSpec, balanced_stages, even_stages, parse_stages, stages_of
 from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from moefold.batching.document_packing import plan_for
-from moefold.batching.step_plan import StepPlan
+from moefold.batching.wave_packing import StepPlan
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import AttentionConfig, MLAConfig
 from moefold.config.data import DataConfig

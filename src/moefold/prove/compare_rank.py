@@ -24,7 +24,7 @@ from moefold.parallel.param_shards import TrainedPiece, local_part
 from moefold.pipeline.step import StepResult, count_step_labels, make_optimizer, run_step
 from moefold.prove.cases import Case
 from moefold.prove.proof_inputs import labels_of_rank, on_device, proof_init, rank_batch, rows_in_wave
-from moefold.prove.reference_update import adamw_step
+from moefold.prove.reference import adamw_step
 from moefold.prove.routing_replay import replay_routing
 
 CPU = torch.device("cpu")

@@ -9,14 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moefold.prove.faults import (
-    document_faults,
-    flat_faults,
-    moe_faults,
-    parallel_faults,
-    pipeline_faults,
-    saving_faults,
-)
+from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, state_faults
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.verdict import Verdict, prove
 
@@ -112,74 +105,80 @@ MUTANTS = (
         "other ranks do not learn which assignments were dropped",
     ),
     Mutant(
-        moe_faults.balance_counts_the_biased_topk,
+        exchange_faults.balance_counts_the_biased_topk,
         "limited",
         "balance losses count the top-k with bias and groups",
     ),
-    Mutant(moe_faults.drops_by_the_raw_score, "limited", "drops are decided before scores are normalised"),
+    Mutant(exchange_faults.drops_by_the_raw_score, "limited", "drops are decided before scores are normalised"),
     Mutant(
-        moe_faults.bias_counts_what_was_dropped,
+        exchange_faults.bias_counts_what_was_dropped,
         "limited",
         "the loss-free bias follows assignments before dropping",
     ),
     Mutant(
-        moe_faults.capacity_of_a_device_for_each_expert,
+        exchange_faults.capacity_of_a_device_for_each_expert,
         "limited",
         "each expert of a device gets the device's capacity",
     ),
-    Mutant(moe_faults.a_group_scored_by_its_best_expert, "limited", "DeepSeek-V2's group score instead of V3's"),
+    Mutant(exchange_faults.a_group_scored_by_its_best_expert, "limited", "DeepSeek-V2's group score instead of V3's"),
     Mutant(parallel_faults.init_depends_on_the_layout, "folded", "each rank draws its shard by its own shape"),
     Mutant(parallel_faults.decay_on_everything, "folded", "weight decay on norms and biases"),
     Mutant(
-        moe_faults.one_assignment_per_row, "deduplicated", "a row that was sent once is computed by one expert only"
+        exchange_faults.one_assignment_per_row,
+        "deduplicated",
+        "a row that was sent once is computed by one expert only",
     ),
     Mutant(
-        moe_faults.gradient_of_one_copy, "deduplicated", "of a row sent to several ranks, one rank's gradient is used"
+        exchange_faults.gradient_of_one_copy,
+        "deduplicated",
+        "of a row sent to several ranks, one rank's gradient is used",
     ),
-    Mutant(moe_faults.probs_gradient_of_one_rank, "deduplicated", "of a token's probs, one rank's gradients are used"),
-    Mutant(moe_faults.hosts_not_summed, "deduplicated", "of several hosts' outputs, the first is taken"),
+    Mutant(
+        exchange_faults.probs_gradient_of_one_rank, "deduplicated", "of a token's probs, one rank's gradients are used"
+    ),
+    Mutant(exchange_faults.hosts_not_summed, "deduplicated", "of several hosts' outputs, the first is taken"),
     # ---- pipelines ----
     Mutant(
-        pipeline_faults.tied_weight_not_summed_over_stages,
+        exchange_faults.tied_weight_not_summed_over_stages,
         "interleaved",
         "each stage updates its copy of a tied weight by itself",
     ),
-    Mutant(pipeline_faults.tied_weight_twice_in_the_norm, "interleaved", "both stages of a tied weight enter the norm"),
-    Mutant(pipeline_faults.weight_gradients_of_a_microbatch_lost, "deferred", "deferred gradients are dropped"),
+    Mutant(exchange_faults.tied_weight_twice_in_the_norm, "interleaved", "both stages of a tied weight enter the norm"),
+    Mutant(exchange_faults.weight_gradients_of_a_microbatch_lost, "deferred", "deferred gradients are dropped"),
     Mutant(
-        pipeline_faults.weight_gradients_of_a_microbatch_added_twice,
+        exchange_faults.weight_gradients_of_a_microbatch_added_twice,
         "deferred",
         "both halves of a backward add the weight's gradient",
     ),
     Mutant(
-        pipeline_faults.weight_gradients_of_overlapped_pairs_lost,
+        exchange_faults.weight_gradients_of_overlapped_pairs_lost,
         "overlapped",
         "weight gradients deferred by an overlapped pair are not computed",
     ),
     Mutant(
-        pipeline_faults.gradient_of_the_microbatch_before,
+        exchange_faults.gradient_of_the_microbatch_before,
         "interleaved",
         "a receive buffer is read before the next message is in",
     ),
     Mutant(
-        pipeline_faults.hidden_states_of_two_microbatches_swapped, "deferred", "a stage runs the first microbatch again"
+        exchange_faults.hidden_states_of_two_microbatches_swapped, "deferred", "a stage runs the first microbatch again"
     ),
     Mutant(
-        pipeline_faults.gradient_of_the_second_hidden_state_lost,
+        exchange_faults.gradient_of_the_second_hidden_state_lost,
         "interleaved",
         "a stage sends back the gradient of the main hidden state only",
     ),
     Mutant(
-        pipeline_faults.balance_of_middle_stages_forgotten,
+        exchange_faults.balance_of_middle_stages_forgotten,
         "interleaved",
         "backward starts from the last stage's loss only",
     ),
     Mutant(
-        pipeline_faults.earlier_counts_of_another_layer,
+        exchange_faults.earlier_counts_of_another_layer,
         "interleaved",
         "rows of counts are indexed per stage, not per model",
     ),
-    Mutant(pipeline_faults.mtp_losses_summed_not_averaged, "interleaved", "the losses of two MTP modules count double"),
+    Mutant(exchange_faults.mtp_losses_summed_not_averaged, "interleaved", "the losses of two MTP modules count double"),
     # ---- documents and context parallelism ----
     Mutant(document_faults.keys_of_the_neighbour_before, "ring", "the ring attends to the keys of the step before"),
     Mutant(document_faults.parts_merged_without_rescaling, "ring", "partial attentions are merged without rescaling"),
@@ -231,44 +230,46 @@ MUTANTS = (
         "counts are summed over the largest context group in every wave",
     ),
     # ---- flat sharding ----
-    Mutant(flat_faults.flat_sum_lost, "flat", "each rank updates its range by its own gradient"),
-    Mutant(flat_faults.flat_sum_averaged, "flat", "a reduce-scatter that averages where the loss was divided already"),
-    Mutant(flat_faults.flat_replicas_not_summed, "flat", "hybrid sharding stops after the reduce-scatter"),
-    Mutant(flat_faults.flat_weights_not_gathered, "flat", "a rank computes with its own range of the weights only"),
-    Mutant(flat_faults.bucket_boundary_off_by_one, "flat", "a rank's range starts one entry too late"),
-    Mutant(flat_faults.gradients_of_the_neighbour, "flat", "a rank updates its range by its neighbour's range"),
+    Mutant(state_faults.flat_sum_lost, "flat", "each rank updates its range by its own gradient"),
+    Mutant(state_faults.flat_sum_averaged, "flat", "a reduce-scatter that averages where the loss was divided already"),
+    Mutant(state_faults.flat_replicas_not_summed, "flat", "hybrid sharding stops after the reduce-scatter"),
+    Mutant(state_faults.flat_weights_not_gathered, "flat", "a rank computes with its own range of the weights only"),
+    Mutant(state_faults.bucket_boundary_off_by_one, "flat", "a rank's range starts one entry too late"),
+    Mutant(state_faults.gradients_of_the_neighbour, "flat", "a rank updates its range by its neighbour's range"),
     Mutant(
-        flat_faults.gradient_added_twice_into_the_flat_buffer,
+        state_faults.gradient_added_twice_into_the_flat_buffer,
         "flat",
         "a GEMM has added the gradient, and autograd gets it as well",
     ),
     Mutant(
-        flat_faults.norm_before_the_reduce_scatter, "flat", "the norm is taken of gradients that are not yet summed"
+        state_faults.norm_before_the_reduce_scatter, "flat", "the norm is taken of gradients that are not yet summed"
     ),
-    Mutant(flat_faults.decay_on_the_wrong_piece, "flat", "rules are given to pieces by another order of parameters"),
-    Mutant(flat_faults.moments_of_another_piece, "flat", "states are kept by number, and numbers differ by rank"),
+    Mutant(state_faults.decay_on_the_wrong_piece, "flat", "rules are given to pieces by another order of parameters"),
+    Mutant(state_faults.moments_of_another_piece, "flat", "states are kept by number, and numbers differ by rank"),
     Mutant(
-        flat_faults.sum_before_the_last_stage, "flat pipeline", "a bucket of two stages is sent after the first of them"
+        state_faults.sum_before_the_last_stage,
+        "flat pipeline",
+        "a bucket of two stages is sent after the first of them",
     ),
     # ---- retained steps, formats of states, Muon and QK-clip ----
-    Mutant(saving_faults.stale_reload, "retained", "a copy back does not wait for the copy out of its buffer"),
-    Mutant(saving_faults.reload_from_the_wrong_slot, "retained", "host buffers are found by size alone"),
+    Mutant(state_faults.stale_reload, "retained", "a copy back does not wait for the copy out of its buffer"),
+    Mutant(state_faults.reload_from_the_wrong_slot, "retained", "host buffers are found by size alone"),
     Mutant(
-        saving_faults.recomputed_from_another_microbatch,
+        state_faults.recomputed_from_another_microbatch,
         "retained",
         "a recomputed step reads a buffer that the next microbatch has overwritten",
     ),
     Mutant(
-        saving_faults.clone_of_a_discarded_step, "retained", "the recomputed output is a second path of the gradient"
+        state_faults.clone_of_a_discarded_step, "retained", "the recomputed output is a second path of the gradient"
     ),
-    Mutant(saving_faults.remainder_dropped, "remainder", "an update stores the bfloat16 weight alone"),
-    Mutant(saving_faults.weight_without_its_remainder, "remainder", "an update starts from the bfloat16 weight alone"),
-    Mutant(saving_faults.muon_on_a_shard, "muon", "each rank orthogonalises the part of a matrix that it holds"),
-    Mutant(saving_faults.heads_orthogonalised_together, "muon", "a projection is one matrix, not one per head"),
-    Mutant(saving_faults.answers_of_muon_not_sent_back, "muon", "only the owner's part of a matrix is orthogonalised"),
-    Mutant(saving_faults.logits_of_this_rank_only, "muon", "each rank clips by the largest logit of its own tokens"),
+    Mutant(state_faults.remainder_dropped, "remainder", "an update stores the bfloat16 weight alone"),
+    Mutant(state_faults.weight_without_its_remainder, "remainder", "an update starts from the bfloat16 weight alone"),
+    Mutant(state_faults.muon_on_a_shard, "muon", "each rank orthogonalises the part of a matrix that it holds"),
+    Mutant(state_faults.heads_orthogonalised_together, "muon", "a projection is one matrix, not one per head"),
+    Mutant(state_faults.answers_of_muon_not_sent_back, "muon", "only the owner's part of a matrix is orthogonalised"),
+    Mutant(state_faults.logits_of_this_rank_only, "muon", "each rank clips by the largest logit of its own tokens"),
     Mutant(
-        saving_faults.keys_clipped_by_one_of_their_heads,
+        state_faults.keys_clipped_by_one_of_their_heads,
         "muon",
         "a key that several query heads share is scaled by one of them",
     ),

@@ -1,8 +1,14 @@
-"""Prove one case: fork the reference, fork the ranks, and compare their quantities.
+"""Prove one case: on forked ranks, or on the ranks of a launched job, and compare their quantities with the reference.
 
 In float64 one tolerance fits all. In float32 and bfloat16 `rounding_tolerance` estimates how much two layouts may
 differ. Where that is exceeded, one process's error in the format, against float64, is measured for this very case, and
 three times that is allowed: gradients that cancel are wrong by more than the estimate in every layout.
+
+**On a job** (GPUs over NCCL, `prove_on_ranks`) every rank computes the reference itself, on its CPU: a proof's model is
+small, and hosts need not share a file system. Ranks then build their shards on their own device, run one step with the
+kernels that the case names, and compare; differences are gathered as numbers, so that every rank has the verdict. The
+same path runs on CPUs over gloo, which is how it was tested; it was never run on a GPU. There the error in the format
+is measured first.
 """
 
 from __future__ import annotations
@@ -14,13 +20,22 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from moefold.checks import engine_limits
+from moefold.checks import kernels as kernel_rules
+from moefold.checks.engine_limits import ENGINE_EXPERTS
+from moefold.checks.kernels import experts_in_use
 from moefold.comm.spawn import spawn_ranks
+from moefold.config.kernels import KernelsConfig
+from moefold.config.precision import Format
+from moefold.config.run import RunConfig
 from moefold.errors import RankError
 from moefold.moe.routing_policies import PolicyOrName
-from moefold.prove.cases import Case, proof_kernels, reference_case
+from moefold.prove.cases import Case, proof_kernels, reduce_run, reference_case
 from moefold.prove.compare_rank import (
     Difference,
     ReferenceSize,
@@ -260,3 +275,57 @@ def observations_of(case: Case, counts_ME: Tensor, dropped: int) -> frozenset[st
     if dropped:
         found.add("tokens dropped")
     return frozenset(found)
+
+
+# Keys of ``kernels`` whose named backend is proved; of experts, grouped GEMMs of other libraries.
+_NAMED = ("experts", "permute", "linear", "attention")
+
+
+def device_case(run: RunConfig, world: int, dtype: Format, device: str) -> Case:
+    """The reduced run with the kernels that the run names, where they take this format and the reduced sizes.
+
+    Otherwise `auto` experts and attention, and torch's kernels in float64; the report says which were used.
+    """
+    case = reduce_run(run, world, dtype)
+    backend = "torch" if dtype == "float64" or run.kernels.backend == "native" else run.kernels.backend
+    kernels = KernelsConfig(experts="auto", backend=backend)
+    for key in _NAMED:
+        name = getattr(run.kernels, key)
+        named = replace(kernels, **{key: name})
+        if (key != "experts" or name in ENGINE_EXPERTS) and not _refused(replace(case.run, kernels=named)):
+            kernels = named
+    chosen = replace(case.run, kernels=kernels)
+    return Case(replace(chosen, kernels=replace(kernels, experts=experts_in_use(chosen, device))), world)
+
+
+def _refused(run: RunConfig) -> bool:
+    return any(rule(run) for rule in (*kernel_rules.RULES, *engine_limits.RULES))
+
+
+def prove_on_ranks(case: Case, rank: int, device: torch.device, routing_policy: PolicyOrName | None = None) -> Verdict:
+    """Called on every rank of the case's world, in its process group; without one if the world is 1."""
+    expected = reference(reference_case(case), routing_policy)
+    own = compare_rank(case, expected, rank, routing_policy, device)
+    names = [name for name in expected if not name.startswith("routing/")]
+    rounding = {} if case.run.precision.compute == "float64" else rounding_errors(case, expected, routing_policy)
+    return verdict_of(case, expected, gather_differences(own, names, device), rounding)
+
+
+def gather_differences(
+    own: Mapping[str, Sequence[float]], names: Sequence[str], device: torch.device
+) -> list[dict[str, list[float]]]:
+    """Each rank's differences by name; a rank has those of its own shards only."""
+    absent = [0.0] * 4
+    rows = [[float(name in own), *map(float, own.get(name, absent))] for name in names]
+    table = torch.tensor(rows, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(table) for _ in range(dist.get_world_size())] if dist.is_initialized() else [table]
+    if dist.is_initialized():
+        dist.all_gather(gathered, table)
+    return [
+        {
+            name: [largest, squares, int(elements), bool(primary)]
+            for name, (there, largest, squares, elements, primary) in zip(names, ranks.tolist(), strict=True)
+            if there
+        }
+        for ranks in gathered
+    ]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from moefold.blueprint.bucket_sizes import MEBIBYTE
+from moefold.blueprint.flat_layout import MEBIBYTE
 from moefold.blueprint.parameters import buffers
 from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import family_of

@@ -131,7 +131,7 @@ def compare(reports: Sequence[RankReport]) -> list[Finding]:
         threads = sorted({call.thread for call in report.calls if call.stream is not None})
         if len(threads) > 1:
             words = f"rank {report.rank} launches on communicators from {' and '.join(threads)}: orders may differ"
-            findings.append(Finding("two host threads", words, "comm/comm_stream.py"))
+            findings.append(Finding("two host threads", words, "comm/p2p.py"))
             break
     findings += [Finding("ranks differ", words, "") for words in disagreements(logs)]
     stuck = replay_calls(logs)

@@ -16,6 +16,7 @@ from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import (
     SYNC_SPLIT_SIZES,
     ExpertInput,
+    LocalDispatcher,
     Routing,
     SplitSizeSource,
     counts_of,
@@ -23,7 +24,6 @@ from moefold.moe.dispatch.base import (
     shapes_are_fixed,
     tokens_by_shard,
 )
-from moefold.moe.dispatch.local import LocalDispatcher
 
 
 class AllGatherDispatcher:

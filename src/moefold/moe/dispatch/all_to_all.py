@@ -29,7 +29,6 @@ from moefold.comm.collectives import (
 )
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
-from moefold.moe.compiled_regions import region
 from moefold.moe.dedup_permute import (
     SendOrder,
     TokenRankMap,
@@ -40,6 +39,7 @@ from moefold.moe.dedup_permute import (
     send_order,
 )
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, counts_of, padded_rows
+from moefold.moe.moe_kernels import region
 from moefold.moe.permute import (
     Grouped,
     by_expert,

@@ -11,11 +11,13 @@ The splits of an uneven all-to-all must be on the host, and routing makes them o
 brings them over: ``SyncSplitSizes`` waits for the device and copies; the dry run knows them without any data. Where
 every expert has a padded capacity or microbatches have a fixed shape, counts follow from the configuration alone:
 ``padded_rows``, ``tokens_by_shard``.
+
+``LocalDispatcher`` is the simplest one: all experts are on this rank, and nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from moefold.batching.zigzag import num_held
 from moefold.config.run import RunConfig
-from moefold.moe.capacity import capacity_of
 from moefold.moe.permute import count_assignments
+from moefold.moe.topk import capacity_of
 from moefold.topology.folded_layout import shard_sizes
 
 
@@ -199,3 +201,35 @@ def most_microbatch_tokens(run: RunConfig, dp: int) -> int:
 def most_rank_tokens(run: RunConfig, dp: int) -> int:
     """The most tokens of a microbatch that any rank holds, the same on every rank: for buffers of a fixed size."""
     return max(map(max, tokens_by_shard(run))) if shapes_are_fixed(run) else most_microbatch_tokens(run, dp)
+
+
+class LocalDispatcher:
+    """With a ``capacity`` every expert computes exactly that many rows: shapes are known without a sync.
+
+    Without one, ``read`` brings the number of rows per expert to the host.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        capacity: int | None = None,
+        read: Callable[[Tensor], list[int]] = SYNC_SPLIT_SIZES.leaving,
+    ) -> None:
+        self.num_experts = num_experts
+        self.capacity = capacity
+        self.read = read
+
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+        if self.capacity is not None:
+            counts = even_counts(self.num_experts, self.capacity, x_tL)
+            return ExpertInput(x_tL, routing, *counts, self.capacity, None)
+        rows_per_expert_E = counts_of(routing, self.num_experts)
+        return ExpertInput(x_tL, routing, rows_per_expert_E, self.read(rows_per_expert_E), None, None)
+
+    def combine(self, expert_out_tL: Tensor, ticket: None) -> Tensor:
+        return expert_out_tL
+
+
+def even_counts(num_experts: int, capacity: int, like: Tensor) -> tuple[Tensor, list[int]]:
+    """The same number of rows for every expert, on the device and on the host."""
+    return torch.full((num_experts,), capacity, device=like.device), [capacity] * num_experts

@@ -1,21 +1,164 @@
 """A token's row travels once to every rank that holds one of its experts, and the outputs are summed there.
 
-With K experts per token a token has fewer than K destination ranks when several of its experts share one, and then
-fewer rows travel than with one row per assignment, both ways. With top-1 routing, or with experts on K different
-ranks, nothing is saved.
+With one row per assignment a row would travel K times. A token has fewer than K destination ranks when several of its
+experts share one, and then fewer rows travel, both ways. With top-1 routing, or with experts on K different ranks,
+nothing is saved.
+
+``DedupExchange`` is one such exchange over one group (``two_level`` has two). All of a row's assignments travel beside
+it in one message: K probs and K expert numbers of two bytes each. The receiver keeps those to its own experts; a
+dropped assignment has the number -1, which no rank holds. Only the probs' gradient travels back.
+
+Where an expert is split (etp > 1), the ranks that hold its shards all-gather the rows they received, because every
+shard needs every row, and reduce-scatter their partial outputs on the way back.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from moefold.comm.collectives import (
+    Sizes,
+    all_gather_no_grad,
+    all_gather_rows,
+    all_to_all_counts,
+    all_to_all_rows,
+    reduce_scatter_no_grad,
+    reduce_scatter_rows,
+)
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
-from moefold.moe.dedup_permute import TokenRankMap
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, counts_of
-from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
+from moefold.moe.dedup_permute import (
+    TokenRankMap,
+    gather_tokens,
+    reduce_token_values,
+    reduce_tokens,
+    token_rank_map,
+    token_rank_mask,
+)
+from moefold.moe.dispatch.base import (
+    SYNC_SPLIT_SIZES,
+    ExchangedRows,
+    ExchangeName,
+    ExpertInput,
+    HostRows,
+    Routing,
+    SplitSizeSource,
+    counts_of,
+)
+
+# Of an expert's number as it travels.
+_NUMBER_BYTES = 2
+
+
+class Splits(NamedTuple):
+    """Rows sent to and received from each peer, and rows received by each rank that shares a split expert."""
+
+    send: Sizes
+    recv: Sizes
+    etp_sizes: Sizes
+
+
+class Received(NamedTuple):
+    """Rows with their assignments to the experts of this rank, and what the way back needs."""
+
+    rows_RL: Tensor
+    assignments: Routing
+    splits: Splits
+    token_rank_map: TokenRankMap
+
+    def expert_input(self, counts: ExchangedRows, on_host: HostRows, ticket: Any) -> ExpertInput:
+        """With the assignments per expert that were counted for this exchange."""
+        rows_per_expert = [sum(rows) for rows in zip(*on_host.arriving, strict=True)][1:]
+        rows_per_expert_e = counts.arriving_WX[:, 1:].sum(0)
+        return ExpertInput(
+            self.rows_RL, self.assignments, rows_per_expert_e, rows_per_expert, capacity=None, ticket=ticket
+        )
+
+
+class DedupExchange:
+    """``num_experts`` are those of all ranks of the group together, in blocks of equal size.
+
+    Counts come first: ``exchange_counts`` sends them, the dispatcher reads those of all its exchanges together, and
+    ``dispatch`` is given them.
+    """
+
+    def __init__(self, name: ExchangeName, num_experts: int, group: Group, etp: Group) -> None:
+        self.name, self.group, self.etp = name, group, etp
+        self.num_experts, self.num_local = num_experts, num_experts // group.size
+        self.first_expert = group.index * self.num_local
+        assert num_experts < 2**15, f"{num_experts} experts have numbers of more than two bytes"
+
+    def mask_of(self, routing: Routing) -> Tensor:
+        """[t, W]: whether a token goes to each rank of the group."""
+        return token_rank_mask(routing.experts // self.num_local, routing.kept, self.group.size)
+
+    def exchange_counts(self, rows_W: Tensor, *more: Tensor) -> ExchangedRows:
+        """Send every peer its row count, then its rows of each of ``more``; nothing is read on the host."""
+        sent = torch.cat([rows_W[:, None], *more], 1)
+        received = all_to_all_counts(sent, self.group)
+        counts = all_gather_no_grad(received, (self.group.size,) * self.etp.size, self.etp)
+        return ExchangedRows(rows_W, counts)
+
+    def dispatch(self, x_tL: Tensor, routing: Routing, mask_tW: Tensor, rows: HostRows) -> Received:
+        splits = self._splits(rows)
+        sent = token_rank_map(mask_tW, sum(splits.send))
+        rows_NL = gather_tokens(x_tL, sent)
+        received = all_to_all_rows(rows_NL, send=splits.send, recv=splits.recv, group=self.group)
+        rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp)
+        number_tK = routing.experts if routing.kept is None else routing.experts.where(routing.kept, -1)
+        prob_RK, number_RK = _SendAssignments.apply(routing.probs, number_tK, sent, splits, self.group, self.etp)
+        expert_RK = number_RK.long().sub_(self.first_expert)
+        kept_RK = (expert_RK >= 0).logical_and_(expert_RK < self.num_local)
+        return Received(rows_RL, Routing(expert_RK, prob_RK, kept_RK), splits, sent)
+
+    def combine(self, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
+        own = reduce_scatter_rows(expert_out_RL, splits.etp_sizes, self.etp)
+        rows_NL = all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group)
+        return reduce_tokens(rows_NL, sent)
+
+    def _splits(self, rows: HostRows) -> Splits:
+        from_source, size = [arrived for arrived, *_ in rows.arriving], self.group.size
+        runs = [tuple(from_source[start : start + size]) for start in range(0, len(from_source), size)]
+        return Splits(tuple(rows.leaving), runs[self.etp.index], tuple(map(sum, runs)))
+
+
+class _SendAssignments(torch.autograd.Function):
+    """Probs and expert numbers in one message there; the probs' gradient back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, prob_tK: Tensor, number_tK: Tensor, sent: TokenRankMap, splits: Splits, group: Group, etp: Group
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sent, ctx.splits, ctx.group, ctx.etp = sent, splits, group, etp
+        # As bytes: not every backend supports int16.
+        packed = torch.cat([_packed_copy(part).view(torch.uint8) for part in (prob_tK, number_tK.short())], 1)
+        packed = packed.index_select(0, sent.token_N)
+        packed = all_to_all_rows(packed, send=splits.send, recv=splits.recv, group=group)
+        packed = all_gather_no_grad(packed, splits.etp_sizes, etp)
+        number_bytes = number_tK.shape[1] * _NUMBER_BYTES
+        prob_RK = _packed_copy(packed[:, :-number_bytes]).view(prob_tK.dtype)
+        number_RK = _packed_copy(packed[:, -number_bytes:]).view(torch.int16)
+        ctx.mark_non_differentiable(number_RK)
+        return prob_RK, number_RK
+
+    @staticmethod
+    def backward(ctx: Any, grad_RK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Each prob's gradient is nonzero only on the rank that holds its expert, so the sum has one term."""
+        own = reduce_scatter_no_grad(grad_RK, ctx.splits.etp_sizes, ctx.etp)
+        grad_NK = all_to_all_rows(own, send=ctx.splits.recv, recv=ctx.splits.send, group=ctx.group)
+        return reduce_token_values(grad_NK, ctx.sent), None, None, None, None, None
+
+
+def _packed_copy(columns: Tensor) -> Tensor:
+    """A copy whose columns lie side by side, so that it can be viewed as another dtype.
+
+    `contiguous` does not promise that: a single row or a single column (K = 1) counts as contiguous whatever its
+    stride, and keeps it.
+    """
+    return columns.clone(memory_format=torch.contiguous_format)
 
 
 class _Ticket(NamedTuple):

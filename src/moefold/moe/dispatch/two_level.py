@@ -25,7 +25,7 @@ from moefold.moe.dispatch.base import (
     SplitSizeSource,
     counts_of,
 )
-from moefold.moe.dispatch.dedup_exchange import DedupExchange, Splits
+from moefold.moe.dispatch.deduplicated import DedupExchange, Splits
 
 
 class _Ticket(NamedTuple):

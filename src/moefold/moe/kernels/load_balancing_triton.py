@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.kernels.router_reference import BalanceStats
+from moefold.moe.kernels.moe_references import BalanceStats
 from moefold.ops.kernels.aot_specs import MODELS, Build, Traffic, moe_of, refuse_wide
 
 # Logits that one program of 4 warps holds at a time, and the number of tiles of tokens that it goes through.

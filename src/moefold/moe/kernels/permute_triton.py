@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moefold.moe.kernels.row_map_reference import RowMap
+from moefold.moe.kernels.moe_references import RowMap
 from moefold.ops.kernels.aot_specs import MODELS, Build, Traffic, moe_of, refuse_wide
 
 # Entries of a row that one program of 4 warps moves: 8 per thread, 16 bytes in bfloat16.

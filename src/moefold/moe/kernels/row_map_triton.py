@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moefold.config.moe import MoEConfig
-from moefold.moe.kernels.row_map_reference import RowMap, most_rows
+from moefold.moe.kernels.moe_references import RowMap, most_rows
 from moefold.moe.permute import Assignments
 from moefold.ops.kernels.aot_specs import MODELS, Build, Traffic, moe_of
 
@@ -86,7 +86,7 @@ def _assign_rows(
 
 
 def map_rows(assignments: Assignments, num_experts: int, multiple: int = 1, num_rows: int | None = None) -> RowMap:
-    """The reference is ``row_map_reference.map_rows``. ``num_rows``: how many there are with padding, where known."""
+    """The reference is ``moe_references.map_rows``. ``num_rows``: how many there are with padding, where known."""
     expert_tK, kept_tK, device = assignments.experts.contiguous(), assignments.kept, assignments.experts.device
     num_assignments, constants = expert_tK.numel(), _constants(num_experts)
     num_blocks = triton.cdiv(num_assignments, BLOCK)

@@ -1,7 +1,7 @@
 /* SwiGLU on a CPU in one pass, forward and backward: out = gate * sigmoid(gate) * up.
  *
  * Rows of 2F numbers hold the gates, then the ups. Everything is computed in float32, whatever the format of the rows;
- * loops are plain, and compilers vectorise them. The reference is SwiGLU in ops/glu.py.
+ * loops are plain, and compilers vectorise them. The reference is SwiGLU in ops/activations.py.
  */
 
 #include <math.h>

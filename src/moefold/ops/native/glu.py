@@ -1,4 +1,4 @@
-"""The SwiGLU of ``glu.c`` behind the protocol of ``ops/glu.py``, and as an autograd function for dense layers."""
+"""The SwiGLU of ``glu.c`` behind the protocol of ``ops/activations.py``, and as an autograd function."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moefold.errors import BackendError
-from moefold.ops.activations import weighted_activation
-from moefold.ops.glu import GLU, glu_named
+from moefold.ops.activations import GLU, glu_named, weighted_activation
 from moefold.ops.native.compile_c import load
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "f32"}

@@ -2,8 +2,8 @@
 
 A fault replaces a name where it is used. It runs in a forked rank that ends with the proof, so nothing is undone. The
 ranks must finish the step with it: a fault that stops them shows nothing about the proof. Faults of routing and
-dispatchers are in `moe_faults.py`, of pipelines in `pipeline_faults.py`, of documents and context parallelism in
-`document_faults.py`.
+dispatchers and of pipelines are in `exchange_faults.py`, of states in `state_faults.py`, of documents and context
+parallelism in `document_faults.py`.
 """
 
 from __future__ import annotations
