@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moefold import __version__
 from moefold.errors import WITHOUT_TORCH
@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
         return examine_gpus(args.seconds, args.json, args.device)
     host = probe_host()
     device = args.device or host.device
-    rows = _backends(device, host)
+    rows = []
+    if host.torch is not None:
+        from moefold.ops.backends import as_rows
+
+        rows = as_rows(device, host)
     if args.json:
         facts = asdict(host) | {"cpu_features": {name: name in host.cpu_features for name in CPU_FEATURES}}
         found = {"host": facts, "device": device, "packages": package_rows(host), "backends": rows}
@@ -85,14 +89,6 @@ def run(args: argparse.Namespace) -> int:
     ]
     print(text_table(("job", "backend", "works", "formats", "chosen by", "why"), cells))
     return 0
-
-
-def _backends(device: str, host: HostInfo) -> list[dict[str, Any]]:
-    if host.torch is None:
-        return []
-    from moefold.ops.backends import as_rows
-
-    return as_rows(device, host)
 
 
 def _facts(host: HostInfo) -> list[tuple[str, str]]:
