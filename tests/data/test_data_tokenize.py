@@ -17,6 +17,7 @@ import pytest
 from tests.marks import slow_except
 
 from moefold.cli.main import main
+from moefold.data import input_rows
 from moefold.data import tokenization as tokenize
 from moefold.data.token_files import ArrayFile, MegatronFile
 from moefold.data.token_writers import MegatronWriter
@@ -59,7 +60,7 @@ def test_the_number_of_workers_and_the_cuts_change_nothing(
     corpus(tmp_path / "in", lines=1000)
     results = []
     for number, (workers, size) in enumerate([(1, 4 << 20), (1, 1000), (1, 17), (2, 50_000), (3, 200_000)]):
-        monkeypatch.setattr(tokenize, "_TASK_BYTES", size)
+        monkeypatch.setattr(input_rows, "TASK_BYTES", size)
         out = tmp_path / f"out{number}"
         assert main(["tokenize", str(tmp_path / "in"), "--out", str(out), "--workers", str(workers)]) == 0
         results.append(outputs(out))
@@ -97,30 +98,33 @@ def test_a_tokenizer_file(tmp_path: Path, kind: str, capsys: pytest.CaptureFixtu
 BAD_LINES = {
     "not json": (b'{"text": \n', "is not JSON"),
     "no key": (b'{"id": 1}\n', "has no key 'text'"),
-    "a list": (b"[1]\n", "has no key"),
+    "a list": (b"[1]\n", "is a list, not an object"),
     "a number": (b'{"text": 5}\n', "is a int, not text"),
     "half a character": (b'{"text": "\\ud800"}\n', "lone surrogate"),
     "deep": (b"[" * 100_000 + b"\n", "is not JSON"),
-    "not utf-8": (b'{"text": "\xff"}\n', "is not JSON"),
+    "not utf-8": (
+        b'{"text": "\xff"}\n',
+        "is not UTF-8: byte 10 is 0xff; if it is Latin-1 or Windows-1252 text, convert",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_lines_are_named_by_file_and_byte(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     line, expected = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "fine"}\n' + line)
     assert main(["tokenize", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert expected in said and "in.jsonl: line at byte 17" in said
+    assert expected in said and "in.jsonl: line 2: " in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
 def test_a_worker_s_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenize, "_TASK_BYTES", 100)
+    monkeypatch.setattr(input_rows, "TASK_BYTES", 100)
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\n' * 50 + '{"txt": 1}\n')
-    tasks = list(tokenize.split_tasks([str(tmp_path / "in.jsonl")]))
+    tasks = list(input_rows.split_tasks([str(tmp_path / "in.jsonl")]))
     with (
-        pytest.raises(DataError, match="line at byte 850: has no key"),
+        pytest.raises(DataError, match="line 51: has no key 'text'; it has 'txt'"),
         MegatronWriter(str(tmp_path / "out"), "uint8") as writer,
     ):
         list(tokenize.tokenize(tasks, tokenize.TokenizeOptions(), writer, workers=2))
@@ -129,14 +133,14 @@ def test_a_worker_s_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_wrong_questions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.txt").write_text("text")
-    (tmp_path / "x.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "x.xz").write_bytes(b"\xfd7zXZ")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "nothing.txt").write_bytes(b"")
     out = ["--out", str(tmp_path / "out")]
     for words, expected in (
         ([str(tmp_path / "missing")], "no such file or folder"),
-        ([str(tmp_path / "x.gz")], "unpack it"),
-        ([str(tmp_path / "latin.txt")], "byte 3 is not UTF-8"),
+        ([str(tmp_path / "x.xz")], "unpack it"),
+        ([str(tmp_path / "latin.txt")], "is not UTF-8: byte 3, line 1, is 0xe9"),
         ([str(tmp_path / "nothing.txt")], "no text in 1 files"),
         ([str(tmp_path / "x.txt"), "--tokenizer", str(tmp_path / "x.txt")], "is not a tokenizer"),
         ([str(tmp_path / "x.txt"), "--workers", "0"], "--workers 0"),
@@ -168,7 +172,9 @@ def test_an_interrupted_run_leaves_nothing_that_looks_complete(tmp_path: Path, s
     # Workers go too, even if nobody told them.
     wait_until(lambda: not processes_in(tmp_path))
     left = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert all(name.endswith(".tmp") for name in left) and (sent == signal.SIGKILL or not left), left
+    # Ctrl-C keeps what a note on disk says is complete, for the next run to go on; earlier, nothing.
+    assert all(name.endswith(".tmp") for name in left), left
+    assert sent == signal.SIGKILL or not left or "x.bin.mark.tmp" in left, left
 
 
 def processes_in(folder: Path) -> list[str]:

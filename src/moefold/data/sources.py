@@ -155,10 +155,11 @@ def _openers(config: SourceConfig, vocab_size: int, split: str) -> list[Callable
     def opener(path: str) -> Callable[[], TokenFile]:
         return lambda: open_token_file(path, vocab_size, config.dtype, config.end_of_document)
 
-    return [opener(path) for path in _paths(config.path)]
+    return [opener(path) for path in source_paths(config.path)]
 
 
-def _paths(path: str) -> list[str]:
+def source_paths(path: str) -> list[str]:
+    """The token files of a source, in order: of a pair the path without its ending."""
     if path.endswith((".npy", ".bin", ".idx")):
         return [path]
     if exists(path + ".idx") or exists(path + ".bin"):

@@ -23,6 +23,7 @@ from moefold.data.megatron_index import open_index
 from moefold.errors import DataError
 
 LOSS_MASK = ".loss_mask.bin"
+ORIGIN = ".origin.json"
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_DESCRIPTION = re.compile(
     rb"\{'descr': '([<>|][a-zA-Z]\d{0,4})', 'fortran_order': (?:True|False), 'shape': \(([-\d, ]{0,99})\),? *\} *\n"

@@ -4,42 +4,105 @@ A file gets its final name when it is complete and on disk. Tokens are written t
 another; at the end the index is made from the lengths, a run at a time. Of a Megatron pair, the `.bin` gets its name
 before the `.idx`, so a pair with an index is complete. An interrupted writer leaves only files that end in `.tmp`.
 
+With a `resume_key`, these can be continued: `mark` stores how much was written after so many tasks, once it is on disk,
+and the next writer with the same key cuts the files to these lengths. Another key starts anew. A lock keeps a second
+process from writing the same files.
+
 A pair may have a loss mask (`token_files.py`), which is written and published with it. A mask that was left by the pair
 that is overwritten is removed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import IO, BinaryIO, Self
 
 import numpy as np
 
 from moefold.data.megatron_index import HEADER, MAGIC, MAX_SEQUENCE_LENGTH, type_code
-from moefold.data.token_files import LOSS_MASK
+from moefold.data.token_files import LOSS_MASK, ORIGIN
 from moefold.errors import DataError
 
 _RUN = 1 << 20
 
 
 class TokenWriter:
-    """A context manager: leaving it without an error gives the file its final name, with an error removes it."""
+    """A context manager: leaving it without an error gives the file its final name, with an error removes it.
 
-    def __init__(self, target: str, dtype: str | np.dtype, overwrite: bool = False) -> None:
+    ``num_marked``: tasks whose documents an interrupted writer has written.
+    """
+
+    def __init__(
+        self, target: str, dtype: str | np.dtype, overwrite: bool = False, resume_key: str | None = None
+    ) -> None:
+        self._resume_key = resume_key
+        # The text of PREFIX.origin.json, which says what the tokens are; set before the end (`token_origin.py`).
+        self.origin: str | None = None
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.num_documents = self.num_tokens = 0
+        self.num_documents = self.num_tokens = self.num_marked = 0
         self.targets = self._target_paths(target)
         for path in [*self.targets, *self._companions()]:
             if path.exists() and not overwrite:
                 raise DataError(f"{path}: exists already; choose another name, or allow it to be overwritten")
         try:
             self.targets[0].parent.mkdir(parents=True, exist_ok=True)
-            self._tokens = open(_temporary(self.targets[0]), "wb")  # noqa: SIM115 - closed on leaving the context
+            self._tokens = self._open_temporary(self.targets[0])
+            if resume_key is not None:
+                self._lock()
+                self._read_mark(resume_key)
+            self._cut(self._tokens, self.num_tokens * self.dtype.itemsize)
         except OSError as error:
             raise DataError(f"{self.targets[0]}: cannot be written: {error.strerror}") from error
+
+    def mark(self, num_tasks: int) -> None:
+        """What was written so far, by so many tasks, need not be written again."""
+        if self._resume_key is None:
+            return
+        for file in self._files():
+            _flush_to_disk(file)
+        temporary = self._mark_path.with_suffix(".new.tmp")
+        temporary.write_text(json.dumps([self._resume_key, num_tasks, self.num_documents, self.num_tokens]))
+        os.replace(temporary, self._mark_path)
+        self.num_marked = num_tasks
+
+    @property
+    def _mark_path(self) -> Path:
+        return self.targets[0].with_name(self.targets[0].name + ".mark.tmp")
+
+    def _read_mark(self, key: str) -> None:
+        try:
+            found = json.loads(self._mark_path.read_text())
+        except (OSError, ValueError):
+            return
+        if isinstance(found, list) and len(found) == 4 and found[0] == key:
+            _, self.num_marked, self.num_documents, self.num_tokens = found
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._tokens, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(f"{self.targets[0]}: another process is writing it") from error
+
+    def _temporary(self, path: Path) -> Path:
+        return path.with_name(f"{path.name}.tmp" if self._resume_key is not None else f"{path.name}.{os.getpid()}.tmp")
+
+    def _open_temporary(self, path: Path) -> IO[bytes]:
+        """Opened for appending, which keeps what is there; closed on leaving the context."""
+        return open(self._temporary(path), "a+b")
+
+    def _cut(self, file: IO[bytes], size: int) -> None:
+        if os.fstat(file.fileno()).st_size < size:
+            raise DataError(f"{file.name}: is shorter than when it was written; remove {self._mark_path} to start anew")
+        file.truncate(size)
+
+    def _files(self) -> list[IO[bytes]]:
+        """Open temporary files."""
+        return [self._tokens]
 
     def _target_paths(self, target: str) -> list[Path]:
         raise NotImplementedError
@@ -89,22 +152,38 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # Ctrl-C is not an error of the input: what was written can be continued.
+        keep = kind is not None and not issubclass(kind, Exception) and self._resume_key is not None and self.num_marked
         try:
             if kind is None:
                 self._finish()
         except OSError as failed:
             raise DataError(f"{self.targets[0]}: cannot be finished: {failed.strerror}") from failed
         finally:
-            self._remove_temporary()
+            for file in self._files():
+                file.close()
+            if not keep:
+                for path in self._temporary_paths():
+                    path.unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        _flush_to_disk(self._tokens)
-        _publish(self.targets, self._companions())
+        for file in self._files():
+            _flush_to_disk(file)
+        for path in (self._origin_path, *self._companions()):
+            path.unlink(missing_ok=True)
+        if self.origin is not None:
+            with open(self._temporary(self._origin_path), "wb") as file:
+                file.write(self.origin.encode())
+                _flush_to_disk(file)
+        first = [] if self.origin is None else [self._origin_path]
+        _publish([(self._temporary(path), path) for path in [*first, *self.targets]])
 
-    def _remove_temporary(self) -> None:
-        self._tokens.close()
-        for path in self.targets:
-            _temporary(path).unlink(missing_ok=True)
+    @property
+    def _origin_path(self) -> Path:
+        return self.targets[0].with_suffix(ORIGIN)
+
+    def _temporary_paths(self) -> list[Path]:
+        return [*map(self._temporary, [*self.targets, self._origin_path]), self._mark_path]
 
 
 class ArrayWriter(TokenWriter):
@@ -118,16 +197,22 @@ class MegatronWriter(TokenWriter):
     """A `.bin`/`.idx` pair, with a `.loss_mask.bin` if asked for; every document is one sequence."""
 
     def __init__(
-        self, target: str, dtype: str | np.dtype, overwrite: bool = False, with_loss_mask: bool = False
+        self,
+        target: str,
+        dtype: str | np.dtype,
+        overwrite: bool = False,
+        resume_key: str | None = None,
+        with_loss_mask: bool = False,
     ) -> None:
         self._code = type_code(np.dtype(dtype))
         self._with_loss_mask = with_loss_mask
-        self._mask: BinaryIO | None = None
-        super().__init__(target, dtype, overwrite)
-        self._sizes_path = _temporary(self.targets[0].with_name(self.targets[0].name + ".sizes"))
-        self._sizes = open(self._sizes_path, "w+b")  # noqa: SIM115 - closed on leaving the context
-        if with_loss_mask:
-            self._mask = open(_temporary(self.targets[1]), "wb")  # noqa: SIM115 - closed on leaving the context
+        super().__init__(target, dtype, overwrite, resume_key)
+        self._sizes_path = self.targets[0].with_name(self.targets[0].name + ".sizes")
+        self._sizes = self._open_temporary(self._sizes_path)
+        self._cut(self._sizes, 4 * self.num_documents)
+        self._mask = self._open_temporary(self.targets[1]) if with_loss_mask else None
+        if self._mask is not None:
+            self._cut(self._mask, self.num_tokens)
 
     def _target_paths(self, target: str) -> list[Path]:
         prefix = target.removesuffix(".bin").removesuffix(".idx")
@@ -152,22 +237,19 @@ class MegatronWriter(TokenWriter):
 
     def _finish(self) -> None:
         self._sizes.flush()
-        if self._mask is not None:
-            _flush_to_disk(self._mask)
-        with open(_temporary(self.targets[-1]), "wb") as index:
+        with open(self._temporary(self.targets[-1]), "wb") as index:
             write_index(index, self._sizes, self.num_documents, self._code, self.dtype.itemsize)
             _flush_to_disk(index)
         super()._finish()
 
-    def _remove_temporary(self) -> None:
-        if self._mask is not None:
-            self._mask.close()
-        self._sizes.close()
-        self._sizes_path.unlink(missing_ok=True)
-        super()._remove_temporary()
+    def _files(self) -> list[IO[bytes]]:
+        return [*super()._files(), self._sizes, *([] if self._mask is None else [self._mask])]
+
+    def _temporary_paths(self) -> list[Path]:
+        return [*super()._temporary_paths(), self._temporary(self._sizes_path)]
 
 
-def write_index(index: BinaryIO, sizes: BinaryIO, count: int, code: int, item: int) -> None:
+def write_index(index: BinaryIO, sizes: IO[bytes], count: int, code: int, item: int) -> None:
     """An index of `count` documents from a file of their lengths (int32), in three passes with little memory."""
     index.write(HEADER.pack(MAGIC, 1, code, count, count + 1))
     for run in _size_runs(sizes, count):
@@ -181,33 +263,23 @@ def write_index(index: BinaryIO, sizes: BinaryIO, count: int, code: int, item: i
         index.write(np.arange(first, min(first + _RUN, count + 1), dtype="<i8").tobytes())
 
 
-def open_writer(target: str, kind: str, dtype: str | np.dtype, overwrite: bool = False) -> TokenWriter:
-    """`kind` is `bin` (a Megatron pair) or `npy` (a raw array)."""
-    return MegatronWriter(target, dtype, overwrite) if kind == "bin" else ArrayWriter(target, dtype, overwrite)
-
-
-def _size_runs(sizes: BinaryIO, count: int) -> Iterator[np.ndarray]:
+def _size_runs(sizes: IO[bytes], count: int) -> Iterator[np.ndarray]:
     sizes.seek(0)
     for first in range(0, count, _RUN):
         yield np.frombuffer(sizes.read(4 * min(_RUN, count - first)), "<i4")
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
-
-
-def _flush_to_disk(file: BinaryIO) -> None:
+def _flush_to_disk(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _publish(targets: Sequence[Path], companions: Sequence[Path]) -> None:
+def _publish(renamed: Sequence[tuple[Path, Path]]) -> None:
     """Give every file its name. An old index is removed first, as it would not match the new tokens."""
-    for path in (targets[-1], *companions):
-        path.unlink(missing_ok=True)
-    for path in targets:
-        os.replace(_temporary(path), path)
-    folder = os.open(targets[0].parent, os.O_RDONLY)
+    renamed[-1][1].unlink(missing_ok=True)
+    for temporary, path in renamed:
+        os.replace(temporary, path)
+    folder = os.open(renamed[0][1].parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -1,47 +1,40 @@
-"""Tokenizers, and their use on text and JSONL files by several processes, with the same result for any number of them.
+"""Tokenizers, and their use on rows by several processes, with the same result for any number of them.
 
-The input is split into tasks of about four megabytes, at positions that depend on the input alone: a long JSONL file by
-byte ranges (a line belongs to the range in which it begins), small files several at a time. Workers read their ranges
-themselves and return tokens; the main process writes them in the order of the input. Processes exchange only strings,
-numbers and bytes.
+`input_rows.py` cuts the input into tasks of about four megabytes. Workers read their part of the input themselves and
+return tokens; the main process writes them in the order of the input. Processes exchange only strings, numbers and
+bytes. What a row becomes is a table, `ENCODERS`: a text is a document; a conversation is a document with a loss mask;
+a preference pair is two, document 2i the chosen and 2i + 1 the rejected one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice, takewhile
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from moefold.data.byte_ranges import list_folder
+from moefold.data.chat import ASSISTANT, ChatTokenizer, Conversation, Encoded, Message
+from moefold.data.input_rows import CHAT_COLUMNS, Row, Task, rows_of, text_of, value_of
 from moefold.data.token_writers import TokenWriter
 from moefold.errors import BackendError, DataError
 from moefold.ops.engines import load_engine
 
 BYTES = "bytes"
+Kind = Literal["text", "chat", "preference"]
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
-_TASK_BYTES = 4 << 20
-_TASK_FILES = 256
-_JSONL = (".jsonl", ".ndjson")
-# Suffixes of the files that are taken from a folder, if not hidden; a file given by its path may have any.
-_TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".js", ".ts", *_JSONL)
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".parquet", ".arrow")
-
-# (path, first byte, end byte) of lines of a JSONL file, or of a whole text file.
-FileRange = tuple[str, int, int]
-Task = tuple[FileRange, ...]
 
 
 class Tokenizer(Protocol):
@@ -112,139 +105,204 @@ def open_tokenizer(name: str, end: str | None = None, needs_end: bool = False) -
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """How text becomes tokens; all options that a worker needs."""
+    """How rows become tokens; all options that a worker needs."""
 
     tokenizer: str = "bytes"
     end_token: str | None = None
     append_end: bool = False
     jsonl_key: str = "text"
+    kind: Kind = "text"
+    # Conversations: the roles that count in the loss, and a template in place of the tokenizer's own.
+    loss_on: tuple[str, ...] = (ASSISTANT,)
+    chat_template: str | None = None
 
-    def open(self) -> Tokenizer:
-        return open_tokenizer(self.tokenizer, self.end_token, needs_end=self.append_end)
+    def open(self) -> Tokenizer | ChatTokenizer:
+        if self.kind == "text":
+            return open_tokenizer(self.tokenizer, self.end_token, needs_end=self.append_end)
+        if self.tokenizer == BYTES:
+            raise DataError(f"{self.kind} data needs --tokenizer FOLDER: a model's folder with its chat template")
+        return ChatTokenizer(self.tokenizer, self.loss_on, self.chat_template)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.jsonl_key,) if self.kind == "text" else CHAT_COLUMNS
+
+
+def tokenizer_sha256(name: str) -> str | None:
+    """Of the tokenizer.json; None for bytes."""
+    if name == BYTES:
+        return None
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Tokens of one task as raw bytes, lengths of its documents, number of empty documents, bytes of input."""
+    """Tokens of one task as raw bytes, lengths of its documents, number of empty documents, bytes of input.
+
+    ``loss_mask`` has a byte per token; None if all tokens count.
+    """
 
     tokens: bytes
     dtype: str
     sizes: list[int]
     num_empty: int
     num_bytes: int
-
-
-def input_files(inputs: Sequence[str]) -> tuple[list[str], int]:
-    """The given files and the text files of given folders, and the number of skipped files in these folders."""
-    found: list[str] = []
-    num_skipped = 0
-    for path in inputs:
-        names = list_folder(path)
-        if names is None:
-            found.append(path)
-            continue
-        texts = [name for name in names if name.endswith(_TEXTS) and not f"/{name}".count("/.")]
-        if not texts:
-            raise DataError(
-                f"{path}: none of its {len(names):,} files ends in {', '.join(_TEXTS)}; give the files themselves"
-            )
-        num_skipped += len(names) - len(texts)
-        found += [f"{path.rstrip('/')}/{name}" for name in texts]
-    for path in found:
-        if path.endswith(_COMPRESSED):
-            raise DataError(f"{path}: is compressed; unpack it to text or JSONL first")
-        if not os.path.isfile(path):
-            raise DataError(f"{path}: there is no such file or folder")
-    return found, num_skipped
-
-
-def split_tasks(files: Iterable[str]) -> Iterator[Task]:
-    """Tasks in the order of the input; where it is split depends on the input alone."""
-    waiting: list[FileRange] = []
-    for path in files:
-        size = os.path.getsize(path)
-        step = _TASK_BYTES if path.endswith(_JSONL) else max(1, size)
-        for first in range(0, size, step):
-            file_range = (path, first, min(first + step, size))
-            num_bytes = sum(end - start for _, start, end in waiting)
-            if waiting and (num_bytes + file_range[2] - first > _TASK_BYTES or len(waiting) == _TASK_FILES):
-                yield tuple(waiting)
-                waiting = []
-            waiting.append(file_range)
-    if waiting:
-        yield tuple(waiting)
+    loss_mask: bytes | None = None
 
 
 def tokenize(
-    tasks: Sequence[Task], options: TokenizeOptions, writer: TokenWriter, workers: int
+    tasks: Iterable[Task], options: TokenizeOptions, writer: TokenWriter, workers: int
 ) -> Iterator[TaskResult]:
     """Write all documents; yields each task's result after its documents have been written."""
-    if workers > 1 and len(tasks) > 1:
-        results = _run_in_pool(tasks, options, workers)
+    tasks = iter(tasks)
+    first = list(islice(tasks, 2))
+    if workers > 1 and len(first) > 1:
+        results = _run_in_pool(chain(first, tasks), options, workers)
     else:
         tokenizer = options.open()
-        results = (run_task(task, options, tokenizer) for task in tasks)
+        results = (run_task(task, options, tokenizer) for task in chain(first, tasks))
     for result in results:
-        writer.add_many(np.frombuffer(result.tokens, result.dtype), result.sizes)
+        mask = None if result.loss_mask is None else np.frombuffer(result.loss_mask, np.uint8)
+        writer.add_many(np.frombuffer(result.tokens, result.dtype), result.sizes, mask)
         yield result
 
 
-def run_task(task: Task, options: TokenizeOptions, tokenizer: Tokenizer) -> TaskResult:
-    texts = [text for file_range in task for text in _texts(file_range, options.jsonl_key)]
+def run_task(task: Task, options: TokenizeOptions, tokenizer: Tokenizer | ChatTokenizer) -> TaskResult:
+    rows = [row for chunk in task for row in rows_of(chunk, options.columns)]
+    documents, masks = ENCODERS[options.kind](rows, options, tokenizer)
+    # The smallest dtype, as these bytes are sent to the main process.
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    kept = [document for document in documents if len(document)]
+    return TaskResult(
+        b"".join(document.astype(dtype, copy=False).tobytes() for document in kept),
+        dtype.str,
+        [len(document) for document in kept],
+        len(documents) - len(kept),
+        sum(chunk.num_bytes for chunk in task),
+        None if masks is None else b"".join(mask.astype(np.uint8).tobytes() for mask in masks),
+    )
+
+
+# Documents, some of them empty, and their loss masks.
+Documents = tuple[list[np.ndarray], list[np.ndarray] | None]
+
+
+def encode_texts(rows: Sequence[Row], options: TokenizeOptions, tokenizer: Tokenizer) -> Documents:
+    key = options.jsonl_key
+    texts = [row.value if isinstance(row.value, bytes) else text_of(value_of(row, key), row, key) for row in rows]
     kept = [text for text in texts if text]
     try:
         documents = tokenizer.encode(kept)
     except Exception as error:  # the library raises plain exceptions
-        raise DataError(f"{task[0][0]} to {task[-1][0]}: cannot be tokenized: {error}") from error
-    # The smallest dtype, as these bytes are sent to the main process.
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    end = [np.asarray([tokenizer.end])] if options.append_end else []
-    parts = [part.astype(dtype, copy=False) for document in documents if len(document) for part in (document, *end)]
-    sizes = [len(document) + len(end) for document in documents if len(document)]
-    joined = b"".join(part.tobytes() for part in parts)
-    return TaskResult(joined, dtype.str, sizes, len(texts) - len(sizes), sum(after - first for _, first, after in task))
+        raise DataError(f"{rows[0].where()} to {rows[-1].where()}: cannot be tokenized: {error}") from error
+    if options.append_end and tokenizer.end is not None:
+        documents = [np.append(each, tokenizer.end) if len(each) else each for each in documents]
+    return documents + [np.zeros(0, np.int64)] * (len(texts) - len(kept)), None
 
 
-def _texts(file_range: FileRange, key: str) -> Iterator[bytes]:
-    path, first, after = file_range
+def encode_chats(rows: Sequence[Row], options: TokenizeOptions, tokenizer: ChatTokenizer) -> Documents:
+    found = []
+    for row in rows:
+        _refuse_text(row)
+        messages = _messages(value_of(row, "messages"), row, "messages")
+        encoded = _encode_chat(tokenizer, Conversation(messages, _tools(row)), row)
+        if not encoded.loss_mask.any():
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+            raise DataError(
+                f"{row.where()}: no token counts in the loss: the conversation has {roles}, and --loss-on has "
+                f"{', '.join(options.loss_on)}"
+            )
+        found.append(encoded)
+    return [each.ids for each in found], [each.loss_mask for each in found]
+
+
+def encode_pairs(rows: Sequence[Row], options: TokenizeOptions, tokenizer: ChatTokenizer) -> Documents:
+    found: list[Encoded] = []
+    for row in rows:
+        _refuse_text(row)
+        both = [value_of(row, "chosen"), value_of(row, "rejected")]
+        if both[0] == both[1]:
+            raise DataError(f"{row.where()}: 'chosen' and 'rejected' are the same")
+        if all(isinstance(each, str) for each in both):
+            pair = [_encode_answer(tokenizer, row, key) for key in ("chosen", "rejected")]
+        else:
+            pair = [_encode_chat(tokenizer, chat, row) for chat in _pair(row)]
+        for key, encoded in zip(("chosen", "rejected"), pair):
+            if not encoded.loss_mask.any():
+                raise DataError(f"{row.where()}: {key!r}: no token counts in the loss; it needs an assistant's message")
+        found += pair
+    return [each.ids for each in found], [each.loss_mask for each in found]
+
+
+ENCODERS: dict[Kind, Callable[..., Documents]] = {
+    "text": encode_texts,
+    "chat": encode_chats,
+    "preference": encode_pairs,
+}
+
+
+def _encode_chat(tokenizer: ChatTokenizer, chat: Conversation, row: Row) -> Encoded:
     try:
-        with open(path, "rb") as file:
-            if not path.endswith(_JSONL):
-                yield _utf8(file.read(), path)
-                return
-            # A line that begins in the previous range belongs to that range.
-            if first:
-                file.seek(first - 1)
-                file.readline()
-            while (at := file.tell()) < after and (line := file.readline()):
-                if line.strip():
-                    yield _text_of_line(line, key, f"{path}: line at byte {at:,}")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        return tokenizer.encode_chat(chat)
+    except DataError as error:
+        raise DataError(f"{row.where()}: {error}") from error
 
 
-def _utf8(text: bytes, path: str) -> bytes:
+def _encode_answer(tokenizer: ChatTokenizer, row: Row, key: str) -> Encoded:
+    """A prompt and an answer as plain text; the prompt's tokens are the same for both answers."""
+    if tokenizer.end is None:
+        raise DataError(f"{row.where()}: the tokenizer has no token that ends a text; give messages instead")
+    prompt, answer = (text_of(value_of(row, name), row, name).decode() for name in ("prompt", key))
+    before, after = tokenizer.encode_text(prompt), np.append(tokenizer.encode_text(answer), tokenizer.end)
+    mask = np.arange(len(before) + len(after)) >= len(before)
+    return Encoded(np.concatenate([before, after]), mask & bool(answer))
+
+
+def _pair(row: Row) -> list[Conversation]:
+    """Both conversations; the messages that they share are the prompt, whose tokens do not count."""
+    assert isinstance(row.value, dict)
+    given = row.value.get("prompt")
+    prompt = [] if given is None else _messages(given, row, "prompt")
+    both = [prompt + _messages(value_of(row, key), row, key) for key in ("chosen", "rejected")]
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*both))))
+    return [Conversation(messages, _tools(row), shared) for messages in both]
+
+
+def _messages(value: object, row: Row, key: str) -> list[Message]:
+    """A list of objects with roles. Absent values, which tables have for every key of any row, are left out."""
+    found = _from_json(value, row, key)
+    if not isinstance(found, list) or not found:
+        raise DataError(f"{row.where()}: {key!r} is a {type(value).__name__}, not a list of messages")
+    messages = []
+    for number, message in enumerate(found):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{row.where()}: {key!r}: message {number} has no role; it is {str(message)[:80]}")
+        messages.append({name: each for name, each in message.items() if each is not None or name == "content"})
+    return messages
+
+
+def _tools(row: Row) -> list[Message] | None:
+    assert isinstance(row.value, dict)
+    found = _from_json(row.value.get("tools"), row, "tools")
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise DataError(f"{row.where()}: 'tools' is not a list of objects")
+    return found
+
+
+def _from_json(value: object, row: Row, key: str) -> object:
+    """Tables often hold lists of objects as JSON text."""
     try:
-        text.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: is not text: byte {error.start:,} is not UTF-8") from error
-    return text
-
-
-def _text_of_line(line: bytes, key: str, where: str) -> bytes:
-    try:
-        found = json.loads(line)
+        return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(found, dict) or key not in found:
-        known = ", ".join(map(repr, islice(found, 8))) if isinstance(found, dict) else f"a {type(found).__name__}"
-        raise DataError(f"{where}: has no key {key!r}; it is {known}")
-    if not isinstance(found[key], str):
-        raise DataError(f"{where}: {key!r} is a {type(found[key]).__name__}, not text")
-    try:
-        return str(found[key]).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {key!r} has a lone surrogate at {error.start:,}") from error
+        raise DataError(f"{row.where()}: {key!r} is text, and not JSON: {error}") from error
+
+
+def _refuse_text(row: Row) -> None:
+    if isinstance(row.value, bytes):
+        raise DataError(f"{row.where()}: is a text, not rows of messages; give .jsonl or .parquet")
 
 
 def _start_worker() -> None:

@@ -102,6 +102,10 @@ LIBRARIES: dict[str, Engine] = {
         Engine("triton", "triton", "triton", "3.6", "4", "", "kernels"),
         Engine("transformers", "transformers", "transformers", "", "", "", "hf"),
         Engine("tokenizers", "tokenizers", "tokenizers", "", "", "", "hf"),
+        Engine("huggingface_hub", "huggingface_hub", "huggingface_hub", "", "", "", "data"),
+        Engine("pyarrow.parquet", "pyarrow.parquet", "pyarrow", "", "", "", "data"),
+        Engine("zstandard", "zstandard", "zstandard", "", "", "", "data"),
+        Engine("datasets", "datasets", "datasets", "", "", "", "data"),
         Engine("tensorboard", "torch.utils.tensorboard", "tensorboard", "", "", "pip install tensorboard"),
         Engine("wandb", "wandb", "wandb", "", "", "pip install wandb"),
     )

@@ -16,7 +16,8 @@ from moefold.comm.process_groups import Groups
 from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, open_samples
-from moefold.errors import TrainingError
+from moefold.data.token_origin import origin_problems
+from moefold.errors import ConfigError, TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
@@ -59,8 +60,10 @@ def build_train_context(
     routing_policy: PolicyOrName | None = None,
 ) -> tuple[TrainContext, TrainState]:
     """Build this rank's part, and load the newest checkpoint that verifies, if there is one."""
-    groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     directory = run_directory(run)
+    if problems := origin_problems(run.data, run.model.vocab_size, directory / "tokenizer"):
+        raise ConfigError(*problems)
+    groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
     if rank == 0:
         (directory / "config.yaml").write_text(dump_run(run))
