@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.cli.run_argument import Subparsers
 from moefold.errors import DataError
@@ -37,6 +37,23 @@ data/books; look at it with `moefold data inspect data/books`."""
 
 # Seconds between two notes of how far a run is, on disk and on stderr.
 _MARK_SECONDS = 2.0
+
+
+class Facts(NamedTuple):
+    """What `--json` prints. ``others``: files of folders that were left out; ``resumed``: tasks of an earlier run."""
+
+    files: list[str]
+    kind: str
+    inputs: int
+    documents: int
+    tokens: int
+    empty: int
+    others: int
+    bytes: int
+    vocab_size: int
+    dtype: str
+    resumed: int
+    seconds: float
 
 
 def add_to(commands: Subparsers) -> None:
@@ -112,21 +129,21 @@ def run(args: argparse.Namespace) -> int:
             empty, read = empty + done.num_empty, read + done.num_bytes
         if not writer.num_tokens:
             raise DataError(f"{', '.join(args.inputs)[:200]}: no text in {len(inputs):,} files")
-    facts = {
-        "files": [str(path) for path in writer.targets],
-        "kind": options.kind,
-        "inputs": len(inputs),
-        "documents": writer.num_documents,
-        "tokens": writer.num_tokens,
-        "empty": empty,
-        "others": others,
-        "bytes": read,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": writer.dtype.name,
-        "resumed": first,
-        "seconds": round(time.monotonic() - began, 3),
-    }
-    print(json.dumps(facts) if args.json else _report(facts))
+    facts = Facts(
+        files=[str(path) for path in writer.targets],
+        kind=options.kind,
+        inputs=len(inputs),
+        documents=writer.num_documents,
+        tokens=writer.num_tokens,
+        empty=empty,
+        others=others,
+        bytes=read,
+        vocab_size=tokenizer.vocab_size,
+        dtype=writer.dtype.name,
+        resumed=first,
+        seconds=round(time.monotonic() - began, 3),
+    )
+    print(json.dumps(facts._asdict()) if args.json else _report(facts))
     return 0
 
 
@@ -221,16 +238,13 @@ def _with_progress(results: Iterable[TaskResult], total: int | None, writer: Tok
             yield result
 
 
-def _report(facts: dict[str, Any]) -> str:
-    speed = format_bytes(facts["bytes"] / max(facts["seconds"], 1e-3))
-    left_out = f"; {facts['empty']:,} empty documents left out" if facts["empty"] else ""
-    left_out += (
-        f"; {facts['others']:,} files in folders have no known ending and were left out" if facts["others"] else ""
-    )
-    pairs = f" ({facts['documents'] // 2:,} pairs)" if facts["kind"] == "preference" else ""
+def _report(facts: Facts) -> str:
+    left_out = f"; {facts.empty:,} empty documents left out" if facts.empty else ""
+    left_out += f"; {facts.others:,} files in folders have no known ending and were left out" if facts.others else ""
+    pairs = f" ({facts.documents // 2:,} pairs)" if facts.kind == "preference" else ""
     return (
-        f"{' and '.join(facts['files'])}\n"
-        f"{facts['documents']:,} documents{pairs}, {facts['tokens']:,} tokens ({facts['dtype']}) from "
-        f"{facts['inputs']:,} files{left_out}\n"
-        f"{facts['seconds']:.1f} s, {speed}/s; vocabulary of {facts['vocab_size']:,}"
+        f"{' and '.join(facts.files)}\n"
+        f"{facts.documents:,} documents{pairs}, {facts.tokens:,} tokens ({facts.dtype}) from {facts.inputs:,} files"
+        f"{left_out}\n{facts.seconds:.1f} s, {format_bytes(facts.bytes / max(facts.seconds, 1e-3))}/s; "
+        f"vocabulary of {facts.vocab_size:,}"
     )
