@@ -13,7 +13,9 @@ import pytest
 from moefold.blueprint.model_shape import shape_of
 from moefold.checks.run_all import problems
 from moefold.cli.main import main
+from moefold.plan.published.points import nearest_record, record_words
 from moefold.plan.published.records import workload_of_record
+from moefold.recipes.catalog import recipe
 
 SRC = Path(__file__).parents[2] / "src"
 MODEL = {
@@ -54,6 +56,46 @@ sys.exit(code)
 def written(path: Path, *records: object) -> Path:
     path.write_text("\n".join(text if isinstance(text := record, str) else json.dumps(record) for record in records))
     return path
+
+
+def test_the_nearest_published_run_is_of_the_model_before_the_gpu() -> None:
+    qwen = {"name": "Qwen3-30B-A3B", "moe": True, "params_total": 30_532_122_624, "params_active": 3_352_000_000}
+    other = {"name": "another", "moe": True, "params_total": 57_000_000_000, "params_active": 14_000_000_000}
+
+    def record(
+        id: str, model: dict[str, object], gpu: str, num_gpus: int, precision: str = "bf16"
+    ) -> dict[str, object]:
+        use, source = {"time": True}, {"name": "Somebody docs/table.md"}
+        return RECORD | {
+            "id": id,
+            "model": model,
+            "hardware": {"gpu": gpu, "num_gpus": num_gpus},
+            "precision": precision,
+            "use": use,
+            "source": source,
+            "date": "2026-01",
+        }
+
+    run = recipe("qwen3_30b_a3b")
+    records = [record("model", qwen, "GB200", 64), record("gpu", other, "H100", 64)]
+    assert nearest_record(run, "H100", 64, records) == records[0]
+    records += [record("both", qwen, "H100", 128), record("format", qwen, "H100", 128, "mxfp8")]
+    near = nearest_record(run, "H100", 64, records)
+    assert near is not None and near["id"] == "both"
+    assert record_words(near) == (
+        "Qwen3-30B-A3B (30.5B parameters) on 128 H100, bf16, 4096 tokens, pp2 ep8",
+        "Somebody, 2026-01",
+    )
+    # What nobody timed, or of unknown size, is no neighbour.
+    assert (
+        nearest_record(
+            run,
+            "H100",
+            64,
+            [RECORD, RECORD | {"use": {"time": True}}, record("dense", qwen | {"moe": False}, "H100", 64)],
+        )
+        is None
+    )
 
 
 def test_every_record_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

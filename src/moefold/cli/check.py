@@ -20,6 +20,7 @@ from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.plan.dispatch_choice import dispatcher_in_use, estimates
 from moefold.plan.stage_contents import parts_by_rank, places_of
 from moefold.recipes.catalog import RECIPES, recipe, tuned_layouts
+from moefold.recipes.latent_moe import PRESETS
 from moefold.tables import text_table
 from moefold.topology.folded_layout import fold
 from moefold.units import format_bytes, format_count
@@ -84,13 +85,14 @@ def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -
 
 def list_recipes(as_json: bool) -> int:
     counts = {name: count_parameters(make().model) for name, make in RECIPES.items()}
-    layouts = {name: tuned_layouts().get(name, {}) for name in RECIPES}
+    layouts = tuned_layouts()
     if as_json:
         listed = {
             name: {
                 "total": count.total,
                 "active": count.active,
-                "layouts": {where: tuned._asdict() for where, tuned in layouts[name].items()},
+                "layouts": _layout_data(name),
+                "presets": {preset: {"layouts": _layout_data(f"{name}+{preset}")} for preset in PRESETS},
             }
             for name, count in counts.items()
         }
@@ -101,14 +103,31 @@ def list_recipes(as_json: bool) -> int:
         for name, count in counts.items()
     ]
     print(text_table(("recipe", "total", "active", "about"), rows))
-    tuned = [
-        (f"{name}@{where}", f"{each.step_seconds:.4g} s", f"{each.gib:g} GiB", _short_layout(recipe(f"{name}@{where}")))
-        for name, found in layouts.items()
-        for where, each in found.items()
-    ]
-    print("\nthe same with the planner's layout for so many GPUs, with the step time and the memory that it predicts\n")
-    print(text_table(("recipe", "step", "memory", "layout"), tuned))
+    print("\nLatentMoE of any of them: NAME+PRESET\n")
+    print(text_table(("preset", "about"), [(f"+{name}", preset.about) for name, preset in PRESETS.items()]))
+    tuned = [_layout_row(name, where) for name, found in layouts.items() for where in found]
+    print(
+        "\nthe same with the planner's layout for so many GPUs: step time, memory and tokens per GPU and second that it"
+    )
+    print("predicts, and the nearest run that somebody has measured and published, on whatever framework\n")
+    print(text_table(("recipe", "step", "memory", "tokens/s", "layout", "published", "nearest published run"), tuned))
     return 0
+
+
+def _layout_data(name: str) -> dict[str, dict[str, object]]:
+    return {
+        where: tuned._asdict() | {"nearest": tuned.nearest._asdict() if tuned.nearest else None}
+        for where, tuned in tuned_layouts().get(name, {}).items()
+    }
+
+
+def _layout_row(name: str, where: str) -> tuple[str, ...]:
+    tuned, run = tuned_layouts()[name][where], recipe(f"{name}@{where}")
+    rate = run.data.global_batch * run.data.seq_len / tuned.step_seconds / int(where.rpartition("x")[2])
+    near = tuned.nearest
+    published = (f"{near.tokens_per_gpu_second:,.0f}", f"{near.what} ({near.source})") if near else ("", "")
+    step, memory = f"{tuned.step_seconds:.4g} s", f"{tuned.gib:g} GiB"
+    return (f"{name}@{where}", step, memory, f"{rate:,.0f}", _short_layout(run), *published)
 
 
 def _short_layout(run: RunConfig) -> str:

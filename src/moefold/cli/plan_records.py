@@ -14,7 +14,9 @@ from moefold.errors import MoefoldError
 from moefold.plan.published.assess import Assessment, assess, prediction_lines
 from moefold.plan.published.error_page import error_page, summary
 from moefold.plan.published.fit import fitted_source
+from moefold.plan.published.points import nearest_record, record_words
 from moefold.plan.published.predict_records import Unread, predict_lines
+from moefold.recipes.catalog import recipe, tuned_layouts
 from moefold.tables import text_table
 
 
@@ -84,6 +86,32 @@ def run_score(
     return 0
 
 
+def _beside_tuned(result: Assessment) -> list[dict[str, Any]]:
+    """Every tuned layout of a recipe, and the nearest published run with what was predicted for it, itself left out."""
+    rows = []
+    for name, layouts in tuned_layouts().items():
+        for where, tuned in layouts.items():
+            gpu, _, number = where.rpartition("x")
+            run = recipe(f"{name}@{where}")
+            record = nearest_record(run, gpu.upper(), int(number), result.records.values())
+            if record is not None:
+                measured = record["target"]["tokens_per_s_per_gpu"]
+                rows.append(
+                    {
+                        "layout": f"{name}@{where}",
+                        "tokens_per_gpu_second": run.data.global_batch
+                        * run.data.seq_len
+                        / tuned.step_seconds
+                        / int(number),
+                        "nearest": record["id"],
+                        "what": record_words(record)[0],
+                        "measured": measured,
+                        "predicted": measured / (1 + result.errors[record["id"]]),
+                    }
+                )
+    return rows
+
+
 def _text(result: Assessment) -> str:
     sets = text_table(("set", "runs", "macro", "median", "bias"), summary(result))
     ranks = text_table(
@@ -94,7 +122,15 @@ def _text(result: Assessment) -> str:
         f"said to fit but do not: {len(result.false_fits)}; said not to fit but ran: {len(result.false_oom)} of "
         f"{len(result.points)}; the 80 % interval holds {100 * result.covered:.0f} %"
     )
-    return f"{sets}\n\n{ranks}\n\n{said}"
+    tuned = text_table(
+        ("tuned layout", "predicted", "nearest published run", "measured", "predicted for it"),
+        [
+            (row["layout"], f"{row['tokens_per_gpu_second']:,.0f}", row["what"])
+            + (f"{row['measured']:,.0f}", f"{row['predicted']:,.0f}")
+            for row in _beside_tuned(result)
+        ],
+    )
+    return f"{sets}\n\n{ranks}\n\n{said}\n\ntokens per GPU and second\n\n{tuned}"
 
 
 def _data(result: Assessment) -> dict[str, object]:
@@ -108,4 +144,5 @@ def _data(result: Assessment) -> dict[str, object]:
         "errors_without_the_gpu": dict(result.gpu_errors),
         "errors_without_the_family": dict(result.family_errors),
         "memory_errors": dict(result.memory_errors),
+        "tuned_layouts": _beside_tuned(result),
     }

@@ -1,7 +1,8 @@
 """All recipes by name. A recipe is a function without arguments that returns a run; its name is the function's.
 
-NAME@GPUxN is the same with the layout that the planner chose for N such GPUs (`tuned_layouts.json`, written by
-`python -m benchmarks.tuned_layouts`): deepseek_v3@H100x1024.
+NAME+PRESET is its latent form (`recipes/latent_moe.py`): qwen3_30b_a3b+latent_accuracy. NAME@GPUxN is the same with the
+layout that the planner chose for N such GPUs (`tuned_layouts.json`, written by `python -m benchmarks.tuned_layouts`),
+beside the nearest run that somebody has measured and published: deepseek_v3@H100x1024.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import UnknownNameError
 from moefold.recipes import debug, deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
+from moefold.recipes.latent_moe import PRESETS, with_latent_experts
 
 Recipe = Callable[[], RunConfig]
 
@@ -48,33 +50,51 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+class PublishedRun(NamedTuple):
+    """A run that somebody else measured; ``what`` says the model, the GPUs, the number format and the layout."""
+
+    id: str
+    what: str
+    source: str
+    tokens_per_gpu_second: float
+
+
 class TunedLayout(NamedTuple):
-    """Keys of the run that the layout changes, and what is predicted for it."""
+    """Keys of the run that the layout changes, what is predicted for it, and the nearest published run."""
 
     changes: Mapping[str, str]
     step_seconds: float
     gib: float
+    nearest: PublishedRun | None = None
 
 
 def recipe(name: str) -> RunConfig:
     """The run of that name; dashes and capitals are accepted, so DeepSeek-V3 is deepseek_v3."""
-    base, _, cluster = recipe_name(name).partition("@")
-    run = RECIPES[base]()
-    return override(run, tuned_layouts()[base][cluster].changes) if cluster else run
+    known, _, cluster = recipe_name(name).partition("@")
+    base, _, preset = known.partition("+")
+    run = with_latent_experts(RECIPES[base](), preset) if preset else RECIPES[base]()
+    return override(run, tuned_layouts()[known][cluster].changes) if cluster else run
 
 
 def recipe_name(name: str) -> str:
     """As the catalog has it."""
-    base, at, cluster = name.lower().replace("-", "_").partition("@")
+    known, at, cluster = name.lower().replace("-", "_").partition("@")
+    base, plus, preset = known.partition("+")
     if base not in RECIPES:
         raise UnknownNameError("recipe", base, RECIPES)
-    if at and cluster not in (known := tuned_layouts().get(base, {})):
-        raise UnknownNameError(f"layout of {base}", cluster, known)
-    return base + at + cluster
+    if plus and preset not in PRESETS:
+        raise UnknownNameError(f"preset of {base}", preset, PRESETS)
+    if at and cluster not in (layouts := tuned_layouts().get(known, {})):
+        raise UnknownNameError(f"layout of {known}", cluster, layouts)
+    return known + at + cluster
 
 
 @cache
 def tuned_layouts() -> dict[str, dict[str, TunedLayout]]:
-    """By recipe and GPUxN."""
+    """By recipe, with its preset if it has one, and GPUxN."""
     data = json.loads(files("moefold.recipes").joinpath("tuned_layouts.json").read_text())
-    return {name: {where: TunedLayout(**row) for where, row in rows.items()} for name, rows in data.items()}
+    return {name: {where: _tuned(**row) for where, row in rows.items()} for name, rows in data.items()}
+
+
+def _tuned(nearest: dict[str, Any] | None = None, **row: Any) -> TunedLayout:
+    return TunedLayout(**row, nearest=PublishedRun(**nearest) if nearest else None)

@@ -5,6 +5,8 @@ layout and GPU in any release, or a whole sweep), its GPU, and its family of mod
 
 Records do not state all that memory depends on. `completed` fills in fields that a source does not print, so that the
 record can be read as a workload at all; `with_details` sets the defaults of its framework. Neither reads results.
+
+`nearest_record` finds the measured run to hold beside a plan: first of a model of about that size, then on that GPU.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import log2
 from pathlib import Path
 from typing import Any
 
 from moefold.blueprint.model_shape import Attention
+from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.stages import unfolded
 from moefold.config.memory import Recomputed
 from moefold.config.precision import PrecisionConfig
+from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
 from moefold.plan.published.records import Record, workload_of_record
 from moefold.plan.workload import Workload, changed
+from moefold.units import format_count
 
 # Vocabularies of tokenizers that test configurations name; others have GPT-2's.
 _VOCABULARIES = {"NullTokenizer": 131072, "Llama2Tokenizer": 32000}
@@ -36,6 +42,9 @@ MOCK_IMBALANCE = 2.0
 _TUNED = ("Megatron-Bridge", "dgxc-benchmarking", "moe_recipes", "ModelZoo", "NeMo docs", "examples/llama")
 # Formats whose presets keep the weights themselves in eight bits.
 _NATIVE_FP8 = ("fp8_delayed", "fp8_tensor", "mxfp8")
+
+# Number formats as records print them.
+_PRINTED = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def completed(record: Record) -> Record:
@@ -217,3 +226,43 @@ def _point(record: Record) -> Point:
         gpu=record["hardware"]["gpu"],
         family=record["model"]["family"],
     )
+
+
+def nearest_record(run: RunConfig, gpu: str, num_gpus: int, records: Iterable[Record]) -> Record | None:
+    """The measured pretraining whose distance from this run is least; None if no record says its sizes and its rate.
+
+    Sizes count most: the same model on another GPU is nearer than another model on this one.
+    """
+    sizes = count_parameters(run.model)
+    timed = (record for record in records if (record.get("use") or {}).get("time"))
+    trained = (record for record in timed if record.get("task", "pretrain") == "pretrain")
+    is_moe = run.model.moe is not None
+    known = [each for each in trained if each["model"].get("params_total") and bool(each["model"].get("moe")) == is_moe]
+
+    def distance(record: Record) -> float:
+        model, hardware = record["model"], record["hardware"]
+        active = model.get("params_active") or model["params_total"]
+        of_model = _factor(sizes.matrices, model["params_total"]) + _factor(sizes.active_matrices, active)
+        of_job = _factor(num_gpus, hardware["num_gpus"]) + _factor(run.data.seq_len, record["seq_len"])
+        other_format = record["precision"] != _PRINTED.get(run.precision.compute, run.precision.compute)
+        return float(8 * of_model + 4 * (hardware["gpu"] != gpu) + of_job + other_format)
+
+    return min(known, key=lambda record: (distance(record), record["id"]), default=None)
+
+
+def record_words(record: Record) -> tuple[str, str]:
+    """What was measured, and whose figure it is."""
+    hardware, parallel, source = record["hardware"], record["parallel"], record["source"]
+    sizes = ((axis, parallel.get(axis) or 1) for axis in ("tp", "cp", "pp", "vpp", "ep", "etp"))
+    layout = " ".join(f"{axis}{size}" for axis, size in sizes if size > 1)
+    model = record["model"]
+    # Some benchmarks have fewer layers than the model that they are named after.
+    name = f"{model.get('name') or model['key']} ({format_count(model['params_total'])} parameters)"
+    job = f"{hardware['num_gpus']} {hardware['gpu']}, {record['precision']}, {record['seq_len']} tokens, {layout}"
+    # Sources are named with the file in which the figure is.
+    return f"{name} on {job}", f"{re.split(r' (?=[^ ]*/)', source['name'])[0]}, {record['date']}"
+
+
+def _factor(one: float, other: float) -> float:
+    """How far apart two sizes are, in powers of two."""
+    return abs(log2(one / other))
