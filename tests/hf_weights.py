@@ -41,6 +41,9 @@ _SAME = {
     "mlp.gate.moe_statics.e_score_correction_bias": "feed_forward.router.expert_bias",
     "mlp.gate.wg": "feed_forward.router",
     "mlp.router": "feed_forward.router",
+    "feed_forward.router": "feed_forward.router",
+    "feed_forward.down_proj.weight": "feed_forward.down",
+    "feed_forward.shared_expert.down_proj.weight": "feed_forward.shared.down",
     "mlp.down_proj.weight": "feed_forward.down",
     "mlp.shared_experts.down_proj.weight": "feed_forward.shared.down",
     "mlp.shared_mlp.down_proj.weight": "feed_forward.shared.down",
@@ -85,6 +88,9 @@ def _ours(name: str, value: Tensor, theirs: dict[str, Tensor]) -> Iterator[tuple
         is_gpt_oss = name.rpartition(".")[0] + ".down_proj_bias" in theirs
         leaf = rest.removeprefix("mlp.experts.").replace("_proj", "")
         yield f"{prefix}feed_forward.experts.{leaf}", _expert(leaf, value, is_gpt_oss)
+    elif rest.startswith("feed_forward.experts."):  # Llama 4: [in, out], gate beside up
+        leaf = rest.removeprefix("feed_forward.experts.").replace("_proj", "")
+        yield f"{prefix}feed_forward.experts.{leaf}", _expert(leaf, value.mT, is_gpt_oss=False)
     elif not rest.endswith("up_proj.weight"):  # up_proj has travelled with its gate_proj
         raise KeyError(f"no name of ours for {name}")
 

@@ -23,6 +23,10 @@ GQAS = {
     "full norm": GQAConfig(num_heads=4, num_kv_heads=4, head_dim=6, qk_norm="full"),
     "norm after rope": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, qk_norm="head", qk_norm_when="after_rope"),
     "partial rope": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, rope_dim=4),
+    "chunks": GQAConfig(num_heads=4, num_kv_heads=2, head_dim=6, chunk=3, qk_norm="unit", qk_norm_when="after_rope"),
+    "no rope": GQAConfig(
+        num_heads=4, num_kv_heads=2, head_dim=6, chunk=3, nope_every=1, nope_temperature=0.5, nope_floor=2
+    ),
     "everything": GQAConfig(
         num_heads=4, num_kv_heads=2, head_dim=6, qkv_bias=True, out_bias=True, sinks=True, window=3
     ),
@@ -62,12 +66,22 @@ def test_a_token_sees_only_the_past_of_its_own_sequence(config: GQAConfig | MLAC
         first = token - token % 5
         if isinstance(config, GQAConfig) and config.window:
             first = max(first, token - config.window + 1)
+        if isinstance(config, GQAConfig) and (chunk := config.chunk_of(0)):
+            first += token % 5 // chunk * chunk
         assert seen == list(range(first, token + 1))
 
 
 def test_the_window_applies_to_every_nth_layer() -> None:
     config = GQAConfig(window=4, window_every=2)
     assert [_layer(config, layer=i).window for i in range(4)] == [4, None, 4, None]
+
+
+def test_layers_without_rope_have_no_chunks_and_no_norms_without_weights() -> None:
+    config = GQAConfig(chunk=4, nope_every=2, nope_temperature=0.1, qk_norm="unit", qk_norm_when="after_rope")
+    layers = [_layer(config, layer=i) for i in range(4)]
+    assert [layer.chunk for layer in layers] == [4, None, 4, None]
+    assert [layer.q_norm is not None for layer in layers] == [True, False, True, False]
+    assert [layer.temperature for layer in layers] == [0.0, 0.1, 0.0, 0.1]
 
 
 def test_the_gate_of_an_entry_is_the_sigmoid_of_the_row_beside_its_query() -> None:

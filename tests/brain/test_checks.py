@@ -23,7 +23,7 @@ from moefold.checks import (
 )
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
 from moefold.checks.sizes import divisors
-from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig, YarnConfig
+from moefold.config.attention import GQAConfig, Llama3RopeConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig
@@ -115,6 +115,30 @@ CASES = [
         with_model(attention=GQAConfig(qk_norm="head", qk_norm_when="after_rope")),
         with_model(attention=GQAConfig(qk_norm="full", qk_norm_when="after_rope")),
         "model.attention.qk_norm_when",
+    ),
+    (
+        model.chunks_replace_windows,
+        with_model(attention=GQAConfig(chunk=4)),
+        with_model(attention=GQAConfig(chunk=4, window=8)),
+        "model.attention.chunk",
+    ),
+    (
+        model.temperature_is_for_layers_without_rope,
+        with_model(attention=GQAConfig(nope_temperature=0.1, nope_every=2)),
+        with_model(attention=GQAConfig(nope_temperature=0.1)),
+        "model.attention.nope_temperature",
+    ),
+    (
+        model.rope_is_rescaled_once,
+        with_model(rope=RopeConfig(llama3=Llama3RopeConfig())),
+        with_model(rope=RopeConfig(llama3=Llama3RopeConfig(), yarn=YarnConfig())),
+        "model.rope.llama3",
+    ),
+    (
+        model.llama3_frequencies_are_in_order,
+        with_model(rope=RopeConfig(llama3=Llama3RopeConfig(low_freq_factor=1.0, high_freq_factor=1.0))),
+        with_model(rope=RopeConfig(llama3=Llama3RopeConfig(low_freq_factor=4.0, high_freq_factor=1.0))),
+        "model.rope.llama3.low_freq_factor",
     ),
     (
         model.yarn_extends_the_context,

@@ -37,6 +37,12 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
         "memory.retain.rows",
     ),
     (
+        retained_steps.rows_are_what_experts_multiply,
+        {"rows": "discard"},
+        {"rows": "offload", "model.moe.weight_at": "input"},
+        "memory.retain.rows",
+    ),
+    (
         retained_steps.compiled_regions_keep,
         {"kernels.compile": "regions"},
         {"feed_norm": "discard", "kernels.compile": "regions"},

@@ -234,3 +234,9 @@ def test_what_auto_stands_for_is_printed(capsys: pytest.CaptureFixture[str]) -> 
     assert [line.split() for line in table[2:4]] == [["cpu", "fused"], ["cuda", "grouped"]]
     assert main(["check", "debug_small", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["experts"] == {"cpu": "fused", "cuda": "sequential"}
+
+
+def test_dense_and_moe_layers_in_turn_are_counted_apart(capsys: Output) -> None:
+    main(["check", "debug_tiny", "--model.num_layers", "6", "--model.moe_every", "2"])
+    out = capsys.readouterr().out
+    assert "0, 2, ... 4" in out and "1, 3, ... 5" in out

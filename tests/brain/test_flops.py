@@ -79,6 +79,19 @@ def test_the_block_of_a_module_has_the_window_of_its_number() -> None:
     assert full - windowed > windowed - forward_flops_per_token(replace(model, num_mtp=0), 4096).attention_core
 
 
+def test_a_chunk_is_a_triangle_of_its_own() -> None:
+    """Pairs that see each other, counted one by one; layers without RoPE have the whole triangle."""
+    length, chunk = 50, 8
+    pairs = sum(min(a, b) // chunk == max(a, b) // chunk for a in range(length) for b in range(length)) / 2
+    plain, chunked = (
+        forward_flops_per_token(ModelConfig(attention=GQAConfig(chunk=size)), length).attention_core
+        for size in (None, chunk)
+    )
+    assert chunked / plain == pytest.approx(pairs / (length**2 / 2), rel=1e-12)
+    half = ModelConfig(attention=GQAConfig(chunk=chunk, nope_every=2))
+    assert forward_flops_per_token(half, length).attention_core == pytest.approx((plain + chunked) / 2, rel=1e-12)
+
+
 def test_a_dense_model_has_no_experts() -> None:
     parts = forward_flops_per_token(ModelConfig(moe=None), 8)
     assert (parts.routed, parts.shared, parts.router) == (0, 0, 0) and parts.dense > 0

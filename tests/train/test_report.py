@@ -7,6 +7,8 @@ import json
 import re
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,10 +19,10 @@ from moefold.cli.main import main
 from moefold.html.chart_scale import Scale, round_ticks, short
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
 from moefold.train.report import expert_charts
-from moefold.train.report.history import MAX_BINS, read_history
+from moefold.train.report.history import MAX_BINS, History, read_history
 from moefold.train.report.line_chart import downsample, visible_range
 from moefold.train.report.run_page import page
-from moefold.train.report.summary import summary
+from moefold.train.report.summary import layer_numbers, summary
 
 
 def check_page(text: str) -> None:
@@ -160,6 +162,16 @@ def test_pictures_hold_their_cells() -> None:
     assert picture.startswith(b"\x89PNG") and picture[16:24] == b"\0\0\0\3\0\0\0\2"
     start = picture.index(b"IDAT") + 4
     assert zlib.decompressobj().decompress(picture[start:]) == b"\0\2\3\4\0\5\6\7"
+
+
+def test_rows_of_counts_are_numbered_as_the_layers_of_the_model() -> None:
+    def numbers(**model: int) -> list[int]:
+        counts = SimpleNamespace(counts=np.zeros((3, 4)))
+        return layer_numbers(cast(History, SimpleNamespace(last_bin=counts, start={"config": {"model": model}})))
+
+    assert numbers(num_dense_layers=2) == [2, 3, 4]
+    assert numbers(num_dense_layers=2, moe_every=2) == [3, 5, 7]
+    assert numbers(moe_every=4) == [3, 7, 11]
 
 
 def test_scales_and_labels() -> None:

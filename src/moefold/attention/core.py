@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from moefold.attention.mask_blocks import chunk_lengths
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.config.attention import RopeConfig
@@ -70,8 +71,9 @@ class AttentionCore(Protocol):
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
+        chunk: int | None = None,
     ) -> Tensor:
-        """[S, H, U]: causal attention of each token within its own document."""
+        """[S, H, U]: causal attention of each token within its own document, or within its chunk of it."""
         ...
 
 
@@ -91,5 +93,7 @@ class LocalCore:
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
+        chunk: int | None = None,
     ) -> Tensor:
-        return self.attention.attend(q_SHC, k_SJC, v_SJU, batch.lengths, scale, window, sinks_H)
+        lengths = chunk_lengths(batch.lengths, chunk)
+        return self.attention.attend(q_SHC, k_SJC, v_SJU, lengths, scale, window, sinks_H)

@@ -16,7 +16,7 @@ from moefold.attention.core import AttentionCore, Rotary
 from moefold.config.attention import GQAConfig, RopeConfig
 from moefold.config.model import NormScale
 from moefold.nn.batch import Batch
-from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm
+from moefold.nn.layers import Linear, RMSNorm, SpreadRMSNorm, UnitRMSNorm
 from moefold.nn.matmul_policy import MatmulPolicy
 from moefold.nn.parallel_interfaces import TokenSharding
 from moefold.nn.step_retention import KEEP_ALL, Retention
@@ -45,15 +45,19 @@ class GroupedQueryAttention(nn.Module):
         self.k = Linear(dim, kv_width, matmul_policy, config.qkv_bias)
         self.v = Linear(dim, kv_width, matmul_policy, config.qkv_bias)
         self.out = Linear(q_width, dim, matmul_policy, config.out_bias)
-        self.q_norm = _qk_norm(config, q_width, norm_eps, tokens, kernels, norm_scale)
-        self.k_norm = _qk_norm(config, kv_width, norm_eps, tokens, kernels, norm_scale)
+        self.q_norm = _qk_norm(config, layer, q_width, norm_eps, tokens, kernels, norm_scale)
+        self.k_norm = _qk_norm(config, layer, kv_width, norm_eps, tokens, kernels, norm_scale)
         self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.sinks else None
         self.rotary = Rotary(rope, config.rope_dim or config.head_dim, kernels)
         self.head_dim = config.head_dim
         self.norm_whole_projection = config.qk_norm == "full"
-        self.norm_rotated = config.qk_norm == "head" and config.qk_norm_when == "after_rope"
+        self.has_rope = config.has_rope(layer)
+        # Without RoPE there is no order to speak of, and norms without a weight are for layers with it.
+        self.norm_rotated = self.has_rope and config.qk_norm != "none" and config.qk_norm_when == "after_rope"
         self.output_gate = config.output_gate
-        self.window = config.window if layer % config.window_every == 0 else None
+        self.window, self.chunk = config.window_of(layer), config.chunk_of(layer)
+        self.temperature = 0.0 if self.has_rope else config.nope_temperature
+        self.temperature_floor = config.nope_floor
         self.tokens = tokens
         self.core = core
         self.retain = retain
@@ -64,15 +68,18 @@ class GroupedQueryAttention(nn.Module):
         q_SHC = self._heads(q_SX, None if self.norm_rotated else self.q_norm)
         k_SJC = self._heads(self.k(x_SD), None if self.norm_rotated else self.k_norm)
         v_SJC = self._heads(self.v(x_SD), None)
-        tables = self.rotary(batch.positions_S, like=x_SD)
-        q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
+        if self.has_rope:
+            tables = self.rotary(batch.positions_S, like=x_SD)
+            q_SHC, k_SJC = self.rotary.rotate(q_SHC, k_SJC, tables)
+        elif self.temperature:
+            q_SHC = self._scale_by_position(q_SHC, batch.positions_S)
         if self.norm_rotated:
             assert self.q_norm is not None and self.k_norm is not None
             q_SHC, k_SJC = self.q_norm(q_SHC), self.k_norm(k_SJC)
         scale = self.head_dim**-0.5
         # In the format of the layer, as every weight but the router's; its gradient is a sum over tokens, in float32.
         sinks_H = None if self.sinks is None else upcast(self.sinks.to(x_SD.dtype))
-        attend = partial(self.core, batch=batch, scale=scale, window=self.window, sinks_H=sinks_H)
+        attend = partial(self.core, batch=batch, scale=scale, window=self.window, sinks_H=sinks_H, chunk=self.chunk)
         seen_SHC = self.retain.step("core", attend, q_SHC, k_SJC, v_SJC)
         if gate_SHC is not None:
             seen_SHC = seen_SHC * gate_SHC.sigmoid()
@@ -85,6 +92,11 @@ class GroupedQueryAttention(nn.Module):
         # A copy: a view that is saved for the backward pass would keep the gate's half alive too.
         return q_SHC.flatten(1), gate_SHC
 
+    def _scale_by_position(self, q_SHC: Tensor, positions_S: Tensor) -> Tensor:
+        """Far positions see more keys; larger logits keep their softmax from flattening."""
+        steps_S = ((positions_S + 1) // self.temperature_floor).to(torch.promote_types(q_SHC.dtype, torch.float32))
+        return (q_SHC * (steps_S.log1p() * self.temperature + 1)[:, None, None]).to(q_SHC.dtype)
+
     def _heads(self, x_SX: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None and self.norm_whole_projection:
             x_SX = norm(x_SX)
@@ -93,10 +105,12 @@ class GroupedQueryAttention(nn.Module):
 
 
 def _qk_norm(
-    config: GQAConfig, full_dim: int, eps: float, tokens: TokenSharding, kernels: Kernels, scale: NormScale
+    config: GQAConfig, layer: int, full_dim: int, eps: float, tokens: TokenSharding, kernels: Kernels, scale: NormScale
 ) -> nn.Module | None:
     if config.qk_norm == "none":
         return None
+    if config.qk_norm == "unit":
+        return UnitRMSNorm(config.head_dim, eps, kernels.rms_norm) if config.has_rope(layer) else None
     if config.qk_norm == "head":
         return RMSNorm(config.head_dim, eps, kernels.rms_norm, scale)
     return SpreadRMSNorm(full_dim, eps, tokens, scale)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -99,6 +99,28 @@ def document_runs(lengths: Iterable[int]) -> tuple[Run, ...]:
         runs.append(Run(document, 0, length, row))
         row += length
     return tuple(run for run in runs if run.start < run.stop)
+
+
+def chunk_lengths(lengths: Iterable[int], chunk: int | None) -> tuple[int, ...]:
+    """Documents cut into chunks, each a document of its own: attention within chunks is attention within those."""
+    if chunk is None:
+        return tuple(lengths)
+    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
+
+
+def chunk_runs(runs: Iterable[Run], lengths: Sequence[int], chunk: int | None) -> tuple[Run, ...]:
+    """The same tokens as runs of the documents of ``chunk_lengths``."""
+    if chunk is None:
+        return tuple(runs)
+    first = [0, *accumulate(-(-length // chunk) for length in lengths)]
+    found = []
+    for run in runs:
+        for number in range(run.start // chunk, -(-run.stop // chunk)):
+            begin = number * chunk
+            start, stop = max(run.start, begin), min(run.stop, begin + chunk)
+            row = run.row + start - run.start
+            found.append(Run(first[run.document] + number, start - begin, stop - begin, row))
+    return tuple(found)
 
 
 def blocks(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore
-from moefold.attention.mask_blocks import Run, document_runs
+from moefold.attention.mask_blocks import Run, chunk_lengths, chunk_runs, document_runs
 from moefold.attention.packed_mask import PackedMask
 from moefold.nn.batch import Batch
 from moefold.ops.fp32_linear import upcast
@@ -73,12 +73,14 @@ class ObservedCore:
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
+        chunk: int | None = None,
     ) -> Tensor:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 k_TJC, q_runs = self.gather(k_SJC.detach(), batch)
-                self.maxima.observe(self.block, max_logits(q_SHC, k_TJC, q_runs, batch.lengths, scale, window))
-        return self.core(q_SHC, k_SJC, v_SJU, batch, scale=scale, window=window, sinks_H=sinks_H)
+                q_runs, lengths = chunk_runs(q_runs, batch.lengths, chunk), chunk_lengths(batch.lengths, chunk)
+                self.maxima.observe(self.block, max_logits(q_SHC, k_TJC, q_runs, lengths, scale, window))
+        return self.core(q_SHC, k_SJC, v_SJU, batch, scale=scale, window=window, sinks_H=sinks_H, chunk=chunk)
 
 
 @torch.no_grad()

@@ -67,7 +67,10 @@ def cost_of(run: RunConfig, speed: RankSpeed | None = None) -> Cost:
 def token_flops(model: ModelConfig, longest: int) -> float:
     """Forward FLOPs of a token whatever its document's length: all matmuls, and attention through windows."""
     matmuls = replace(forward_flops_per_token(model, longest), attention_core=0.0)
-    windowed = sum(flops_per_position(a) * a.window for a in _attentions(model) if _is_narrow(a, longest))
+    # A chunk is a triangle: half of its positions on average.
+    windowed = sum(
+        flops_per_position(a) * (a.window or a.chunk / 2) for a in _attentions(model) if _is_narrow(a, longest)
+    )
     return matmuls.total + windowed
 
 
@@ -85,8 +88,8 @@ def _attentions(model: ModelConfig) -> Iterator[Attention]:
 
 
 def _is_narrow(attention: Attention, longest: int) -> bool:
-    """Whether it has a window that is shorter than the longest document."""
-    return 0 < attention.window < longest
+    """Whether it has a window or chunks that are shorter than the longest document."""
+    return 0 < (attention.window or attention.chunk) < longest
 
 
 def _key_and_value_entries(model: ModelConfig) -> int:

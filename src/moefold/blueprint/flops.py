@@ -108,6 +108,9 @@ def flops_per_position(attention: Attention) -> float:
 
 def positions_seen(attention: Attention, seq_len: int) -> float:
     """How many positions a token attends to on average; the triangle is S/2 by convention, not (S+1)/2."""
+    if attention.chunk:
+        whole, rest = divmod(seq_len, attention.chunk)
+        return (whole * attention.chunk**2 + rest**2) / (2 * seq_len)
     reach = min(attention.window, seq_len) if attention.window else seq_len
     return reach - reach**2 / (2 * seq_len)
 
@@ -116,4 +119,5 @@ def _core_as_executed(mixer: Attention | Recurrence | None, seq_len: int) -> flo
     """A sink is one more key and one more entry of every query and key; values are padded to the keys' dim."""
     assert isinstance(mixer, Attention)
     sink = int(mixer.sinks)
-    return 2 * mixer.heads * 2 * (max(mixer.qk_dim, mixer.v_dim) + sink) * (seq_len + sink)
+    seen = min(mixer.chunk, seq_len) if mixer.chunk else seq_len
+    return 2 * mixer.heads * 2 * (max(mixer.qk_dim, mixer.v_dim) + sink) * (seen + sink)

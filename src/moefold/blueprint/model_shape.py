@@ -29,12 +29,14 @@ class Attention:
     kv_latent: int = 0
     # The rotated part of an MLA key, shared by all heads; part of qk_dim.
     rope_dim: int = 0
-    # Entries of a head that RoPE rotates without a latent; 0 is all of them.
-    rotated: int = 0
+    # Entries of a head that RoPE rotates without a latent; None is all of them.
+    rotated: int | None = None
     # Positions a token attends to; 0 is all of them.
     window: int = 0
-    # "head" normalises each head's vector of queries and keys, "full" the whole projection.
-    qk_norm: Literal["none", "head", "full"] = "none"
+    # Positions of a chunk, within which a token attends; 0 is no chunks.
+    chunk: int = 0
+    # "head" normalises each head's vector of queries and keys, "full" the whole projection, "unit" has no weight.
+    qk_norm: Literal["none", "head", "full", "unit"] = "none"
     # A learned logit per head takes part in the softmax.
     sinks: bool = False
     qkv_bias: bool = False
@@ -146,15 +148,16 @@ def _attention(model: ModelConfig, index: int) -> Attention:
         return Attention(
             heads, heads, qk_dim, config.value_dim, config.q_latent or 0, config.kv_latent, config.rope_dim
         )
-    window = config.window if config.window is not None and index % config.window_every == 0 else 0
+    has_rope = config.has_rope(index)
     return Attention(
         config.num_heads,
         config.num_kv_heads,
         config.head_dim,
         config.head_dim,
-        rotated=config.rope_dim or 0,
-        window=window,
-        qk_norm=config.qk_norm,
+        rotated=config.rope_dim if has_rope else 0,
+        window=config.window_of(index) or 0,
+        chunk=config.chunk_of(index) or 0,
+        qk_norm="none" if config.qk_norm == "unit" and not has_rope else config.qk_norm,
         sinks=config.sinks,
         qkv_bias=config.qkv_bias,
         out_bias=config.out_bias,

@@ -160,7 +160,7 @@ def _gqa(prefix: str, a: Attention, D: int) -> Iterator[ParameterSpec]:
         yield ParameterSpec(f"{prefix}{name}.weight", (rows, D), "matrix")
         if a.qkv_bias:
             yield ParameterSpec(f"{prefix}{name}.bias", (rows,), "bias")
-    if a.qk_norm != "none":
+    if a.qk_norm in ("head", "full"):
         full = a.qk_norm == "full"
         yield ParameterSpec(prefix + "q_norm.weight", (HC if full else a.qk_dim,), "norm", full)
         yield ParameterSpec(prefix + "k_norm.weight", (JC if full else a.qk_dim,), "norm", full)

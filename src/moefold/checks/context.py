@@ -13,13 +13,16 @@ from moefold.topology.folded_layout import FoldedLayout
 def modes_in_use(run: RunConfig) -> dict[str, ContextMode]:
     """The context mode of each type of layer that the model has, by its key."""
     attention, context = run.model.attention, run.parallel.context
-    window = attention.window if isinstance(attention, GQAConfig) else None
-    every = attention.window_every if isinstance(attention, GQAConfig) else 1
-    modes = {"windowed": context.windowed} if window is not None else {}
-    # Layer i has the window when i % every == 0, so layer 1 is the first that may have full attention.
-    if window is None or (every > 1 and run.model.num_layers > 1):
-        modes["full"] = context.full
-    return modes
+    if not isinstance(attention, GQAConfig):
+        return {"full": context.full}
+    every = max(attention.window_every, attention.nope_every or 1)
+    # Layers repeat after these; MTP modules go on counting.
+    kinds = {
+        attention.window_of(layer) is not None or attention.chunk_of(layer) is not None
+        for layer in range(min(run.model.num_layers, max(every, 1)))
+    }
+    modes: dict[str, ContextMode] = {"windowed": context.windowed} if True in kinds else {}
+    return modes | ({"full": context.full} if False in kinds else {})
 
 
 def heads_divide_over_the_all_to_all(run: RunConfig) -> list[Problem]:

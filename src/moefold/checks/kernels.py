@@ -270,14 +270,14 @@ def flash_attn_takes_the_head_dims(run: RunConfig) -> list[Problem]:
 
 def flash_attn_has_no_windows_in_a_ring(run: RunConfig) -> Problem | None:
     config, context = run.model.attention, run.parallel.context
-    windowed = isinstance(config, GQAConfig) and config.window is not None
-    if not windowed or not run.kernels.attention.startswith("flash_attn") or run.parallel.cp == 1:
+    cut = isinstance(config, GQAConfig) and (config.window is not None or config.chunk is not None)
+    if not cut or not run.kernels.attention.startswith("flash_attn") or run.parallel.cp == 1:
         return None
     if context.windowed == "all_to_all":
         return None
     return Problem(
         "parallel.context.windowed",
-        f"kernels.attention {run.kernels.attention} has no mask for a window that cuts through a step of a ring",
+        f"kernels.attention {run.kernels.attention} has no mask for what cuts through a step of a ring",
         "use all_to_all, or kernels.attention triton",
     )
 

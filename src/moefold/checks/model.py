@@ -43,12 +43,55 @@ def rotated_dims_fit_the_head(run: RunConfig) -> Problem | None:
 
 def only_head_norms_come_after_rope(run: RunConfig) -> Problem | None:
     attention = run.model.attention
-    if not isinstance(attention, GQAConfig) or attention.qk_norm_when == "before_rope" or attention.qk_norm == "head":
+    if not isinstance(attention, GQAConfig) or attention.qk_norm_when == "before_rope":
+        return None
+    if attention.qk_norm in ("head", "unit"):
         return None
     return Problem(
         "model.attention.qk_norm_when",
         f"after_rope is for norms of single heads, and model.attention.qk_norm is {attention.qk_norm}",
         "use before_rope, or model.attention.qk_norm head",
+    )
+
+
+def chunks_replace_windows(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    if not isinstance(attention, GQAConfig) or attention.chunk is None or attention.window is None:
+        return None
+    return Problem(
+        "model.attention.chunk",
+        f"attention within chunks of {attention.chunk} has no window as well (model.attention.window is "
+        f"{attention.window})",
+        "set one of the two to null",
+    )
+
+
+def temperature_is_for_layers_without_rope(run: RunConfig) -> Problem | None:
+    attention = run.model.attention
+    if not isinstance(attention, GQAConfig) or not attention.nope_temperature or attention.nope_every is not None:
+        return None
+    return Problem(
+        "model.attention.nope_temperature",
+        f"is {attention.nope_temperature:g}, but every layer has RoPE (model.attention.nope_every is null)",
+        "use 0, or set model.attention.nope_every",
+    )
+
+
+def rope_is_rescaled_once(run: RunConfig) -> Problem | None:
+    rope = run.model.rope
+    if rope.yarn is None or rope.llama3 is None:
+        return None
+    return Problem("model.rope.llama3", "rescales the frequencies that model.rope.yarn rescales", "set one to null")
+
+
+def llama3_frequencies_are_in_order(run: RunConfig) -> Problem | None:
+    llama3 = run.model.rope.llama3
+    if llama3 is None or 0 < llama3.low_freq_factor <= llama3.high_freq_factor:
+        return None
+    return Problem(
+        "model.rope.llama3.low_freq_factor",
+        f"{llama3.low_freq_factor:g} and high_freq_factor {llama3.high_freq_factor:g} have no ramp between them",
+        "use a positive number that is at most high_freq_factor",
     )
 
 
@@ -61,11 +104,15 @@ def yarn_extends_the_context(run: RunConfig) -> Problem | None:
 
 def experts_are_used(run: RunConfig) -> Problem | None:
     model = run.model
-    if model.moe is None or model.num_dense_layers < model.num_layers:
+    if model.moe is None or any(map(model.is_moe_layer, range(model.num_layers))):
         return None
+    first = f"all {model.num_layers} layers are dense ({model.num_dense_layers} dense layers"
+    if model.num_dense_layers < model.num_layers:
+        fix = f"use at most {model.num_layers}, and fewer dense layers first"
+        return Problem("model.moe_every", f"{first}, then every {model.moe_every}-th is MoE)", fix)
     return Problem(
         "model.num_dense_layers",
-        f"all {model.num_layers} layers are dense ({model.num_dense_layers} dense layers), so model.moe is never used",
+        f"{first}), so model.moe is never used",
         f"use at most {model.num_layers - 1}, or set model.moe to null",
     )
 
@@ -222,6 +269,10 @@ RULES = (
     rotated_dims_are_even,
     rotated_dims_fit_the_head,
     only_head_norms_come_after_rope,
+    chunks_replace_windows,
+    temperature_is_for_layers_without_rope,
+    rope_is_rescaled_once,
+    llama3_frequencies_are_in_order,
     yarn_extends_the_context,
     experts_are_used,
     top_k_fits_experts,

@@ -36,7 +36,7 @@ def vocabulary_divides_over_tp(run: RunConfig) -> Problem | None:
 
 
 def dense_hidden_dim_divides_over_tp(run: RunConfig) -> Problem | None:
-    if run.model.moe is not None and run.model.num_dense_layers == 0:
+    if not run.model.has_dense_layers:
         return None
     return _divides_over_tp(run, run.model.dense_hidden_dim, "columns of the dense layers", "model.dense_hidden_dim")
 

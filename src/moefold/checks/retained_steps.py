@@ -23,7 +23,6 @@ STEPS_OF_PHASE: dict[RecomputedPhase, tuple[RetainedStep, ...]] = {
 
 def named_steps_exist(run: RunConfig) -> list[Problem]:
     model, moe = run.model, run.model.moe
-    has_dense = moe is None or not all(map(model.is_moe_layer, range(model.num_layers)))
     lacking: dict[RetainedStep, str] = {}
     if not isinstance(model.attention, MLAConfig):
         lacking |= dict.fromkeys(("latent_norm", "mla_up"), "latent attention (model.attention is not MLA)")
@@ -31,7 +30,7 @@ def named_steps_exist(run: RunConfig) -> list[Problem]:
         lacking |= dict.fromkeys(("rows", "gate_up", "activation"), "experts (model.moe is null)")
     if moe is None or not moe.shared_hidden_dim:
         lacking["shared"] = "a shared expert (model.moe.shared_hidden_dim is 0)"
-    if not has_dense:
+    if not model.has_dense_layers:
         lacking["dense"] = "dense layers"
     return [
         Problem(f"memory.retain.{step}", f"{choice}, but this model has no {what}", "leave it out, or use keep")
@@ -93,6 +92,17 @@ def rows_are_permuted_by_us(run: RunConfig) -> Problem | None:
     )
 
 
+def rows_are_what_experts_multiply(run: RunConfig) -> Problem | None:
+    moe, how = run.model.moe, run.memory.retained()["rows"]
+    if moe is None or moe.weight_at != "input" or how == "keep":
+        return None
+    return Problem(
+        _path(run, "rows"),
+        f"rows are to be {_said(how)}, but with model.moe.weight_at input they are multiplied by probs before the GEMM",
+        "use keep, or recompute experts",
+    )
+
+
 def compiled_regions_keep(run: RunConfig) -> Problem | None:
     """A compiled region decides itself what it saves."""
     chosen = {step: how for step, how in run.memory.retained().items() if how != "keep"}
@@ -126,6 +136,7 @@ RULES = (
     steps_are_not_in_recomputed_phases,
     collectives_run_once,
     rows_are_permuted_by_us,
+    rows_are_what_experts_multiply,
     compiled_regions_keep,
     host_bound_is_positive,
 )

@@ -40,6 +40,7 @@ MUST_BE_POSITIVE = frozenset(
         "model.rope.yarn.factor",
         "model.rope.yarn.beta_fast",
         "model.rope.yarn.beta_slow",
+        "model.rope.llama3.factor",
         "model.norm_eps",
         "model.lora.alpha",
         "model.moe.capacity.factor",

@@ -189,17 +189,23 @@ def _sizes_table(run: RunConfig, counts: Counts) -> str:
 def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
     """One row for the dense layers, one for the MoE layers: within each, all layers have equal sizes."""
     top_k = model.moe.top_k if model.moe is not None else 0
-    first_moe = min(model.num_dense_layers, model.num_layers) if model.moe is not None else model.num_layers
-    for first, end, kind in ((0, first_moe, "dense"), (first_moe, model.num_layers, "MoE")):
-        if first < end:
-            specs = list(layer_parameters(model, first))
+    for kind in ("dense", "MoE"):
+        layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer) == (kind == "MoE")]
+        if layers:
+            specs = list(layer_parameters(model, layers[0]))
             total, active = sum(s.size for s in specs), sum(active_size(s, top_k) for s in specs)
-            yield (f"{first}-{end - 1}" if end - first > 1 else f"{first}", kind, f"{total:,}", f"{active:,}")
+            yield (_layer_names(layers), kind, f"{total:,}", f"{active:,}")
     if model.num_mtp:
         mtp = list(mtp_parameters(model, 0))
         kind = "MoE" if model.is_moe_layer(model.num_layers) else "dense"
         total, active = sum(s.size for s in mtp), sum(active_size(s, top_k) for s in mtp)
         yield ("MTP" if model.num_mtp == 1 else f"MTP 0-{model.num_mtp - 1}", kind, f"{total:,}", f"{active:,}")
+
+
+def _layer_names(layers: list[int]) -> str:
+    if len(layers) > 1 and layers[-1] - layers[0] >= len(layers):
+        return f"{layers[0]}, {layers[1]}, ... {layers[-1]}" if len(layers) > 2 else f"{layers[0]}, {layers[1]}"
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
 
 
 def _rank_table(run: RunConfig, world: int | None, largest: RankParams) -> str:

@@ -18,9 +18,10 @@ class GQAConfig:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 16
-    # RMSNorm of queries and keys. head: per head. full: over the whole projection, before it is split into heads.
-    qk_norm: Literal["none", "head", "full"] = "none"
-    # Whether `head` normalizes before RoPE or after it (HunYuan).
+    # RMSNorm of queries and keys. head: per head. full: over the whole projection, before it is split into heads. unit:
+    # per head without a weight, in layers that have RoPE (Llama 4).
+    qk_norm: Literal["none", "head", "full", "unit"] = "none"
+    # Whether heads are normalized before RoPE or after it (HunYuan, Llama 4).
     qk_norm_when: Literal["before_rope", "after_rope"] = "before_rope"
     # Partial RoPE: rotate only this many entries of a head, its first ones (GLM-4.5, MiniMax-M2); None is all of them.
     rope_dim: int | None = None
@@ -35,6 +36,23 @@ class GQAConfig:
     window: int | None = None
     # Layer i has the window when i % window_every == 0; other layers have full attention.
     window_every: int = 1
+    # Chunked attention: positions are cut into chunks of this many, and a token attends within its own; None is full
+    # attention. Layers without RoPE have full attention (Llama 4).
+    chunk: int | None = None
+    # Layer i has no RoPE when (i + 1) % nope_every == 0; None is RoPE in every layer.
+    nope_every: int | None = None
+    # Queries of layers without RoPE are multiplied by 1 + nope_temperature * log(1 + (position + 1) // nope_floor).
+    nope_temperature: float = 0.0
+    nope_floor: int = 8192
+
+    def has_rope(self, layer: int) -> bool:
+        return self.nope_every is None or (layer + 1) % max(self.nope_every, 1) != 0
+
+    def window_of(self, layer: int) -> int | None:
+        return self.window if layer % max(self.window_every, 1) == 0 else None
+
+    def chunk_of(self, layer: int) -> int | None:
+        return self.chunk if self.has_rope(layer) else None
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,19 @@ class YarnConfig:
 
 
 @dataclass(frozen=True)
+class Llama3RopeConfig:
+    """Llama 3.1's rescaling by the rotations that a pair makes within `original_context`: below `low_freq_factor` it is
+    slowed by `factor`, above `high_freq_factor` it stays, and a ramp joins the two."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    factor: float = 8.0
+    original_context: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embeddings (RoPE)."""
 
@@ -79,6 +110,7 @@ class RopeConfig:
     # Rotate pairs (2i, 2i + 1) instead of (i, i + dim / 2).
     interleaved: bool = False
     yarn: YarnConfig | None = None
+    llama3: Llama3RopeConfig | None = None
 
 
 AttentionConfig = GQAConfig | MLAConfig

@@ -17,7 +17,7 @@ NormScale = Literal["weight", "one_plus_weight"]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer; layers after the first `num_dense_layers` are MoE layers."""
+    """A decoder-only transformer; every `moe_every`-th layer after the first `num_dense_layers` is an MoE layer."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -28,6 +28,8 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig | None = field(default_factory=MoEConfig)
     num_dense_layers: int = 0
+    # Layer i is an MoE layer when (i + 1) % moe_every == 0, and dense otherwise (Llama 4).
+    moe_every: int = 1
     dense_hidden_dim: int = 128
     norm_eps: float = 1e-6
     # What an RMSNorm multiplies by. one_plus_weight: weights are centred at zero (Qwen3-Next).
@@ -46,4 +48,8 @@ class ModelConfig:
     lora: LoraConfig | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
-        return self.moe is not None and layer >= self.num_dense_layers
+        return self.moe is not None and layer >= self.num_dense_layers and (layer + 1) % max(self.moe_every, 1) == 0
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return not all(map(self.is_moe_layer, range(self.num_layers)))

@@ -106,5 +106,6 @@ class MoEConfig:
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     # Biases in the experts' linear layers (gpt-oss). `router.expert_bias` is the loss-free balancing bias.
     expert_mlp_bias: bool = False
-    # Where the prob multiplies: the expert's activation (saves no extra tensor for backward), or its output.
-    weight_at: Literal["activation", "output"] = "activation"
+    # Where the prob multiplies: the expert's activation (saves no tensor for backward) or its output, which are one
+    # model, or its input, which is another (Llama 4).
+    weight_at: Literal["activation", "output", "input"] = "activation"

@@ -82,7 +82,9 @@ class GroupedExperts:
         retain: Retention = KEEP_ALL,
     ) -> None:
         self.retain = retain
-        self.prob_at_activation = config.weight_at == "activation"
+        # Probs come with the permuted rows unless they multiply the output.
+        self.prob_at_activation = config.weight_at != "output"
+        self.prob_at_input = config.weight_at == "input"
         self.matmul_policy, self.matmul = matmul_policy, matmul
         self.permutation, self.activation = permutation, activation
 
@@ -90,6 +92,8 @@ class GroupedExperts:
         permutation = NO_PERMUTATION if expert_in.by_expert else self.permutation
         permuted = permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation, self.retain)
         rows_PL, prob_P, _ = permuted
+        if self.prob_at_input and prob_P is not None:
+            rows_PL, prob_P = times_prob(rows_PL, prob_P), None
         counts = RowCounts(expert_in.rows_per_expert_e, expert_in.rows_per_expert)
         # Only the counts: what is recomputed must not hold the rows that were received.
         gate_up = partial(self._gate_up, weights, counts)

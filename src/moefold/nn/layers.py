@@ -74,6 +74,17 @@ def scaled_by(weight_Y: Tensor, scale: NormScale) -> Tensor:
     return weight_Y if scale == "weight" else 1.0 + upcast(weight_Y)
 
 
+class UnitRMSNorm(nn.Module):
+    """Without a weight."""
+
+    def __init__(self, dim: int, eps: float, norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm) -> None:
+        super().__init__()
+        self.dim, self.eps, self.norm = dim, eps, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, x.new_ones(self.dim), self.eps)
+
+
 class SpreadRMSNorm(nn.Module):
     """Over all heads at once: this rank holds some of them, and the mean is over all of them."""
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moefold.config.attention import RopeConfig, YarnConfig
+from moefold.config.attention import Llama3RopeConfig, RopeConfig, YarnConfig
 
 
 def rotary_tables(rope: RopeConfig, dim: int, positions_S: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of every pair's angle, [S, r]. Angles are float64: far positions would lose digits in float32."""
     freq_r = inv_freq(rope.theta, dim, rope.yarn, positions_S.device)
+    if rope.llama3 is not None:
+        freq_r = _slow_down(freq_r, rope.llama3)
     angle_Sr = positions_S.double()[:, None] * freq_r
     scale = table_scale(rope.yarn)
     return (angle_Sr.cos() * scale).to(dtype), (angle_Sr.sin() * scale).to(dtype)
@@ -37,6 +39,15 @@ def inv_freq(theta: float, dim: int, yarn: YarnConfig | None, device: torch.devi
     low, high = _ramp_range(theta, dim, yarn)
     ramp_r = ((pair_r - low) / (high - low)).clamp(0, 1)
     return freq_r * (1 - ramp_r) + freq_r / yarn.factor * ramp_r
+
+
+def _slow_down(freq_r: Tensor, llama3: Llama3RopeConfig) -> Tensor:
+    """Llama 3.1: by the rotations that a pair makes within the original context."""
+    rotations_r = llama3.original_context * freq_r / (2 * math.pi)
+    low, high = llama3.low_freq_factor, llama3.high_freq_factor
+    # Where both factors are equal there is no ramp.
+    kept_r = ((rotations_r - low) / (high - low)).clamp(0, 1) if high != low else (rotations_r >= low).to(freq_r.dtype)
+    return freq_r * kept_r + freq_r / llama3.factor * (1 - kept_r)
 
 
 def _ramp_range(theta: float, dim: int, yarn: YarnConfig) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore
+from moefold.attention.mask_blocks import chunk_lengths
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.comm.process_groups import Group
@@ -59,15 +60,16 @@ class ContextParallelCore:
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
+        chunk: int | None = None,
     ) -> Tensor:
         head_group, ring = (None, None) if batch.context_size == 1 else self.groups[batch.context_size]
         if head_group is None or head_group.alone:
-            return self._ring_or_local(ring, 1, q_SHC, k_SJC, v_SJU, batch, scale, window, sinks_H)
+            return self._ring_or_local(ring, 1, q_SHC, k_SJC, v_SJU, batch, scale, window, sinks_H, chunk)
         first = 0 if ring is None else ring.index * head_group.size
         heads = HeadAllToAll(head_group, batch.lengths, first, batch.context_size, q_SHC.shape[1], k_SJC.shape[1])
         sinks_h = None if sinks_H is None else heads.local_heads(sinks_H)
         q, k, v = heads.tokens_to_heads(q_SHC, k_SJC, v_SJU)
-        out_AhU = self._ring_or_local(ring, head_group.size, q, k, v, batch, scale, window, sinks_h)
+        out_AhU = self._ring_or_local(ring, head_group.size, q, k, v, batch, scale, window, sinks_h, chunk)
         return heads.heads_to_tokens(out_AhU)
 
     def _ring_or_local(
@@ -81,10 +83,11 @@ class ContextParallelCore:
         scale: float,
         window: int | None,
         sinks: Tensor | None,
+        chunk: int | None,
     ) -> Tensor:
         if ring is None or ring.alone:
-            return self.attention.attend(q, k, v, batch.lengths, scale, window, sinks)
-        steps = ring_steps(batch.lengths, batch.context_size, ranks_per_member, ring.index, window)
+            return self.attention.attend(q, k, v, chunk_lengths(batch.lengths, chunk), scale, window, sinks)
+        steps = ring_steps(batch.lengths, batch.context_size, ranks_per_member, ring.index, window, chunk)
         tokens = sum(batch.lengths) // ring.size
         return ring_attend(
             q, k, v, sinks, group=ring, steps=steps, scale=scale, mean_tokens=tokens, attention=self.attention
@@ -92,7 +95,7 @@ class ContextParallelCore:
 
 
 class PerLayerCore:
-    """One core for layers with full attention, another for those with a sliding window."""
+    """One core for layers with full attention, another for those with a sliding window or with chunks."""
 
     def __init__(self, full: AttentionCore, windowed: AttentionCore) -> None:
         self.full, self.windowed = full, windowed
@@ -107,6 +110,7 @@ class PerLayerCore:
         scale: float,
         window: int | None,
         sinks_H: Tensor | None,
+        chunk: int | None = None,
     ) -> Tensor:
-        core = self.full if window is None else self.windowed
-        return core(q_SHC, k_SJC, v_SJU, batch, scale=scale, window=window, sinks_H=sinks_H)
+        core = self.full if window is None and chunk is None else self.windowed
+        return core(q_SHC, k_SJC, v_SJU, batch, scale=scale, window=window, sinks_H=sinks_H, chunk=chunk)

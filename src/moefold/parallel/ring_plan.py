@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moefold.attention.mask_blocks import Block, Run, blocks, stacks
+from moefold.attention.mask_blocks import Block, Run, blocks, chunk_runs, stacks
 from moefold.attention.packed_mask import PackedMask
 from moefold.batching.zigzag import Span, chunks, chunks_of
 
@@ -37,10 +37,13 @@ class RingStep:
 
 
 @lru_cache(maxsize=128)
-def ring_steps(lengths: Lengths, size: int, inner: int, member: int, window: int | None) -> tuple[RingStep, ...]:
+def ring_steps(
+    lengths: Lengths, size: int, inner: int, member: int, window: int | None, chunk: int | None = None
+) -> tuple[RingStep, ...]:
     """The steps of a ring member, its own keys first; ``inner`` of ``size`` ranks make one member."""
     members = size // inner
     runs_of_member = [token_runs(lengths, range(i * inner, (i + 1) * inner), size) for i in range(members)]
+    runs_of_member = [chunk_runs(runs, lengths, chunk) for runs in runs_of_member]
     mine = runs_of_member[member]
     own = RingStep(0, (), 0, PackedMask(mine, mine, window, stacks(blocks(mine, mine, window))))
     return own, *(_step(runs_of_member, member, distance, window) for distance in range(1, members))

@@ -332,9 +332,13 @@ def _attention(run: RunConfig, layout: FoldedLayout, times: int, again: bool, ta
 def _context(run: RunConfig, layout: FoldedLayout, rank: int, times: int, again: bool, tally: Tally) -> None:
     """The ring: tokens are sharded in zigzag, so a rank sends both chunks to ranks before it, one to those after."""
     attention, tokens, cp = run.model.attention, tokens_of(run, layout), layout.size("cp")
-    if run.parallel.context.full != "ring" or (isinstance(attention, GQAConfig) and attention.window is not None):
+    if run.parallel.context.full != "ring" or (
+        isinstance(attention, GQAConfig) and (attention.window is not None or attention.chunk is not None)
+    ):
         what = "only a ring over whole documents is counted"
-        raise ConfigError(Problem("parallel.context", f"{what}, not all-to-all over heads or windows", "use ring"))
+        raise ConfigError(
+            Problem("parallel.context", f"{what}, not all-to-all over heads, windows or chunks", "use ring")
+        )
     heads, entries = _keys(attention, layout.size("tp"))
     kept = tokens.shared * heads * entries * tokens.word
     slices = min(heads, max(1, kept // _SMALLEST_MESSAGE))

@@ -138,6 +138,7 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
         dim=min(model.dim, _MAX_DIM),
         num_layers=min(model.num_layers, _MAX_LAYERS),
         num_dense_layers=min(model.num_dense_layers, 1),
+        moe_every=min(model.moe_every, 2),
         dense_hidden_dim=8 * tp * 3,
         attention=_reduce_attention(model, run.parallel),
         moe=moe,
@@ -167,6 +168,13 @@ def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> Attention
     kv_heads = heads
     window = None if attention.window is None else 4
     rope_dim = None if attention.rope_dim is None else 4
+    # Of three layers one has no RoPE.
+    attention = replace(
+        attention,
+        chunk=None if attention.chunk is None else 4,
+        nope_every=None if attention.nope_every is None else 2,
+        nope_floor=3,
+    )
     heads = kv_heads * grouped
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, rope_dim=rope_dim, window=window)
 

@@ -35,6 +35,8 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
         yield "model", "tied embeddings" if case.run.parallel.pp == 1 else "tied embeddings over stages"
     if model.num_dense_layers:
         yield "model", "dense layers first"
+    if model.moe_every > 1:
+        yield "model", "MoE and dense layers in turn"
     yield "MTP modules", str(model.num_mtp)
     if model.num_mtp:
         yield "MTP loss divided by", model.mtp_divisor
@@ -145,13 +147,19 @@ def _attention_features(case: Case) -> Iterator[tuple[str, str]]:
             yield "attention", "qk norm after rope"
         if attention.rope_dim is not None:
             yield "attention", "partial rope"
-        for name in ("qkv_bias", "out_bias", "sinks", "window", "output_gate"):
+        if attention.nope_every is not None:
+            yield "attention", "layers without rope"
+        if attention.nope_temperature:
+            yield "attention", "queries scaled by position"
+        for name in ("qkv_bias", "out_bias", "sinks", "window", "chunk", "output_gate"):
             if getattr(attention, name):
                 yield "attention", name
     if case.run.model.norm_scale == "one_plus_weight":
         yield "attention", "norms centred at zero"
     if rope.yarn is not None:
         yield "attention", "yarn"
+    if rope.llama3 is not None:
+        yield "attention", "llama3 rope"
     if rope.interleaved:
         yield "attention", "interleaved rope"
 

@@ -16,7 +16,6 @@ from typing import Literal, get_args
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, PackingMode
-from moefold.config.finetune import LoraConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig, RecomputedPhase, RetainedStep, Retention
 from moefold.config.model import ModelConfig
@@ -26,6 +25,13 @@ from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, 
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
+from moefold.prove.case_variants import (
+    unless_refused,
+    with_attention_variants,
+    with_finetuning,
+    with_gates_and_norms,
+    with_interleaved_layers,
+)
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 from moefold.schedule.names import SCHEDULES
 
@@ -108,33 +114,10 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             memory=_memory(random),
         )
         if not problems(run, degrees.world):
-            run = _with_gates_and_norms(run, degrees.world)
-            run = _with_attention_variants(run, degrees.world)
+            run = with_gates_and_norms(run, degrees.world)
+            run = with_interleaved_layers(with_attention_variants(run, degrees.world), degrees.world)
             run = _with_savings(run, degrees.world, dtype)
-            return Case(_with_finetuning(run, degrees.world) if dtype == "float64" else run, degrees.world)
-
-
-def _with_gates_and_norms(run: RunConfig, world: int) -> RunConfig:
-    """Gated attention and norms centred at zero. Drawn from the case's own number, as savings are."""
-    random, model = Random(f"gates and norms of {run.seed}"), run.model
-    if random.random() < 0.3:
-        run = _unless_refused(run, replace(run, model=replace(model, norm_scale="one_plus_weight")), world)
-    if isinstance(model.attention, GQAConfig) and random.random() < 0.4:
-        attention = replace(model.attention, output_gate=True)
-        run = _unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
-    return run
-
-
-def _with_attention_variants(run: RunConfig, world: int) -> RunConfig:
-    """Partial RoPE and norms after it, where the run may have them; drawn from the case's number, as savings are."""
-    random, attention = Random(f"attention of {run.seed}"), run.model.attention
-    if not isinstance(attention, GQAConfig):
-        return run
-    rope_dim = random.choice((None, None, 4, 2))
-    when: Literal["before_rope", "after_rope"] = random.choice(("before_rope", "after_rope"))
-    for changed in (replace(attention, rope_dim=rope_dim), replace(attention, rope_dim=rope_dim, qk_norm_when=when)):
-        run = _unless_refused(run, replace(run, model=replace(run.model, attention=changed)), world)
-    return run
+            return Case(with_finetuning(run, degrees.world) if dtype == "float64" else run, degrees.world)
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
@@ -144,33 +127,15 @@ def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:
     """
     random = Random(f"savings of {run.seed}")
     if random.random() < 0.4:
-        run = _unless_refused(run, replace(run, parallel=replace(run.parallel, sharding="flat")), world)
+        run = unless_refused(run, replace(run, parallel=replace(run.parallel, sharding="flat")), world)
     choices: tuple[Retention, ...] = ("keep", "keep", "discard", "offload")
     for step in get_args(RetainedStep) if random.random() < 0.5 else ():
         retain = replace(run.memory.retain, **{step: random.choice(choices)})
-        run = _unless_refused(run, replace(run, memory=replace(run.memory, retain=retain)), world)
+        run = unless_refused(run, replace(run, memory=replace(run.memory, retain=retain)), world)
     places: tuple[Literal["device", "host", "cpu"], ...] = ("device", "device", "host", "cpu")
     place = random.choice(places)
-    run = _unless_refused(run, replace(run, memory=replace(run.memory, optimizer=place)), world)
+    run = unless_refused(run, replace(run, memory=replace(run.memory, optimizer=place)), world)
     return _with_formats(random, run, world) if dtype == "bfloat16" else _with_muon(random, run, world, dtype)
-
-
-def _with_finetuning(run: RunConfig, world: int) -> RunConfig:
-    """Adapters and frozen parameters in a quarter of the cases; in float64, where frozen weights are not narrower."""
-    random = Random(f"fine-tuning of {run.seed}")
-    targets = random.choice((LoraConfig().targets, ("*.experts.*",), ("*.attention.*", "*.shared.*")))
-    lora = LoraConfig(rank=random.randint(1, 5), alpha=random.choice((1.0, 8.0)), targets=targets)
-    frozen = random.choice((("*.router.*",), ("embedding.*",), ("layers.0.*", "*norm*"), ()))
-    trained: Literal["all", "adapters"] = random.choice(("all", "adapters", "adapters"))
-    if random.random() < 0.15:
-        run = _unless_refused(
-            run,
-            replace(run, model=replace(run.model, lora=lora), optim=replace(run.optim, trained=trained)),
-            world,
-        )
-    if random.random() < 0.15:
-        run = _unless_refused(run, replace(run, optim=replace(run.optim, frozen=frozen)), world)
-    return run
 
 
 def _with_formats(random: Random, run: RunConfig, world: int) -> RunConfig:
@@ -179,9 +144,9 @@ def _with_formats(random: Random, run: RunConfig, world: int) -> RunConfig:
     rounding: Literal["nearest", "stochastic"] = random.choice(("nearest", "stochastic"))
     if random.random() < 0.4:
         precision = replace(run.precision, moments="bfloat16", moments_rounding=rounding)
-        run = _unless_refused(run, replace(run, precision=precision), world)
+        run = unless_refused(run, replace(run, precision=precision), world)
     if random.random() < 0.6:
-        run = _unless_refused(run, replace(run, precision=replace(run.precision, master="remainder")), world)
+        run = unless_refused(run, replace(run, precision=replace(run.precision, master="remainder")), world)
     return run
 
 
@@ -193,15 +158,11 @@ def _with_muon(random: Random, run: RunConfig, world: int, dtype: Format) -> Run
     muon = MuonConfig(nesterov=random.random() < 0.7, coefficients=random.choice(get_args(NewtonSchulzCoefficients)))
     attends = any(length > 1 for lengths in Case(run, world).documents for length in lengths)
     if dtype == "float64" and random.random() < 0.4 and attends:
-        run = _unless_refused(run, replace(run, optim=replace(run.optim, algorithm="muon", muon=muon)), world)
+        run = unless_refused(run, replace(run, optim=replace(run.optim, algorithm="muon", muon=muon)), world)
     bound = random.choice((0.5, 1.0, 2.0))
     if dtype == "float64" and random.random() < 0.3:
-        run = _unless_refused(run, replace(run, optim=replace(run.optim, qk_clip=bound)), world)
+        run = unless_refused(run, replace(run, optim=replace(run.optim, qk_clip=bound)), world)
     return run
-
-
-def _unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:
-    return run if problems(changed, world) else changed
 
 
 def _kernels(random: Random, model: ModelConfig, dtype: Format) -> KernelsConfig:

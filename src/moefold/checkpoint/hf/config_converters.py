@@ -44,7 +44,17 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
 }
-_YARN_REQUIRED = ("factor", "original_max_position_embeddings")
+_LLAMA3 = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+}
+# Per rope type: its keys, the field of RopeConfig that they fill, and those that must be there.
+_RESCALED = {
+    "yarn": (_YARN, "rope.yarn", ("factor", "original_max_position_embeddings")),
+    "llama3": (_LLAMA3, "rope.llama3", tuple(_LLAMA3)),
+}
 _ROPE_FIXED = {"attention_factor": (None,), "partial_rotary_factor": (1.0, None)}
 
 
@@ -63,28 +73,32 @@ def _read_rope(config: HfValues) -> Values:
     theta = found.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise UnsupportedValueError("rope_theta", "is missing")
-    if kind not in ("default", "yarn"):
-        raise UnsupportedValueError(key, f"rope type {str(kind)[:40]!r} is not one of default, yarn")
-    yarn: Values = {}
+    if kind not in ("default", *_RESCALED):
+        raise UnsupportedValueError(key, f"rope type {str(kind)[:40]!r} is not one of default, {', '.join(_RESCALED)}")
+    fields, path, required = _RESCALED.get(str(kind), ({}, "", ()))
+    rescaled: Values = {}
     for name, value in found.items():
         if name in _ROPE_FIXED and value in _ROPE_FIXED[name]:
             continue
-        if kind == "yarn" and name in _YARN:
+        if name in fields:
             if value is not None:
-                yarn[_YARN[name]] = value
+                rescaled[fields[name]] = value
         elif name not in ("rope_type", "type", "rope_theta"):
             raise UnsupportedValueError(
                 f"{key}.{name[:60]}", f"{str(value)[:40]} is not supported for rope type {kind}"
             )
-    missing = [name for name in _YARN_REQUIRED if kind == "yarn" and _YARN[name] not in yarn]
+    missing = [name for name in required if fields[name] not in rescaled]
     if missing:
         raise UnsupportedValueError(f"{key}.{missing[0]}", "is missing")
-    return {"rope.theta": theta, "rope.yarn": None if kind == "default" else yarn}
+    return {"rope.theta": theta, "rope.yarn": None, "rope.llama3": None} | ({path: rescaled} if path else {})
 
 
 def _write_rope(model: ModelConfig) -> Values:
     """With the older key names, which every version of transformers reads."""
-    yarn = model.rope.yarn
+    yarn, llama3 = model.rope.yarn, model.rope.llama3
+    if llama3 is not None:
+        given = {hf_key: getattr(llama3, field) for hf_key, field in _LLAMA3.items()}
+        return {"rope_theta": model.rope.theta, "rope_scaling": {"rope_type": "llama3", **given}}
     if yarn is None:
         return {"rope_theta": model.rope.theta, "rope_scaling": None}
     scaling = {hf_key: getattr(yarn, field) for hf_key, field in _YARN.items()}

@@ -43,6 +43,8 @@ class HfFamily:
     fixed_values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     # As fixed values, for keys that transformers does not have: published files carry them, and they are not written.
     accepted_values: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    # The key of config.json that has the language model, where a model has other parts too.
+    section: str = ""
     # Further keys of published files that do not change what the model computes.
     ignored_keys: frozenset[str] = frozenset()
     # Prefixes of tensors that are not part of the model; {layers} is the number of layers.

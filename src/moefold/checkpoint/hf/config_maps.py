@@ -31,7 +31,15 @@ from moefold.checkpoint.hf.config_keys import (
     latent_keys,
     moe_base,
 )
-from moefold.checkpoint.hf.families_2025 import DOTS1, ERNIE4_5_MOE, GLM4_MOE, HUNYUAN_MOE, MINIMAX_M2
+from moefold.checkpoint.hf.families_2025 import (
+    DOTS1,
+    ERNIE4_5_MOE,
+    GLM4_MOE,
+    HUNYUAN_MOE,
+    LLAMA4,
+    LLAMA4_TEXT,
+    MINIMAX_M2,
+)
 from moefold.checkpoint.hf.name_maps import (
     DECODER_NAMES,
     DEEPSEEK_MOE_NAMES,
@@ -187,15 +195,16 @@ _QWEN3 = HfFamily(
     {**SILU, **NO_BIAS, "use_sliding_window": (False,), "sliding_window": (None,)},
 )
 
-# Add a family to this tuple. Kimi-K2 is stored like DeepSeek-V3, and is read but not written under its name.
+# Add a family to this tuple. Kimi-K2 is stored like DeepSeek-V3, and Llama 4 beside a vision model; they are read, and
+# written as DeepSeek-V3 and as Llama 4's text model.
 FAMILIES = {
     family.model_type: family
     for family in (
         *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DEEPSEEK_V3, _GPT_OSS, _DEEPSEEK_V2, _LLAMA, _QWEN3),
-        *(GLM4_MOE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_MOE),
+        *(GLM4_MOE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_MOE, LLAMA4_TEXT),
     )
 }
-READABLE_FAMILIES = {**FAMILIES, "kimi_k2": replace(_DEEPSEEK_V3, model_type="kimi_k2")}
+READABLE_FAMILIES = {**FAMILIES, "kimi_k2": replace(_DEEPSEEK_V3, model_type="kimi_k2"), "llama4": LLAMA4}
 
 
 def family_rules(model_type: str) -> tuple[NameRule, ...]:

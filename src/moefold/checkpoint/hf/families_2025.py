@@ -1,4 +1,4 @@
-"""Model families that were published in 2025, one table each: GLM-4.5, dots.llm1, MiniMax-M2, ERNIE 4.5 and HunYuan.
+"""Model families published in 2025, one table each: GLM-4.5, dots.llm1, MiniMax-M2, ERNIE 4.5, HunYuan and Llama 4.
 
 The first four choose experts by sigmoid or softmax scores plus a loss-free bias, as DeepSeek-V3 does, and differ in
 attention and names. `config_keys.py` says what a table is made of.
@@ -31,6 +31,8 @@ from moefold.checkpoint.hf.layer_converters import (
     ERNIE_SHARED,
     HUNYUAN_EXPERTS,
     HUNYUAN_ROPE,
+    LLAMA4_LAYERS,
+    LLAMA4_SIZES,
     ONE_KIND_OF_ATTENTION,
     PARTIAL_ROPE,
     PARTIAL_ROPE_OF_HALF,
@@ -42,6 +44,7 @@ from moefold.checkpoint.hf.name_maps import (
     ERNIE_MOE_NAMES,
     HEAD_NAMES,
     HUNYUAN_NAMES,
+    LLAMA4_NAMES,
     MINIMAX_MOE_NAMES,
     MTP_COPIES,
     NORMED_HEAD_NAMES,
@@ -187,4 +190,27 @@ HUNYUAN_MOE = HfFamily(
             *("n_group", "topk_group", "sep_id", "anyres_vit_max_image_size", "anyres_vit_two_views"),
         )
     ),
+)
+
+LLAMA4_TEXT = HfFamily(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    ModelConfig(
+        attention=replace(PLAIN, qk_norm="unit", qk_norm_when="after_rope"),
+        rope=RopeConfig(interleaved=True),
+        moe=replace(moe_base(score="sigmoid", score_when="after_topk"), weight_at="input"),
+    ),
+    (*DECODER, TOP_K, LOCAL_EXPERTS, Key("intermediate_size_mlp", "dense_hidden_dim")),
+    (*DECODER_NAMES, *LLAMA4_NAMES),
+    (ROPE, HEADS, LLAMA4_LAYERS, LLAMA4_SIZES),
+    {**SILU, **NO_BIAS},
+    accepted_values={"for_llm_compressor": (False,)},
+)
+# Published files also have a vision model, which is left out.
+LLAMA4 = replace(
+    LLAMA4_TEXT,
+    model_type="llama4",
+    section="text_config",
+    name_rules=tuple(replace(rule, hf_name=f"language_model.{rule.hf_name}") for rule in LLAMA4_TEXT.name_rules),
+    extra_prefixes=("vision_model.", "multi_modal_projector."),
 )

@@ -63,6 +63,7 @@ class HfConfig:
 
 def read_config(config: HfValues) -> HfConfig:
     family = _read_family(config)
+    config = _language_model(config, family)
     problems = list(_unknown_keys(config, family)) + list(_wrong_fixed_values(config, family))
     values, more = _values(config, family)
     problems += more
@@ -93,6 +94,17 @@ def _read_family(config: HfValues) -> HfFamily:
         message = f"{str(model_type)[:60]!r} is not a supported family"
         raise ConversionError(Problem(f"{FILE}: model_type", message, f"{hint}known: {', '.join(READABLE_FAMILIES)}"))
     return READABLE_FAMILIES[model_type]
+
+
+def _language_model(config: HfValues, family: HfFamily) -> HfValues:
+    """The keys of the language model, with those outside of it that concern weights."""
+    if not family.section:
+        return config
+    inner = config.get(family.section)
+    if not isinstance(inner, dict):
+        raise ConversionError(Problem(f"{FILE}: {family.section}", "is missing; it describes the language model"))
+    outer = {key: value for key, value in config.items() if key == quantized_tensors.KEY or _is_code_key(key)}
+    return {**outer, **inner}
 
 
 def _unknown_keys(config: HfValues, family: HfFamily) -> list[Problem]:
@@ -258,6 +270,8 @@ def canonical_model(model: ModelConfig) -> ModelConfig:
 def _canonical_heads(attention: GQAConfig) -> GQAConfig:
     if attention.window is None:
         attention = replace(attention, window_every=1)
+    if not attention.nope_temperature:
+        attention = replace(attention, nope_floor=GQAConfig().nope_floor)
     if attention.rope_dim == attention.head_dim:
         attention = replace(attention, rope_dim=None)
     return attention
@@ -274,7 +288,7 @@ def _canonical_moe(moe: MoEConfig) -> MoEConfig:
     if ordinary and (router.normalize or router.score_when == "after_topk"):
         # The softmax of the top-k logits is the softmax of all logits, normalized over the top k.
         router = replace(router, normalize=True, score_when="before_topk")
-    weight_at = MoEConfig().weight_at
+    weight_at = moe.weight_at if moe.weight_at == "input" else MoEConfig().weight_at
     return replace(moe, router=router, balance=BalanceConfig(), capacity=None, weight_at=weight_at)
 
 

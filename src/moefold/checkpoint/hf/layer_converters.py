@@ -5,7 +5,7 @@ As in `config_converters.py`, each is a pair of functions, one for each directio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from moefold.checkpoint.hf.config_converters import (
@@ -131,7 +131,7 @@ def _read_hunyuan_rope(config: HfValues) -> Values:
     if not (isinstance(theta, int | float) and isinstance(alpha, int | float) and alpha > 0):
         raise UnsupportedValueError(f"{key}.alpha", "and rope_theta must be numbers above 0")
     dim = head_dim_of(config)
-    return {"rope.theta": theta * alpha ** (dim / (dim - 2)), "rope.yarn": None}
+    return {"rope.theta": theta * alpha ** (dim / (dim - 2)), "rope.yarn": None, "rope.llama3": None}
 
 
 HUNYUAN_ROPE = ConfigConverter(ROPE.keys, _read_hunyuan_rope, ROPE.to_hf)
@@ -166,4 +166,95 @@ HUNYUAN_EXPERTS = ConfigConverter(
     ),
     _read_hunyuan_experts,
     lambda model: {"intermediate_size": moe_of(model).expert_hidden_dim, "moe_topk": moe_of(model).top_k},
+)
+
+
+def _every(config: HfValues, key: str, default: int) -> int:
+    value = config.get(key, default)
+    if type(value) is not int or value < 1:
+        raise UnsupportedValueError(key, f"{str(value)[:40]} is not a positive whole number")
+    return value
+
+
+def _read_llama4_layers(config: HfValues) -> Values:
+    """Lists with an entry per layer must be what the two intervals say, which transformers fills them in by."""
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or layers < 1:
+        return {}
+    every = _every(config, "interleave_moe_layer_step", 1)
+    _must_be(config, "moe_layers", [layer for layer in range(layers) if (layer + 1) % every == 0])
+    nope = _every(config, "no_rope_layer_interval", 4)
+    given = config.get("no_rope_layers")
+    if isinstance(given, list) and len(given) == layers and all(given):
+        nope = layers + 1
+    # 1 where a layer has RoPE.
+    rotated = [int((layer + 1) % nope != 0) for layer in range(layers)]
+    if given:
+        _must_be(config, "no_rope_layers", rotated)
+    chunk = config.get("attention_chunk_size", 8192)
+    local = "chunked_attention" if chunk is not None else "full_attention"
+    kinds = [local if has_rope else "full_attention" for has_rope in rotated]
+    if config.get("layer_types") is not None and chunk is not None:
+        _must_be(config, "layer_types", kinds)
+    tuned = bool(config.get("attn_temperature_tuning", True)) and not all(rotated)
+    return {
+        "moe_every": every,
+        "attention.nope_every": None if all(rotated) else nope,
+        "attention.chunk": chunk,
+        "attention.nope_temperature": config.get("attn_scale", 0.1) if tuned else 0.0,
+        "attention.nope_floor": config.get("floor_scale", 8192),
+    }
+
+
+def _must_be(config: HfValues, key: str, expected: Sequence[object]) -> None:
+    given = config.get(key)
+    if given is not None and given != expected:
+        raise UnsupportedValueError(key, f"{str(given)[:60]} is not {str(expected)[:60]}")
+
+
+def _write_llama4_layers(model: ModelConfig) -> Values:
+    attention, layers = gqa_of(model), range(model.num_layers)
+    rotated = [int(attention.has_rope(layer)) for layer in layers]
+    local = "chunked_attention" if attention.chunk is not None else "full_attention"
+    return {
+        "interleave_moe_layer_step": model.moe_every,
+        "moe_layers": [layer for layer in layers if model.is_moe_layer(layer)],
+        "no_rope_layer_interval": attention.nope_every or model.num_layers + 1,
+        "no_rope_layers": rotated,
+        "layer_types": [local if has_rope else "full_attention" for has_rope in rotated],
+        "attention_chunk_size": attention.chunk,
+        "attn_temperature_tuning": attention.nope_temperature != 0,
+        "attn_scale": attention.nope_temperature,
+        "floor_scale": attention.nope_floor,
+    }
+
+
+LLAMA4_LAYERS = ConfigConverter(
+    (
+        *("interleave_moe_layer_step", "moe_layers", "no_rope_layers", "no_rope_layer_interval", "layer_types"),
+        *("attention_chunk_size", "attn_temperature_tuning", "attn_scale", "floor_scale"),
+    ),
+    _read_llama4_layers,
+    _write_llama4_layers,
+)
+
+
+def _read_llama4_sizes(config: HfValues) -> Values:
+    hidden = config.get("intermediate_size")
+    norm = "unit" if config.get("use_qk_norm", True) else "none"
+    return {
+        "moe.expert_hidden_dim": hidden,
+        "moe.shared_hidden_dim": hidden,
+        "attention.qk_norm": norm,
+        "attention.qk_norm_when": "after_rope" if norm == "unit" else "before_rope",
+    }
+
+
+LLAMA4_SIZES = ConfigConverter(
+    ("intermediate_size", "use_qk_norm"),
+    _read_llama4_sizes,
+    lambda model: {
+        "intermediate_size": moe_of(model).expert_hidden_dim,
+        "use_qk_norm": gqa_of(model).qk_norm == "unit",
+    },
 )

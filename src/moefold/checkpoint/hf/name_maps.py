@@ -96,6 +96,17 @@ HUNYUAN_NAMES = (
     *(replace(rule, hf_name=rule.hf_name.replace("gate.weight", "gate.wg.weight")) for rule in EXPERT_NAMES),
     *_gated("shared.", "shared_mlp."),
 )
+# Llama 4 stores experts as [in, out], gate and up side by side.
+LLAMA4_NAMES = (
+    *HEAD_NAMES,
+    *(
+        replace(rule, hf_name=rule.hf_name.replace(".mlp.", ".feed_forward."))
+        for rule in (*DENSE_NAMES, *_gated("shared.", "shared_expert."))
+    ),
+    _layer("feed_forward.router.weight", "feed_forward.router.weight"),
+    _layer("feed_forward.experts.gate_up", "feed_forward.experts.gate_up_proj", "E 2 F D = E D (2 F)"),
+    _layer("feed_forward.experts.down", "feed_forward.experts.down_proj", "E D F = E F D"),
+)
 # Attention sinks, router and experts of gpt-oss, which stores [in, out], gate and up rows alternating.
 GPT_OSS_MOE_NAMES = (
     _layer("attention.sinks", "self_attn.sinks"),

@@ -243,10 +243,10 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
             "q_latent": a.q_latent,
             "kv_latent": a.kv_latent,
             "rope": a.rope_dim,
-            "rotated": a.rope_dim or a.rotated or a.qk_dim,
+            "rotated": a.rope_dim or (a.qk_dim if a.rotated is None else a.rotated),
             "normed": (a.qk_norm != "none") * (a.heads + a.kv_heads),
             "sinks": a.sinks,
-            "masked": (length + 1) / sequences if a.sinks and not a.window else 0,
+            "masked": (length + 1) / sequences if a.sinks and not (a.window or a.chunk) else 0,
         }
     elif isinstance(a, Recurrence):
         inner = a.heads * a.head_dim

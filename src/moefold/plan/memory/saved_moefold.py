@@ -192,7 +192,7 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS, step="activation"),
     Saved(
         "moe",
-        "expert outputs before probs",
+        "what probs multiply outside the activation",
         lambda s: s.top_k * s.travel,
         cut="rows",
         dropped=_EXPERTS,

@@ -225,7 +225,7 @@ def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
     run, moe = workload.run, workload.run.model.moe
     for kind in _recomputed(workload):
         yield _NAMES[kind], changed(workload, memory={"recompute": (*run.memory.recompute, kind)})
-    if not workload.weighted_inside and workload.model.is_moe and moe is not None:
+    if workload.model.is_moe and moe is not None and moe.weight_at == "output":
         inside = changed(workload, model={"moe": replace(moe, weight_at="activation")})
         yield "weigh inside the experts' activation", inside
     if workload.is_own:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -66,13 +67,15 @@ def time_parts(history: History) -> dict[str, float]:
 
 
 def layer_numbers(history: History) -> list[int]:
-    """The layer of each row of counts: MoE layers follow the dense layers."""
+    """The layer of each row of counts: MoE layers follow the dense layers, and may be every n-th after them."""
     rows = history.last_bin.counts.shape[0] if history.last_bin else 0
     config = history.start.get("config")
     model = config.get("model") if isinstance(config, dict) else None
     dense = model.get("num_dense_layers") if isinstance(model, dict) else 0
+    step = model.get("moe_every") if isinstance(model, dict) else 1
     first = dense if isinstance(dense, int) and 0 <= dense < 10_000 else 0
-    return list(range(first, first + rows))
+    every = step if isinstance(step, int) and 0 < step < 10_000 else 1
+    return list(islice((layer for layer in count(first) if (layer + 1) % every == 0), rows))
 
 
 def missing(history: History) -> list[str]:

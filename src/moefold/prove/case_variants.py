@@ -1,0 +1,82 @@
+"""Variants of a drawn case: options of models that came later than the order of draws.
+
+Each is drawn from the case's own number: one more draw from the sequence would change all cases of every seed. What the
+checks refuse for a run is left as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any, Literal, cast
+
+from moefold.checks.run_all import problems
+from moefold.config.attention import GQAConfig, Llama3RopeConfig
+from moefold.config.finetune import LoraConfig
+from moefold.config.run import RunConfig
+
+
+def with_gates_and_norms(run: RunConfig, world: int) -> RunConfig:
+    """Gated attention and norms centred at zero."""
+    random, model = Random(f"gates and norms of {run.seed}"), run.model
+    if random.random() < 0.3:
+        run = unless_refused(run, replace(run, model=replace(model, norm_scale="one_plus_weight")), world)
+    if isinstance(model.attention, GQAConfig) and random.random() < 0.4:
+        attention = replace(model.attention, output_gate=True)
+        run = unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
+    return run
+
+
+def with_attention_variants(run: RunConfig, world: int) -> RunConfig:
+    """Partial RoPE and norms after it; layers without RoPE, chunks, and norms without weights."""
+    random, attention = Random(f"attention of {run.seed}"), run.model.attention
+    if not isinstance(attention, GQAConfig):
+        return run
+    rope_dim = random.choice((None, None, 4, 2))
+    when: Literal["before_rope", "after_rope"] = random.choice(("before_rope", "after_rope"))
+    partial = {"rope_dim": rope_dim} if random.random() < 0.7 else {}
+    choices: list[dict[str, Any]] = [partial, {"qk_norm_when": when}]
+    if random.random() < 0.4:
+        choices += [{"nope_every": 2, "nope_temperature": 0.3, "nope_floor": 3}, {"chunk": 4}]
+        choices += [{"qk_norm": "unit"}] if random.random() < 0.5 else []
+    for choice in choices:
+        attention = replace(cast(GQAConfig, run.model.attention), **choice)
+        run = unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
+    return run
+
+
+def with_interleaved_layers(run: RunConfig, world: int) -> RunConfig:
+    """Dense and MoE layers in turn, probs on the experts' inputs, Llama 3.1's RoPE."""
+    random, rope, moe = Random(f"layers of {run.seed}"), run.model.rope, run.model.moe
+    assert moe is not None
+    choices: tuple[dict[str, Any], ...] = (
+        {"moe_every": 2},
+        {"moe": replace(moe, weight_at="input")},
+        {"rope": replace(rope, yarn=None, llama3=Llama3RopeConfig(4.0, 8))},
+    )
+    for choice in choices:
+        if random.random() < 0.3:
+            run = unless_refused(run, replace(run, model=replace(run.model, **choice)), world)
+    return run
+
+
+def with_finetuning(run: RunConfig, world: int) -> RunConfig:
+    """Adapters and frozen parameters in a quarter of the cases; in float64, where frozen weights are not narrower."""
+    random = Random(f"fine-tuning of {run.seed}")
+    targets = random.choice((LoraConfig().targets, ("*.experts.*",), ("*.attention.*", "*.shared.*")))
+    lora = LoraConfig(rank=random.randint(1, 5), alpha=random.choice((1.0, 8.0)), targets=targets)
+    frozen = random.choice((("*.router.*",), ("embedding.*",), ("layers.0.*", "*norm*"), ()))
+    trained: Literal["all", "adapters"] = random.choice(("all", "adapters", "adapters"))
+    if random.random() < 0.15:
+        run = unless_refused(
+            run,
+            replace(run, model=replace(run.model, lora=lora), optim=replace(run.optim, trained=trained)),
+            world,
+        )
+    if random.random() < 0.15:
+        run = unless_refused(run, replace(run, optim=replace(run.optim, frozen=frozen)), world)
+    return run
+
+
+def unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:
+    return run if problems(changed, world) else changed
