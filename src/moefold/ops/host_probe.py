@@ -6,7 +6,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from moefold.ops.engines import OPTIONAL, PACKAGES, installed_version
 from moefold.ops.native.compile_c import compiler
@@ -67,7 +67,7 @@ def probe_host() -> HostInfo:
     cpu, features = _cpu()
     allocator, trim_disabled = _allocator()
     return HostInfo(
-        **_torch(),
+        **_torch()._asdict(),
         cpu=cpu,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         cpu_features=features,
@@ -93,22 +93,32 @@ def package_rows(host: HostInfo) -> list[dict[str, str]]:
     ]
 
 
-def _torch() -> dict[str, Any]:
-    """The fields of HostInfo that torch knows."""
+class _TorchInfo(NamedTuple):
+    """The fields of HostInfo that torch knows, as they are where it is not installed."""
+
+    torch: str | None = None
+    cuda: str | None = None
+    gpus: tuple[GpuInfo, ...] = ()
+    threads: int = 0
+    gloo: bool = False
+    nccl: bool = False
+
+
+def _torch() -> _TorchInfo:
     try:
         import torch
         import torch.distributed as dist
     except ModuleNotFoundError:
-        return {"torch": None, "cuda": None, "gpus": (), "threads": 0, "gloo": False, "nccl": False}
+        return _TorchInfo()
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "gpus": tuple(GpuInfo(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus),
-        "threads": torch.get_num_threads(),
-        "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": dist.is_available() and dist.is_nccl_available(),
-    }
+    return _TorchInfo(
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        gpus=tuple(GpuInfo(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus),
+        threads=torch.get_num_threads(),
+        gloo=dist.is_available() and dist.is_gloo_available(),
+        nccl=dist.is_available() and dist.is_nccl_available(),
+    )
 
 
 def _cpu() -> tuple[str, frozenset[str]]:
