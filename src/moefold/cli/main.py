@@ -29,6 +29,7 @@ VERBS = {
     "bench": "moefold.cli.bench",
     "prove": "moefold.cli.prove",
     "train": "moefold.cli.train",
+    "sft": "moefold.cli.sft",
     "report": "moefold.cli.report",
     "tokenize": "moefold.cli.tokenize",
     "convert": "moefold.cli.convert",
@@ -37,7 +38,7 @@ VERBS = {
     "support-bundle": "moefold.cli.support_bundle",
 }
 # Verbs that handle signals themselves, through `args.stop`.
-STOPPED_BY_REQUEST = ("train",)
+STOPPED_BY_REQUEST = ("train", "sft")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,11 @@ def add_run_argument(parser: argparse.ArgumentParser, *, optional: bool = False)
     parser.add_argument("name", nargs="?" if optional else None, metavar="RUN", help=RUN_HELP)
     note = "Any key of the run can be changed: --parallel.ep 8 --model.num_layers 4"
     parser.description = f"{parser.description} {note}" if parser.description else note
+    take_changes(parser)
+
+
+def take_changes(parser: argparse.ArgumentParser) -> None:
+    """Lets dotted options through (`args.changes`)."""
     parse = parser.parse_known_args
 
     # Dotted options are removed before argparse parses, which would take their values for RUN. Which keys exist depends

@@ -127,6 +127,10 @@ class Samples:
         """Number of input tokens of a sample; reads no tokens."""
         return self.seq_len
 
+    def __len__(self) -> int:
+        """Samples of one epoch of every source."""
+        return sum(self.windows)
+
     @property
     def num_tokens(self) -> int:
         return self._split_sources.num_tokens
@@ -163,6 +167,10 @@ class DocumentSamples:
     def length(self, index: int) -> int:
         """Number of input tokens of a sample, from the index; reads no tokens."""
         return self._find(index).piece.length
+
+    def __len__(self) -> int:
+        """Samples of one epoch of every source."""
+        return sum(map(len, self.pieces))
 
     @property
     def num_tokens(self) -> int:
