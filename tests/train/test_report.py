@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -16,9 +17,13 @@ from tests.pages import assert_whole
 from tests.run_records import CONTROL, info_of, record_of, tell
 
 from moefold.cli.main import main
+from moefold.config.loading import override
+from moefold.errors import MoefoldError
 from moefold.html.chart_scale import Scale, round_ticks, short
+from moefold.recipes.catalog import recipe
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
 from moefold.train.report import expert_charts
+from moefold.train.report.compare_page import compare_page
 from moefold.train.report.history import MAX_BINS, History, read_history
 from moefold.train.report.line_chart import downsample, visible_range
 from moefold.train.report.run_page import page
@@ -84,7 +89,7 @@ def test_a_dense_run_and_its_holes(tmp_path: Path) -> None:
         loss = float("nan") if step == 2 else 3.0
         lines.after_step(record_of(step, counts=None, loss=loss, skipped=skipped), CONTROL)
     text = page(read_history(tmp_path))
-    check_page(text.replace("&lt;b&gt;nan&lt;/b&gt;", ""))
+    check_page(text.replace("&lt;b&gt;nan&lt;/b&gt;", "").replace(r"\u003cb>nan\u003c\/b>", ""))
     assert "loss is &lt;b&gt;nan&lt;/b&gt;" in text
     for note in ("No expert load", "No validation loss", "3 steps between the first and the last have no line"):
         assert note in text
@@ -206,3 +211,54 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     write(tmp_path)
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def data_of(text: str, name: str) -> dict:
+    (found,) = re.findall(rf'<script type="application/json" data-file="{name}">(.*?)</script>', text)
+    return dict(json.loads(found))
+
+
+def test_the_page_holds_its_data(tmp_path: Path) -> None:
+    tell(JsonLines("CPU"), tmp_path)
+    text = page(read_history(tmp_path))
+    data = data_of(text, "run.json")
+    assert data["steps"] == list(range(1, 21)) and data["columns"]["loss"][-1] == 0.25
+    assert data["summary"]["last_loss"] == 0.25 and "mfu" not in data["columns"]
+    for label in ("nats per token", ">step</text>", ">GiB</text>", ">seconds</text>", "times the mean"):
+        assert label in text.replace(">milliseconds<", ">seconds<")
+
+
+def test_the_page_shows_the_layout(tmp_path: Path) -> None:
+    run = override(recipe("debug_small"), {"parallel.pp": 2, "parallel.schedule": "1f1b"})
+    start = {"kind": "start", "time": 1.0, "step": 0, "run": "pipe", "world": 2, "config": asdict(run)}
+    steps = [
+        {"kind": "step", "time": 2.0, "step": n, "loss": 1.0, "memory_bytes": 2**28, "seconds": {"total": 0.5}}
+        for n in (1, 2, 3)
+    ]
+    text = page(read_history(write(tmp_path, start, *steps)))
+    check_page(text)
+    assert "What each pipeline rank does" in text and "Memory of every pipeline rank" in text
+    assert "rank 1" in text and "256.0 MiB" in text
+    # A start line whose configuration cannot be read leaves the section out and the page whole.
+    start["config"] = {"no": "such"}
+    other = page(read_history(write(tmp_path, start, *steps)))
+    check_page(other)
+    assert "What each pipeline rank does" not in other
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        start = {"kind": "start", "step": 0, "run": name, "world": 1, "config": {"optim": {"lr": lr}, "same": 1}}
+        steps = [{"kind": "step", "step": n, "loss": lr * n, "tokens": 10} for n in (1, 2, 3)]
+        write(tmp_path / name, start, *steps)
+    out = tmp_path / "both.html"
+    words = ["report", str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--out", str(out)]
+    assert main(words) == 0 and str(out) in capsys.readouterr().out
+    text = out.read_text("utf-8")
+    check_page(text)
+    assert "<td class=text>optim.lr</td><td>0.1</td><td>0.2</td>" in text and "<td class=text>same</td>" not in text
+    assert data_of(text, "runs.json")[str(tmp_path / "b")]["last_loss"] == pytest.approx(0.6)
+    assert main([*words, "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    with pytest.raises(MoefoldError, match="6 runs"):
+        compare_page({str(n): read_history(tmp_path / "a") for n in range(6)})

@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   moefold report runs/debug_small
   moefold report runs/debug_small --out page.html
   moefold report runs/debug_small --json
+  moefold report runs/debug_small --against runs/debug_small_lr --out both.html
 
 Reads only RUN_DIR/metrics.jsonl, so it works on a run that is still training."""
 
@@ -29,6 +30,9 @@ def add_to(commands: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", metavar="RUN_DIR", type=Path, help="the run's directory, with its metrics.jsonl")
+    parser.add_argument(
+        "--against", metavar="RUN_DIR", type=Path, nargs="+", default=[], help="other runs: one page compares them all"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="where to write the page (RUN_DIR/report.html)")
     parser.add_argument(
         "--json", action="store_true", help="print the headline numbers as JSON; a page only with --out"
@@ -41,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from moefold.train.report.run_page import page
     from moefold.train.report.summary import summary
 
+    if args.against:
+        return _compare(args)
     history = read_history(args.directory, _opened)
     out = args.out or (None if args.json else args.directory / "report.html")
     if out is not None:
@@ -52,6 +58,23 @@ def run(args: argparse.Namespace) -> int:
     print(f"{out}: {facts['run'] or 'a run'}, step {facts['step']:,}, {facts['status']}")
     for note in facts["missing"]:
         print(f"  {note}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from moefold.train.report.compare_page import compare_page
+    from moefold.train.report.history import read_history
+    from moefold.train.report.summary import summary
+
+    runs = {str(directory): read_history(directory, _opened) for directory in (args.directory, *args.against)}
+    out = args.out or (None if args.json else args.directory / "compared.html")
+    text = compare_page(runs)
+    if out is not None:
+        _write(out, text)
+    if args.json:
+        print(json.dumps({name: summary(history) for name, history in runs.items()}, indent=2, allow_nan=False))
+    else:
+        print(f"{out}: {', '.join(runs)}")
     return 0
 
 

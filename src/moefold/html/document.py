@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 
-def document(title: str, sections: Iterable[str], css: str, script: str = "") -> str:
-    """The whole text of a page. ``sections`` are HTML; the title is plain text."""
-    code = f"<script>{script}</script>" if script else ""
+def document(
+    title: str, sections: Iterable[str], css: str, script: str = "", downloads: Mapping[str, object] | None = None
+) -> str:
+    """The whole text of a page. ``sections`` are HTML; the title is plain text.
+
+    ``downloads`` are data by file name: they are in the page, and links at its end save them as JSON.
+    """
+    kept = "".join(
+        f'<script type="application/json" data-file="{escape(name)}">{_script_json(data)}</script>'
+        for name, data in (downloads or {}).items()
+    )
+    code = "".join(f"<script>{each}</script>" for each in (script, DOWNLOAD if kept else "") if each)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{css}</style></head><body><main>{''.join(sections)}</main>{code}</body></html>\n"
+        f"<style>{css}</style></head><body><main>{''.join(sections)}</main>{kept}{code}</body></html>\n"
     )
+
+
+def _script_json(data: object) -> str:
+    """No text of the data can end the element that holds it, and none looks like an address of the page."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("/", "\\/")
 
 
 def card(value: str, label: str, small: str = "") -> str:
@@ -28,6 +44,15 @@ def figure(title: str, legend: Sequence[tuple[str, int]], note: str, body: str) 
     head = f"<figcaption><b>{escape(title)}</b>{keys if len(legend) > 1 else ''}</figcaption>"
     return f"<figure>{head}{body}{f'<p class=note>{escape(note)}</p>' if note else ''}</figure>"
 
+
+DOWNLOAD = """
+for (const data of document.querySelectorAll('script[data-file]')) {
+  const link = document.createElement('a'), line = document.createElement('p');
+  link.href = URL.createObjectURL(new Blob([data.textContent], {type: 'application/json'}));
+  link.download = data.dataset.file; link.textContent = `Save the data of this page: ${data.dataset.file}`;
+  line.className = 'note download'; line.append(link); document.querySelector('main').append(line);
+}
+"""
 
 CSS = """
 :root{color-scheme:light dark;--page:#f6f5f1;--card:#fffefb;--ink:#1c1b19;--soft:#6b6862;--line:#e4e1d9;
@@ -62,7 +87,7 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 .band{fill:var(--c);opacity:.17}.area{fill:var(--c);stroke:var(--card);stroke-width:.6}
 .dot{fill:var(--c);stroke:var(--card);stroke-width:1.5}
 .grid{stroke:var(--line);stroke-width:1}.axis{stroke:var(--soft);stroke-width:1;opacity:.6}
-.mark{stroke:var(--bad);stroke-width:1.5}.tick{fill:var(--soft);font-size:11px}.end{text-anchor:end}.mid{text-anchor:middle}
+.mark{stroke:var(--bad);stroke-width:1.5}.tick{fill:var(--soft);font-size:12px}.end{text-anchor:end}.mid{text-anchor:middle}
 .cursor{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}
 .tip{position:absolute;pointer-events:none;background:var(--ink);color:var(--card);border-radius:7px;padding:5px 10px;
 font-size:12.5px;line-height:1.45;white-space:nowrap;transform:translate(-50%,-112%);z-index:2}
@@ -74,5 +99,25 @@ th:first-child,td:first-child{text-align:left}
 tr:last-child td{border-bottom:0}td.text{text-align:left}.scroll{max-height:430px;overflow:auto}
 .warn{color:var(--bad);font-weight:600}
 ul{margin:0;padding-left:20px}details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}
+:root{--c6:#7d55b8;--wait:#d9541e;--forward:#2468c9;--backward:#12836a;--weight:#b98100;--idle:#eceae3}
+@media (prefers-color-scheme:dark){:root{--c6:#b294e6;--wait:#f0824e;--forward:#4f86d6;--backward:#2d9b7e;
+--weight:#c99a2e;--idle:#292825}}
+.c6{--c:var(--c6)}
+.held{display:grid;grid-template-columns:auto minmax(0,1fr) auto;gap:6px 12px;align-items:center;font-size:13px}
+.held .track{position:relative;height:20px;background:var(--idle);border-radius:5px;overflow:hidden}
+.held .track .bar{height:100%;border-radius:0;gap:1px}
+.held .track .full{position:absolute;top:0;bottom:0;border-left:2px solid var(--bad)}
+.held b{font-weight:600}.held .soft,.soft{color:var(--soft)}
+.keys{display:flex;flex-wrap:wrap;gap:4px 20px;margin-top:10px}
+.wide-picture{overflow-x:auto}.wide-picture svg{min-width:860px}
+.f{fill:var(--forward)}.b{fill:var(--backward)}.w{fill:var(--weight)}.idle{fill:var(--idle)}.wait{fill:var(--wait)}
+.num{fill:#fff;font-size:9px;text-anchor:middle}
+a{color:var(--c1)}
+table.sides td{white-space:normal;overflow-wrap:break-word;vertical-align:top}
+@media (max-width:1150px){.charts .tick{font-size:14px}.charts .wide-picture .tick{font-size:12px}}
+@media (max-width:640px){main{padding:22px 14px 40px}h1{font-size:23px;overflow-wrap:anywhere}h2{margin:32px 0 10px}
+.card b{font-size:19px}.card{padding:10px 12px}th,td{padding:5px 7px}figure,.panel{padding:10px 10px 8px}
+.charts .tick{font-size:18px}table.sides{font-size:12px}.charts .wide-picture .tick{font-size:12px}
+.held{grid-template-columns:auto minmax(0,1fr)}.held .amount{display:none}}
 pre{font:12.5px/1.5 ui-monospace,"SF Mono",Menlo,Consolas,monospace;overflow:auto;margin:10px 0 0}
 """

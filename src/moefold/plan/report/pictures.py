@@ -36,7 +36,8 @@ _INSIDE, _ACROSS, _BOTTOM = 50.0, 548.0, 400.0
 # ---- the order in time ----
 
 
-def timeline_figure(step: StepTimeline) -> str:
+def timeline_figure(step: StepTimeline, title: str = "The order in time", note: str = "") -> str:
+    """``note`` says where the times come from, where they are no predictions of stages with their communication."""
     timeline = step.timeline
     ranks = shown(timeline.order.num_ranks, _MOST_RANKS)
     x = Scale(0.0, timeline.finish, _LEFT, _WIDTH - 4)
@@ -53,17 +54,18 @@ def timeline_figure(step: StepTimeline) -> str:
     ticks = "".join(
         f'<text class="tick mid" x="{x(tick):.1f}" y="{bottom + 14}">{short(tick)} s</text>' for tick in x.ticks(9)
     )
+    ticks += f'<text class="tick mid" x="{(_LEFT + _WIDTH) / 2:.0f}" y="{bottom + 32}">time in the step</text>'
     picture = (
-        f'<div class="wide-picture"><svg viewBox="0 0 {_WIDTH:.0f} {bottom + 22:.0f}" role="img" '
+        f'<div class="wide-picture"><svg viewBox="0 0 {_WIDTH:.0f} {bottom + 40:.0f}" role="img" '
         f'aria-label="the order in time">{"".join(rows)}{ticks}</svg></div>'
     )
     keys = _timeline_keys(step)
     part = f"the first {step.shown} of {step.microbatches:,}" if step.shown < step.microbatches else f"{step.shown}"
-    note = (
-        f"{timeline.order.name}, {part} microbatches. Grey is waiting for other stages. The orange foot of a box is as "
-        "high as the share of its time that is communication which nothing hides."
+    note = note or (
+        "The orange foot of a box is as high as the share of its time that is communication which nothing hides."
     )
-    head = f"<figcaption><b>The order in time</b>{keys}</figcaption>"
+    note = f"{timeline.order.name}, {part} microbatches. Grey is waiting for other stages. {note}"
+    head = f"<figcaption><b>{escape(title)}</b>{keys}</figcaption>"
     return f'<figure class="wide">{head}{picture}<p class=note>{escape(note)}</p></figure>'
 
 
@@ -72,7 +74,7 @@ def _timeline_keys(step: StepTimeline) -> str:
     named = [("forward", "--forward", True), ("backward", "--backward", True)]
     named += [
         ("weight gradients", "--weight", Kind.BACKWARD_WEIGHT in kinds),
-        ("exposed communication", "--wait", True),
+        ("exposed communication", "--wait", any(step.communication.values())),
     ]
     return "".join(
         f'<span class="key"><i style="background:var({color})"></i>{name}</span>' for name, color, here in named if here
@@ -206,7 +208,8 @@ def goodput_figure(proposal: Proposal) -> str:
         body.append(f'<text class="tick {anchor}" x="{x(place):.1f}" y="220">{format_seconds(place)}</text>')
     body.append(f'<circle class="star" cx="{x(found.interval):.1f}" cy="{y(found.effective):.1f}" r="6"/>')
     body.append('<text class="tick mid" x="299" y="236">training between two saves</text>')
-    svg = f'<svg viewBox="0 0 560 240" role="img" aria-label="goodput">{"".join(body)}</svg>'
+    body.append('<text class="tick mid" transform="translate(4 108) rotate(-90)">time that trains</text>')
+    svg = f'<svg viewBox="-10 0 570 240" role="img" aria-label="goodput">{"".join(body)}</svg>'
     note = f"Young's estimate of the best interval is {format_seconds(found.young)}."
     return figure("Share of the time that trains", [], note, svg)
 

@@ -11,6 +11,7 @@ from moefold.html.document import card, document
 from moefold.plan.launch_command import folded
 from moefold.plan.prediction import Prediction
 from moefold.plan.report.pictures import goodput_figure, memory_section, pareto_figure, time_section, timeline_figure
+from moefold.plan.report.proposal_report import proposal_data
 from moefold.plan.search.candidates import choice_of_workload
 from moefold.plan.search.explain import layout_words, seconds
 from moefold.plan.search.proposal import Proposal
@@ -40,7 +41,7 @@ def page(proposal: Proposal, form: str = "", script: str = "") -> str:
         _small_print(proposal),
     ]
     title = f"{question.name} on {question.cluster.num_gpus:,} {question.cluster.gpu.name}"
-    return document(title, sections, CSS, script)
+    return document(title, sections, CSS, script, {"plan.json": proposal_data(proposal)})
 
 
 def _header(proposal: Proposal) -> str:
@@ -103,10 +104,11 @@ def _freed(proposal: Proposal) -> str:
     return f'<details class="below"><summary>what would free memory, and what it costs</summary>{table}</details>'
 
 
-def _table(head: Iterable[str], rows: Iterable[str]) -> str:
+def _table(head: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
     """Headings that end in a blank stand over text."""
     cells = "".join(f"<th{' class=text' if name.endswith(' ') else ''}>{name.strip()}</th>" for name in head)
-    return f'<div class="panel scroll"><table><tr>{cells}</tr>{"".join(rows)}</table></div>'
+    of_kind = f' class="{kind}"' if kind else ""
+    return f'<div class="panel scroll"><table{of_kind}><tr>{cells}</tr>{"".join(rows)}</table></div>'
 
 
 def _others(proposal: Proposal) -> str:
@@ -128,7 +130,7 @@ def _others(proposal: Proposal) -> str:
     )
     return (
         "<h2>The others</h2>"
-        f'<div class="charts">{pareto_figure(proposal)}<div>{_compared(proposal)}'
+        f'<div class="charts others">{pareto_figure(proposal)}<div>{_compared(proposal)}'
         f'<p class="note">{escape(searched)}</p></div></div>'
         f"<h2>Nobody is both faster and leaner</h2>{table}"
     )
@@ -141,7 +143,7 @@ def _compared(proposal: Proposal) -> str:
     found = [(name, each) for name, each in named if each is not None]
     head = ("", *(name for name, _ in found))
     rows = [_row(label, [cell(each) for _, each in found]) for label, cell in _LINES]
-    return _table(head, rows)
+    return _table(head, rows, "sides")
 
 
 def _row(label: str, cells: list[str]) -> str:
@@ -232,23 +234,10 @@ def _small_print(proposal: Proposal) -> str:
 CSS = (
     COMMON
     + """
-:root{--c6:#7d55b8;--wait:#d9541e;--forward:#2468c9;--backward:#12836a;--weight:#b98100;--idle:#eceae3}
-@media (prefers-color-scheme:dark){:root{--c6:#b294e6;--wait:#f0824e;--forward:#4f86d6;--backward:#2d9b7e;
---weight:#c99a2e;--idle:#292825}}
-.c6{--c:var(--c6)}
 .badge{white-space:nowrap}.cards{grid-template-columns:repeat(auto-fit,minmax(150px,1fr))}
 h1 .badge{margin-left:8px}
 .why p{margin:0 0 10px;overflow-wrap:anywhere}.why p:last-child{margin:0}.why{max-width:none;line-height:1.6}
-.held{display:grid;grid-template-columns:auto minmax(0,1fr) auto;gap:6px 12px;align-items:center;font-size:13px}
-.held .track{position:relative;height:20px;background:var(--idle);border-radius:5px;overflow:hidden}
-.held .track .bar{height:100%;border-radius:0;gap:1px}
-.held .track .full{position:absolute;top:0;bottom:0;border-left:2px solid var(--bad)}
-.held b{font-weight:600}.held .soft,.soft{color:var(--soft)}
 .bar i.hidden{background:repeating-linear-gradient(45deg,var(--c) 0 3px,transparent 3px 7px);opacity:.75}
-.keys{display:flex;flex-wrap:wrap;gap:4px 20px;margin-top:10px}
-.wide-picture{overflow-x:auto}.wide-picture svg{min-width:860px}
-.f{fill:var(--forward)}.b{fill:var(--backward)}.w{fill:var(--weight)}.idle{fill:var(--idle)}.wait{fill:var(--wait)}
-.num{fill:#fff;font-size:9px;text-anchor:middle}
 .point{fill:var(--c5);opacity:.45}.front{fill:none;stroke:var(--c1);stroke-width:1.6}
 .star{fill:var(--c2);stroke:var(--card);stroke-width:1.5}
 .second{fill:var(--c4);stroke:var(--card);stroke-width:1.5}.mine{fill:var(--c3);stroke:var(--card);stroke-width:1.5}
@@ -267,8 +256,6 @@ border:1px solid var(--line);border-radius:7px;width:100%;min-width:0}
 form.ask button{background:var(--c1);color:#fff;border:0;font-weight:600;cursor:pointer;align-self:end}
 form.ask output{color:var(--ink);font-weight:600}form.ask input[type=range]{padding:0;accent-color:var(--c1)}
 .asking{opacity:.45;transition:opacity .2s}
-@media (max-width:640px){main{padding:22px 14px 40px}h1{font-size:23px}h2{margin:32px 0 10px}.card b{font-size:19px}
-.card{padding:10px 12px}th,td{padding:5px 7px}
-.held{grid-template-columns:auto minmax(0,1fr)}.held .amount{display:none}}
+@media (max-width:1150px){.charts.others{grid-template-columns:minmax(0,1fr)}.others svg{max-width:640px;margin:0 auto}}
 """
 )

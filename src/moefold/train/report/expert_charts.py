@@ -46,13 +46,21 @@ def experts(history: History) -> str:
     dead_note = f"of {history.last_bin.counts.size:,} in all layers" + ("" if some_dropped else "; nothing was dropped")
     idle = Series("dead", Downsampled(x, dead, dead, dead, 1))
     charts = [
-        line_chart("Busiest expert, times the mean", [Series("load", load)], note=over_layers, x_range=span),
-        line_chart("Routing entropy, 1 is balanced", [Series("entropy", entropy)], note=over_layers, x_range=span),
-        line_chart("Dead experts", [idle], note=dead_note, from_zero=True, x_range=span),
+        line_chart("Busiest expert", [Series("load", load)], unit="times the mean", note=over_layers, x_range=span),
+        line_chart(
+            "Routing entropy", [Series("entropy", entropy)], unit="1 is balanced", note=over_layers, x_range=span
+        ),
+        line_chart("Dead experts", [idle], unit="experts", note=dead_note, from_zero=True, x_range=span),
     ]
     if some_dropped:
         charts.append(
-            line_chart("Dropped assignments per step", [Series("dropped", dropped)], from_zero=True, x_range=span)
+            line_chart(
+                "Dropped assignments per step",
+                [Series("dropped", dropped)],
+                unit="assignments",
+                from_zero=True,
+                x_range=span,
+            )
         )
     maps = heat_over_time(history.bins, layers) + heat_now(history.last_bin, layers)
     table = _layer_table(router_stats(history.last_bin.counts), layers)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from moefold.html.chart_scale import Scale, short
 from moefold.html.document import figure
 
-WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 10, 26
+WIDTH, HEIGHT = 560, 262
+LEFT, RIGHT, TOP, BOTTOM = 60, 14, 26, 42
 
 MAX_POINTS = 320
 Numbers = npt.NDArray[np.float64]
@@ -77,10 +77,11 @@ def line_chart(
     note: str = "",
     log: bool = False,
     from_zero: bool = False,
+    unit: str = "",
     marks: Sequence[int] = (),
     x_range: tuple[float, float] | None = None,
 ) -> str:
-    """`marks` are steps to point out on the x axis. Curves without a number are left out."""
+    """`unit` labels the y axis, `marks` are steps to point out on the x axis. Curves without a number are left out."""
     shown = [each for each in series if not each.points.empty]
     if not shown:
         return ""
@@ -99,7 +100,9 @@ def line_chart(
     cut = values.max() > high * (1 + 1e-9)
     more = [note, f"peaks up to {short(float(values.max()))} are cut off" if cut else ""]
     legend = [(each.name, each.color) for each in shown]
-    return figure(title, legend, "; ".join(filter(None, more)), _svg(title, _axes(x, y, whole) + body + ticks, hover))
+    return figure(
+        title, legend, "; ".join(filter(None, more)), _svg(title, _axes(x, y, unit, whole) + body + ticks, hover)
+    )
 
 
 def stacked_chart(
@@ -108,6 +111,7 @@ def stacked_chart(
     parts: Sequence[tuple[str, int, npt.NDArray[np.float64]]],
     *,
     note: str,
+    unit: str,
     x_range: tuple[float, float],
 ) -> str:
     """Areas on top of each other: (name, color, heights), the first at the bottom."""
@@ -129,7 +133,7 @@ def stacked_chart(
         below = top
     hover = _hover(x, x_points, {name: values for name, _, values in parts} if heights.shape[1] > 1 else {})
     legend = [(name, color) for name, color, _ in parts]
-    return figure(title, legend, note, _svg(title, _axes(x, y) + "".join(areas), hover))
+    return figure(title, legend, note, _svg(title, _axes(x, y, unit) + "".join(areas), hover))
 
 
 def _svg(title: str, body: str, hover: str) -> str:
@@ -142,10 +146,13 @@ def _x_scale(all_x: Sequence[npt.NDArray[np.float64]], x_range: tuple[float, flo
     return Scale(low, high, LEFT, WIDTH - RIGHT) if high > low else Scale(low - 0.5, low + 0.5, LEFT, WIDTH - RIGHT)
 
 
-def _axes(x: Scale, y: Scale, whole: bool = False) -> str:
-    """`whole` leaves out ticks between whole numbers, where nothing can be."""
+def _axes(x: Scale, y: Scale, unit: str, whole: bool = False) -> str:
+    """The unit stands over the y axis; `whole` leaves out ticks between whole numbers, where nothing can be."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    parts = []
+    parts = [
+        f'<text class="tick" x="0" y="14">{escape(unit)}</text>',
+        f'<text class="tick mid" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">step</text>',
+    ]
     for tick in y.ticks():
         if whole and tick != int(tick):
             continue
@@ -154,7 +161,7 @@ def _axes(x: Scale, y: Scale, whole: bool = False) -> str:
         parts.append(f'<text class="tick end" x="{LEFT - 7}" y="{place + 3.5:.1f}">{short(tick)}</text>')
     for tick in x.ticks(6):
         if tick == int(tick):
-            parts.append(f'<text class="tick mid" x="{x(tick):.1f}" y="{HEIGHT - 8}">{int(tick):,}</text>')
+            parts.append(f'<text class="tick mid" x="{x(tick):.1f}" y="{bottom + 20}">{int(tick):,}</text>')
     return "".join(parts) + f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>'
 
 

@@ -6,6 +6,7 @@ To the common style it adds heat maps of experts, and a script that shows values
 from __future__ import annotations
 
 import json
+import math
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
@@ -18,6 +19,7 @@ from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
 from moefold.train.report.expert_charts import experts
 from moefold.train.report.history import History
+from moefold.train.report.layout_charts import layout
 from moefold.train.report.line_chart import Downsampled, Series, downsample, line_chart, stacked_chart
 from moefold.train.report.summary import summary, time_parts
 from moefold.units import format_bytes, format_count, format_seconds
@@ -29,11 +31,24 @@ def page(history: History) -> str:
     facts = summary(history)
     sections = [_header(history, facts), _cards(facts)]
     if len(history.steps):
-        sections += [_learning(history), _callback_metrics(history), _speed(history)]
+        sections += [_learning(history), _callback_metrics(history), _speed(history), layout(history)]
     if history.bins and history.last_bin:
         sections.append(experts(history))
     sections += [_skips(history), _missing(facts), _config(history)]
-    return document(str(facts["run"] or "a run"), sections, CSS, SCRIPT)
+    return document(str(facts["run"] or "a run"), sections, CSS, SCRIPT, {"run.json": _data(history, facts)})
+
+
+def _data(history: History, facts: dict[str, Any]) -> dict[str, Any]:
+    """The numbers behind the page: the summary, and every column as its chart shows it."""
+    named = history.columns | history.balance | history.metrics
+    curves = {name: downsample(history.steps, column) for name, column in named.items()}
+    columns = {
+        name: [None if math.isnan(value) else float(f"{value:.6g}") for value in curve.mean]
+        for name, curve in curves.items()
+        if not curve.empty
+    }
+    steps = [int(step) for step in next(iter(curves.values())).x] if curves else []
+    return {"summary": facts, "steps": steps, "columns": columns, "validation": history.validation}
 
 
 def _header(history: History, facts: dict[str, Any]) -> str:
@@ -98,12 +113,24 @@ def _learning(history: History) -> str:
         Series(name, downsample(steps, column), 1 + i % 5) for i, (name, column) in enumerate(history.balance.items())
     ]
     charts = [
-        line_chart("Loss", [Series("training", loss), validation], note=note, marks=marks, x_range=span),
         line_chart(
-            "Gradient norm before clipping", [Series("grad_norm", grad_norm)], log=True, marks=marks, x_range=span
+            "Loss",
+            [Series("training", loss), validation],
+            unit="nats per token",
+            note=note,
+            marks=marks,
+            x_range=span,
         ),
-        line_chart("Learning rate", [Series("lr", lr)], from_zero=True, x_range=span),
-        line_chart(_balance_title(balance), balance, from_zero=True, x_range=span),
+        line_chart(
+            "Gradient norm before clipping",
+            [Series("grad_norm", grad_norm)],
+            unit="L2 norm, logarithmic",
+            log=True,
+            marks=marks,
+            x_range=span,
+        ),
+        line_chart("Learning rate", [Series("lr", lr)], unit="lr", from_zero=True, x_range=span),
+        line_chart(_balance_title(balance), balance, unit="added to the loss", from_zero=True, x_range=span),
     ]
     return f'<h2>Learning</h2><div class="charts">{"".join(charts)}</div>'
 
@@ -117,7 +144,7 @@ def _callback_metrics(history: History) -> str:
     """A chart for every metric that callbacks added."""
     span = (float(history.steps[0]), float(history.steps[-1]))
     charts = [
-        line_chart(name, [Series(name, downsample(history.steps, column))], x_range=span)
+        line_chart(name, [Series(name, downsample(history.steps, column))], unit=name, x_range=span)
         for name, column in history.metrics.items()
     ]
     return f'<h2>Metrics of callbacks</h2><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
@@ -131,9 +158,11 @@ def _speed(history: History) -> str:
         downsample(steps, history.column("memory") / 2**30),
     )
     charts = [
-        line_chart("Tokens per second", [Series("tokens/s", throughput)], from_zero=True, x_range=span),
+        line_chart(
+            "Tokens per second", [Series("tokens/s", throughput)], unit="tokens/s", from_zero=True, x_range=span
+        ),
         _time_over_steps(history),
-        line_chart("Peak memory of rank 0, GiB", [Series("GiB", memory)], from_zero=True, x_range=span),
+        line_chart("Peak memory of rank 0", [Series("GiB", memory)], unit="GiB", from_zero=True, x_range=span),
         _time_together(history),
     ]
     return f'<h2>Speed</h2><div class="charts">{"".join(charts)}</div>'
@@ -153,7 +182,7 @@ def _time_over_steps(history: History) -> str:
     parts = [(name, _TIME_COLORS[name], height * factor) for name, height in heights.items()]
     span = (float(history.steps[0]), float(history.steps[-1]))
     note = "validation is not part of a step"
-    return stacked_chart(f"A step's time, in {unit}", total.x, parts, note=note, x_range=span)
+    return stacked_chart("A step's time", total.x, parts, note=note, unit=unit, x_range=span)
 
 
 def _time_together(history: History) -> str:
@@ -231,7 +260,7 @@ for (const svg of document.querySelectorAll('svg[data-hover]')) {
     const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
     let i = 0;
     data.x.forEach((x, k) => { if (Math.abs(x - at) < Math.abs(data.x[i] - at)) i = k; });
-    line.setAttribute('d', `M${data.x[i]} 10V${svg.viewBox.baseVal.height - 26}`);
+    line.setAttribute('d', `M${data.x[i]} 26V${svg.viewBox.baseVal.height - 42}`);
     const shown = Object.entries(data.curves).filter(([, v]) => v[i] !== null).map(([n, v]) => `${n} ${v[i]}`);
     tip.textContent = [`step ${data.steps[i].toLocaleString('en')}`, ...shown].join(' · ');
     const frame = figure.getBoundingClientRect();
