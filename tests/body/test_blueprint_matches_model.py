@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moefold.blueprint.parameters import buffers, parameters
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.model.build import build_decoder, local_interfaces
@@ -26,6 +26,9 @@ MODELS = {
     ),
     "full norm": ModelConfig(attention=GQAConfig(qk_norm="full")),
     "gated attention": ModelConfig(attention=GQAConfig(output_gate=True, qkv_bias=True, qk_norm="head")),
+    "hybrid": ModelConfig(
+        num_layers=4, linear_attention=GatedDeltaNetConfig(), norm_scale="one_plus_weight", moe=SHARED
+    ),
     "latent attention": ModelConfig(attention=MLAConfig(), moe=SHARED),
     "direct queries": ModelConfig(attention=MLAConfig(q_latent=None), moe=replace(SHARED, expert_mlp_bias=True)),
     **{name: recipe().model for name, recipe in RECIPES.items()},

@@ -23,7 +23,14 @@ from moefold.checks import (
 )
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, problems, problems_to_train
 from moefold.checks.sizes import divisors
-from moefold.config.attention import GQAConfig, Llama3RopeConfig, MLAConfig, RopeConfig, YarnConfig
+from moefold.config.attention import (
+    GatedDeltaNetConfig,
+    GQAConfig,
+    Llama3RopeConfig,
+    MLAConfig,
+    RopeConfig,
+    YarnConfig,
+)
 from moefold.config.data import DataConfig, SourceConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig
@@ -94,10 +101,46 @@ def with_attention(name: Any, config: GQAConfig | MLAConfig, compute: Any = "bfl
     )
 
 
+def hybrid(parallel: ParallelConfig | None = None, **linear: int) -> RunConfig:
+    attention = GatedDeltaNetConfig(**linear)
+    return RunConfig(model=ModelConfig(num_layers=4, linear_attention=attention), parallel=parallel or ParallelConfig())
+
+
+LINEAR = "model.linear_attention"
 HEADS, MOE, ROUTER = "model.attention.num_kv_heads", "model.moe", "model.moe.router"
 # rule, a run that keeps it, a run that breaks it, where the problem is reported
 CASES = [
     (model.kv_heads_divide_heads, with_model(), with_model(attention=GQAConfig(num_heads=4, num_kv_heads=3)), HEADS),
+    (
+        model.key_heads_divide_value_heads,
+        hybrid(num_key_heads=2, num_value_heads=6),
+        hybrid(num_key_heads=4, num_value_heads=6),
+        f"{LINEAR}.num_key_heads",
+    ),
+    (
+        model.both_kinds_of_attention_are_used,
+        hybrid(full_attention_every=4),
+        hybrid(full_attention_every=5),
+        f"{LINEAR}.full_attention_every",
+    ),
+    (
+        model.both_kinds_of_attention_are_used,
+        hybrid(full_attention_every=2),
+        hybrid(full_attention_every=1),
+        f"{LINEAR}.full_attention_every",
+    ),
+    (
+        parallel.linear_heads_divide_over_tp,
+        hybrid(ParallelConfig(tp=2)),
+        hybrid(ParallelConfig(tp=4), num_key_heads=2),
+        "parallel.tp",
+    ),
+    (
+        train.clipped_layers_have_logits,
+        hybrid(),
+        replace(hybrid(), optim=OptimConfig(qk_clip=100.0)),
+        "optim.qk_clip",
+    ),
     (
         model.rotated_dims_are_even,
         with_model(attention=MLAConfig(nope_dim=7)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moefold.checks import context, parallel
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
@@ -30,6 +30,11 @@ def run_with(
 
 def in_mode(mode: Any, cp: int, inner: int = 1, **more: Any) -> RunConfig:
     return run_with(cp=cp, context=ContextConfig(full=mode, inner=inner), **more)
+
+
+def hybrid(**parallel: Any) -> RunConfig:
+    made = run_with(**parallel)
+    return replace(made, model=replace(made.model, linear_attention=GatedDeltaNetConfig()))
 
 
 PACKED = DataConfig(packing="bin_packed")
@@ -83,6 +88,8 @@ CASES = [
         INNER,
     ),
     (context.inner_divides_cp, in_mode("hierarchical", 6, inner=3), in_mode("hierarchical", 6, inner=4), INNER),
+    (context.linear_attention_has_whole_documents, hybrid(tp=2), hybrid(cp=2), "parallel.cp"),
+    (context.linear_attention_has_whole_documents, hybrid(), hybrid(dynamic_cp=True), DYNAMIC),
     (context.inner_is_used, in_mode("hierarchical", 4, inner=2), in_mode("ring", 4, inner=2), INNER),
     (
         context.dynamic_cp_has_bin_packed_documents,

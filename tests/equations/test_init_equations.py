@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.spawn import spawn_ranks
-from moefold.config.attention import GQAConfig, MLAConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
@@ -114,6 +114,19 @@ def test_norms_that_are_added_to_one_start_at_zero() -> None:
     found = started(centred, ParallelConfig(), 1, 0)
     assert sum(AT_ONE in name for name in found) > 10
     assert all(not value.any() for name, (value, _) in found.items() if AT_ONE in name)
+
+
+def test_decays_of_linear_attention_start_with_many_time_scales() -> None:
+    """A_log is the logarithm of a number between 0.01 and 16, every number made again here; dt_bias is one."""
+    linear = replace(model("none"), linear_attention=GatedDeltaNetConfig(8, 16, full_attention_every=3))
+    found = started(linear, ParallelConfig(), 1, 0)
+    name = "layers.1.attention.A_log"
+    key = int.from_bytes(hashlib.sha256(f"{SEED}/{name}".encode()).digest()[:8], "little")
+    uniform = [(finaliser(2 * number + key) >> 32) / 2**32 for number in range(16)]
+    expected = torch.tensor([math.log(0.01 + (16 - 0.01) * x) for x in uniform], dtype=torch.float64)
+    torch.testing.assert_close(found[name][0], expected, rtol=1e-14, atol=0)
+    assert 0.2 < sum(uniform) / 16 < 0.8 and (found["layers.1.attention.dt_bias"][0] == 1).all()
+    assert "layers.2.attention.A_log" not in found and "mtp.0.block.attention.q.weight" in found
 
 
 def test_scaled_outputs_have_the_published_spread() -> None:

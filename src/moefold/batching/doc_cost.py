@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from moefold.batching.wave_packing import Cost
-from moefold.blueprint.flops import flops_per_position, forward_flops_per_token
-from moefold.blueprint.model_shape import Attention, shape_of
+from moefold.blueprint.flops import core_flops, flops_per_position, forward_flops_per_token
+from moefold.blueprint.model_shape import Attention, Recurrence, shape_of
 from moefold.config.attention import MLAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
@@ -65,13 +65,15 @@ def cost_of(run: RunConfig, speed: RankSpeed | None = None) -> Cost:
 
 
 def token_flops(model: ModelConfig, longest: int) -> float:
-    """Forward FLOPs of a token whatever its document's length: all matmuls, and attention through windows."""
+    """Forward FLOPs of a token whatever its document's length: all matmuls, windows, linear attention."""
     matmuls = replace(forward_flops_per_token(model, longest), attention_core=0.0)
     # A chunk is a triangle: half of its positions on average.
     windowed = sum(
         flops_per_position(a) * (a.window or a.chunk / 2) for a in _attentions(model) if _is_narrow(a, longest)
     )
-    return matmuls.total + windowed
+    layers = shape_of(model).layers
+    recurrent = sum(core_flops(layer, longest) for layer in layers if isinstance(layer.mixer, Recurrence))
+    return matmuls.total + windowed + recurrent
 
 
 def pair_flops(model: ModelConfig, longest: int) -> float:
@@ -80,11 +82,11 @@ def pair_flops(model: ModelConfig, longest: int) -> float:
 
 
 def _attentions(model: ModelConfig) -> Iterator[Attention]:
-    """Of every block, those of MTP modules too."""
+    """Of every block that has softmax attention, those of MTP modules too."""
     shape = shape_of(model)
     for layer in (*shape.layers, *shape.mtp_layers):
-        assert isinstance(layer.mixer, Attention)
-        yield layer.mixer
+        if isinstance(layer.mixer, Attention):
+            yield layer.mixer
 
 
 def _is_narrow(attention: Attention, longest: int) -> bool:

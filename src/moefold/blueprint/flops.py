@@ -22,7 +22,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
 from moefold.blueprint.matmuls import layer_matmuls
-from moefold.blueprint.model_shape import Attention, Layer, ModelShape, Recurrence, shape_of
+from moefold.blueprint.model_shape import Attention, DeltaNet, Layer, ModelShape, Recurrence, shape_of
 from moefold.blueprint.parameters import join_parameter
 from moefold.config.model import ModelConfig
 
@@ -96,6 +96,9 @@ def forward_flops(model: ModelShape, seq_len: int) -> FlopsByPart:
 def core_flops(layer: Layer, seq_len: int) -> float:
     """Of the mixer's part without weights: scores and the weighted sum of values, or a recurrence's state."""
     mixer = layer.mixer
+    if isinstance(mixer, DeltaNet):
+        # As Megatron-Core counts it: k k^T, v k^T, the state's update by them, and the state times the query.
+        return 2.0 * mixer.heads * mixer.head_dim * 4 * mixer.state
     if isinstance(mixer, Recurrence):
         return 2.0 * mixer.heads * mixer.head_dim * 2 * mixer.state
     return flops_per_position(mixer) * positions_seen(mixer, seq_len) if mixer is not None else 0.0

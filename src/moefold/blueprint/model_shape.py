@@ -1,7 +1,7 @@
 """A model as a row of layers with their sizes: what parameters, FLOPs, stages and the planner are counted from.
 
-It covers more than moefold trains. Published runs also use state-space and linear-attention layers, layers without a
-feed-forward part, and ungated activations; the planner predicts those too. `shape_of` describes a moefold model,
+It covers more than moefold trains. Published runs also use state-space layers, layers without a feed-forward part, and
+ungated activations; the planner predicts those too. `shape_of` describes a moefold model,
 `plan/published/record_model.py` a published one, and both are counted by the same functions:
 `blueprint/parameters.py` lists the parameters of a shape, `blueprint/matmuls.py` its matmuls, `blueprint/stages.py` its
 pipeline stages.
@@ -57,6 +57,19 @@ class Recurrence:
     head_dim: int
     state: int
     groups: int
+
+
+@dataclass(frozen=True)
+class DeltaNet(Recurrence):
+    """moefold's own linear attention: `heads` of values of `head_dim`, `groups` of keys of `state`, a convolution."""
+
+    conv: int = 4
+    chunk: int = 64
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values, which the convolution reads."""
+        return 2 * self.groups * self.state + self.heads * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,18 @@ def shape_of(model: ModelConfig) -> ModelShape:
 
 def layer_shape(model: ModelConfig, index: int) -> Layer:
     """Of one block; numbers from `num_layers` on are those of MTP modules."""
-    return Layer(_attention(model, index), _feed(model, index))
+    linear = model.linear_attention
+    if linear is None or not model.is_linear_layer(index):
+        return Layer(_attention(model, index), _feed(model, index))
+    mixer = DeltaNet(
+        linear.num_value_heads,
+        linear.value_dim,
+        linear.key_dim,
+        linear.num_key_heads,
+        linear.conv_size,
+        linear.chunk_size,
+    )
+    return Layer(mixer, _feed(model, index))
 
 
 def _attention(model: ModelConfig, index: int) -> Attention:

@@ -11,6 +11,7 @@ A stored parameter may be several matrices in one tensor. Each is orthogonalised
     query, key and value projections by head    Per-Head Muon of Kimi K3; for MLA's up-projections GLM-5's Muon Split
     keys and values of MLA's up-projection      also apart in every head: two projections that share an input
     MLA's down-projection                       the latent and the shared rotated key apart
+    linear attention's joint projection         by head: query, key, each value and each gate
     all others                                  whole, attention's output projection too
 
 By head, a head with large gradients does not decide the update of the others, and Newton-Schulz is cheaper.
@@ -38,10 +39,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from moefold.blueprint.flat_layout import fill_buckets
-from moefold.blueprint.model_shape import Attention, shape_of
+from moefold.blueprint.model_shape import Attention, DeltaNet, shape_of
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.config.model import ModelConfig
 
@@ -62,9 +63,12 @@ ALGORITHM_OF_KIND: dict[str, Algorithm] = {
     "sink": "adamw",
     "lora_a": "adamw",
     "lora_b": "adamw",
+    "conv": "adamw",
+    "log_decay": "adamw",
+    "decay_bias": "adamw",
 }
-# Of kind "matrix", but of one row: a sigmoid's weights.
-GATES = ("*.shared_gate.weight",)
+# Of kind "matrix", but every row by itself is a gate's weights.
+GATES = ("*.shared_gate.weight", "*.attention.ba.weight")
 
 
 def muon_algorithm(name: str, kind: str) -> Algorithm:
@@ -79,7 +83,9 @@ class MatrixView:
     """Parameters whose name matches are blocks of rows of these sizes, repeated down the parameter."""
 
     pattern: str
-    rows: Callable[[Attention], tuple[int, ...]]
+    rows: Callable[[Any], tuple[int, ...]]
+    # Whose sizes they are.
+    mixer: type[Attention] | type[DeltaNet] = Attention
 
 
 # The first match counts; a name without one is a whole matrix, or a stack of them along its leading dims.
@@ -90,6 +96,9 @@ MATRIX_VIEWS = (
     MatrixView("*.attention.q_up.weight", lambda a: (a.qk_dim,)),
     MatrixView("*.attention.kv_up.weight", lambda a: (a.qk_dim - a.rope_dim, a.v_dim)),
     MatrixView("*.attention.kv_down.weight", lambda a: (a.kv_latent, a.rope_dim)),
+    MatrixView(
+        "*.attention.qkvz.weight", lambda d: (d.state, d.state, *(d.head_dim,) * (2 * d.heads // d.groups)), DeltaNet
+    ),
 )
 
 
@@ -154,8 +163,10 @@ def _row_sizes(spec: ParameterSpec, model: ModelConfig) -> tuple[int, ...]:
     view = next((view for view in MATRIX_VIEWS if fnmatchcase(spec.name, view.pattern)), None)
     if view is None:
         return ()
-    attention = next(layer.mixer for layer in shape_of(model).layers if isinstance(layer.mixer, Attention))
-    return tuple(size for size in view.rows(attention) if size)
+    shape = shape_of(model)
+    blocks = (*shape.layers, *shape.mtp_layers)
+    mixer = next(layer.mixer for layer in blocks if isinstance(layer.mixer, view.mixer))
+    return tuple(size for size in view.rows(mixer) if size)
 
 
 def newton_schulz_flops(rows: int, columns: int, iterations: int) -> int:

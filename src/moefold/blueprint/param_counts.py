@@ -43,7 +43,7 @@ from moefold.blueprint.parameters import (
 from moefold.blueprint.sharding import cuts
 from moefold.config.model import ModelConfig
 
-VECTORS = frozenset({"norm", "centred_norm", "bias", "sink"})
+VECTORS = frozenset({"norm", "centred_norm", "bias", "sink", "log_decay", "decay_bias"})
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 Two tables are read from top to bottom, and the first match counts. ``optim.groups`` matches names of the blueprint
 with `fnmatch` patterns, and says what is different for them. ``NO_DECAY_KINDS`` is the rule for what no group decides:
-norms, biases and attention sinks have no weight decay, because decay would pull scales and offsets towards zero for no
-gain. Under `optim.algorithm: muon`, hidden matrices alone are Muon's (`blueprint/muon_matrices.py`).
+norms, biases, attention sinks and the decays of linear attention have no weight decay, because it would pull scales and
+offsets towards zero for no gain. Under `optim.algorithm: muon`, hidden matrices alone are Muon's
+(`blueprint/muon_matrices.py`).
 
 What `optim.trained` and `optim.frozen` leave out is frozen, whatever groups say: it has no gradient and no state.
 """
@@ -20,7 +21,7 @@ from moefold.blueprint.muon_matrices import muon_algorithm
 from moefold.config.optim import OptimConfig, ParamGroupConfig
 
 # Kinds of `blueprint.parameters` without weight decay.
-NO_DECAY_KINDS = frozenset({"norm", "centred_norm", "bias", "sink"})
+NO_DECAY_KINDS = frozenset({"norm", "centred_norm", "bias", "sink", "log_decay", "decay_bias"})
 
 
 @dataclass(frozen=True)

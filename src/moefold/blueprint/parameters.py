@@ -17,12 +17,28 @@ from math import prod, sqrt
 from typing import Literal
 
 from moefold.blueprint.lora_adapters import adapters_of
-from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence, layer_shape
+from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, Layer, MoE, Recurrence, layer_shape
 from moefold.config.model import ModelConfig
 
 Kind = Literal[
-    "embedding", "head", "norm", "centred_norm", "matrix", "bias", "router", "expert", "sink", "lora_a", "lora_b"
+    "embedding",
+    "head",
+    "norm",
+    "centred_norm",
+    "matrix",
+    "bias",
+    "router",
+    "expert",
+    "sink",
+    "lora_a",
+    "lora_b",
+    "conv",
+    "log_decay",
+    "decay_bias",
 ]
+
+# Of a delta net's output, per head.
+GATED_NORM = "norm.weight"
 
 
 @dataclass(frozen=True)
@@ -81,8 +97,9 @@ def is_mtp(name: str) -> bool:
 
 
 def _centred(spec: ParameterSpec) -> ParameterSpec:
-    """The norm's weight is what is added to one, so it starts at zero."""
-    return replace(spec, kind="centred_norm") if spec.kind == "norm" else spec
+    """The norm's weight is what is added to one, so it starts at zero. The gated norm of a delta net stays as it is."""
+    is_gated = spec.name.endswith(".attention." + GATED_NORM)
+    return replace(spec, kind="centred_norm") if spec.kind == "norm" and not is_gated else spec
 
 
 def _parameters(model: ModelConfig) -> Iterator[ParameterSpec]:
@@ -138,7 +155,9 @@ def join_parameter(prefix: str, D: int) -> ParameterSpec:
 def block_parameters(prefix: str, layer: Layer, D: int) -> Iterator[ParameterSpec]:
     if layer.mixer is not None:
         yield ParameterSpec(prefix + "attention_norm.weight", (D,), "norm")
-    if isinstance(layer.mixer, Recurrence):
+    if isinstance(layer.mixer, DeltaNet):
+        yield from _delta_net(prefix + "attention.", layer.mixer, D)
+    elif isinstance(layer.mixer, Recurrence):
         yield from _recurrence(prefix + "recurrence.", layer.mixer, D)
     elif isinstance(layer.mixer, Attention):
         attention = _mla if layer.mixer.is_latent else _gqa
@@ -190,8 +209,20 @@ def _query_latent(prefix: str, a: Attention, D: int) -> Iterator[ParameterSpec]:
     yield ParameterSpec(prefix + "q_up.weight", (a.heads * a.qk_dim, a.q_latent), "matrix")
 
 
+def _delta_net(prefix: str, r: DeltaNet, D: int) -> Iterator[ParameterSpec]:
+    """Queries, keys, values and the output's gate; step sizes and decays; the convolution of the first three."""
+    values = r.heads * r.head_dim
+    yield ParameterSpec(prefix + "qkvz.weight", (r.channels + values, D), "matrix")
+    yield ParameterSpec(prefix + "ba.weight", (2 * r.heads, D), "matrix")
+    yield ParameterSpec(prefix + "conv", (r.channels, r.conv), "conv")
+    yield ParameterSpec(prefix + "A_log", (r.heads,), "log_decay")
+    yield ParameterSpec(prefix + "dt_bias", (r.heads,), "decay_bias")
+    yield ParameterSpec(prefix + GATED_NORM, (r.head_dim,), "norm")
+    yield ParameterSpec(prefix + "out.weight", (D, values), "matrix")
+
+
 def _recurrence(prefix: str, r: Recurrence, D: int) -> Iterator[ParameterSpec]:
-    """One projection for input, gate, state and step size, and one back. moefold plans such layers, it has none."""
+    """Of published models that moefold only plans: one projection for input, gate, state and step size, one back."""
     inner = r.heads * r.head_dim
     yield ParameterSpec(prefix + "in.weight", (2 * inner + 2 * r.groups * r.state + r.heads, D), "matrix")
     yield ParameterSpec(prefix + "out.weight", (D, inner), "matrix")

@@ -49,6 +49,11 @@ RULES = (
     ShardRule("attention.kv_up.weight", "tp", 0),
     ShardRule("attention.sinks", "tp", 0),
     ShardRule("attention.out.weight", "tp", 1),
+    # Linear attention: rows are grouped by key head. Its convolution is whole on every rank.
+    ShardRule("attention.qkvz.weight", "tp", 0),
+    ShardRule("attention.ba.weight", "tp", 0),
+    ShardRule("attention.A_log", "tp", 0),
+    ShardRule("attention.dt_bias", "tp", 0),
     ShardRule("recurrence.in.weight", "tp", 0),
     ShardRule("recurrence.out.weight", "tp", 1),
     # Hidden dims: gate and up are stacked [2, F, D], so dim 1 gives a rank the same columns of both.

@@ -89,7 +89,23 @@ def dynamic_cp_has_an_even_inner(run: RunConfig) -> Problem | None:
     return Problem("parallel.context.inner", f"groups of 1, 2, 4, ... have no sets of {inner}", "use a power of two")
 
 
+def linear_attention_has_whole_documents(run: RunConfig) -> list[Problem]:
+    """A document's state passes from token to token: a rank needs all tokens before its own, one after the other."""
+    parallel = run.parallel
+    if run.model.linear_attention is None:
+        return []
+    why = "linear attention (model.linear_attention) carries a state along the whole document, on one rank"
+    found = []
+    if parallel.cp > 1:
+        fix = "use cp 1, and tp or recomputation (memory.recompute attention) for long documents"
+        found.append(Problem("parallel.cp", f"cp={parallel.cp} cuts documents, but {why}", fix))
+    if parallel.dynamic_cp:
+        found.append(Problem("parallel.dynamic_cp", f"cuts long documents, but {why}", "use dynamic_cp false"))
+    return found
+
+
 RULES = (
+    linear_attention_has_whole_documents,
     heads_divide_over_the_all_to_all,
     inner_divides_cp,
     inner_is_used,

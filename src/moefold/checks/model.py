@@ -264,8 +264,34 @@ def shared_gate_has_a_shared_expert(run: RunConfig) -> Problem | None:
     )
 
 
+def key_heads_divide_value_heads(run: RunConfig) -> Problem | None:
+    linear = run.model.linear_attention
+    if linear is None or divides(linear.num_key_heads, linear.num_value_heads):
+        return None
+    return Problem(
+        "model.linear_attention.num_key_heads",
+        f"{linear.num_value_heads} value heads cannot share {linear.num_key_heads} key heads evenly",
+        f"use {divisors(linear.num_value_heads)}",
+    )
+
+
+def both_kinds_of_attention_are_used(run: RunConfig) -> Problem | None:
+    model, linear = run.model, run.model.linear_attention
+    if linear is None or 1 < linear.full_attention_every <= model.num_layers:
+        return None
+    every, path = linear.full_attention_every, "model.linear_attention.full_attention_every"
+    if every <= 1:
+        return Problem(
+            path, "every layer has full attention, so the linear one is never used", "use 2 or more, or set it to null"
+        )
+    what = f"layer {every - 1} would be the first with full attention, and the last layer is {model.num_layers - 1}"
+    return Problem(path, what, f"use 2 to {model.num_layers}" if model.num_layers > 1 else "use 2 or more layers")
+
+
 RULES = (
     kv_heads_divide_heads,
+    key_heads_divide_value_heads,
+    both_kinds_of_attention_are_used,
     rotated_dims_are_even,
     rotated_dims_fit_the_head,
     only_head_norms_come_after_rope,

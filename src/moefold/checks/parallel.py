@@ -31,6 +31,14 @@ def kv_heads_divide_over_tp(run: RunConfig) -> Problem | None:
     return _divides_over_tp(run, attention.num_kv_heads, "key/value heads", "model.attention.num_kv_heads")
 
 
+def linear_heads_divide_over_tp(run: RunConfig) -> Problem | None:
+    linear = run.model.linear_attention
+    if linear is None:
+        return None
+    path = "model.linear_attention.num_key_heads"
+    return _divides_over_tp(run, linear.num_key_heads, "key heads of linear attention", path)
+
+
 def vocabulary_divides_over_tp(run: RunConfig) -> Problem | None:
     return _divides_over_tp(run, run.model.vocab_size, "vocabulary rows", "model.vocab_size")
 
@@ -200,6 +208,7 @@ PIPELINE_RULES = (stages_hold_every_layer, schedule_is_known, virtual_stages_fit
 RULES = (
     heads_divide_over_tp,
     kv_heads_divide_over_tp,
+    linear_heads_divide_over_tp,
     vocabulary_divides_over_tp,
     dense_hidden_dim_divides_over_tp,
     shared_hidden_dim_divides_over_tp,

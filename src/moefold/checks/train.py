@@ -189,6 +189,16 @@ def clipped_logits_follow_from_weights(run: RunConfig) -> Problem | None:
     )
 
 
+def clipped_layers_have_logits(run: RunConfig) -> Problem | None:
+    if run.optim.qk_clip is None or run.model.linear_attention is None:
+        return None
+    return Problem(
+        "optim.qk_clip",
+        "bounds logits of every layer, and layers of linear attention (model.linear_attention) have none",
+        "use null",
+    )
+
+
 def clipped_weights_are_whole(run: RunConfig) -> Problem | None:
     if run.optim.qk_clip is None or run.precision.master != "remainder":
         return None
@@ -211,6 +221,7 @@ RULES = (
     momentum_decays,
     momentum_is_kept_as_it_is,
     clipped_logits_follow_from_weights,
+    clipped_layers_have_logits,
     clipped_weights_are_whole,
 )
 # A run without tokens, a length or an lr can still be planned, dry-run and proved.

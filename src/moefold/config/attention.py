@@ -1,4 +1,4 @@
-"""Attention: grouped-query or multi-head latent, and rotary position embeddings."""
+"""Attention: grouped-query, multi-head latent, or linear (gated delta net), and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -69,6 +69,26 @@ class MLAConfig:
     nope_dim: int = 16
     rope_dim: int = 8
     value_dim: int = 16
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """Gated delta net: linear attention with one matrix of state per value head, updated by the gated delta rule."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Heads of queries and keys; several value heads may share one.
+    num_key_heads: int = 2
+    num_value_heads: int = 4
+    key_dim: int = 16
+    value_dim: int = 16
+    # Tokens that the causal convolution of queries, keys and values spans, the token itself included.
+    conv_size: int = 4
+    # Layer i has full attention (model.attention) when (i + 1) % full_attention_every == 0; the others are linear. MTP
+    # modules have full attention.
+    full_attention_every: int = 4
+    # Tokens that are computed together by matmuls; the result does not depend on it.
+    chunk_size: int = 64
 
 
 @dataclass(frozen=True)

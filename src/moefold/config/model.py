@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig, RopeConfig
 from moefold.config.finetune import LoraConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.strict import STRICT
@@ -25,6 +25,8 @@ class ModelConfig:
     dim: int = 64
     num_layers: int = 2
     attention: Annotated[GQAConfig | MLAConfig, Field(discriminator="kind")] = field(default_factory=GQAConfig)
+    # Linear attention in most layers of a hybrid model; None is `attention` in all of them.
+    linear_attention: GatedDeltaNetConfig | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig | None = field(default_factory=MoEConfig)
     num_dense_layers: int = 0
@@ -46,6 +48,11 @@ class ModelConfig:
     mtp_divisor: Literal["tokens", "labels"] = "tokens"
     # Low-rank adapters beside the weights (LoRA); None: none. docs/fine-tuning.md.
     lora: LoraConfig | None = None
+
+    def is_linear_layer(self, layer: int) -> bool:
+        """Whether the layer has linear attention; numbers from `num_layers` on are MTP modules."""
+        linear = self.linear_attention
+        return linear is not None and layer < self.num_layers and (layer + 1) % linear.full_attention_every != 0
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.num_dense_layers and (layer + 1) % max(self.moe_every, 1) == 0

@@ -1,4 +1,5 @@
-"""One transformer layer: attention, then a dense or an MoE feed-forward, each added to the residual stream.
+"""One transformer layer: attention, softmax or linear, then a dense or an MoE feed-forward, each added to the residual
+stream.
 
 ``phases`` gives the same forward in pieces: the pipeline interleaves those of two microbatches, and recomputation
 works phase by phase. While the MoE layer's phases run, the residual waits beside their carry (``nn/phase.py``).
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from moefold.attention.gated_delta_net import GatedDeltaNet
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
 from moefold.moe.layer import MoELayer
@@ -29,7 +31,7 @@ class Block(nn.Module):
     def __init__(
         self,
         attention_norm: RMSNorm,
-        attention: GroupedQueryAttention | LatentAttention,
+        attention: GroupedQueryAttention | LatentAttention | GatedDeltaNet,
         feed_forward_norm: RMSNorm,
         feed_forward: FeedForward | MoELayer,
         recompute: frozenset[str] = frozenset(),

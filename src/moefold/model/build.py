@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moefold.attention.core import AttentionCore, LocalCore
+from moefold.attention.gated_delta_net import GatedDeltaNet
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
 from moefold.blueprint.parameters import moe_block_names, parameters
@@ -132,8 +133,11 @@ def _dense(dim: int, hidden: int, activation: str, step: RetainedStep, interface
 
 def _attention(
     model: ModelConfig, layer: int, interfaces: ParallelInterfaces
-) -> GroupedQueryAttention | LatentAttention:
+) -> GroupedQueryAttention | LatentAttention | GatedDeltaNet:
     config, rope, dim, eps = model.attention, model.rope, model.dim, model.norm_eps
+    if model.linear_attention is not None and model.is_linear_layer(layer):
+        tokens, matmul_policy, kernels = interfaces.tokens, interfaces.matmul_policy, interfaces.kernels
+        return GatedDeltaNet(model.linear_attention, dim, eps, tokens, matmul_policy, kernels, interfaces.retain)
     core = interfaces.core if interfaces.observe is None else interfaces.observe(interfaces.core, layer)
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(

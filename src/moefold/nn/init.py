@@ -35,6 +35,13 @@ def normal_part(seed: int, name: str, shape: tuple[int, ...], box: Box, std: flo
         flat[start:stop] = ((total.double() - _CENTRE) * (std / _SPREAD)).to(into.dtype)
 
 
+def uniform_part(seed: int, name: str, shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    """The elements of a tensor of numbers between 0 and 1, in steps of 2**-32, that lie in ``box``."""
+    sizes = [part.stop - part.start for part in box]
+    index = _global_index(torch.arange(prod(sizes), device=device), shape, box)
+    return (_shifted(_mix(index * 2 + _key(seed, name)), 32).double() * 2.0**-32).view(sizes)
+
+
 def _key(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
@@ -66,10 +73,14 @@ def init_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Bo
     """Norm weights are one, or zero where one is added to them; biases, sinks and B of adapters zero, everything else
     normal.
 
-    A of adapters has the variance of PEFT's uniform numbers, 1 / (3 in), and not ``std``.
+    Linear attention's decays start with many time scales. A of adapters has the variance of PEFT's uniform numbers,
+    1 / (3 in), and not ``std``.
     """
-    if kind == "norm":
+    if kind in ("norm", "decay_bias"):
         into.fill_(1.0)
+    elif kind == "log_decay":
+        # Decays of exp(-A): A is uniform between 0.01 and 16, as in the published model's code.
+        into.copy_((uniform_part(seed, name, shape, box, into.device) * (16 - 0.01) + 0.01).log())
     elif kind in ("centred_norm", "bias", "sink", "buffer", "lora_b"):
         into.zero_()
     elif kind == "lora_a":

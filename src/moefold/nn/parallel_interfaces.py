@@ -40,6 +40,10 @@ class TokenSharding(Protocol):
         """The same cut of what this context share holds in full."""
         ...
 
+    def head_rows(self, num_rows: int) -> slice:
+        """Which rows belong to this rank's heads, of a tensor of all heads that every tp rank holds in full."""
+        ...
+
     def sum_heads(self, x: Tensor) -> Tensor:
         """Add up over the ranks that hold the other heads; backward adds up too."""
         ...
@@ -82,6 +86,9 @@ class LocalTokens:
 
     def tp_shard(self, x_S: Tensor) -> Tensor:
         return x_S
+
+    def head_rows(self, num_rows: int) -> slice:
+        return slice(0, num_rows)
 
     def sum_heads(self, x: Tensor) -> Tensor:
         return x

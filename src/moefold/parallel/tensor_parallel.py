@@ -54,6 +54,10 @@ class TokenShards:
     def tp_shard(self, x_S: Tensor) -> Tensor:
         return x_S.split(self._sizes(x_S.shape[0]))[self.tp.index]
 
+    def head_rows(self, num_rows: int) -> slice:
+        each = num_rows // self.tp.size
+        return slice(self.tp.index * each, (self.tp.index + 1) * each)
+
     def sum_heads(self, x: Tensor) -> Tensor:
         return all_reduce_partial(x, self.tp)
 

@@ -290,7 +290,8 @@ def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
         Work(scan_flops=scan, traffic=4 * moved, kernels=12, launches=12),
         Work(scan_flops=2.5 * scan, traffic=9 * moved, kernels=20, launches=20),
     )
-    return [Part("scan_in", *gemms["in"]), mixing, Part("scan_out", *gemms["out"])]
+    inputs = [gemms[name] for name in ("in", "qkvz", "ba") if name in gemms]
+    return [Part("scan_in", *_sum(*inputs)), mixing, Part("scan_out", *gemms["out"])]
 
 
 # ---- feed-forward parts ----

@@ -11,16 +11,26 @@ from random import Random
 from typing import Any, Literal, cast
 
 from moefold.checks.run_all import problems
-from moefold.config.attention import GQAConfig, Llama3RopeConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
 from moefold.config.finetune import LoraConfig
 from moefold.config.run import RunConfig
 
 
-def with_gates_and_norms(run: RunConfig, world: int) -> RunConfig:
-    """Gated attention and norms centred at zero."""
-    random, model = Random(f"gates and norms of {run.seed}"), run.model
+def with_hybrids(run: RunConfig, world: int) -> RunConfig:
+    """Layers of linear attention, gated attention and norms centred at zero, where the run may have them.
+
+    Drawn from the case's own number, as savings are.
+    """
+    random, model = Random(f"hybrids of {run.seed}"), run.model
+    # Chunks shorter than most sequences, so that states pass between them.
+    key_heads = max(2, run.parallel.tp)
+    linear = GatedDeltaNetConfig(
+        key_heads, key_heads * random.choice((1, 2)), 4, 6, random.choice((2, 4)), random.choice((2, 3)), chunk_size=4
+    )
+    if random.random() < 0.7:
+        run = unless_refused(run, replace(run, model=replace(run.model, linear_attention=linear)), world)
     if random.random() < 0.3:
-        run = unless_refused(run, replace(run, model=replace(model, norm_scale="one_plus_weight")), world)
+        run = unless_refused(run, replace(run, model=replace(run.model, norm_scale="one_plus_weight")), world)
     if isinstance(model.attention, GQAConfig) and random.random() < 0.4:
         attention = replace(model.attention, output_gate=True)
         run = unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)

@@ -20,7 +20,7 @@ from typing import Any
 from moefold.batching.document_packing import plan_for
 from moefold.batching.wave_packing import StepPlan
 from moefold.blueprint.parameters import parameters
-from moefold.config.attention import AttentionConfig, MLAConfig
+from moefold.config.attention import AttentionConfig, GatedDeltaNetConfig, MLAConfig
 from moefold.config.data import DataConfig
 from moefold.config.kernels import KernelsConfig
 from moefold.config.loading import run_from_mapping
@@ -141,6 +141,7 @@ def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:
         moe_every=min(model.moe_every, 2),
         dense_hidden_dim=8 * tp * 3,
         attention=_reduce_attention(model, run.parallel),
+        linear_attention=_reduce_linear(model, run.parallel),
         moe=moe,
         init_std=0.2,
         lora=None if model.lora is None else replace(model.lora, rank=min(model.lora.rank, _MAX_LORA_RANK)),
@@ -177,6 +178,17 @@ def _reduce_attention(model: ModelConfig, parallel: ParallelConfig) -> Attention
     )
     heads = kv_heads * grouped
     return replace(attention, num_heads=heads, num_kv_heads=kv_heads, head_dim=8, rope_dim=rope_dim, window=window)
+
+
+def _reduce_linear(model: ModelConfig, parallel: ParallelConfig) -> GatedDeltaNetConfig | None:
+    """At most every third layer is a full one, as there are so few; chunks are shorter than the sequence."""
+    linear = model.linear_attention
+    if linear is None:
+        return None
+    keys = max(2, parallel.tp)
+    shared = min(linear.num_value_heads // linear.num_key_heads, 2)
+    every = min(linear.full_attention_every, _MAX_LAYERS, model.num_layers)
+    return GatedDeltaNetConfig(keys, keys * shared, 4, 6, linear.conv_size, every, chunk_size=4)
 
 
 # ---- cases as text ----

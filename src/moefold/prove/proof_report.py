@@ -154,6 +154,8 @@ def _attention_features(case: Case) -> Iterator[tuple[str, str]]:
         for name in ("qkv_bias", "out_bias", "sinks", "window", "chunk", "output_gate"):
             if getattr(attention, name):
                 yield "attention", name
+    if case.run.model.linear_attention is not None:
+        yield "attention", "linear: gated delta net" + (" over tp" if case.run.parallel.tp > 1 else "")
     if case.run.model.norm_scale == "one_plus_weight":
         yield "attention", "norms centred at zero"
     if rope.yarn is not None:

@@ -29,7 +29,7 @@ from moefold.prove.case_variants import (
     unless_refused,
     with_attention_variants,
     with_finetuning,
-    with_gates_and_norms,
+    with_hybrids,
     with_interleaved_layers,
 )
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
@@ -114,7 +114,7 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             memory=_memory(random),
         )
         if not problems(run, degrees.world):
-            run = with_gates_and_norms(run, degrees.world)
+            run = with_hybrids(run, degrees.world)
             run = with_interleaved_layers(with_attention_variants(run, degrees.world), degrees.world)
             run = _with_savings(run, degrees.world, dtype)
             return Case(with_finetuning(run, degrees.world) if dtype == "float64" else run, degrees.world)
