@@ -35,6 +35,14 @@ _SAME = {
     "self_attn.kv_a_proj_with_mqa": "attention.kv_down",
     "self_attn.kv_a_layernorm": "attention.kv_norm",
     "self_attn.kv_b_proj": "attention.kv_up",
+    "linear_attn.in_proj_qkvz": "attention.qkvz",
+    "linear_attn.in_proj_ba": "attention.ba",
+    "linear_attn.A_log": "attention.A_log",
+    "linear_attn.dt_bias": "attention.dt_bias",
+    "linear_attn.norm": "attention.norm",
+    "linear_attn.out_proj": "attention.linear_out",
+    "mlp.shared_expert.down_proj.weight": "feed_forward.shared.down",
+    "mlp.shared_expert_gate": "feed_forward.shared_gate",
     "mlp.gate.weight": "feed_forward.router.weight",
     "mlp.gate.e_score_correction_bias": "feed_forward.router.expert_bias",
     "mlp.e_score_correction_bias": "feed_forward.router.expert_bias",
@@ -57,7 +65,7 @@ def randomize(model: nn.Module, seed: int) -> None:
         for name, value in model.state_dict().items():
             noise = torch.randn(value.shape, generator=generator)
             if "norm" in name:
-                value.copy_(1 + 0.2 * noise)
+                value.add_(0.2 * noise)  # around 1, or around 0 where 1 is added
             elif value.dim() == 1 or name.endswith("_bias"):
                 value.copy_(0.3 * noise)
             elif value.dim() == 2:
@@ -80,6 +88,8 @@ def _ours(name: str, value: Tensor, theirs: dict[str, Tensor]) -> Iterator[tuple
     elif rest.rpartition(".")[0] in _SAME:
         stem, _, leaf = rest.rpartition(".")
         yield f"{prefix}{_SAME[stem]}.{leaf}", value
+    elif rest == "linear_attn.conv1d.weight":
+        yield f"{prefix}attention.conv", value.squeeze(1)
     elif rest.endswith("gate_proj.weight"):
         shared = "shared." if "shared" in rest else ""
         up = theirs[name.replace("gate_proj", "up_proj")]

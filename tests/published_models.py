@@ -6,7 +6,12 @@ has are as published.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from moefold.checkpoint.hf.hf_config import read_config
 from moefold.config.model import ModelConfig
@@ -264,6 +269,39 @@ PUBLISHED: dict[str, Config] = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
     },
+    "Qwen3-Next-80B-A3B": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 262144,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "router_aux_loss_coef": 0.001,
+    },
 }
 
 # H != I, so that a transposed matrix shows.
@@ -287,6 +325,14 @@ _SMALL: Config = {
     "max_position_embeddings": 64,
 }
 _SMALL_OF: dict[str, Config] = {
+    "qwen3_next": {
+        "num_hidden_layers": 5,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
     "hunyuan_v1_moe": {"moe_intermediate_size": [40] * 3, "num_shared_expert": [1] * 3, "moe_topk": [3] * 3},
     "minimax_m2": {"intermediate_size": 24},
     # The fourth layer has no RoPE; documents are longer than a chunk, and than the first step of the temperature.
@@ -341,3 +387,24 @@ def hf_model(config: Config) -> PreTrainedModel:
 
     kind, rest = config["model_type"], {key: value for key, value in config.items() if key != "model_type"}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **rest, **PLAIN))
+
+
+@contextmanager
+def transformers_in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """Where transformers' code of this family asks for float32, it gets float64.
+
+    A delta net norms outputs that may be nearly zero, which makes rounding a thousand times larger: two float32 models
+    of the same weights, theirs and ours, are both some 1e-4 from the float64 one.
+    """
+
+    class Wide:
+        def __getattr__(self, name: str) -> Any:
+            return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+    code = sys.modules[type(model).__module__]
+    before = torch.Tensor.float
+    code.torch, torch.Tensor.float = Wide(), torch.Tensor.double  # type: ignore[assignment, attr-defined, method-assign]
+    try:
+        yield
+    finally:
+        code.torch, torch.Tensor.float = torch, before  # type: ignore[attr-defined, method-assign]

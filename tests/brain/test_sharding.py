@@ -22,7 +22,7 @@ from moefold.blueprint.sharding import (
     rules_for,
     shard_dim,
 )
-from moefold.config.attention import GQAConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
@@ -52,6 +52,7 @@ MODELS = {
     "everything": EVERYTHING,
     "latent attention": replace(recipe("deepseek_v3_proxy").model, num_mtp=1),
     "heads normalised one by one": recipe("qwen3_30b_a3b_proxy").model,
+    "linear attention": replace(EVERYTHING, linear_attention=GatedDeltaNetConfig(4, 8, full_attention_every=2)),
 }
 LAYOUTS = [
     ParallelConfig(),

@@ -174,7 +174,7 @@ def test_the_layer_equals_transformers() -> None:
         "in_proj_qkvz.weight": "qkvz.weight",
         "in_proj_ba.weight": "ba.weight",
         "conv1d.weight": "conv",
-        "out_proj.weight": "out.weight",
+        "out_proj.weight": "linear_out.weight",
     }
     state = ours.state_dict()
     other.load_state_dict({name: state[names.get(name, name)].view_as(v) for name, v in other.state_dict().items()})

@@ -2,7 +2,7 @@
 
     x --> q, k, v --> causal convolution over a few tokens, SiLU --+
       --> b, a    --> beta = sigmoid(b), decay = exp(-exp(A_log) softplus(a + dt_bias)) --> gated delta rule
-      --> z       --> RMSNorm(output) * SiLU(z), per head --> out
+      --> z       --> RMSNorm(output) * SiLU(z), per head --> linear_out
 
 Its cost is linear in the length, and its state is one [C, U] matrix per head, whatever the length. There is no RoPE:
 the convolution and the decay know the order of tokens. Documents of a microbatch do not see each other.
@@ -55,7 +55,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = RMSNorm(config.value_dim, norm_eps, kernels.rms_norm)
-        self.out = Linear(values, dim, matmul_policy)
+        self.linear_out = Linear(values, dim, matmul_policy)
         self.config = config
         self.shared = heads // config.num_key_heads
         self.tokens = tokens
@@ -67,7 +67,7 @@ class GatedDeltaNet(nn.Module):
         mix = partial(self._mix, batch.positions_S, batch.lengths)
         seen_SHU = self.retain.step("core", mix, mixed_SX, self.ba(x_SD))
         gated_SHU = recompute_in_backward(self._gate, seen_SHU, z_SHU, self.norm.weight)
-        return self.tokens.reduce(self.out(gated_SHU.flatten(1)))
+        return self.tokens.reduce(self.linear_out(gated_SHU.flatten(1)))
 
     def _projected(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, keys and values side by side, and z; copies, so that the projection itself is not kept."""

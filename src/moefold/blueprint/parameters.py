@@ -218,7 +218,8 @@ def _delta_net(prefix: str, r: DeltaNet, D: int) -> Iterator[ParameterSpec]:
     yield ParameterSpec(prefix + "A_log", (r.heads,), "log_decay")
     yield ParameterSpec(prefix + "dt_bias", (r.heads,), "decay_bias")
     yield ParameterSpec(prefix + GATED_NORM, (r.head_dim,), "norm")
-    yield ParameterSpec(prefix + "out.weight", (D, values), "matrix")
+    # Not `out`: families name it otherwise than the output of softmax attention.
+    yield ParameterSpec(prefix + "linear_out.weight", (D, values), "matrix")
 
 
 def _recurrence(prefix: str, r: Recurrence, D: int) -> Iterator[ParameterSpec]:
@@ -256,6 +257,7 @@ def _feed_forward(prefix: str, F: int, D: int, *, gated: bool) -> Iterator[Param
 
 OUTPUT_PROJECTIONS = (
     ".attention.out.weight",
+    ".attention.linear_out.weight",
     ".feed_forward.down",
     ".feed_forward.experts.down",
     ".feed_forward.shared.down",

@@ -54,6 +54,7 @@ RULES = (
     ShardRule("attention.ba.weight", "tp", 0),
     ShardRule("attention.A_log", "tp", 0),
     ShardRule("attention.dt_bias", "tp", 0),
+    ShardRule("attention.linear_out.weight", "tp", 1),
     ShardRule("recurrence.in.weight", "tp", 0),
     ShardRule("recurrence.out.weight", "tp", 1),
     # Hidden dims: gate and up are stacked [2, F, D], so dim 1 gives a rank the same columns of both.

@@ -291,7 +291,8 @@ def _recurrence(layer: Layer, r: Recurrence, s: Sizes) -> list[Part]:
         Work(scan_flops=2.5 * scan, traffic=9 * moved, kernels=20, launches=20),
     )
     inputs = [gemms[name] for name in ("in", "qkvz", "ba") if name in gemms]
-    return [Part("scan_in", *_sum(*inputs)), mixing, Part("scan_out", *gemms["out"])]
+    out = gemms["linear_out" if "linear_out" in gemms else "out"]
+    return [Part("scan_in", *_sum(*inputs)), mixing, Part("scan_out", *out)]
 
 
 # ---- feed-forward parts ----

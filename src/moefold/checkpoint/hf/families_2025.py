@@ -1,4 +1,5 @@
-"""Model families published in 2025, one table each: GLM-4.5, dots.llm1, MiniMax-M2, ERNIE 4.5, HunYuan and Llama 4.
+"""Model families published in 2025, one table each: GLM-4.5, dots.llm1, MiniMax-M2, ERNIE 4.5, HunYuan, Llama 4 and
+Qwen3-Next.
 
 The first four choose experts by sigmoid or softmax scores plus a loss-free bias, as DeepSeek-V3 does, and differ in
 attention and names. `config_keys.py` says what a table is made of.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moefold.checkpoint.hf.config_converters import (
+    DENSE_FIRST,
     FULL_LAYERS,
     HEADS,
     ROPE,
@@ -17,6 +19,7 @@ from moefold.checkpoint.hf.config_converters import (
 )
 from moefold.checkpoint.hf.config_keys import (
     DECODER,
+    EXPERTS,
     LOCAL_EXPERTS,
     NO_BIAS,
     PLAIN,
@@ -31,17 +34,23 @@ from moefold.checkpoint.hf.layer_converters import (
     ERNIE_SHARED,
     HUNYUAN_EXPERTS,
     HUNYUAN_ROPE,
+    LINEAR_LAYERS,
     LLAMA4_LAYERS,
     LLAMA4_SIZES,
     ONE_KIND_OF_ATTENTION,
     PARTIAL_ROPE,
     PARTIAL_ROPE_OF_HALF,
+    PARTIAL_ROPE_OF_QUARTER,
     QK_NORM,
 )
 from moefold.checkpoint.hf.name_maps import (
     DECODER_NAMES,
     DEEPSEEK_MOE_NAMES,
+    DELTA_NET_NAMES,
+    DENSE_NAMES,
     ERNIE_MOE_NAMES,
+    EXPERT_NAMES,
+    GATED_SHARED_NAMES,
     HEAD_NAMES,
     HUNYUAN_NAMES,
     LLAMA4_NAMES,
@@ -50,7 +59,7 @@ from moefold.checkpoint.hf.name_maps import (
     NORMED_HEAD_NAMES,
     mtp_names,
 )
-from moefold.config.attention import RopeConfig
+from moefold.config.attention import GatedDeltaNetConfig, RopeConfig
 from moefold.config.model import ModelConfig
 
 _BIASED_SIGMOID = moe_base(score="sigmoid", group_score="topk_sum", expert_bias=True)
@@ -213,4 +222,38 @@ LLAMA4 = replace(
     section="text_config",
     name_rules=tuple(replace(rule, hf_name=f"language_model.{rule.hf_name}") for rule in LLAMA4_TEXT.name_rules),
     extra_prefixes=("vision_model.", "multi_modal_projector."),
+)
+
+QWEN3_NEXT = HfFamily(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    ModelConfig(
+        attention=replace(PLAIN, qk_norm="head", output_gate=True),
+        linear_attention=GatedDeltaNetConfig(),
+        norm_scale="one_plus_weight",
+        moe=replace(moe_base(), shared_gate=True),
+    ),
+    (
+        *DECODER,
+        TOP_K,
+        EXPERTS,
+        Key("intermediate_size", "dense_hidden_dim"),
+        Key("moe_intermediate_size", "moe.expert_hidden_dim"),
+        Key("shared_expert_intermediate_size", "moe.shared_hidden_dim"),
+        Key("norm_topk_prob", "moe.router.normalize", True),
+        Key("linear_num_key_heads", "linear_attention.num_key_heads"),
+        Key("linear_num_value_heads", "linear_attention.num_value_heads"),
+        Key("linear_key_head_dim", "linear_attention.key_dim"),
+        Key("linear_value_head_dim", "linear_attention.value_dim"),
+        Key("linear_conv_kernel_dim", "linear_attention.conv_size", 4),
+    ),
+    (
+        *(*DECODER_NAMES, *NORMED_HEAD_NAMES, *DELTA_NET_NAMES),
+        *(*DENSE_NAMES, *EXPERT_NAMES, *GATED_SHARED_NAMES),
+    ),
+    (PARTIAL_ROPE_OF_QUARTER, HEADS, DENSE_FIRST, LINEAR_LAYERS),
+    {**SILU, **NO_BIAS, "decoder_sparse_step": (1,)},
+    accepted_values={"use_sliding_window": (False,)},
+    # Its MTP module, which transformers leaves out as well.
+    extra_prefixes=("mtp.",),
 )

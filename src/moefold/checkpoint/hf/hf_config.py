@@ -21,7 +21,7 @@ from moefold.checkpoint.hf.config_maps import FAMILIES, READABLE_FAMILIES
 from moefold.checkpoint.hf.quantized_tensors import Quantization, read_quantization
 from moefold.checks.model import RULES
 from moefold.checks.sizes import leaves, sizes_are_bounded, sizes_are_positive
-from moefold.config.attention import GQAConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig
 from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
@@ -196,8 +196,13 @@ def family_of(model: ModelConfig) -> str:
 
 
 def _same_kind(model: ModelConfig, base: ModelConfig) -> bool:
-    """Both dense or both MoE. No family has dense MLA models; MoE families then give the best error."""
+    """Both dense or both MoE, and both hybrids or neither.
+
+    No family has dense MLA models; MoE families then give the best error.
+    """
     latent = model.attention.kind == "mla"
+    if (model.linear_attention is None) != (base.linear_attention is None):
+        return False
     return model.attention.kind == base.attention.kind and (latent or (model.moe is None) == (base.moe is None))
 
 
@@ -251,6 +256,9 @@ def canonical_model(model: ModelConfig) -> ModelConfig:
     attention = model.attention
     if attention.kind == "gqa":
         attention = _canonical_heads(attention)
+    linear = model.linear_attention
+    if linear is not None:
+        linear = replace(linear, chunk_size=GatedDeltaNetConfig().chunk_size)
     moe = None if model.moe is None else _canonical_moe(model.moe)
     dense_layers = model.num_dense_layers if moe is not None else 0
     uses_dense = moe is None or dense_layers > 0
@@ -258,6 +266,7 @@ def canonical_model(model: ModelConfig) -> ModelConfig:
     return replace(
         model,
         attention=attention,
+        linear_attention=linear,
         moe=moe,
         num_dense_layers=dense_layers,
         dense_hidden_dim=dense_hidden_dim,

@@ -56,6 +56,7 @@ def _partial_rope(default: float) -> ConfigConverter:
 
 # Where config.json does not say it, GLM-4.5 rotates half of a head and MiniMax-M2 all of it.
 PARTIAL_ROPE_OF_HALF, PARTIAL_ROPE = _partial_rope(0.5), _partial_rope(1.0)
+PARTIAL_ROPE_OF_QUARTER = _partial_rope(0.25)
 
 
 def _read_qk_norm(config: HfValues) -> Values:
@@ -258,3 +259,29 @@ LLAMA4_SIZES = ConfigConverter(
         "use_qk_norm": gqa_of(model).qk_norm == "unit",
     },
 )
+
+
+def _linear_layers(layers: int, every: int) -> list[str]:
+    return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+def _read_linear_layers(config: HfValues) -> Values:
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    every = config.get("full_attention_interval", 4)
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise UnsupportedValueError("layer_types", f"must have num_hidden_layers ({layers}) entries")
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+        if kinds != _linear_layers(len(kinds), every):
+            raise UnsupportedValueError("layer_types", "the layers with full attention are not every n-th one")
+    return {"linear_attention.full_attention_every": every}
+
+
+def _write_linear_layers(model: ModelConfig) -> Values:
+    if model.linear_attention is None:
+        raise AttributeError("model.linear_attention is null")
+    every = model.linear_attention.full_attention_every
+    return {"layer_types": _linear_layers(model.num_layers, every), "full_attention_interval": every}
+
+
+LINEAR_LAYERS = ConfigConverter(("layer_types", "full_attention_interval"), _read_linear_layers, _write_linear_layers)

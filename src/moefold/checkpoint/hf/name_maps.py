@@ -107,6 +107,20 @@ LLAMA4_NAMES = (
     _layer("feed_forward.experts.gate_up", "feed_forward.experts.gate_up_proj", "E 2 F D = E D (2 F)"),
     _layer("feed_forward.experts.down", "feed_forward.experts.down_proj", "E D F = E F D"),
 )
+# Linear attention of Qwen3-Next, whose projections are grouped by key head as moefold's are.
+DELTA_NET_NAMES = (
+    _layer("attention.qkvz.weight", "linear_attn.in_proj_qkvz.weight"),
+    _layer("attention.ba.weight", "linear_attn.in_proj_ba.weight"),
+    _layer("attention.conv", "linear_attn.conv1d.weight", "X Y = X () Y"),
+    _layer("attention.A_log", "linear_attn.A_log"),
+    _layer("attention.dt_bias", "linear_attn.dt_bias"),
+    _layer("attention.norm.weight", "linear_attn.norm.weight"),
+    _layer("attention.linear_out.weight", "linear_attn.out_proj.weight"),
+)
+GATED_SHARED_NAMES = (
+    *_gated("shared.", "shared_expert."),
+    _layer("feed_forward.shared_gate.weight", "mlp.shared_expert_gate.weight"),
+)
 # Attention sinks, router and experts of gpt-oss, which stores [in, out], gate and up rows alternating.
 GPT_OSS_MOE_NAMES = (
     _layer("attention.sinks", "self_attn.sinks"),
