@@ -304,6 +304,12 @@ CASES = [
         RunConfig(),
         "data.train",
     ),
+    (
+        train.validation_is_of_the_trained_kind,
+        RunConfig(data=DataConfig(train="builtin", validation="builtin")),
+        RunConfig(data=DataConfig(train="tokens", validation="builtin")),
+        "data.validation",
+    ),
     (train.training_has_an_end, RunConfig(train=TrainConfig(steps=1)), RunConfig(), "train.steps"),
     (train.training_has_an_lr, RunConfig(), RunConfig(optim=OptimConfig(lr=0.0)), "optim.lr"),
     (

@@ -132,6 +132,18 @@ def training_has_tokens(run: RunConfig) -> Problem | None:
     )
 
 
+def validation_is_of_the_trained_kind(run: RunConfig) -> Problem | None:
+    """A recipe's toy corpus must not stay behind as validation data when a user names tokens."""
+    paths = [source.path for source in run.data.sources]
+    if run.data.validation != "builtin" or not paths or "builtin" in paths:
+        return None
+    return Problem(
+        "data.validation",
+        f"is the builtin toy corpus, but the run trains on {paths[0]}",
+        "use --data.validation FOLDER, or --data.validation null for no validation",
+    )
+
+
 def training_has_an_end(run: RunConfig) -> Problem | None:
     if run.train.steps > 0:
         return None
@@ -225,5 +237,5 @@ RULES = (
     clipped_weights_are_whole,
 )
 # A run without tokens, a length or an lr can still be planned, dry-run and proved.
-RULES_TO_TRAIN = (training_has_tokens, training_has_an_end, training_has_an_lr)
+RULES_TO_TRAIN = (training_has_tokens, validation_is_of_the_trained_kind, training_has_an_end, training_has_an_lr)
 RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)
