@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -47,11 +46,11 @@ def compare_page(runs: Mapping[str, History]) -> str:
     return document(" and ".join(names), sections, CSS, SCRIPT, {"runs.json": kept})
 
 
-def _numbers(facts: Mapping[str, dict[str, Any]]) -> str:
+def _numbers(facts: Mapping[str, Mapping[str, object]]) -> str:
     def row(label: str, cells: Iterator[str]) -> str:
         return f"<tr><td class=text>{escape(label)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
-    def shown(key: str, form: Any) -> Iterator[str]:
+    def shown(key: str, form: Callable[..., str]) -> Iterator[str]:
         return (form(each[key]) if each[key] is not None else "none" for each in facts.values())
 
     rows = [

@@ -38,7 +38,7 @@ def page(history: History) -> str:
     return document(str(facts["run"] or "a run"), sections, CSS, SCRIPT, {"run.json": _data(history, facts)})
 
 
-def _data(history: History, facts: dict[str, Any]) -> dict[str, Any]:
+def _data(history: History, facts: dict[str, object]) -> dict[str, object]:
     """The numbers behind the page: the summary, and every column as its chart shows it."""
     named = history.columns | history.balance | history.metrics
     curves = {name: downsample(history.steps, column) for name, column in named.items()}
