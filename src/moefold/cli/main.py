@@ -31,6 +31,8 @@ VERBS = {
     "train": "moefold.cli.train",
     "sft": "moefold.cli.sft",
     "report": "moefold.cli.report",
+    "generate": "moefold.cli.generate",
+    "eval": "moefold.cli.eval",
     "tokenize": "moefold.cli.tokenize",
     "convert": "moefold.cli.convert",
     "inspect": "moefold.cli.inspect",

@@ -92,14 +92,21 @@ class Decoder(nn.Module):
         """The same forward in pieces fine enough to run between another microbatch's."""
         return tuple(self._walk(batch, earlier_ME, stage, take_apart=True))
 
-    def logits(self, batch: Batch) -> Tensor:
-        """[T, V], written out in full: for comparisons on one process, not for training."""
+    def logits(self, batch: Batch, rows: Tensor | None = None) -> Tensor:
+        """[T, V], or of these ``rows`` only, written out in full: for one process that compares or generates, not for
+        training."""
+        (found,) = self.logits_in_parts(batch, rows, None)
+        return found
+
+    def logits_in_parts(self, batch: Batch, rows: Tensor | None, size: int | None) -> Iterator[Tensor]:
+        """The same by so many rows at a time."""
         assert self.final_norm is not None
         layers = replace(self.whole, mtp=(), loss=False)
         phases = tuple(self._walk(batch, None, layers, take_apart=False))
         hidden = run_in_order(phases, DecoderOutput()).hidden
-        x_TD = self.final_norm(hidden.x_tD)
-        return x_TD @ self.head_weight.to(x_TD.dtype).T
+        x_TD = self.final_norm(hidden.x_tD if rows is None else hidden.x_tD[rows])
+        head_VD = self.head_weight.to(x_TD.dtype)
+        yield from (part @ head_VD.T for part in x_TD.split(max(len(x_TD), 1) if size is None else size))
 
     def routers(self) -> dict[int, Router]:
         """Of every MoE layer here, by its number among those of the whole model."""
