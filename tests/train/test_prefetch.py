@@ -13,7 +13,12 @@ from tests.train.test_packed import CPU, alone, opened, run_of
 from tests.train.test_trainer import tiny
 
 import moefold
+from moefold.batching.document_packing import plan_for
+from moefold.batching.wave_packing import StepPlan
+from moefold.config.parallel import ParallelConfig
+from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, tensors_of
+from moefold.topology.folded_layout import FoldedLayout
 from moefold.train.batches import LocalStep, StepData, read_step, step_batches
 from moefold.train.prefetch import Prefetcher
 
@@ -58,6 +63,25 @@ def test_each_step_is_read_once_and_ahead_on_a_thread(tmp_path: Path) -> None:
         # Another step than the one that was read ahead.
         assert prefetcher.take(7).ids == "7"
     assert calls == [(0, True), (1, False), (2, False), (3, False), (7, True)]
+
+
+def test_steps_ahead_are_planned_on_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for context sizes and microbatches, which takes time, is part of reading a step."""
+    run = run_of(tmp_path, "bin_packed", ParallelConfig(dynamic_cp=True), global_batch=4)
+    groups, samples = alone(run), opened(run)
+    planned: list[str] = []
+
+    def recorded_plan(run: RunConfig, sizes: list[int], layout: FoldedLayout) -> StepPlan:
+        planned.append(threading.current_thread().name)
+        return plan_for(run, sizes, layout)
+
+    monkeypatch.setattr("moefold.train.batches.plan_for", recorded_plan)
+    with Prefetcher(lambda first: read_step(samples, first, run, groups), groups, CPU) as prefetcher:
+        prefetcher.take(0, (4, 8))
+        prefetcher.take(4, (8,))
+        prefetcher.take(8)
+    assert planned[0] == threading.current_thread().name
+    assert len(planned) == 3 and all(name.startswith("prefetch") for name in planned[1:])
 
 
 def test_an_error_comes_with_the_step_that_it_is_about(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ VERBS = {
     "generate": "moefold.cli.generate",
     "eval": "moefold.cli.eval",
     "tokenize": "moefold.cli.tokenize",
+    "data": "moefold.cli.data",
     "convert": "moefold.cli.convert",
     "inspect": "moefold.cli.inspect",
     "doctor": "moefold.cli.doctor",

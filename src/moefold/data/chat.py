@@ -88,6 +88,9 @@ class ChatTokenizer:
     def encode_text(self, text: str) -> np.ndarray:
         return np.asarray(self._loaded(text, add_special_tokens=False)["input_ids"], np.int64)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._loaded.decode(list(ids), clean_up_tokenization_spaces=False))
+
     def encode_chat(self, chat: Conversation) -> Encoded:
         """Raises a DataError without the place in the file, which the caller knows."""
         if self._marks_generation and self._loss_on == (ASSISTANT,) and not chat.first_counted:

@@ -22,12 +22,16 @@ TOKENIZER_FILES = (
     *("*.model", "config.json"),
 )
 DATA_FILES = tuple(f"*{ending}" for ending in (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt"))
+_FILES = (".json", ".jsonl", ".ndjson", ".gz", ".zst", ".parquet", ".txt", ".md", ".csv")
 _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
 
 
 def is_hub_name(name: str) -> bool:
-    """`hf://...`, or ORG/NAME where there is no such path."""
-    return name.startswith(PREFIX) or (_NAME.fullmatch(name) is not None and not os.path.exists(name))
+    """`hf://...`, or ORG/NAME where there is neither such a path nor a folder ORG, and NAME is not a file's."""
+    if name.startswith(PREFIX):
+        return True
+    looks_local = os.path.exists(name.partition("/")[0]) or name.endswith(_FILES)
+    return _NAME.fullmatch(name) is not None and not looks_local
 
 
 def hub_folder(name: str, kind: RepoType, patterns: Sequence[str]) -> str:

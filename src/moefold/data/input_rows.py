@@ -114,6 +114,11 @@ def input_files(inputs: Sequence[str], split: str = "train", stream: bool = Fals
     return found, num_skipped
 
 
+def is_rows(path: str) -> bool:
+    """Whether a path names a file of rows, by its ending, or a folder that `datasets` wrote."""
+    return path.endswith(_ROWS) or _written_by_datasets(path)
+
+
 def _is_input(name: str) -> bool:
     packed_text = name.endswith(tuple(text + packed for text in _TEXTS for packed in _PACKED))
     return (name.endswith((*_TEXTS, *_ROWS)) or packed_text) and not f"/{name}".count("/.")

@@ -45,6 +45,8 @@ class Tokenizer(Protocol):
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]: ...
 
+    def decode(self, ids: Sequence[int]) -> str: ...
+
 
 class ByteTokenizer:
     """One token per byte; byte 0, which no text contains, ends a document."""
@@ -54,6 +56,9 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
 
 
 class FileTokenizer:
@@ -78,6 +83,9 @@ class FileTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         found = self._loaded.encode_batch([text.decode("utf-8") for text in texts], add_special_tokens=False)
         return [np.asarray(one.ids, np.int64) for one in found]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._loaded.decode(list(ids), skip_special_tokens=False))
 
     def _size(self) -> int:
         # Ids may have gaps, so the number of tokens can be too small.
