@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 # What each must say, beside its own assertions.
 EXAMPLES = {
     "moe_layer.py": "output: (5, ",
+    "grpo_cpu.py": "mean reward of the first five steps ",
     "own_router.py": "holds = False; first seen in: counts",
     "own_callback.py": "outcome: stopped; ",
     "plan_layouts.py": "best of these: ",

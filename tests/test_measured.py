@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.optimizer_formats import BASE, differences
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -54,3 +56,18 @@ def test_optimizer_formats_are_near_float32() -> None:
     for name in ("bfloat16 moments, stochastic", "remainder"):
         apart = differences(runs)[name]
         assert len(apart) == 3 and max(map(abs, apart)) < 0.003
+
+
+def test_grpo_learns() -> None:
+    """docs/rl.md's curve: the rewards of examples/grpo_cpu.py, and the figure that it drew of them."""
+    steps = json.loads((DOCS / "measured/grpo_cpu.json").read_text())["steps"]
+    rewards = [each["reward"] for each in steps]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert len(rewards) == 50 and first < 0.1 and last > 0.8
+    page, figure = (DOCS / "rl.md").read_text(), (DOCS / "figures/grpo_reward.svg").read_text()
+    assert f"from {first:.3f} over the first five steps to {last:.3f} over the last five" in page
+    apart = max(each["apart"] for each in steps)
+    assert apart < 1e-4 and f"at most {apart:.1e} apart" in page
+    drawn = [float(point.split(",")[1]) for point in figure.partition('points="')[2].partition('"')[0].split()]
+    # The axis has 0 at 276 and 1 at 28.
+    assert [round((276 - y) / 248, 3) for y in drawn] == pytest.approx(rewards, abs=1e-3)

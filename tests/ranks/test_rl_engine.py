@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +15,15 @@ from tests.marks import slow_except
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import moefold
 from moefold.api.runs import load_run
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
+from moefold.nn.batch import whole_batch
 from moefold.pipeline import step as pipeline_step
 from moefold.rl import Engine, Rollout
+from moefold.rl import engine as module
 from moefold.rl.rollouts import pack
 
 FLOAT64 = {
@@ -79,8 +83,6 @@ def gradients_of(engine: Engine, rollouts: Sequence[Rollout], **options: Any) ->
                     ]
 
         return run_step(local_model, optimizer, batches, on_gradients=on_gradients, **more)
-
-    import moefold.rl.engine as module
 
     module.run_step, before = watched, module.run_step  # type: ignore[assignment]
     try:
@@ -174,8 +176,6 @@ def test_logprobs_are_those_of_the_logits() -> None:
     run = alone({})
     rollouts = some_rollouts(run.model.vocab_size)
     engine = Engine(run, max_tokens=20)
-    from moefold.nn.batch import whole_batch
-
     for temperature in (1.0, 0.7):
         found = engine.score(rollouts, temperature=temperature).logprobs
         for rollout, logprobs in zip(rollouts, found, strict=True):
@@ -213,7 +213,7 @@ def test_released_memory_is_given_back_and_comes_back(sharding: str) -> None:
         before = live_bytes(engine)
         given_back = engine.release()
         after = live_bytes(engine)
-        with pytest.raises(MoefoldError, match="parameters, optimizer, gradients, buffers are released"):
+        with pytest.raises(MoefoldError, match="parameters, buffers are released"):
             engine.score(mine)
         engine.restore()
         released = engine.train_step(mine, "ppo_clip"), engine.score(mine).logprobs[0].tolist()
@@ -258,3 +258,13 @@ def test_packing_fills_microbatches_evenly() -> None:
     packed = pack([7, 3, 3, 2, 8, 1], 10)
     assert sorted(number for members in packed for number in members) == list(range(6))
     assert [sum((7, 3, 3, 2, 8, 1)[number] for number in members) for members in packed] == [8, 10, 6]
+
+
+@pytest.mark.parametrize("name", moefold.rl.__all__)
+def test_the_example_of_a_name_runs(name: str) -> None:
+    found = getattr(moefold.rl, name)
+    assert found.__doc__
+    said: list[str] = []
+    for example in doctest.DocTestFinder(recurse=False).find(found, name):
+        doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(example, out=said.append)
+    assert said == []

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefold.checkpoint.hf.gather_weights import DEFAULT_BUCKET, WeightBucket, hf_weights, weight_buckets
+from moefold.checkpoint.hf.hf_config import family_of, write_config
 from moefold.checkpoint.hf.hf_directory import HfDirectory
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.save import Saver
@@ -41,7 +42,7 @@ from moefold.pipeline.pipeline_state import OnOutput, StepSums
 from moefold.pipeline.step import count_over_step, evaluate, make_optimizer, run_step
 from moefold.precision.dtypes import TORCH_FORMATS
 from moefold.rl.policy_losses import Inputs, loss_named, normalization_named, ratio_metrics
-from moefold.rl.release_memory import KINDS, Kind, Released, release
+from moefold.rl.release_memory import KINDS, WEIGHTS, Kind, Released, release
 from moefold.rl.rollouts import (
     Rollout,
     StepCounts,
@@ -55,8 +56,8 @@ from moefold.rl.rollouts import (
 from moefold.rl.router_replay import RouterReplay
 from moefold.schedule.names import schedule_named
 
-# From the rollouts of a microbatch.
-MakeObjective = Callable[[Sequence[Rollout]], TokenObjective]
+# From the number and the rollouts of a microbatch.
+MakeObjective = Callable[[int, Sequence[Rollout]], TokenObjective]
 
 
 @dataclass(frozen=True)
@@ -127,15 +128,15 @@ class Engine:
         self, rollouts: Sequence[Rollout], *, temperature: float = 1.0, record_experts: bool = False
     ) -> ScoredRollouts:
         """Log-probs of all tokens under the current weights, and the experts of all tokens if ``record_experts``."""
-        self._check_present()
+        self.check_present(WEIGHTS)
         check_rollouts(rollouts, (), self.run, self.max_tokens)
-        objective = TokenObjective(_nothing, {}, temperature)
-        packed, batches = self._batches(rollouts, lambda members: objective, StepCounts(1, 1, 1))
+        objective = TokenObjective(nothing, {}, temperature)
+        packed, batches = self._packed(rollouts, lambda number, members: objective, StepCounts(1, 1, 1))
         if record_experts and self.replay is not None:
             self.replay.start_recording(batches)
         found: dict[int, Tensor] = {}
-        evaluate(self.local_model, batches, _collect(found))
-        whole = [self._whole(batch, found.get(number)) for number, batch in enumerate(batches)]
+        evaluate(self.local_model, batches, collect_logprobs(found))
+        whole = [self.whole_tokens(batch, found.get(number)) for number, batch in enumerate(batches)]
         logprobs = _per_rollout(rollouts, packed, whole)
         experts = None
         if record_experts and self.replay is not None:
@@ -154,7 +155,7 @@ class Engine:
     ) -> TrainedStep:
         """One update by all ranks' rollouts. ``loss`` and ``normalize`` name rows of `policy_losses.LOSSES` and
         `policy_losses.NORMALIZATIONS`; ``numbers`` are the loss's own (clip_low, clip_high, kl_weight)."""
-        self._check_present()
+        self.check_present()
         policy, normalization = loss_named(loss, numbers), normalization_named(normalize)
         check_rollouts(rollouts, policy.reads, self.run, self.max_tokens)
         mine = local_counts(rollouts if self.groups["cp"].index == 0 else (), normalization)
@@ -163,10 +164,10 @@ class Engine:
             raise MoefoldError("no rollout of this step has a counted token: there is nothing to train on")
         dtype = torch.promote_types(TORCH_FORMATS[self.run.precision.compute], torch.float32)
 
-        def objective(members: Sequence[Rollout]) -> TokenObjective:
+        def objective(number: int, members: Sequence[Rollout]) -> TokenObjective:
             return TokenObjective(policy, loss_inputs(members, policy.reads, normalization, dtype), temperature)
 
-        _, batches = self._batches(rollouts, objective, counts)
+        _, batches = self._packed(rollouts, objective, counts)
         sums: dict[str, Tensor] = {}
 
         def on_output(number: int, output: DecoderOutput) -> None:
@@ -176,26 +177,32 @@ class Engine:
                     sums[name] = sums.get(name, torch.zeros_like(value)) + value
 
         self.optimizer.set_lr(self.run.optim.lr if lr is None else lr)
-        result = run_step(self.local_model, self.optimizer, batches, on_output=on_output, skip_reason=_not_finite)
+        result = run_step(self.local_model, self.optimizer, batches, on_output=on_output, skip_reason=not_finite)
         self.step += 1
         total = self._summed(sums)
         tokens = total.pop("tokens")
         metrics = {name: value / max(tokens, 1) for name, value in total.items() if "old_logprobs" in policy.reads}
         return TrainedStep(float(result.sums.loss), float(result.grad_norm), round(tokens), metrics, result.skipped)
 
-    def _batches(
+    def _packed(
         self, rollouts: Sequence[Rollout], objective: MakeObjective, counts: StepCounts
     ) -> tuple[list[list[int]], list[Batch]]:
         """Numbers of rollouts per microbatch, and this rank's share of each microbatch."""
         packed = pack([rollout.tokens.shape[0] for rollout in rollouts], self.max_tokens)
-        packed += [[] for _ in range(self._num_microbatches(len(packed)) - len(packed))]
+        batches = self.batches([[rollouts[number] for number in numbers] for numbers in packed], objective, counts)
+        return packed + [[] for _ in range(len(batches) - len(packed))], batches
+
+    def batches(
+        self, microbatches: Sequence[Sequence[Rollout]], objective: MakeObjective, counts: StepCounts
+    ) -> list[Batch]:
+        """This rank's share of each microbatch, and empty ones up to the number that all ranks run."""
         batches = []
-        for numbers in packed:
-            members = [rollouts[number] for number in numbers]
-            batch = microbatch(members, self.run, objective(members), counts)
+        for number in range(self._num_microbatches(len(microbatches))):
+            members = microbatches[number] if number < len(microbatches) else ()
+            batch = microbatch(members, self.run, objective(number, members), counts)
             shard = context_shard(batch, self.groups["cp"].index)
             batches.append(move_batch(shard, lambda tensor: tensor.to(self.device)))
-        return packed, batches
+        return batches
 
     def _num_microbatches(self, mine: int) -> int:
         """The same on all ranks, and enough for the schedule."""
@@ -204,7 +211,7 @@ class Engine:
         fewest = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
         return max(most, fewest, 1)
 
-    def _whole(self, batch: Batch, logprob_S: Tensor | None) -> Tensor:
+    def whole_tokens(self, batch: Batch, logprob_S: Tensor | None) -> Tensor:
         """[T] from the context-parallel ranks of the last stage, on all ranks that share the microbatch."""
         dtype = torch.promote_types(TORCH_FORMATS[self.run.precision.compute], torch.float32)
         mine_S = torch.zeros(batch.num_tokens, dtype=dtype, device=self.device) if logprob_S is None else logprob_S
@@ -229,19 +236,24 @@ class Engine:
         self, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET
     ) -> Iterator[tuple[str, Tensor]]:
         """(HF name, full tensor) of all weights on every rank; every rank must run it to the end."""
-        self._check_present()
+        self.check_present(WEIGHTS)
         return hf_weights(self.local_model, dtype, bucket_bytes)
 
     def weight_buckets(
         self, bucket_bytes: int = DEFAULT_BUCKET, dtype: torch.dtype | None = None, to: int | None = None
     ) -> Iterator[WeightBucket]:
         """The same in buckets, for `weight_transport.send_weights`; with ``to``, on that rank only."""
-        self._check_present()
+        self.check_present(WEIGHTS)
         return weight_buckets(self.local_model, bucket_bytes, dtype, to)
+
+    def hf_config(self, context: int) -> dict[str, object]:
+        """A config.json that transformers reads as this model, for sequences of at most ``context`` tokens."""
+        dtype = str(self.local_model.sharding.main_dtype).removeprefix("torch.")
+        return write_config(self.run.model, family_of(self.run.model), context, dtype)
 
     def load_hf(self, directory: Path | str) -> None:
         """Weights of a Hugging Face directory, of which each rank reads what it holds; optimizer states are reset."""
-        self._check_present()
+        self.check_present()
         source = HfDirectory(Path(directory), self.local_model.sharding.main_dtype)
         try:
             offered = {name: TensorSpec(source.dtype(name), source.shape(name)) for name in source.names()}
@@ -253,7 +265,7 @@ class Engine:
 
     def save(self, directory: Path | str) -> Path:
         """A checkpoint of weights, optimizer states and the number of the step, below ``directory``."""
-        self._check_present()
+        self.check_present()
         root = Path(directory)
         saver = Saver(
             root, self.groups["world"], 0, background=False, about=run_record(self.local_model), device=self.device
@@ -265,7 +277,7 @@ class Engine:
 
     def load(self, path: Path | str) -> None:
         """A checkpoint that any layout wrote, with its optimizer states if it has them."""
-        self._check_present()
+        self.check_present()
         state = load_into(Path(path), self.local_model, self.optimizer)
         self.step = int(state.get("rl_step", 0))
 
@@ -293,16 +305,20 @@ class Engine:
         """Of the device, given back now."""
         return sum(each.nbytes for each in self._released.values())
 
-    def _check_present(self) -> None:
-        if self._released:
-            raise MoefoldError(f"{', '.join(self._released)} are released: call restore() first")
+    def check_present(self, kinds: Sequence[Kind] = KINDS) -> None:
+        """Raises if something of these kinds is released."""
+        if missing := [kind for kind in self._released if kind in kinds]:
+            raise MoefoldError(f"{', '.join(missing)} are released: call restore() first")
 
 
-def _nothing(logprob_S: Tensor, inputs: Inputs) -> Tensor:
+def nothing(logprob_S: Tensor, inputs: Inputs) -> Tensor:
+    """The objective where only log-probs are wanted."""
     return logprob_S.new_zeros(())
 
 
-def _collect(found: dict[int, Tensor]) -> OnOutput:
+def collect_logprobs(found: dict[int, Tensor]) -> OnOutput:
+    """Puts the log-probs of each microbatch into ``found``."""
+
     def on_output(number: int, output: DecoderOutput) -> None:
         if output.logprob_S is not None:
             found[number] = output.logprob_S
@@ -310,7 +326,7 @@ def _collect(found: dict[int, Tensor]) -> OnOutput:
     return on_output
 
 
-def _not_finite(sums: StepSums, grad_norm: Tensor) -> str | None:
+def not_finite(sums: StepSums, grad_norm: Tensor) -> str | None:
     """The same on all ranks, as both numbers are."""
     if bool(torch.isfinite(sums.loss) & torch.isfinite(grad_norm)):
         return None

@@ -114,8 +114,9 @@ def group_advantages(
 
     Groups are consecutive. ``scale`` False leaves the division out (Dr. GRPO).
 
-    >>> group_advantages([1.0, 0.0, 0.5, 0.5], 2)
-    [0.707105..., -0.707105..., 0.0, 0.0]
+    >>> from moefold.rl import group_advantages
+    >>> [round(advantage, 3) for advantage in group_advantages([1.0, 0.0, 0.5, 0.5], 2)]
+    [0.707, -0.707, 0.0, 0.0]
     """
     grouped = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     centred = grouped - grouped.mean(1, keepdim=True)

@@ -25,6 +25,8 @@ from moefold.parallel.param_shards import local_part
 
 Kind = Literal["parameters", "optimizer", "gradients", "buffers"]
 KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "gradients", "buffers")
+# What a forward needs.
+WEIGHTS: tuple[Kind, ...] = ("parameters", "buffers")
 
 
 @dataclass(frozen=True)
