@@ -48,6 +48,15 @@ def make_optimizer(local_model: LocalModel) -> ModelOptimizer:
     return build_optimizer(local_model.pieces(), inputs)
 
 
+class StepGradients(NamedTuple):
+    """A step before its update: the gradients of this rank's pieces, not clipped, and the norm of all ranks' ones."""
+
+    sums: StepSums
+    gradients: dict[str, Tensor]
+    grad_norm: Tensor
+    max_logits_LH: Tensor | None
+
+
 def run_step(
     local_model: LocalModel,
     optimizer: Optimizer,
@@ -58,6 +67,18 @@ def run_step(
     on_output: OnOutput | None = None,
 ) -> StepResult:
     """Forward and backward over ``batches``, then one clipped update of parameters and of the loss-free bias."""
+    computed = compute_gradients(local_model, optimizer, batches, on_gradients, on_action, on_output)
+    return update(local_model, optimizer, computed, skip_reason)
+
+
+def compute_gradients(
+    local_model: LocalModel,
+    optimizer: Optimizer,
+    batches: Sequence[Batch],
+    on_gradients: OnGradients | None = None,
+    on_action: OnAction | None = None,
+    on_output: OnOutput | None = None,
+) -> StepGradients:
     sharding = local_model.sharding
     optimizer.zero_grad()
     sharding.start_step()
@@ -69,6 +90,13 @@ def run_step(
         on_gradients(gradients)
     primary = primary_shards(gradients, local_model.param_shards)
     grad_norm = grad_norm_of(primary, local_model.groups["world"], local_model.device)
+    return StepGradients(sums, gradients, grad_norm, max_logits_LH)
+
+
+def update(
+    local_model: LocalModel, optimizer: Optimizer, computed: StepGradients, skip_reason: SkipReason | None = None
+) -> StepResult:
+    sums, gradients, grad_norm, max_logits_LH = computed
     reason = None if skip_reason is None else skip_reason(sums, grad_norm)
     if reason is not None:
         return StepResult(sums, grad_norm, reason, max_logits_LH)
@@ -76,7 +104,7 @@ def run_step(
     optimizer.step()
     if max_logits_LH is not None:
         clip_logits(local_model, max_logits_LH)
-    sharding.weights_changed(trained_only=True)
+    local_model.sharding.weights_changed(trained_only=True)
     move_expert_biases(local_model.model, sums.kept_ME)
     return StepResult(sums, grad_norm, None, max_logits_LH)
 
