@@ -134,3 +134,20 @@ def test_auto_takes_experts_that_can_have_adapters() -> None:
     plain = override(RECIPES["debug_small"](), ["kernels.experts=auto"])
     assert experts_in_use(plain, "cpu") == "fused"
     assert experts_in_use(run, "cpu") in ("grouped", "sequential")
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        (["data.packing=concat"], "data.packing"),
+        (["data.global_batch=7", "data.micro_batch=1"], "data.global_batch"),
+        (["optim.trained=all"], "train.dpo.reference"),
+        (["model.num_mtp=1"], "model.num_mtp"),
+        (["data.validation=builtin"], "data.validation"),
+        (["train.dpo.beta=0"], "train.dpo.beta"),
+    ],
+)
+def test_what_dpo_cannot_do_is_refused(changes: list[str], path: str) -> None:
+    good = ["train.dpo.beta=0.1", "data.packing=bin_packed", "data.global_batch=8", "data.validation=null"]
+    assert problems(with_lora("debug_small", *good)) == []
+    assert path in [problem.path for problem in problems(with_lora("debug_small", *good, *changes))]

@@ -1,4 +1,4 @@
-"""`moefold sft`: from a directory of transformers and masked tokens to a trained run, the same under every layout."""
+"""`moefold sft` and `moefold dpo`: from transformers' directory and tokens to a run, the same under every layout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.checkpoint.hf_sources import loaded_by_transformers, saved_by_transformers
+from tests.equations.test_dpo_equations import pairs
 from tests.marks import slow_except
 
 from moefold.blueprint.lora_adapters import is_adapter
@@ -178,3 +179,87 @@ def test_balance_is_kept_or_off_by_name(model: Path, tokens: str, tmp_path: Path
     # transformers pools the layers and counts every expert of a token.
     layers = RECIPES[FAMILY]().model.num_layers
     assert off.balance.microbatch == 0.0 and kept.balance.microbatch == pytest.approx(0.001 * kept.top_k / layers)
+
+
+# ---- DPO ----
+
+DPO_LAYOUTS = {
+    "pp2 ep2": LAYOUTS["pp2 ep2"],
+    "tp2 cp2 flat": ("--parallel.tp", "2", "--parallel.cp", "2", "--parallel.ep", "4", "--parallel.sharding", "flat"),
+    "dp4": (),
+}
+DPO_CASES = [(method, layout) for method in ("lora", "full") for layout in DPO_LAYOUTS]
+
+
+@pytest.mark.parametrize(("method", "layout"), slow_except(DPO_CASES, ("full", "pp2 ep2")))
+def test_dpo_on_four_ranks_ends_where_one_process_ends(method: str, layout: str, model: Path, tmp_path: Path) -> None:
+    tokens = pairs(tmp_path)
+    # All pairs in every step.
+    words = [*METHODS[method], *EXACT, *SMALL, "--data.global_batch", "24", "--train.steps", "2", "--beta", "0.5"]
+    command = ["--from", str(model), "--data", tokens, "--out", str(tmp_path), *words]
+    assert main(["dpo", "one", *command]) == 0
+    assert main(["dpo", "four", *command, *DPO_LAYOUTS[layout], "--nproc", "4"]) == 0
+    one, four = weights(tmp_path, "one"), weights(tmp_path, "four")
+    for name in one.names():
+        a, b = one.read(name).double(), four.read(name).double()
+        assert (a - b).abs().max() <= 1e-9 * max(1.0, float(a.abs().max())), name
+    records = [
+        [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("one", "four")
+    ]
+    first, last = ([line for line in lines if line["kind"] == "step"] for lines in records)
+    # At first policy and reference are the same, so that no answer has a reward.
+    assert first[0]["loss"] == pytest.approx(0.6931471805599453, abs=1e-12)
+    assert first[1]["loss"] < first[0]["loss"] and first[1]["metrics"]["reward_margin"] > 0
+    for a, b in zip(first, last, strict=True):
+        assert all(a[name] == pytest.approx(b[name], rel=1e-8) for name in ("loss", "grad_norm"))
+        assert a["metrics"] == pytest.approx(b["metrics"], rel=1e-8, abs=1e-12)
+
+
+def test_pairs_are_not_learned_as_text_nor_text_as_pairs(
+    model: Path, tokens: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = str(tmp_path / "odd")
+    with MegatronWriter(odd, "uint8") as writer:
+        for _ in range(3):
+            writer.add(np.arange(5, dtype=np.uint8))
+    assert main(["dpo", "x", "--from", str(model), "--data", odd, "--out", str(tmp_path), *SMALL]) == 2
+    assert "3 documents are no pairs" in capsys.readouterr().err
+    words = ["--data.seq_len", "8", "--data.global_batch", "4"]
+    assert main(["dpo", "y", "--from", str(model), "--data", tokens, "--out", str(tmp_path), *words]) == 2
+    assert "longer than data.seq_len" in capsys.readouterr().err
+
+
+def test_conversations_and_pairs_become_tokens_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the tokenizer in the model's own directory."""
+    from tests.data.chat_templates import CHATML, chat_folder, plain
+
+    from moefold.config.loading import override
+
+    run = override(RECIPES[FAMILY](), ["model.vocab_size=704"])
+    saved_by_transformers(run, tmp_path / "model")
+    chat_folder(tmp_path / "model", plain(CHATML))
+    turns = [{"role": "user", "content": "the weather in"}, {"role": "assistant", "content": "a question about tools"}]
+    other = [turns[0], {"role": "assistant", "content": "and"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(9)))
+    rows = "".join(json.dumps({"chosen": turns, "rejected": other}) + "\n" for _ in range(9))
+    (tmp_path / "pairs.jsonl").write_text(rows)
+    words = ["--from", str(tmp_path / "model"), "--out", str(tmp_path / "runs"), "--lora", "4"]
+    words += [
+        "--data.global_batch",
+        "6",
+        "--data.seq_len",
+        "64",
+        "--precision.compute",
+        "float32",
+        "--optim.lr",
+        "1e-2",
+    ]
+    assert main(["sft", "chat", "--data", str(tmp_path / "chat.jsonl"), *words]) == 0
+    assert main(["dpo", "pairs", "--data", str(tmp_path / "pairs.jsonl"), *words]) == 0
+    said = capsys.readouterr().err
+    assert "9 samples, 1 epochs, 6 per step: 2 steps" in said and "18 samples, 1 epochs, 6 per step: 3 steps" in said
+    # Neither reads the other's tokens.
+    prefix = str(tmp_path / "runs" / "pairs" / "data" / "preference")
+    assert main(["sft", "wrong", "--data", prefix, *words]) == 2
+    assert "preference" in capsys.readouterr().err

@@ -90,7 +90,53 @@ def _in_attention(run: RunConfig) -> Iterator[ParameterSpec]:
     )
 
 
+# ---- DPO ----
+
+
+def preferences_are_whole_documents(run: RunConfig) -> Problem | None:
+    if run.train.dpo is None or run.data.packing in ("padded", "bin_packed"):
+        return None
+    return Problem("data.packing", f"train.dpo compares answers, and {run.data.packing} cuts them", "use bin_packed")
+
+
+def a_step_has_whole_pairs(run: RunConfig) -> Problem | None:
+    if run.train.dpo is None or run.data.global_batch % 2 == 0:
+        return None
+    message = f"is {run.data.global_batch}: the two answers of a pair are two samples"
+    return Problem("data.global_batch", message, f"use an even number, such as {run.data.global_batch + 1}")
+
+
+def preferences_have_a_reference(run: RunConfig) -> Problem | None:
+    dpo = run.train.dpo
+    if dpo is None or dpo.reference is not None:
+        return None
+    if run.model.lora is not None and run.optim.trained == "adapters":
+        return None
+    fix = "name a checkpoint, or use model.lora with optim.trained adapters"
+    return Problem("train.dpo.reference", "is null: the model without adapters, but other weights are trained too", fix)
+
+
+def preferences_are_learned_alone(run: RunConfig) -> list[Problem]:
+    """Losses of MTP modules would learn rejected answers; a validation loss and observed logits are of one forward."""
+    if run.train.dpo is None:
+        return []
+    refused = {
+        "model.num_mtp": (bool(run.model.num_mtp), "losses of MTP modules would learn rejected answers too", "use 0"),
+        "data.validation": (run.data.validation is not None, "train.dpo has no validation", "use null"),
+        "optim.qk_clip": (
+            run.optim.qk_clip is not None,
+            "logits of three forwards are observed with train.dpo",
+            "use null",
+        ),
+    }
+    return [Problem(path, message, fix) for path, (found, message, fix) in refused.items() if found]
+
+
 RULES = (
+    preferences_are_whole_documents,
+    a_step_has_whole_pairs,
+    preferences_have_a_reference,
+    preferences_are_learned_alone,
     adapters_have_weights,
     frozen_patterns_have_parameters,
     something_is_trained,

@@ -46,6 +46,7 @@ MUST_BE_POSITIVE = frozenset(
         "model.moe.capacity.factor",
         "model.moe.router.scale",
         "optim.eps",
+        "train.dpo.beta",
         "optim.clip_norm",
         "optim.muon.rms",
         "optim.qk_clip",

@@ -30,6 +30,7 @@ VERBS = {
     "prove": "moefold.cli.prove",
     "train": "moefold.cli.train",
     "sft": "moefold.cli.sft",
+    "dpo": "moefold.cli.dpo",
     "report": "moefold.cli.report",
     "generate": "moefold.cli.generate",
     "eval": "moefold.cli.eval",
@@ -41,7 +42,7 @@ VERBS = {
     "support-bundle": "moefold.cli.support_bundle",
 }
 # Verbs that handle signals themselves, through `args.stop`.
-STOPPED_BY_REQUEST = ("train", "sft")
+STOPPED_BY_REQUEST = ("train", "sft", "dpo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,6 +40,12 @@ def add_to(commands: Subparsers) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_options(parser)
+    parser.set_defaults(run=run, beta=None, kind="chat")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Those of `moefold dpo` too."""
     parser.add_argument("name", metavar="RUN", help="name of the run, which is created in --out/RUN")
     parser.add_argument("--from", dest="source", metavar="HF_DIR", help="a directory with config.json and safetensors")
     parser.add_argument("--data", metavar="DATA", help="conversations (.jsonl, .parquet), or the prefix of token files")
@@ -57,7 +63,6 @@ def add_to(commands: Subparsers) -> None:
     parser.add_argument("--patience", type=float, default=600.0, metavar="S", help="seconds a rank waits for its peers")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     take_changes(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         prepared = _prepare(args)
         for note in prepared.notes:
-            print(f"sft: {note}", file=sys.stderr)
+            print(f"{args.verb}: {note}", file=sys.stderr)
         if args.prepare:
             facts = {"run": str(config.parent), "config": str(config), "notes": prepared.notes}
-            text = f"prepared {config.parent}; train it with `moefold sft {args.name}`"
+            text = f"prepared {config.parent}; train it with `moefold {args.verb} {args.name}`"
             print(json.dumps(facts) if args.json else text)
             return 0
     return _train(args, config)
@@ -85,7 +90,10 @@ def _refuse_new_answers(args: argparse.Namespace, config: Path) -> None:
     if args.prepare:
         raise ConfigError(Problem("--prepare", f"{config.parent} exists already", "choose another name"))
     if given:
-        print(f"sft: {config.parent} exists and goes on; {', '.join(given)} were used when it began", file=sys.stderr)
+        print(
+            f"{args.verb}: {config.parent} exists and goes on; {', '.join(given)} were used when it began",
+            file=sys.stderr,
+        )
 
 
 def _train(args: argparse.Namespace, config: Path) -> int:
@@ -107,7 +115,7 @@ def _prepare(args: argparse.Namespace) -> Prepared:
     _check_name(args.name)
     missing = [option for option, value in (("--from", args.source), ("--data", args.data)) if value is None]
     if missing:
-        fix = "moefold sft NAME --from HF_DIR --data chat.jsonl"
+        fix = f"moefold {args.verb} NAME --from HF_DIR --data {args.kind}.jsonl"
         raise ConfigError(*(Problem(option, "a new run needs it", fix) for option in missing))
     lora = _lora(args)
     source, root = Path(args.source), Path(args.out) / args.name
@@ -120,12 +128,13 @@ def _prepare(args: argparse.Namespace) -> Prepared:
     asked = Finetuning(
         name=args.name,
         directory=Path(args.out),
-        tokens=_tokens(args.data, source, root),
+        tokens=_tokens(args, source, root),
         lora=lora,
         adapters=None if args.adapters is None else Path(args.adapters),
         freeze_router=args.freeze_router,
         balance=args.balance,
         epochs=args.epochs,
+        beta=args.beta,
         changes=args.changes,
     )
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
@@ -146,16 +155,17 @@ def _lora(args: argparse.Namespace) -> LoraConfig | None:
     return LoraConfig(given.rank, given.alpha, tuple(word.strip() for word in args.targets.split(",") if word.strip()))
 
 
-def _tokens(data: str, source: Path, root: Path) -> str:
+def _tokens(args: argparse.Namespace, source: Path, root: Path) -> str:
     """The prefix of token files: as given, or of what the model's own tokenizer makes of conversations."""
     from moefold.cli.main import main
 
+    data: str = args.data
     if Path(data + ".idx").exists():
         return data
-    prefix = root / "data" / "chat"
+    prefix = root / "data" / args.kind
     if not Path(str(prefix) + ".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)
-        words = ["tokenize", data, "--chat", "--tokenizer", str(source), "--out", str(prefix)]
+        words = ["tokenize", data, f"--{args.kind}", "--tokenizer", str(source), "--out", str(prefix)]
         with redirect_stdout(sys.stderr):
             code = main(words)
         if code:

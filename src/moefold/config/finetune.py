@@ -1,4 +1,4 @@
-"""Fine-tuning: low-rank adapters beside frozen weights.
+"""Fine-tuning: low-rank adapters beside frozen weights, and preferences as the objective.
 
 Adapters are parameters of the model (`model.lora`): they are sharded, saved and counted as all others. Which parameters
 are updated is said by the optimizer's section (`optim.trained`, `optim.frozen`).
@@ -29,3 +29,15 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    """DPO on preference pairs, in place of the next token's cross entropy."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # How far the policy may go from the reference: rewards are beta times the difference of log-probs.
+    beta: float = 0.1
+    # A checkpoint of the reference's weights, as `moefold dpo` writes it. None: the model without its adapters.
+    reference: str | None = None

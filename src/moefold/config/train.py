@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from moefold.config.finetune import DpoConfig
 from moefold.config.strict import STRICT
 
 
@@ -53,5 +54,7 @@ class TrainConfig:
     tensorboard: bool = False
     # A Weights & Biases project; None keeps it off.
     wandb: str | None = None
+    # Learn from preference pairs; None: from the next token.
+    dpo: DpoConfig | None = None
     saving: SavingConfig = field(default_factory=SavingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)

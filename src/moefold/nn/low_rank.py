@@ -7,7 +7,8 @@ those that the blueprint lists. `merged_reference` is the definition: the weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def add_low_rank(
     y: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, scale: float, matmul_policy: MatmulPolicy
 ) -> Tensor:
     """``y`` plus the adapter's product; A [r, X] and B [Y, r], or [2, r, X] and [2, F, r] of a gate and an up."""
-    if a is None or b is None:
+    if a is None or b is None or scale == 0.0:
         return y
     low = matmul_policy.linear(x, a)
     if b.dim() == 2:
@@ -46,10 +47,23 @@ def add_low_rank_grouped(
     counts: tuple[Tensor, list[int]],
 ) -> Tensor:
     """The same for rows sorted by expert, each with its own expert's adapter; ``counts``: rows of each expert."""
-    if a_erX is None or b_eYr is None:
+    if a_erX is None or b_eYr is None or scale == 0.0:
         return y_PY
     low_Pr = matmul_policy.grouped(matmul, rows_PX, a_erX, *counts)
     return y_PY + matmul_policy.grouped(matmul, low_Pr, b_eYr, *counts) * scale
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes as if it had no adapters."""
+    scales = {module: module.lora_scale for module in model.modules() if "lora_scale" in vars(module)}
+    try:
+        for module in scales:
+            module.lora_scale = 0.0  # type: ignore[assignment]
+        yield
+    finally:
+        for module, scale in scales.items():
+            module.lora_scale = scale
 
 
 def merged_reference(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -44,6 +44,8 @@ class StepData(NamedTuple):
     batches: list[Batch]
     ids: str
     tokens: int
+    # The samples of each microbatch, by their numbers in the step.
+    members: tuple[tuple[int, ...], ...] = ()
 
 
 class Slot(NamedTuple):
@@ -90,7 +92,7 @@ def read_step(order: SampleOrder, first_sample: int, run: RunConfig, groups: Gro
         for microbatch, wave in zip(slots, plan.waves, strict=True)
     ]
     ids = hashlib.sha256("\n".join(sample.id for samples in read for sample in samples).encode()).hexdigest()
-    return LocalStep(StepData(batches, ids, sum(sizes)), counts)
+    return LocalStep(StepData(batches, ids, sum(sizes), tuple(map(tuple, mine))), counts)
 
 
 def count_divisors(read: LocalStep, groups: Groups) -> StepData:

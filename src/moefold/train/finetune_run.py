@@ -29,24 +29,31 @@ from moefold.checkpoint.hf.hf_directory import HfDirectory
 from moefold.checkpoint.hf.peft_adapters import read_adapters
 from moefold.checkpoint.lora_weights import WithAdapters
 from moefold.checkpoint.single_process import Progress, write_whole
+from moefold.checkpoint.step_dirs import final_path
 from moefold.config.data import DataConfig
-from moefold.config.finetune import LoraConfig
+from moefold.config.finetune import DpoConfig, LoraConfig
 from moefold.config.loading import dump_run, override
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.run import RunConfig
+from moefold.data.preference_pairs import PairSamples
 from moefold.data.samples import open_samples
 from moefold.errors import ConfigError, Problem
+from moefold.train.dpo import reference_run
 
 Balance = Literal["off", "keep"]
 # Peak lr where none is given: all weights, and adapters.
 FULL_LR, LORA_LR = 1e-5, 2e-4
+# Of these, for DPO.
+DPO_LR_SHARE = 0.1
 # Tokens of a sample; longer documents are cut.
 MAX_SEQ_LEN = 4096
 GLOBAL_BATCH = 32
 WARMUP_SHARE = 0.03
 ROUTERS = "*.router.*"
+# Where DPO's frozen copy is, in the run's directory.
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Finetuning:
     freeze_router: bool = False
     balance: Balance = "off"
     epochs: float = 1.0
+    # DPO on preference pairs, with this beta; None: the next token's cross entropy.
+    beta: float | None = None
     changes: Sequence[str] = ()
 
 
@@ -85,7 +94,7 @@ def finetuning_run(found: HfConfig, asked: Finetuning) -> Prepared:
         model=replace(model, lora=lora),
         data=DataConfig(seq_len=seq_len, global_batch=GLOBAL_BATCH, packing="bin_packed", train=asked.tokens),
         optim=OptimConfig(
-            lr=FULL_LR if lora is None else LORA_LR,
+            lr=(FULL_LR if lora is None else LORA_LR) * (1.0 if asked.beta is None else DPO_LR_SHARE),
             beta2=0.999,
             weight_decay=0.0,
             trained="all" if lora is None else "adapters",
@@ -93,13 +102,21 @@ def finetuning_run(found: HfConfig, asked: Finetuning) -> Prepared:
             lr_schedule=LRScheduleConfig(kind="cosine"),
         ),
         kernels=replace(run.kernels, experts="auto"),
-        train=replace(run.train, directory=str(asked.directory)),
+        train=replace(run.train, directory=str(asked.directory), dpo=_dpo(asked)),
     )
     run = override(run, list(asked.changes)) if asked.changes else run
     if run.train.steps == 0:
         run, note = _with_steps(run, asked)
         notes.append(note)
     return Prepared(run, (*notes, *_summary(run)))
+
+
+def _dpo(asked: Finetuning) -> DpoConfig | None:
+    """With adapters the reference is the model without them, else a copy beside the checkpoints."""
+    if asked.beta is None:
+        return None
+    copied = asked.directory / asked.name / REFERENCE
+    return DpoConfig(asked.beta, None if asked.lora is not None else str(final_path(copied, 0)))
 
 
 def _with_balance(run: RunConfig, found: HfConfig, balance: Balance) -> tuple[ModelConfig, list[str]]:
@@ -122,8 +139,8 @@ def _with_balance(run: RunConfig, found: HfConfig, balance: Balance) -> tuple[Mo
 
 def _with_steps(run: RunConfig, asked: Finetuning) -> tuple[RunConfig, str]:
     """So many epochs over the samples, and a warmup of a share of them unless the run says one."""
-    samples = open_samples(run.data, run.model.vocab_size, run.seed)
-    count = len(samples)
+    open_order = open_samples if run.train.dpo is None else PairSamples
+    count = len(open_order(run.data, run.model.vocab_size, run.seed))
     steps = max(1, ceil(asked.epochs * count / run.data.global_batch))
     schedule = run.optim.lr_schedule
     if not schedule.warmup:
@@ -144,7 +161,13 @@ def _summary(run: RunConfig) -> list[str]:
         f"lr {optim.lr:g}, {optim.lr_schedule.kind} after {optim.lr_schedule.warmup} steps of warmup, weight decay "
         f"{optim.weight_decay:g}",
         f"samples of at most {run.data.seq_len:,} tokens, {run.data.packing}",
+        *([] if run.train.dpo is None else [_reference_note(run.train.dpo)]),
     ]
+
+
+def _reference_note(dpo: DpoConfig) -> str:
+    where = "the model without its adapters" if dpo.reference is None else f"a frozen copy, {dpo.reference}"
+    return f"DPO with beta {dpo.beta:g} against {where}"
 
 
 def prepare(source: Path, asked: Finetuning, progress: Progress | None = None) -> Prepared:
@@ -159,8 +182,11 @@ def prepare(source: Path, asked: Finetuning, progress: Progress | None = None) -
         run = prepared.run
         root = Path(run.train.directory) / run.name
         weights = WithAdapters(directory, run, values)
-        origin = {"format": "huggingface", "family": directory.config.model_type, "fine-tuning": "sft"}
+        origin = {"format": "huggingface", "family": directory.config.model_type}
         write_whole(root / "checkpoints", weights, run, origin, progress)
+        if run.train.dpo is not None and run.train.dpo.reference is not None:
+            still = reference_run(run)
+            write_whole(root / REFERENCE, WithAdapters(directory, still), still, origin, progress)
         write_file(root / "config.yaml", [dump_run(run).encode()])
         copy_tokenizer(directory.path, root / TOKENIZER)
         return replace(prepared, notes=(*prepared.notes, *directory.notes))

@@ -15,13 +15,15 @@ from moefold.checkpoint.state_dict import fresh_seed, run_record
 from moefold.comm.process_groups import Groups
 from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
+from moefold.data.preference_pairs import PairSamples
 from moefold.data.samples import AnySamples, open_samples
-from moefold.data.token_origin import origin_problems
+from moefold.data.token_origin import TRAINABLE, origin_problems
 from moefold.errors import ConfigError, TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
+from moefold.train.dpo import Preferences, load_preferences
 from moefold.train.state import TrainState
 
 
@@ -37,6 +39,8 @@ class TrainContext:
     samples: AnySamples
     validation: AnySamples | None
     saver: Saver
+    # With `train.dpo`: the reference, and the loss of pairs.
+    preferences: Preferences | None = None
 
     @property
     def groups(self) -> Groups:
@@ -61,7 +65,8 @@ def build_train_context(
 ) -> tuple[TrainContext, TrainState]:
     """Build this rank's part, and load the newest checkpoint that verifies, if there is one."""
     directory = run_directory(run)
-    if problems := origin_problems(run.data, run.model.vocab_size, directory / "tokenizer"):
+    kinds = TRAINABLE if run.train.dpo is None else ("preference",)
+    if problems := origin_problems(run.data, run.model.vocab_size, directory / "tokenizer", kinds):
         raise ConfigError(*problems)
     groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
@@ -70,12 +75,15 @@ def build_train_context(
     local_model = build_local_model(run, groups, device, routing_policy=routing_policy)
     optimizer = make_optimizer(local_model)
     init_main_weights(local_model, optimizer)
-    samples = open_samples(run.data, run.model.vocab_size, run.seed, "train")
+    open_order = open_samples if run.train.dpo is None else PairSamples
+    samples = open_order(run.data, run.model.vocab_size, run.seed, "train")
     validation = (
         None if run.data.validation is None else open_samples(run.data, run.model.vocab_size, run.seed, "validation")
     )
     saver = make_saver(local_model, directory, incarnation, device)
-    context = TrainContext(run, directory, device, local_model, optimizer, samples, validation, saver)
+    # Before the policy: what is loaded last decides the random state.
+    preferences = load_preferences(run, local_model)
+    context = TrainContext(run, directory, device, local_model, optimizer, samples, validation, saver, preferences)
     return context, _resume(context)
 
 

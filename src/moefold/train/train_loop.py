@@ -152,18 +152,26 @@ def _step(
     lr = lr_at(number, run.train.steps, run.optim)
     context.optimizer.set_lr(lr)
 
+    pairs = None if context.preferences is None else context.preferences.prepare(data)
+
     def reason_to_skip(sums: StepSums, grad_norm: Tensor) -> str | None:
         balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))
-        local = skip_reason(state, float(sums.loss), balance, float(grad_norm), run.train.health)
+        loss = sums.loss if pairs is None else pairs.losses.loss
+        local = skip_reason(state, float(loss), balance, float(grad_norm), run.train.health)
         return agreed_skip_reason(local, context.groups["world"])
 
     result = run_step(
         context.local_model,
         context.optimizer,
-        data.batches,
+        data.batches if pairs is None else pairs.batches,
         lambda gradients: hooks.after_backward(gradients, hooks.control),
         reason_to_skip,
     )
+    if pairs is not None:
+        # The objective of the step has the gradient of this loss, and another value.
+        result = result._replace(sums=result.sums._replace(loss=pairs.losses.loss))
+        for name, value in pairs.losses.metrics.items():
+            hooks.control.log(name, value)
     loss, grad_norm = float(result.sums.loss), float(result.grad_norm)
     state = after_step(state, loss, grad_norm, result.skipped, run.train.health)
     state = replace(
