@@ -93,7 +93,7 @@ def test_pairs_are_not_trained_on(made: Path) -> None:
 
 def test_training_refuses_all_at_once(made: Path) -> None:
     run = tiny(made / "runs", 2)
-    data = replace(run.data, mixture=mixture(made, "first", "bytes").mixture, seq_len=16)
+    data = replace(run.data, mixture=mixture(made, "first", "bytes").mixture, seq_len=16, validation=None)
     (made / "runs" / run.name / "tokenizer").mkdir(parents=True)
     (made / "runs" / run.name / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError) as caught:
@@ -101,6 +101,15 @@ def test_training_refuses_all_at_once(made: Path) -> None:
     words = str(caught.value)
     assert "the model has" in words and "not with the model's" in words and "tokenize both" in words
     assert not (made / "runs" / run.name / "config.yaml").exists()
+
+
+def test_check_says_it_before_the_run(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "debug_tiny", "--data.validation", "null", "--data.train"]
+    assert main([*words, str(made / "first")]) == 1
+    assert "set model.vocab_size to" in capsys.readouterr().out
+    assert main([*words, str(made / "bytes")]) == 0
+    # Files that are elsewhere cannot be looked at.
+    assert main([*words, str(made / "elsewhere")]) == 0
 
 
 def test_a_missing_mask_is_refused(made: Path) -> None:

@@ -91,7 +91,9 @@ def _add_to_peft(verbs: Subparsers) -> None:
 
 def _add_from_hf(verbs: Subparsers) -> None:
     parser = _add_verb(verbs, "from-hf", "a directory of safetensors -> a run at step 0")
-    parser.add_argument("source", metavar="HF_DIR", help="a directory with config.json and safetensors")
+    parser.add_argument(
+        "source", metavar="HF_DIR", help="a directory with config.json and safetensors, or hf://ORG/NAME"
+    )
     _add_target(parser, _WITH_TRANSFORMERS)
     parser.set_defaults(run=from_hf)
 
@@ -200,9 +202,10 @@ def from_hf(args: argparse.Namespace) -> int:
     from moefold.checkpoint.hf.hf_conversion import import_directory
     from moefold.checkpoint.hf.hf_directory import HfDirectory
     from moefold.checkpoint.hf.logits_check import largest_difference
+    from moefold.data.hub_files import local_model
 
     _check_name(args.name)
-    directory = HfDirectory(Path(args.source), getattr(torch, args.dtype) if args.dtype else None)
+    directory = HfDirectory(Path(local_model(args.source)), getattr(torch, args.dtype) if args.dtype else None)
     if args.check and directory.config.quantization is not None:
         fix = "convert without it, then `moefold convert to-hf ... --check` compares the weights that were read"
         raise ConversionError(Problem("--check", "transformers would read these quantized weights in another way", fix))

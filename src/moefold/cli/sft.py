@@ -110,6 +110,7 @@ def _train(args: argparse.Namespace, config: Path) -> int:
 
 def _prepare(args: argparse.Namespace) -> Prepared:
     from moefold.cli.convert import _byte_bar, _check_name
+    from moefold.data.hub_files import local_model
     from moefold.train.finetune_run import Finetuning, prepare
 
     _check_name(args.name)
@@ -118,7 +119,7 @@ def _prepare(args: argparse.Namespace) -> Prepared:
         fix = f"moefold {args.verb} NAME --from HF_DIR --data {args.kind}.jsonl"
         raise ConfigError(*(Problem(option, "a new run needs it", fix) for option in missing))
     lora = _lora(args)
-    source, root = Path(args.source), Path(args.out) / args.name
+    source, root = Path(local_model(args.source)), Path(args.out) / args.name
     given = {"--from": source / "config.json", "--data": Path(args.data)}
     absent = {option: path for option, path in given.items() if not path.exists()}
     if Path(args.data + ".idx").exists() or "://" in args.data:

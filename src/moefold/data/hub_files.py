@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "chat_template*", "added_tokens.json", "vocab.json", "merges.txt"),
     *("*.model", "config.json"),
 )
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors", "*.json")
 DATA_FILES = tuple(f"*{ending}" for ending in (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt"))
 _FILES = (".json", ".jsonl", ".ndjson", ".gz", ".zst", ".parquet", ".txt", ".md", ".csv")
 _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,96})?")
@@ -60,6 +61,11 @@ def hub_folder(name: str, kind: RepoType, patterns: Sequence[str]) -> str:
 def local_tokenizer(name: str) -> str:
     """The path of a tokenizer, fetched if the name is one of the Hub."""
     return hub_folder(name, "model", TOKENIZER_FILES) if is_hub_name(name) else name
+
+
+def local_model(name: str) -> str:
+    """The folder of a model with its weights and tokenizer."""
+    return hub_folder(name, "model", MODEL_FILES) if is_hub_name(name) else name
 
 
 def local_data(name: str) -> str:

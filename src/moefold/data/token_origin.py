@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from moefold.config.data import BUILTIN, DataConfig
-from moefold.data.byte_ranges import exists, open_byte_file
+from moefold.data.byte_ranges import exists, is_url, open_byte_file
 from moefold.data.sources import source_paths
 from moefold.data.token_files import LOSS_MASK, ORIGIN
 from moefold.errors import DataError, Problem
@@ -81,9 +82,16 @@ def _is_origin(found: dict[str, object]) -> bool:
 
 
 def origin_problems(
-    data: DataConfig, vocab_size: int, tokenizer: Path | None = None, kinds: Sequence[str] = TRAINABLE
+    data: DataConfig,
+    vocab_size: int,
+    tokenizer: Path | None = None,
+    kinds: Sequence[str] = TRAINABLE,
+    only_here: bool = False,
 ) -> list[Problem]:
-    """What is wrong with a run's sources by their origins; ``tokenizer`` is the folder of the model's own, if any."""
+    """What is wrong with a run's sources by their origins; ``tokenizer`` is the folder of the model's own, if any.
+
+    ``only_here`` leaves out sources that this machine does not have, as one that only plans may not.
+    """
     keys = [f"data.mixture.{number}.path" for number in range(len(data.mixture))] or ["data.train"]
     sources = [(key, source.path) for key, source in zip(keys, data.sources)]
     if data.validation is not None:
@@ -91,7 +99,7 @@ def origin_problems(
     found = [
         (key, path, origin)
         for key, source in sources
-        if source != BUILTIN
+        if source != BUILTIN and (not only_here or _is_here(source))
         for path in source_paths(source)
         if (origin := read_origin(path)) is not None
     ]
@@ -103,6 +111,10 @@ def origin_problems(
             message = f"{path} was made with {_name(origin)}, but {first[1]} ({first[0]}) with {_name(first[2])}"
             problems.append(Problem(key, message, "tokenize both with one tokenizer"))
     return problems
+
+
+def _is_here(source: str) -> bool:
+    return not is_url(source) and (os.path.exists(source) or os.path.exists(source + ".idx"))
 
 
 def _problems(key: str, path: str, origin: Origin, vocab_size: int, kinds: Sequence[str]) -> list[Problem]:
