@@ -6,10 +6,12 @@ has are as published.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -222,6 +224,26 @@ PUBLISHED: dict[str, Config] = {
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     },
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "attention_bias": False,
+        "max_window_layers": 36,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    },
     "Llama-3.1-8B": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -408,3 +430,18 @@ def transformers_in_float64(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         code.torch, torch.Tensor.float = torch, before  # type: ignore[attr-defined, method-assign]
+
+
+class Documented(NamedTuple):
+    """A row of the table in docs/hugging-face.md."""
+
+    model_type: str
+    parameters: int
+    largest_difference: float
+
+
+def documented() -> dict[str, Documented]:
+    """By model: the published ones here, and recipes."""
+    page = (Path(__file__).parent.parent / "docs" / "hugging-face.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| `(\w+)` \| ([\d,]+) \| ([\de.-]+) \|", page, flags=re.MULTILINE)
+    return {name.strip("`"): Documented(kind, int(num.replace(",", "")), float(most)) for name, kind, num, most in rows}

@@ -21,6 +21,7 @@ from tests.checkpoint.hf_sources import (
     tensors_in,
 )
 from tests.hf_models import FAMILY_PROXIES
+from tests.published_models import documented
 from tests.support import on_ranks
 
 from moefold.checkpoint.hf.gather_weights import hf_weights
@@ -59,7 +60,7 @@ def test_import_and_export_keep_every_logit_and_bit(name: str, tmp_path: Path) -
         expected = theirs(tokens).logits.flatten(0, 1)
         found = decoder_of(stored, imported.model).logits(batch)
     assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - expected).abs().max() <= documented()[name.removesuffix("_proxy")].largest_difference
 
     export(stored, Export(imported.model, 64, torch.float32, max_shard=200_000), tmp_path / "ours")
     with torch.no_grad():

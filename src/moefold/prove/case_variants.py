@@ -6,13 +6,15 @@ checks refuse for a run is left as it was.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any, Literal, cast
+from typing import Literal
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
 from moefold.config.finetune import LoraConfig
+from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 
 
@@ -44,14 +46,18 @@ def with_attention_variants(run: RunConfig, world: int) -> RunConfig:
         return run
     rope_dim = random.choice((None, None, 4, 2))
     when: Literal["before_rope", "after_rope"] = random.choice(("before_rope", "after_rope"))
-    partial = {"rope_dim": rope_dim} if random.random() < 0.7 else {}
-    choices: list[dict[str, Any]] = [partial, {"qk_norm_when": when}]
+    choices: list[Callable[[GQAConfig], GQAConfig]] = [
+        lambda attention: replace(attention, rope_dim=rope_dim),
+        lambda attention: replace(attention, qk_norm_when=when),
+    ]
     if random.random() < 0.4:
-        choices += [{"nope_every": 2, "nope_temperature": 0.3, "nope_floor": 3}, {"chunk": 4}]
-        choices += [{"qk_norm": "unit"}] if random.random() < 0.5 else []
-    for choice in choices:
-        attention = replace(cast(GQAConfig, run.model.attention), **choice)
-        run = unless_refused(run, replace(run, model=replace(run.model, attention=attention)), world)
+        choices.append(lambda attention: replace(attention, nope_every=2, nope_temperature=0.3, nope_floor=3))
+        choices.append(lambda attention: replace(attention, chunk=4))
+    if random.random() < 0.2:
+        choices.append(lambda attention: replace(attention, qk_norm="unit"))
+    for change in choices:
+        assert isinstance(run.model.attention, GQAConfig)
+        run = unless_refused(run, replace(run, model=replace(run.model, attention=change(run.model.attention))), world)
     return run
 
 
@@ -59,14 +65,14 @@ def with_interleaved_layers(run: RunConfig, world: int) -> RunConfig:
     """Dense and MoE layers in turn, probs on the experts' inputs, Llama 3.1's RoPE."""
     random, rope, moe = Random(f"layers of {run.seed}"), run.model.rope, run.model.moe
     assert moe is not None
-    choices: tuple[dict[str, Any], ...] = (
-        {"moe_every": 2},
-        {"moe": replace(moe, weight_at="input")},
-        {"rope": replace(rope, yarn=None, llama3=Llama3RopeConfig(4.0, 8))},
+    choices: tuple[Callable[[ModelConfig], ModelConfig], ...] = (
+        lambda model: replace(model, moe_every=2),
+        lambda model: replace(model, moe=replace(moe, weight_at="input")),
+        lambda model: replace(model, rope=replace(rope, yarn=None, llama3=Llama3RopeConfig(4.0, 8))),
     )
-    for choice in choices:
+    for change in choices:
         if random.random() < 0.3:
-            run = unless_refused(run, replace(run, model=replace(run.model, **choice)), world)
+            run = unless_refused(run, replace(run, model=change(run.model)), world)
     return run
 
 

@@ -202,7 +202,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(_MIXTRAL, _QWEN3_MOE, _OLMOE, _DEEPSEEK_V3, _GPT_OSS, _DEEPSEEK_V2, _LLAMA, _QWEN3),
-        *(GLM4_MOE, DOTS1, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_MOE, LLAMA4_TEXT, QWEN3_NEXT),
+        *(DOTS1, GLM4_MOE, MINIMAX_M2, ERNIE4_5_MOE, HUNYUAN_MOE, LLAMA4_TEXT, QWEN3_NEXT),
     )
 }
 READABLE_FAMILIES = {**FAMILIES, "kimi_k2": replace(_DEEPSEEK_V3, model_type="kimi_k2"), "llama4": LLAMA4}

@@ -10,11 +10,11 @@ each family can express.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 
 from moefold.checkpoint.hf import quantized_tensors
-from moefold.checkpoint.hf.balance_settings import read_balance
 from moefold.checkpoint.hf.config_converters import HfValues, UnsupportedValueError, Values
 from moefold.checkpoint.hf.config_keys import CODE_KEY_PREFIXES, CODE_KEYS, IGNORED_KEYS, REQUIRED, HfFamily, Key
 from moefold.checkpoint.hf.config_maps import FAMILIES, READABLE_FAMILIES
@@ -31,6 +31,8 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, ConversionError, Problem, did_you_mean
 
 FILE = "config.json"
+# Noise in training that moefold does not have.
+_NOISE = ("router_jitter_noise", "input_jitter_noise")
 _COMPUTED: dict[object, Format] = {"float32": "float32", "bfloat16": "bfloat16"}
 
 
@@ -180,6 +182,47 @@ def _with_hf_key(problem: Problem, family: HfFamily) -> Problem:
     return replace(problem, path=f"{FILE}: {names.get(problem.path, problem.path)}")
 
 
+def read_balance(config: HfValues, model: ModelConfig) -> tuple[BalanceConfig, tuple[str, ...]]:
+    """Balance losses in moefold's units, and notes on what was converted and what is not followed.
+
+    moefold's loss of one MoE layer is E sum_e f_e P_e: f_e is expert e's share of the T K assignments of a microbatch,
+    P_e its mean prob. It is 1 where the load is even, and the losses of all layers are added up.
+
+    transformers (`router_aux_loss_coef`) puts the tokens of all L MoE layers into one row of L T tokens and counts each
+    of a token's K experts as a whole: E sum_e (K f_e) P_e, with f and P over that row. One layer gives K times
+    moefold's loss; L layers that route alike give K times the loss of one of them, K / L times the sum. With one layer
+    this is exact, loss and gradient. With several, a product of means over layers is no sum of losses of layers; the
+    two are equal where layers have equal loads.
+
+    DeepSeek's `aux_loss_alpha` is as moefold has it, per layer and divided by K: of sequences with `seq_aux`, or else
+    of the microbatch. transformers' loss is of softmax scores in every family, so it is not followed for others.
+    """
+    moe = model.moe
+    if moe is None:
+        return BalanceConfig(), ()
+    notes = [f"not followed: {key} {value:g}" for key in _NOISE if (value := _number(config, key))]
+    microbatch = sequence = 0.0
+    layers = sum(map(model.is_moe_layer, range(model.num_layers)))
+    if pooled := _number(config, "router_aux_loss_coef"):
+        if moe.router.score == "softmax":
+            microbatch = pooled * moe.top_k / layers
+            how = f"times top_k {moe.top_k}, divided by {layers} MoE layers"
+            notes.append(f"model.moe.balance.microbatch is {microbatch:g}: router_aux_loss_coef {pooled:g} {how}")
+        else:
+            why = f"it is a loss of softmax scores, and this router has {moe.router.score} scores"
+            notes.append(f"not followed: router_aux_loss_coef {pooled:g}; {why}")
+    if alpha := _number(config, "aux_loss_alpha"):
+        kind = "sequence" if config.get("seq_aux", True) else "microbatch"
+        microbatch, sequence = (microbatch, alpha) if kind == "sequence" else (alpha, sequence)
+        notes.append(f"model.moe.balance.{kind} is {alpha:g}: aux_loss_alpha")
+    return BalanceConfig(microbatch=microbatch, sequence=sequence), tuple(notes)
+
+
+def _number(config: HfValues, key: str) -> float:
+    value = config.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value > 0 else 0.0
+
+
 # ---- writing ----
 
 
@@ -187,12 +230,17 @@ def family_of(model: ModelConfig) -> str:
     """The family in which this model can be written."""
     candidates = [name for name, family in FAMILIES.items() if _same_kind(model, family.base)]
     differences = {name: differences_of(model, FAMILIES[name]) for name in candidates}
-    best = min(differences, key=lambda name: len(differences[name]))
+    # A family that cannot write the model at all names one key, and is not near for that.
+    best = min(differences, key=lambda name: (not _are_fields(differences[name]), len(differences[name])))
     if differences[best]:
         fixes = {"model.num_mtp": "leave MTP modules out with --no-mtp"}
         fix = f"the nearest of {', '.join(candidates)} is {best}"
         raise ConversionError(*(Problem(path, why, fixes.get(path, fix)) for path, why in differences[best].items()))
     return best
+
+
+def _are_fields(differences: Mapping[str, str]) -> bool:
+    return all(path.startswith("model.") for path in differences)
 
 
 def _same_kind(model: ModelConfig, base: ModelConfig) -> bool:
