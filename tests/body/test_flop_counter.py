@@ -16,6 +16,8 @@ from tests.body.model_inputs import batch_of, fill
 from torch.utils.flop_counter import FlopCounterMode
 
 from moefold.blueprint.flops import executed_flops_per_token
+from moefold.config.attention import GatedDeltaNetConfig
+from moefold.config.model import ModelConfig
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.nn.batch import mtp_targets
 from moefold.recipes.catalog import recipe
@@ -53,7 +55,19 @@ FORMULAS = {
 @pytest.mark.parametrize("experts", ["grouped", "sequential"])
 @pytest.mark.parametrize("num_mtp", [0, 2])
 def test_executed_count_equals_the_counter(name: str, experts: str, num_mtp: int) -> None:
-    model = replace(recipe(name).model, num_mtp=num_mtp)
+    compare(replace(recipe(name).model, num_mtp=num_mtp), experts)
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_executed_count_of_linear_attention_equals_the_counter(chunk: int) -> None:
+    linear = GatedDeltaNetConfig(2, 4, 8, 12, full_attention_every=2, chunk_size=chunk)
+    model = recipe("qwen3_30b_a3b_proxy").model
+    gated = replace(model.attention, output_gate=True)
+    compare(replace(model, num_layers=4, linear_attention=linear, attention=gated), "grouped")
+
+
+def compare(model: ModelConfig, experts: str) -> None:
+    num_mtp = model.num_mtp
     decoder = build_decoder(model, torch.float32, local_interfaces(experts))  # type: ignore[arg-type]
     fill(decoder)
     batch = batch_of(SEQUENCES, SEQ_LEN, model.vocab_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.marks import slow_except
+from tests.published_models import PUBLISHED, model_of, small
 
 from moefold.config.memory import MemoryConfig
 from moefold.config.run import RunConfig
@@ -58,6 +59,19 @@ def case(name: str, world: int, stage: int = 0, **changes: Any) -> Case:
     return Case(made, world, stage)
 
 
+def hybrid(world: int, stage: int = 0, **changes: Any) -> Case:
+    """A few layers of Qwen3-Next, most of them of linear attention."""
+    model = replace(model_of(PUBLISHED["Qwen3-Next-80B-A3B"]), num_layers=changes.pop("layers"))
+    made = case("qwen3_30b_a3b", world, stage, **changes)
+    return replace(made, run=replace(made.run, model=model))
+
+
+def small_hybrid(world: int, **changes: Any) -> Case:
+    model = replace(model_of(small("Qwen3-Next-80B-A3B")), num_layers=4)
+    made = case("qwen3_30b_a3b_proxy", world, **changes)
+    return replace(made, run=replace(made.run, model=model))
+
+
 # Whole recipes: kinds of recompute, sharding with and without replicas, every axis, schedules, MTP modules.
 WHOLE = {
     "mixtral 8x7b, pipeline": case("mixtral_8x7b", 32, batch=64, pp=4, ep=8),
@@ -94,6 +108,8 @@ SHORT = {
         dispatcher="deduplicated",
         schedule="1f1b_overlapped",
     ),
+    "linear attention": hybrid(16, layers=4, batch=32, ep=8),
+    "linear attention, pipeline": hybrid(16, 1, layers=6, batch=32, pp=2, ep=4),
     "latent, pipeline": case("deepseek_v2_lite", 16, 1, layers=5, batch=32, pp=2, ep=8, again=("experts",)),
 }
 # Sizes of a CPU: only bytes that travel are held against these, where every axis and option appears.
@@ -139,6 +155,7 @@ SMALL = {
         sharding="flat",
         precision={"reduce": "bfloat16"},
     ),
+    "linear attention, tensor": small_hybrid(8, batch=16, tp=2, pp=2, ep=2, again=("attention",)),
     "uneven experts": case("kimi_k2_proxy", 8, batch=16, micro_batch=2, pp=2, ep=2),
 }
 
@@ -159,7 +176,7 @@ def near(chosen: Case, seen: DryRun) -> None:
     assert allocated(memory_at(workload, chosen.stage)) == pytest.approx(seen.peak_total, rel=0.05)
 
 
-@pytest.mark.parametrize("name", slow_except(SMALL, "four contexts", "flat"))
+@pytest.mark.parametrize("name", slow_except(SMALL, "four contexts", "flat", "linear attention, tensor"))
 def test_messages_are_those_of_the_step(name: str) -> None:
     same_messages(SMALL[name], rehearsed(SMALL[name]))
 

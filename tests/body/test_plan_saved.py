@@ -10,12 +10,17 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.body.model_inputs import batch_of, fill
+from tests.peak_memory import PeakMemory
 from tests.published_models import model_of, small
 
+from moefold.attention.gated_delta_net import GatedDeltaNet
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig
 from moefold.config.memory import MemoryConfig, RecomputedPhase
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.model.build import build_decoder, local_interfaces
+from moefold.nn.matmul_policy import ParameterMatmul
+from moefold.nn.parallel_interfaces import LocalTokens
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.workload import workload_of_run
@@ -102,3 +107,36 @@ def test_a_phase_that_is_computed_again_keeps_none_of_its_own(name: str) -> None
     own = sum(size for name, size in kept if name not in besides)
     # What is left is small, and which balance losses keep scores is not told apart.
     assert per_token(again, layer) == pytest.approx(own, rel=0.15)
+
+
+@pytest.mark.parametrize("recompute", CHOICES[:2], ids=["nothing again", "attention again"])
+def test_a_hybrid_keeps_what_the_table_says(recompute: tuple[RecomputedPhase, ...]) -> None:
+    """A layer of linear attention and one of gated attention, with a gated shared expert. Positions belong to the
+    batch: hooks see their 8 bytes per token."""
+    run = proxy("qwen3_30b_a3b", recompute)
+    assert isinstance(run.model.attention, GQAConfig) and run.model.moe is not None
+    model = replace(
+        run.model,
+        attention=replace(run.model.attention, output_gate=True),
+        linear_attention=GatedDeltaNetConfig(2, 4, 16, 24, full_attention_every=2),
+        norm_scale="one_plus_weight",
+        moe=replace(run.model.moe, shared_hidden_dim=32, shared_gate=True),
+    )
+    run = replace(run, model=model)
+    for layer in (0, 1):
+        assert per_token(run, layer) == pytest.approx(said(run, layer), rel=0.022 if not recompute else 0.04)
+
+
+def test_the_backward_of_linear_attention_peaks_where_the_planner_says() -> None:
+    """The rule is made again in its backward, in float32: more than all that the layer keeps."""
+    linear, dim, tokens = GatedDeltaNetConfig(4, 8, 64, 64), 64, 512
+    layer = GatedDeltaNet(linear, dim, 1e-6, LocalTokens(), ParameterMatmul())
+    fill(layer)
+    out = layer(torch.randn(tokens, dim, dtype=torch.bfloat16).requires_grad_(), batch_of(1, tokens, 9))
+    with PeakMemory() as memory:
+        out.backward(torch.randn_like(out))
+    run = proxy("qwen3_30b_a3b")
+    run = replace(run, model=replace(run.model, dim=dim, linear_attention=replace(linear, full_attention_every=2)))
+    workload = workload_of_run(run, cluster_of("H100", 1))
+    kept = kept_by(workload.model.layers[0], dim, setting_of(workload))
+    assert memory.peak / tokens == pytest.approx(kept.backward_attention, rel=0.05)

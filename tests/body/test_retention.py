@@ -12,6 +12,7 @@ import torch
 from tests.body.model_inputs import batch_of, fill
 from tests.peak_memory import PeakMemory
 
+from moefold.config.attention import GatedDeltaNetConfig
 from moefold.config.memory import RetainedStep
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
@@ -55,6 +56,20 @@ def gradients(run: RunConfig, retain: Retention, sequences: int = 2) -> tuple[di
         objective = output.loss_sum + sum(sum(report.losses) for _, report in output.reports)
         objective.backward()
     return {name: value.grad for name, value in decoder.named_parameters()}, live
+
+
+@pytest.mark.parametrize("how", ["discard", "offload"])
+@pytest.mark.parametrize("step", ["attention_norm", "core"])
+def test_steps_of_linear_attention_change_no_bit(step: RetainedStep, how: str) -> None:
+    run = proxy("qwen3_30b_a3b")
+    linear = GatedDeltaNetConfig(2, 4, 8, 12, full_attention_every=2, chunk_size=16)
+    run = replace(run, model=replace(run.model, linear_attention=linear, norm_scale="one_plus_weight"))
+    wanted, plain = gradients(run, KEEP_ALL)
+    keeps = retention({step: how})
+    found, live = gradients(run, keeps)
+    # What is offloaded waits in the memory that is counted here.
+    assert equal(found, wanted) and (live < plain or how == "offload")
+    assert keeps.recomputed[step] == (how == "discard") * run.model.num_layers
 
 
 def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:

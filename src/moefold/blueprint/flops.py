@@ -65,11 +65,18 @@ def executed_flops_per_token(model: ModelConfig, seq_len: int) -> FlopsByPart:
     """Forward and backward as moefold computes them, without recomputed layers and without dropped tokens."""
     shape = shape_of(model)
     needed = forward_flops(shape, seq_len)
-    core = sum(_core_as_executed(layer.mixer, seq_len) for layer in (*shape.layers, *shape.mtp_layers))
+    mixers = [layer.mixer for layer in (*shape.layers, *shape.mtp_layers)]
+    core = sum(_core_as_executed(mixer, seq_len) for mixer in mixers if isinstance(mixer, Attention))
+    linear = [mixer for mixer in mixers if isinstance(mixer, DeltaNet)]
+    rule = sum(_rule_as_executed(mixer, seq_len) for mixer in linear)
+    # The convolution is no matmul here.
+    convolutions = sum(2.0 * mixer.channels * mixer.conv for mixer in linear)
     thrice = {field.name: 3 * getattr(needed, field.name) for field in fields(needed)}
     # Attention: two matmuls forward, five backward, of which the first repeats the scores. The head's logits are
     # computed in the forward pass, again in the backward pass, and differentiated by two matmuls.
-    return FlopsByPart(**{**thrice, "attention_core": 3.5 * core, "head": 4 * needed.head})
+    projections = thrice["attention_projections"] - 3 * convolutions
+    executed = {"attention_projections": projections, "attention_core": 3.5 * core + rule, "head": 4 * needed.head}
+    return FlopsByPart(**{**thrice, **executed})
 
 
 # ---- of any shape ----
@@ -118,9 +125,23 @@ def positions_seen(attention: Attention, seq_len: int) -> float:
     return reach - reach**2 / (2 * seq_len)
 
 
-def _core_as_executed(mixer: Attention | Recurrence | None, seq_len: int) -> float:
+def _rule_as_executed(mixer: DeltaNet, seq_len: int) -> float:
+    """Of one token: forward, once more in the backward pass, and two matmuls for each. The triangular solve is no
+    matmul, and its backward has one.
+
+    Inside of chunks keys meet keys, queries meet keys, and scores meet values; between chunks the state is read twice
+    and written once.
+    """
+    heads, values, keys, n = mixer.heads, mixer.head_dim, mixer.state, mixer.chunk
+    chunks = -(-seq_len // n)
+    inside = 2 * 2 * mixer.groups * n * n * keys + 2 * heads * n * n * values
+    between = 3 * 2 * heads * n * keys * values
+    solve = 2 * heads * n * n * (values + keys)
+    return (4 * (chunks * inside + (chunks - 1) * between) + chunks * solve) / seq_len
+
+
+def _core_as_executed(mixer: Attention, seq_len: int) -> float:
     """A sink is one more key and one more entry of every query and key; values are padded to the keys' dim."""
-    assert isinstance(mixer, Attention)
     sink = int(mixer.sinks)
     seen = min(mixer.chunk, seq_len) if mixer.chunk else seq_len
     return 2 * mixer.heads * 2 * (max(mixer.qk_dim, mixer.v_dim) + sink) * (seen + sink)

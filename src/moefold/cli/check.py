@@ -198,10 +198,16 @@ def _sizes_table(run: RunConfig, counts: Counts) -> str:
 
 
 def _layer_rows(model: ModelConfig) -> Iterator[tuple[str, str, str, str]]:
-    """One row for the dense layers, one for the MoE layers: within each, all layers have equal sizes."""
+    """One row for the dense layers, one for the MoE layers, in a hybrid by kind of attention too.
+
+    Within a row, all layers have equal sizes.
+    """
     top_k = model.moe.top_k if model.moe is not None else 0
-    for kind in ("dense", "MoE"):
-        layers = [layer for layer in range(model.num_layers) if model.is_moe_layer(layer) == (kind == "MoE")]
+    rows: dict[str, list[int]] = {"dense": [], "dense, linear attention": [], "MoE": [], "MoE, linear attention": []}
+    for layer in range(model.num_layers):
+        attention = ", linear attention" if model.is_linear_layer(layer) else ""
+        rows[("MoE" if model.is_moe_layer(layer) else "dense") + attention].append(layer)
+    for kind, layers in rows.items():
         if layers:
             specs = list(layer_parameters(model, layers[0]))
             total, active = sum(s.size for s in specs), sum(active_size(s, top_k) for s in specs)

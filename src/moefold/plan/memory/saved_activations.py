@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
+from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, Layer, MoE, Recurrence
 from moefold.config.memory import Recomputed, RetainedStep
 from moefold.plan.workload import PlannedFormat, Workload
 
@@ -79,10 +79,16 @@ class Sizes:
     biased: int = 0
     # Tokens that a rank gets of others and keeps, per token of its own.
     received: float = 0.0
-    # What a recurrence projects its input to, its inner dim, and the state between blocks of tokens.
+    # A gate on attention's output, and on the shared expert's: its columns, and whether there is one.
+    gate: int = 0
+    shared_gate: int = 0
+    # What a recurrence projects its input to, what its convolution reads, its inner dim, and the state between blocks.
     projected: int = 0
+    channels: int = 0
     inner: int = 0
     states: float = 0.0
+    # Pairs of a token with those of its chunk, of all heads.
+    scores: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,6 +252,7 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
             "rotated": a.rope_dim or (a.qk_dim if a.rotated is None else a.rotated),
             "normed": (a.qk_norm != "none") * (a.heads + a.kv_heads),
             "sinks": a.sinks,
+            "gate": a.heads * a.v_dim * a.output_gate,
             "masked": (length + 1) / sequences if a.sinks and not (a.window or a.chunk) else 0,
         }
     elif isinstance(a, Recurrence):
@@ -253,11 +260,15 @@ def sizes_of(layer: Layer, dim: int, length: int, sequences: int = 1) -> Sizes:
         found |= {"inner": inner, "projected": 2 * inner + 2 * a.groups * a.state + a.heads}
         # One state per head and block of 256 tokens.
         found |= {"heads": a.heads, "states": inner * a.state / 256}
+    if isinstance(a, DeltaNet):
+        found |= {"channels": a.channels, "states": inner * a.state / a.chunk, "projected": a.channels + inner}
+        found |= {"scores": a.heads * a.chunk, "key": a.groups * a.state, "query": a.heads * a.state}
     if isinstance(feed, Dense):
         found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim}
     elif isinstance(feed, MoE):
         found |= {"up": (1 + feed.gated) * feed.dim, "hidden": feed.dim, "experts": feed.experts}
         found |= {"top_k": feed.top_k, "travel": feed.latent or dim, "biased": feed.biased * (feed.latent or dim)}
+        found |= {"shared_gate": int(feed.shared_gate)}
         found |= {"shared": feed.shared_hidden_dim, "shared_up": (1 + feed.gated) * feed.shared_hidden_dim}
     return Sizes(dim, length, **found)  # type: ignore[arg-type]
 

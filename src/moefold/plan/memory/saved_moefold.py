@@ -141,6 +141,35 @@ MOEFOLD: tuple[Saved, ...] = (
         step="core",
         received="context_parallel",
     ),
+    # ---- gates of attention ----
+    Saved("attention", "gate of the output", lambda s: s.gate, cut="heads", dropped=_ATTENTION),
+    Saved("attention", "gated output", lambda s: s.gate, cut="heads", dropped=_ATTENTION),
+    # ---- linear attention: everything between these is made again in its backward ----
+    Saved("recurrence", "phase input", lambda s: s.D, needs="attention again"),
+    Saved("recurrence", "input", lambda s: s.D, dropped=_ATTENTION),
+    Saved(
+        "recurrence",
+        "inverse RMS of the input",
+        lambda s: 1,
+        "single",
+        dropped=_ATTENTION,
+        step="attention_norm",
+        discard_only=True,
+    ),
+    Saved(
+        "recurrence",
+        "normed input",
+        lambda s: s.D,
+        cut="whole",
+        dropped=_ATTENTION,
+        step="attention_norm",
+        received="tensor_parallel",
+    ),
+    Saved("recurrence", "queries, keys and values", lambda s: s.channels, cut="heads", dropped=_ATTENTION),
+    Saved("recurrence", "step sizes and decays", lambda s: 2 * s.heads, cut="heads", dropped=_ATTENTION),
+    Saved("recurrence", "gate of the output", lambda s: s.inner, cut="heads", dropped=_ATTENTION),
+    Saved("recurrence", "output of the rule", lambda s: s.inner, cut="heads", dropped=_ATTENTION, step="core"),
+    Saved("recurrence", "gated output", lambda s: s.inner, cut="heads", dropped=_ATTENTION),
     # ---- dense ----
     Saved("dense", "phase input", lambda s: s.D, needs="feed_forward again"),
     Saved("dense", "input", lambda s: s.D, dropped=_FEED),
@@ -188,6 +217,7 @@ MOEFOLD: tuple[Saved, ...] = (
     ),
     Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_EXPERTS, step="shared"),
     Saved("moe", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_EXPERTS, step="shared"),
+    Saved("moe", "shared, before its gate", lambda s: s.D * s.shared_gate, dropped=_EXPERTS),
     Saved("moe", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_EXPERTS, step="gate_up"),
     Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS, step="activation"),
     Saved(

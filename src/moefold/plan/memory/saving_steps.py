@@ -68,7 +68,7 @@ def _has_shared(layer: Layer) -> bool:
 
 
 def _has_attention(layer: Layer) -> bool:
-    return isinstance(layer.mixer, Attention)
+    return layer.mixer is not None
 
 
 def _has_masters(workload: Workload) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moefold.blueprint.model_shape import Dense, Layer, ModelShape, MoE
+from moefold.blueprint.model_shape import DeltaNet, Dense, Layer, ModelShape, MoE
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Kept, Setting
 from moefold.plan.memory.states import RankWeights, padded_vocab, under_way_lines, workload_reshards_per_step
@@ -291,7 +291,18 @@ def _moments_of(workload: Workload, layer: Layer, kept: Kept, by_layer: bool, fr
     found = [_LayerMoment(rows - freed, weights, back, is_read or not kept.away) for rows, weights, is_read in inside]
     attention = (kept.again_attention + kept.away_attention - kept.kept_feed) * tokens
     rows = kept.backward_attention * tokens - freed
+    if isinstance(layer.mixer, DeltaNet) and by_layer:
+        # Large enough to be the fullest: the experts are resharded by then, and their gradients summed.
+        after = -_experts_gathered(workload, layer)
     return [*found, _LayerMoment(rows + min(attention, 0.0), after, max(attention, 0.0), asks=True)]
+
+
+def _experts_gathered(workload: Workload, layer: Layer) -> float:
+    parallel, feed = workload.parallel, layer.feed
+    if not isinstance(feed, MoE):
+        return 0.0
+    dim = feed.latent or workload.model.dim
+    return 3 * feed.experts * feed.dim * dim / (parallel.ep * parallel.etp) * workload.gather_bytes
 
 
 def _inside_feed(

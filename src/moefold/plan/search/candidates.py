@@ -17,7 +17,7 @@ from itertools import islice, product
 from math import gcd
 from typing import NamedTuple, get_args
 
-from moefold.blueprint.model_shape import Attention, Dense, MoE
+from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
 from moefold.config.kernels import Graphs
 from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.parallel import Overlap, Sharding
@@ -73,6 +73,8 @@ class Limits:
     ours: bool
     # Attention has latents, from which queries, keys and values can be made again.
     latent: bool
+    # Linear attention, whose documents are not cut.
+    linear: bool
     # The framework shards parameters as a matter of course.
     shards: bool
     domain: int
@@ -85,6 +87,8 @@ def limits_of(workload: Workload) -> Limits:
     ours = workload.is_own
     sizes = {(mixer.heads, "heads") for mixer in mixers}
     sizes |= {(mixer.kv_heads, "key/value heads") for mixer in mixers if not mixer.is_latent}
+    linear = {layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaNet)}
+    sizes |= {(mixer.groups, "key heads of linear attention") for mixer in linear}
     sizes |= {(feed.dim, "columns of dense layers") for feed in feeds if isinstance(feed, Dense)}
     moe_parts = [feed for feed in feeds if isinstance(feed, MoE)]
     sizes |= {(feed.shared_hidden_dim, "columns of the shared expert") for feed in moe_parts}
@@ -100,6 +104,7 @@ def limits_of(workload: Workload) -> Limits:
         expert_hidden_dims=tuple(sorted({feed.dim for feed in moe_parts})),
         ours=ours,
         latent=any(mixer.is_latent for mixer in mixers),
+        linear=bool(linear),
         shards=workload.framework.name in ("moefold", "fsdp2", "jax"),
         domain=workload.cluster.usable_domain,
     )
@@ -118,6 +123,8 @@ def why_illegal(choice: LayoutChoice, limits: Limits, space: Space) -> str | Non
             return f"{size} {what} do not divide over tp"
     if limits.seq_len % (2 * choice.cp if choice.cp > 1 else 1):
         return f"sequences of {limits.seq_len} tokens do not divide over cp"
+    if limits.linear and choice.cp > 1:
+        return "linear attention has whole documents, which cp would cut"
     if limits.experts % choice.ep:
         return f"{limits.experts} experts do not divide over ep"
     if stage % (choice.ep * choice.etp):
