@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from benchmarks.reference_pages import FOLDER, _unit, pages
@@ -28,3 +30,21 @@ def test_every_verb_and_the_keys_of_a_launch_are_there(written: dict[str, str]) 
 
 def test_units_go_by_the_end_of_a_name() -> None:
     assert (_unit("save_every"), _unit("moe_every"), _unit("dim"), _unit("kind")) == ("steps", "layers", "elements", "")
+
+
+def test_keys_that_other_frameworks_flags_became_exist(written: dict[str, str]) -> None:
+    text = (FOLDER.parent / "coming-from.md").read_text("utf-8")
+    rows = [row.split("|")[1:4] for row in text.splitlines() if row.startswith("| `")]
+    assert len(rows) > 50
+    for _, ours, note in rows:
+        for key in re.findall(r"`([a-z]+\.[a-z_0-9.]+)`", ours + note):
+            assert f"`{key}`" in written["config.md"], key
+
+
+def test_quoted_messages_are_in_the_source() -> None:
+    text = (FOLDER.parent / "troubleshooting.md").read_text("utf-8")
+    source = "\n".join(path.read_text("utf-8") for path in (FOLDER.parents[1] / "src").rglob("*.py"))
+    said = [row.split("|")[2].strip(" `") for row in text.splitlines()[7:] if row.startswith("| ")]
+    assert sum(map(bool, said)) > 8
+    for words in filter(None, said):
+        assert words in source, words
