@@ -17,16 +17,23 @@ from tests.body.model_inputs import batch_of
 from tests.checkpoint.hf_sources import Imagined, decoder_of, loaded_by_transformers, tensors_in
 from tests.hf_models import FAMILY_PROXIES
 from tests.hf_weights import randomize
+from tests.marks import slow_except
 from tests.published_models import PUBLISHED, documented, hf_model, model_of, small, transformers_in_float64
+from tests.support import on_ranks
 
 from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.parameters import buffers
 from moefold.checkpoint.hf.config_maps import FAMILIES
+from moefold.checkpoint.hf.gather_weights import hf_weights
 from moefold.checkpoint.hf.hf_config import canonical_model, family_of, read_config
 from moefold.checkpoint.hf.hf_conversion import Export, export, import_directory
 from moefold.checkpoint.hf.hf_directory import HfDirectory
+from moefold.checkpoint.load import load_into
 from moefold.checkpoint.single_process import StoredWeights
+from moefold.comm.process_groups import Groups
+from moefold.config.parallel import ParallelConfig
 from moefold.errors import ConversionError
+from moefold.parallel.parallelize import build_local_model
 from moefold.recipes.catalog import recipe
 
 LENGTH = 37
@@ -85,6 +92,27 @@ def test_the_table_of_the_documents_has_every_family_and_its_numbers() -> None:
         model = model_of(PUBLISHED[name]) if name in PUBLISHED else replace(recipe(name).model, num_mtp=0)
         assert count_parameters(model).total == row.parameters, name
         assert family_of(model) == row.model_type, name
+
+
+@pytest.mark.parametrize("name", slow_except(PUBLISHED, "ERNIE-4.5-21B-A3B", "Llama-4-Maverick"))
+def test_a_sharded_model_streams_the_weights_that_were_imported(name: str, tmp_path: Path) -> None:
+    model = hf_model(small(name)).float()
+    randomize(model, seed=1)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = tensors_in(tmp_path / "theirs")
+    done, imported = import_directory(HfDirectory(tmp_path / "theirs"), tmp_path / "runs", "imported")
+    degrees = {"pp": 2, "ep": 2} if imported.model.moe is not None else {"pp": 2, "tp": 2}
+    run = replace(imported, parallel=ParallelConfig(**degrees))
+
+    def work(groups: Groups) -> int:
+        local_model = build_local_model(run, groups, torch.device("cpu"))
+        load_into(done.path, local_model, None)
+        found = dict(hf_weights(local_model))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in found.items())
+        return len(found)
+
+    assert set(on_ranks(work, 4, **degrees)) == {len(expected)}
 
 
 def test_mtp_modules_of_glm_are_stored_as_the_layers_after_the_last(tmp_path: Path) -> None:

@@ -176,7 +176,9 @@ def _parts(source: HfTensor, dtype: torch.dtype, at_most: int) -> Iterator[Bucke
 
 def _bytes_of_row(source: HfTensor, dtype: torch.dtype) -> int:
     """Of the least that a bucket must hold."""
-    rows = source.shape[source.dims.groups[0][0]] if source.shape else 1
+    # A first dim that the HF tensor has and moefold's has not is one row.
+    merged = source.dims.groups[0] if source.shape else ()
+    rows = source.shape[merged[0]] if merged else 1
     return prod(source.shape) // rows * dtype.itemsize
 
 
