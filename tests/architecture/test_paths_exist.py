@@ -16,6 +16,8 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)[)#]")
 BASES = [ROOT / name for name in ("", "src", "tests", "docs", "benchmarks", "examples")] + [PACKAGE]
 # Files that Python itself looks for.
 NOT_OURS = {"sitecustomize.py", "usercustomize.py"}
+# A tutorial writes files: it says their names where it shows them.
+SHOWN = re.compile(r"<!-- file: (\S+) -->")
 
 
 def known_names() -> set[str]:
@@ -24,7 +26,8 @@ def known_names() -> set[str]:
 
 def missing(path: Path, names: set[str]) -> Iterator[str]:
     for text in prose(path):
-        mentions = [word for word in PATH.findall(text) if word not in NOT_OURS and not exists(word, path, names)]
+        known = NOT_OURS | set(SHOWN.findall(text))
+        mentions = [word for word in PATH.findall(text) if word not in known and not exists(word, path, names)]
         links = LINK.findall(text) if path.suffix == ".md" else []
         mentions += [link for link in links if not (path.parent / link).exists()]
         yield from (f"{shown(path)}: {mention}" for mention in mentions)
