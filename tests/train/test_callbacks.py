@@ -37,7 +37,7 @@ def test_a_line_has_every_field_in_order(tmp_path: Path, capsys: pytest.CaptureF
     for expected in ("tokens/s=5.1K", "mfu=unknown", "memory=3.0GiB", "ms=100.0", "data=10.0%", "load=4.00", "dead=1"):
         assert f" {expected} " in steps[0], steps[0]
     assert steps[0].endswith("eta=1.5s")
-    assert "mfu: unknown device 'CPU'" in lines[1]
+    assert "mfu: none on a CPU" in lines[1]
     assert "validation step=10 loss=2.5000" in lines
     assert lines[-1] == "stopped reason=finished"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from moefold.checks.run_all import problems, problems_to_train
 from moefold.config.loading import load_run_file, override
 from moefold.config.run import RunConfig
-from moefold.errors import Problem
+from moefold.errors import ConfigError, Problem
 from moefold.recipes.catalog import recipe
 
 
@@ -31,6 +31,8 @@ def load_run(source: str | Path | RunConfig, changes: Mapping[str, object] | Seq
         run = source
     elif isinstance(source, Path) or Path(source).suffix in (".yaml", ".yml") or "/" in source:
         run = load_run_file(source, recipe)
+    elif Path(source).suffix in (".json", ".toml", ".py", ".txt"):
+        raise ConfigError(Problem(source, "is no recipe, and a run file is YAML", "write it as .yaml or .yml"))
     else:
         run = recipe(source)
     return override(run, changes) if changes else run

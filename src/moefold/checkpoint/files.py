@@ -42,7 +42,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        hint = "; choose another train.directory" if isinstance(error, NotADirectoryError | PermissionError) else ""
+        raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
 
 
 def make_directory(path: Path) -> None:

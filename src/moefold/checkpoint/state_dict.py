@@ -130,7 +130,10 @@ def needed_tensors(
             words = f"is {spec.dtype}, the model has {want.dtype}; nothing is cast silently"
             differences[name] = words + _other_format(name, offered)
     if differences:
-        raise MismatchError("this checkpoint is of another model:\n  " + "\n  ".join(_listed(differences)))
+        raise MismatchError(
+            "this checkpoint is of another model; choose another --name, or the model of the checkpoint:\n  "
+            + "\n  ".join(_listed(differences))
+        )
     return list(wants.values())
 
 

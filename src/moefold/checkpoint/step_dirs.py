@@ -85,7 +85,7 @@ _RANK_FILE = re.compile(r"rank_.*")
 def quick_check(directory: Path) -> Manifest:
     """The manifest of a directory in which everything is there, named right and as long as it should be."""
     if directory.is_symlink() or not directory.is_dir():
-        raise CheckpointError(f"{directory}: not a directory")
+        raise CheckpointError(f"{directory}: not a directory; give runs/NAME, or one of its checkpoints/step_...")
     if is_temporary(directory.name):
         raise CheckpointError(f"{directory}: was not committed, or is being deleted, as its name says")
     manifest = read_manifest(directory)

@@ -156,7 +156,8 @@ def training_has_an_end(run: RunConfig) -> Problem | None:
 
 
 def training_has_an_lr(run: RunConfig) -> Problem | None:
-    if run.optim.lr > 0:
+    # Below 0 is another problem.
+    if run.optim.lr != 0:
         return None
     return Problem("optim.lr", "names no learning rate", "use --optim.lr X, such as 3e-4")
 

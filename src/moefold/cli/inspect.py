@@ -73,7 +73,10 @@ def _find(directory: Path) -> Path:
     for root in (directory, directory / "checkpoints"):
         if (path := latest(root)) is not None:
             return path
-    raise CheckpointError(f"{directory}: neither a checkpoint nor a directory with committed checkpoints")
+    raise CheckpointError(
+        f"{directory}: neither a checkpoint nor a directory with finished ones; give runs/NAME, or one of its "
+        "checkpoints/step_..."
+    )
 
 
 def _problem(path: Path, world: int) -> str | None:

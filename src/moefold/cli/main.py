@@ -18,6 +18,7 @@ TYPE_CHECKING = False  # true for a type checker; `typing` is slow to import
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+    from typing import NoReturn
 
 VERBS = {
     "init": "moefold.cli.init",
@@ -40,6 +41,17 @@ VERBS = {
     "inspect": "moefold.cli.inspect",
     "doctor": "moefold.cli.doctor",
     "support-bundle": "moefold.cli.support_bundle",
+    "completion": "moefold.cli.completion",
+}
+# What other programs call it.
+_ELSEWHERE = {
+    **dict.fromkeys(("pretrain", "fit", "run", "resume"), "train"),
+    **dict.fromkeys(("finetune", "fine-tune", "tune", "lora"), "sft"),
+    **dict.fromkeys(("export", "import", "save"), "convert"),
+    **dict.fromkeys(("chat", "inference", "infer", "sample", "complete"), "generate"),
+    **dict.fromkeys(("evaluate", "perplexity", "test"), "eval"),
+    **dict.fromkeys(("config", "new", "create"), "init"),
+    **dict.fromkeys(("env", "info", "diagnose"), "doctor"),
 }
 # Verbs that handle signals themselves, through `args.stop`.
 STOPPED_BY_REQUEST = ("train", "sft", "dpo")
@@ -64,15 +76,19 @@ def _dispatch(words: list[str], stop: StopRequest | None) -> int:
 
     verb = words[0] if words else ""
     if verb and not verb.startswith("-") and verb not in VERBS:
-        hint = did_you_mean(verb, VERBS)
+        other = _ELSEWHERE.get(verb)
+        hint = f"did you mean {other!r}? " if other in VERBS else did_you_mean(verb, VERBS)
         print(f"moefold: no verb {verb[:64]!r}; {hint}known: {', '.join(VERBS)}", file=sys.stderr)
         return 2
     if (renamed := renamed_option(words)) is not None:
         print(f"moefold: {renamed}", file=sys.stderr)
         return 2
     asked = [verb] if verb in VERBS else [] if verb == "--version" else list(VERBS)
-    parser = _parser(asked)
-    args = parser.parse_args(words)
+    parser = parser_of(asked)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        print(f"moefold {verb}: {_explain_unknown(unknown[0], verb, parser)}", file=sys.stderr)
+        return 2
     if not hasattr(args, "run"):
         parser.print_help()
         return 2
@@ -80,13 +96,41 @@ def _dispatch(words: list[str], stop: StopRequest | None) -> int:
     return _run(args)
 
 
-def _parser(verbs: Sequence[str]) -> argparse.ArgumentParser:
+def _explain_unknown(word: str, verb: str, parser: argparse.ArgumentParser) -> str:
+    """About a word that no parser took."""
+    from dataclasses import fields
+
+    from moefold.cli.completion import completed
+    from moefold.config.run import RunConfig
+    from moefold.errors import did_you_mean
+
+    see = f"see `moefold {verb} --help`"
+    if not word.startswith("-"):
+        return f"{word[:64]!r} is one word too many; {see}"
+    option = word.partition("=")[0]
+    if option[2:] in {field.name for field in fields(RunConfig)}:
+        return f"no option {option}; keys of a run are dotted: {option}.KEY VALUE; `moefold init RECIPE` lists them"
+    known = {other for row in completed(parser) if row.path[:1] == (verb,) for other in row.words if other[:2] == "--"}
+    return f"no option {option[:64]}; {did_you_mean(option, sorted(known))}known: {', '.join(sorted(known))}; {see}"
+
+
+def parser_of(verbs: Sequence[str]) -> argparse.ArgumentParser:
+    """Of these verbs; importing a verb's module does not import torch."""
     import argparse
     import importlib
 
     from moefold import __version__
 
-    parser = argparse.ArgumentParser(
+    class Parser(argparse.ArgumentParser):
+        """Its errors name the command, what is wrong, and an example that works."""
+
+        def error(self, message: str) -> NoReturn:
+            lines = (self.epilog or "").splitlines()
+            shown = next((line.strip() for line in lines if "moefold " in line), "").removeprefix("example: ")
+            example = f"; for example `{shown}`" if shown else ""
+            self.exit(2, f"{self.prog}: {message}{example}; see `{self.prog} --help`\n")
+
+    parser = Parser(
         prog="moefold",
         description="Plan, prove and train Mixture-of-Experts language models.",
         epilog="example: moefold layout --world 64 --tp 2 --ep 8",

@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
     question = question_of(args)
     if args.serve is not None:
+        _refuse_beside_server(args)
         from moefold.cli.plan_serve import serve
 
         return serve(question, args.serve)
@@ -141,6 +142,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(plan.proposal)
     return 0 if plan.fits else 1
+
+
+def _refuse_beside_server(args: argparse.Namespace) -> None:
+    """A server answers until it is interrupted, so nothing would be written beside it."""
+    if beside := [name for name in ("json", "html", "trace") if getattr(args, name)]:
+        raise MoefoldError(
+            f"--{beside[0]} and --serve: the server runs until Ctrl-C and writes no file; leave one of them out (the "
+            "server has /plan.json)"
+        )
 
 
 def _write_files(plan: Any, html: Path | None, trace: Path | None) -> None:

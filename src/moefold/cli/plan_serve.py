@@ -8,6 +8,7 @@ checks values before the planner gets them.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -36,8 +37,9 @@ def serve(question: Question, port: int) -> int:
     except OSError as error:
         raise MoefoldError(f"port {port} of {HOST}: {error.strerror}; choose another: --serve PORT") from error
     with server:
-        print(f"http://{HOST}:{server.server_port}/   (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
+        print(f"http://{HOST}:{server.server_port}/   serving until Ctrl-C; the page takes seconds to plan", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return 0
 
 

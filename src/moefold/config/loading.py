@@ -56,11 +56,19 @@ def load_run_file(path: str | Path, recipe: FindRecipe | None = None) -> RunConf
     try:
         with open(path, "rb") as file:
             # One byte more than allowed is enough to know.
-            return parse_run(file.read(MAX_BYTES + 1).decode("utf-8"), recipe)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(Problem(ROOT, f"cannot read {path}: {error.strerror}")) from None
-    except ValueError as error:
-        raise ConfigError(Problem(ROOT, f"cannot read {path}: {error}", "save it as UTF-8 text")) from None
+        fix = f"give the path of a run file; `moefold init RECIPE > {Path(path).name}` writes one"
+        raise ConfigError(Problem(str(path), f"cannot be read: {error.strerror}", fix)) from None
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = f"line {content[: error.start].count(10) + 1}, byte 0x{content[error.start]:02x}"
+        raise ConfigError(Problem(str(path), f"{place}: is not UTF-8", "save it as UTF-8 text")) from None
+    if not any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines()):
+        fix = f"`moefold init RECIPE > {Path(path).name}` writes one with every key"
+        raise ConfigError(Problem(str(path), "has no keys", fix))
+    return parse_run(text, recipe)
 
 
 def parse_run(text: str, recipe: FindRecipe | None = None) -> RunConfig:
@@ -232,6 +240,12 @@ def _set(tree: dict[str, Any], parts: list[str], value: object) -> None:
     section[parts[-1]] = value
 
 
+def _elsewhere(name: str) -> str:
+    """Where else the key exists, such as optim.lr for train.lr; at most three places."""
+    paths = [".".join(path) for path, _ in _leaves(asdict(RunConfig())) if path[-1] == name]
+    return f"{' and '.join(paths)} exists; " if 0 < len(paths) <= 3 else ""
+
+
 def _explained(found: Any) -> Problem:
     """One of pydantic's errors as a Problem."""
     names, sections, parent = _locate(found["loc"])
@@ -241,7 +255,8 @@ def _explained(found: Any) -> Problem:
         if (renamed := renamed_key(path, given)) is not None:
             return Problem(path, renamed)
         known = [field.name for field in fields(parent)]
-        return Problem(path, "unknown key", f"{did_you_mean(names[-1], known)}known here: {', '.join(known)}")
+        hint = did_you_mean(names[-1], known) or _elsewhere(names[-1])
+        return Problem(path, "unknown key", f"{hint}known here: {', '.join(known)}")
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         kinds = list(_kinds(sections))
         given = given.get("kind") if isinstance(given, dict) else given
@@ -253,7 +268,10 @@ def _explained(found: Any) -> Problem:
         return Problem(path, f"cannot be {_quoted(given)}", f"{renamed}choose {found['ctx']['expected']}")
     if kind in _WANTED:
         quotes = isinstance(given, str) and not isinstance(_safely_read(given), str)
-        return Problem(path, f"must be {_WANTED[kind]}, not {_quoted(given)}", "remove the quotes" if quotes else "")
+        fix = "remove the quotes" if quotes else ""
+        if _WANTED[kind] == "a section of keys":
+            fix = "write its keys below it, each with a space after its colon"
+        return Problem(path, f"must be {_WANTED[kind]}, not {_quoted(given)}", fix)
     return Problem(path, found["msg"])
 
 

@@ -79,9 +79,20 @@ def read_yaml(text: str) -> tuple[object, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ROOT
-        raise ConfigError(Problem(where, f"not YAML: {error.problem or error.context}")) from None
+        raise ConfigError(Problem(where, f"not YAML: {error.problem or error.context}", _mend(text, error))) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise ConfigError(Problem(ROOT, f"not YAML text: {shown(' '.join(str(error).split()))}")) from None
+
+
+def _mend(text: str, error: yaml.MarkedYAMLError) -> str:
+    """What would work, for the mistakes that the parser's own words do not explain."""
+    mark, begun = error.problem_mark, error.context_mark
+    line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return "the line is indented by a tab; use spaces"
+    if begun and mark and begun.line != mark.line:
+        return f"see line {begun.line + 1}: a bracket or a quote is not closed there, or the lines are not aligned"
+    return ""
 
 
 class _Reader:
@@ -143,7 +154,9 @@ class _Reader:
             key, inner = event.value, joined(path, event.value)
             kept = self.kept(next(self.events), inner, depth)
             if key in line_of:
-                self.problems.append(Problem(inner, f"line {line}: this key is in line {line_of[key]} already"))
+                self.problems.append(
+                    Problem(inner, f"line {line}: this key is in line {line_of[key]} already", "remove one of them")
+                )
             elif kept:
                 values[key] = kept[0]
             line_of.setdefault(key, line)

@@ -129,7 +129,9 @@ def _refuse_unreadable(path: str) -> None:
         if path.endswith(ending):
             raise DataError(f"{path}: {why}")
     if not os.path.isfile(path):
-        raise DataError(f"{path}: there is no such file or folder")
+        raise DataError(
+            f"{path}: there is no such file or folder; give text, JSONL or parquet files, or folders of them"
+        )
 
 
 def _written_by_datasets(path: str) -> bool:

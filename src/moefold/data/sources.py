@@ -166,7 +166,15 @@ def source_paths(path: str) -> list[str]:
         return [path]
     listed = list_folder(path)
     if listed is None:
-        raise DataError(f"{path}: there is no {path}.bin with {path}.idx, no .npy file and no folder of this name")
+        if exists(path):
+            raise DataError(
+                f"{path}: is not a token file (.bin with .idx, or .npy); text is made into one by "
+                f"`moefold tokenize {path} --out FOLDER`"
+            )
+        raise DataError(
+            f"{path}: there is no {path}.bin with {path}.idx, no .npy file and no folder of this name; "
+            "`moefold tokenize FILES --out FOLDER` writes token files"
+        )
     names = [name for name in listed if not name.endswith(LOSS_MASK)]
     pairs = {ending: {name[:-4] for name in names if name.endswith(ending)} for ending in (".bin", ".idx")}
     unpaired = sorted(pairs[".bin"] ^ pairs[".idx"])

@@ -48,7 +48,7 @@ class TokenWriter:
         self.targets = self._target_paths(target)
         for path in [*self.targets, *self._companions()]:
             if path.exists() and not overwrite:
-                raise DataError(f"{path}: exists already; choose another name, or allow it to be overwritten")
+                raise DataError(f"{path}: exists already; choose another --out, or replace it with --overwrite")
         try:
             self.targets[0].parent.mkdir(parents=True, exist_ok=True)
             self._tokens = self._open_temporary(self.targets[0])

@@ -73,7 +73,9 @@ class FileTokenizer:
         try:
             self._loaded = library.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises plain exceptions
-            raise DataError(f"{file}: is not a tokenizer: {error}") from error
+            raise DataError(
+                f"{file}: is not a tokenizer: {error}; give a tokenizer.json, a folder that has one, or `{BYTES}`"
+            ) from error
         # Saved padding or truncation settings would change documents.
         self._loaded.no_padding()
         self._loaded.no_truncation()

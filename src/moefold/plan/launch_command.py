@@ -86,7 +86,8 @@ def launch_words(workload: Workload, name: str, changes: Mapping[str, str]) -> l
     nodes = -(-cluster.num_gpus // per_node)
     meet = ["--standalone"]
     if nodes > 1:
-        meet = [f"--nnodes {nodes}", "--rdzv-backend c10d", "--rdzv-endpoint $HEAD:29500"]
+        # A fixed address and no rendezvous service: torch's c10d service unpickles what reaches its port.
+        meet = [f"--nnodes {nodes}", "--node-rank $NODE_RANK", "--master-addr $HEAD", "--master-port 29500"]
     started = [f"--nproc-per-node {per_node}", "-m moefold.cli.main", f"train {shlex.quote(name)}"]
     return ["torchrun", *meet, *started, *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]
 

@@ -58,7 +58,9 @@ class Meter:
             return f"mfu: of {self.peak / 1e12:,.0f} TFLOP/s (bfloat16, dense) on {self.device}"
         if peak_flops(self.device) is not None:
             return f"mfu: none, the peak of {self.device} is known for bfloat16 and this run computes in {self.compute}"
-        return f"mfu: unknown device {self.device!r}"
+        if self.device == "CPU":
+            return "mfu: none on a CPU, whose peak is in no table; `moefold bench calibrate` measures its matmuls"
+        return f"mfu: none, the peak of {self.device!r} is not in moefold's table"
 
     def speed(self, records: Sequence[StepRecord]) -> Speed:
         seconds = sum(total_seconds(record) for record in records)

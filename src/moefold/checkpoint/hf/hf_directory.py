@@ -7,6 +7,7 @@ exactly the tensors that the model needs; this is checked before a tensor is rea
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +47,11 @@ class HfDirectory:
     def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
         """``dtype`` of the parameters that are read; None is float32, or float64 if that is stored."""
         if not path.is_dir():
-            raise ConversionError(Problem(str(path), "is not a directory"))
+            raise ConversionError(
+                Problem(str(path), "is not a directory", "give one with config.json and safetensors files")
+            )
+        if not os.path.lexists(path / FILE):
+            raise ConversionError(Problem(str(path), f"has no {FILE}", "give a directory that save_pretrained wrote"))
         self.path = path
         self.config: HfConfig = read_config(read_object(path / FILE))
         self.notes: tuple[str, ...] = ()

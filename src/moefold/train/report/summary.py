@@ -87,7 +87,7 @@ def missing(history: History) -> list[str]:
         return [*found, "No step has been recorded yet."]
     if not history.has("mfu"):
         why = str(history.start.get("mfu_note") or "the peak of the device is not known")
-        found.append(f"No MFU: {why.removeprefix('mfu: ').removeprefix('none, ')}.")
+        found.append(f"No MFU: {why.removeprefix('mfu: ').removeprefix('none, ').removeprefix('none ')}.")
     if not history.validation:
         found.append("No validation loss: none was measured (`train.validate_every`, `data.validation`).")
     if not history.bins:
