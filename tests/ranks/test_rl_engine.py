@@ -39,7 +39,7 @@ LAYOUTS: list[tuple[int, dict[str, object]]] = [
     (4, {"parallel.cp": 2, "parallel.ep": 4}),
     (2, {"parallel.ep": 2, "parallel.sharding": "flat"}),
     (2, {"parallel.pp": 2, "parallel.vpp": 2, "model.num_layers": 4, "parallel.schedule": "dualpipe_v"}),
-    (2, {"parallel.tp": 2, "memory.recompute": ["full"]}),
+    (2, {"parallel.tp": 2, "memory.recompute": ["attention", "feed_forward"]}),
 ]
 
 
@@ -133,15 +133,20 @@ def test_replayed_routing_gives_the_gradients_of_the_recorded_run(world: int, la
         for rollout in given:
             rollout.experts[-1] = -1  # type: ignore[index]
         engine = Engine(single)
-        scored = engine.score(given, record_experts=True)
-        assert scored.experts is not None and all(
-            torch.equal(a[:-1], b.experts[:-1])  # type: ignore[index]
-            for a, b in zip(scored.experts, given, strict=True)
+        scored = engine.score(given, entropies=True, record_experts=True)
+        assert (
+            scored.entropies is not None
+            and scored.experts is not None
+            and all(
+                torch.equal(a[:-1], b.experts[:-1])  # type: ignore[index]
+                for a, b in zip(scored.experts, given, strict=True)
+            )
         )
         live = gradients_of(Engine(single), rollouts, loss="grpo")
         return {
             "experts": [rollout.experts.tolist() for rollout in given],  # type: ignore[union-attr]
             "logprobs": [row.tolist() for row in scored.logprobs],
+            "entropies": [row.tolist() for row in scored.entropies],
             "replayed": gradients_of(engine, given, loss="grpo", normalize="sequences"),
             "live": live,
         }
@@ -158,14 +163,15 @@ def test_replayed_routing_gives_the_gradients_of_the_recorded_run(world: int, la
     def work(rank: int) -> dict[str, Any]:
         engine = Engine(sharded, max_tokens=24)
         mine = dp_part(given, engine)
-        scored = engine.score(mine, record_experts=True)
-        expected = dp_part(
-            [replace(r, weights=torch.tensor(x, dtype=torch.float64)) for r, x in zip(given, first["logprobs"])], engine
-        )
-        assert scored.experts is not None
-        for logprobs, experts, rollout in zip(scored.logprobs, scored.experts, expected, strict=True):
-            torch.testing.assert_close(logprobs, rollout.weights, rtol=0, atol=1e-9, check_dtype=False)
-            assert rollout.experts is not None and torch.equal(experts[:-1], rollout.experts[:-1])
+        scored = engine.score(mine, entropies=True, record_experts=True)
+        assert scored.entropies is not None and scored.experts is not None
+        own = range(len(given))[engine.groups["dp"].index :: engine.groups["dp"].size]
+        for place, number in enumerate(own):
+            for name, found in (("logprobs", scored.logprobs), ("entropies", scored.entropies)):
+                expected = torch.tensor(first[name][number], dtype=torch.float64)
+                torch.testing.assert_close(found[place], expected, rtol=0, atol=1e-9)
+            recorded = given[number].experts
+            assert recorded is not None and torch.equal(scored.experts[place][:-1], recorded[:-1])
         return gradients_of(engine, mine, loss="grpo", normalize="sequences")
 
     assert_equal(spawn_ranks(work, world, seconds=300), whole_of(first["replayed"]), 1e-9)
@@ -177,8 +183,9 @@ def test_logprobs_are_those_of_the_logits() -> None:
     rollouts = some_rollouts(run.model.vocab_size)
     engine = Engine(run, max_tokens=20)
     for temperature in (1.0, 0.7):
-        found = engine.score(rollouts, temperature=temperature).logprobs
-        for rollout, logprobs in zip(rollouts, found, strict=True):
+        found = engine.score(rollouts, temperature=temperature, entropies=True)
+        assert found.entropies is not None
+        for rollout, logprobs, entropies in zip(rollouts, found.logprobs, found.entropies, strict=True):
             size = rollout.tokens.shape[0]
             batch = whole_batch(rollout.tokens, rollout.tokens, (size,), step_labels=1, step_tokens=1)
             with torch.no_grad():
@@ -186,6 +193,8 @@ def test_logprobs_are_those_of_the_logits() -> None:
             expected = F.log_softmax(logits[:-1], -1).gather(1, rollout.tokens[1:, None])[:, 0]
             torch.testing.assert_close(logprobs[1:], expected, rtol=0, atol=1e-10)
             assert float(logprobs[0]) == 0.0
+            expected = torch.distributions.Categorical(logits=logits[:-1]).entropy()
+            torch.testing.assert_close(entropies[1:], expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("sharding", ["fsdp", "flat"])

@@ -132,8 +132,11 @@ def test_every_method_of_the_contract(world: int, overrides: dict[str, object], 
         assert not engine.is_optimizer_offload_enabled
         assert (engine.get_data_parallel_group() is None) == (engine.get_data_parallel_size() == 1)
         with engine.eval_mode():
-            output = engine.infer_batch(data_of(engine))
+            data = data_of(engine)
+            tu.assign_non_tensor(data, calculate_entropy=True)
+            output = engine.infer_batch(data)
         if engine.is_mp_src_rank_with_outputs():
+            assert all(bool((each > 0).all()) for each in output["model_output"]["entropy"].unbind())
             for number, found in enumerate(output["model_output"]["log_probs"].unbind()):
                 place = engine.get_data_parallel_rank() + number * engine.get_data_parallel_size()
                 torch.testing.assert_close(found[:-1], torch.tensor(logprobs[str(place)]), rtol=0, atol=2e-4)

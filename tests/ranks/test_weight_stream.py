@@ -12,13 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+pytest.importorskip("transformers")
+
 from tests.checkpoint.hf_sources import tensors_in
+from tests.hf_models import FAMILY_PROXIES
 from tests.marks import slow_except
+from tests.published_models import PUBLISHED, model_of, small
 from torch import Tensor
 
 from moefold.api.runs import load_run
+from moefold.checkpoint.hf.config_maps import family_rules
 from moefold.checkpoint.hf.gather_weights import WeightBucket, bucket_plan, hf_weights, weight_buckets
+from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.hf_conversion import Export, export
+from moefold.checkpoint.hf.name_rules import hf_tensors
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.single_process import StoredWeights
 from moefold.checkpoint.state_dict import chunks_of, run_record
@@ -30,6 +38,7 @@ from moefold.nn.init import Box
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of
 from moefold.prove.compare_rank import _TIMEOUT, CPU
 from moefold.prove.proof_inputs import proof_init
+from moefold.recipes.catalog import RECIPES
 from moefold.rl.weight_transport import GroupChannel, SharedChannel, receive_weights, send_weights
 
 BUCKET = 64 << 10
@@ -101,6 +110,18 @@ def test_every_layout_streams_the_exported_bits_in_two_buckets(layout: dict[str,
 
     for found in spawn_ranks(work, 4, seconds=300):
         assert found["peak"] <= 2 * BUCKET < found["all"] / 4
+
+
+@pytest.mark.parametrize("name", [*FAMILY_PROXIES, *PUBLISHED])
+def test_every_family_has_a_plan(name: str) -> None:
+    """Its HF tensors, each once; and the least of a bucket is never more than a tensor."""
+    model = model_of(small(name)) if name in PUBLISHED else RECIPES[name]().model
+    model = replace(model, num_mtp=0)
+    expected = {each.hf_name: each.hf_shape for each in hf_tensors(family_rules(family_of(model)), model)}
+    (bucket,) = bucket_plan(model, torch.float32, 1 << 30)
+    assert {part.hf_name: part.shape for part in bucket} == expected and all(part.is_whole for part in bucket)
+    largest = max(part.nbytes for part in bucket)
+    assert sum(len(parts) for parts in bucket_plan(model, torch.float32, largest + 16)) == len(bucket)
 
 
 def test_rows_of_a_tensor_that_is_larger_than_a_bucket() -> None:

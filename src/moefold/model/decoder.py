@@ -47,6 +47,7 @@ class DecoderOutput(NamedTuple):
     ahead_loss_sums: tuple[Tensor, ...] = ()
     # Of the labels, without a gradient, where the batch has an objective of its own.
     logprob_S: Tensor | None = None
+    entropy_S: Tensor | None = None
 
 
 class Decoder(nn.Module):
@@ -189,18 +190,20 @@ class Decoder(nn.Module):
     def _losses(self, batch: Batch, carry: DecoderOutput) -> DecoderOutput:
         assert self.final_norm is not None and carry.hidden is not None
         x_tD, ahead_tD = carry.hidden
-        logprob_S = None
-        if batch.objective is None:
-            loss_sum = self.loss(self.final_norm(x_tD), self.head_weight, batch.labels_S, batch)
+        normed_tD, objective = self.final_norm(x_tD), batch.objective
+        logprob_S = entropy_S = None
+        if objective is None:
+            loss_sum = self.loss(normed_tD, self.head_weight, batch.labels_S, batch)
         else:
-            objective = batch.objective
-            logprob_S = self.loss.logprobs(self.final_norm(x_tD), self.head_weight, batch, objective.temperature)
+            logprob_S = self.loss.logprobs(normed_tD, self.head_weight, batch, objective.temperature)
             loss_sum, logprob_S = objective.loss(logprob_S, objective.inputs), logprob_S.detach()
+            if objective.entropies:
+                entropy_S = self.loss.entropies(normed_tD, self.head_weight, batch, objective.temperature)
         ahead_sums = tuple(
             self.loss(self.mtp_norms[str(depth)](y_tD), self.head_weight, batch.ahead[depth].labels_S, batch)
             for depth, y_tD in enumerate(ahead_tD)
         )
-        return DecoderOutput(None, carry.reports, loss_sum, ahead_sums, logprob_S)
+        return DecoderOutput(None, carry.reports, loss_sum, ahead_sums, logprob_S, entropy_S)
 
 
 def _hidden_state_of(carry: DecoderOutput) -> Tensor:

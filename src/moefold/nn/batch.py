@@ -53,6 +53,8 @@ class TokenObjective:
     inputs: Mapping[str, Tensor]
     # Logits are divided by it, as where the tokens were sampled.
     temperature: float = 1.0
+    # Whether entropies are wanted beside log-probs; they have no gradient.
+    entropies: bool = False
 
     def change(self, by: Callable[[Tensor], Tensor]) -> TokenObjective:
         return replace(self, inputs={name: by(tensor) for name, tensor in self.inputs.items()})

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moefold.nn.batch import IGNORED, Batch
 from moefold.nn.parallel_interfaces import TokenSharding, VocabSharding
 from moefold.ops.backends import IN_TORCH, Kernels
+from moefold.ops.cross_entropy import mean_logit
 
 
 class Embedding(nn.Module):
@@ -78,6 +79,14 @@ class LanguageLoss(nn.Module):
         """[S], of the batch's labels; 0 where a label is ignored. Logits are divided by ``temperature``."""
         scaled_tD = x_tD if temperature == 1.0 else x_tD / temperature
         return -self._losses(scaled_tD, weight_vD, batch.labels_S, batch)
+
+    @torch.no_grad()
+    def entropies(self, x_tD: Tensor, weight_vD: Tensor, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """[S], of the distribution of each token's next one."""
+        x_SD = self.tokens.gather(x_tD / temperature, batch)
+        lse_S, _ = self.kernels.vocab_stats(x_SD, weight_vD, torch.zeros_like(batch.labels_S), self.chunk)
+        lse_S = self.vocab.merge_logsumexp(lse_S)
+        return lse_S - self.vocab.merge_sum(mean_logit(x_SD, weight_vD, lse_S, self.chunk))
 
     def _losses(self, x_tD: Tensor, weight_vD: Tensor, labels_S: Tensor, batch: Batch) -> Tensor:
         x_SD = self.tokens.gather(x_tD, batch)

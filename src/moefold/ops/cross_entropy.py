@@ -27,6 +27,19 @@ def vocab_stats_reference(x_SD: Tensor, weight_vD: Tensor, target_S: Tensor) -> 
     return logits_Sv.logsumexp(dim=-1), _target_logit(logits_Sv, target_S)
 
 
+@torch.no_grad()
+def mean_logit(x_SD: Tensor, weight_vD: Tensor, lse_S: Tensor, chunk: int = 8192) -> Tensor:
+    """Each token's sum over these rows of p * logit, with p = exp(logit - lse); ``lse_S`` is of all rows.
+
+    lse minus the mean logit is the entropy of the token's distribution. No gradient.
+    """
+    mean_S = torch.zeros_like(lse_S)
+    for start in range(0, weight_vD.shape[0], chunk):
+        logits_Sc = _logits(x_SD, weight_vD[start : start + chunk])
+        mean_S += ((logits_Sc - lse_S[:, None]).exp_() * logits_Sc).sum(-1)
+    return mean_S
+
+
 class _VocabStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, weight_vD: Tensor, target_S: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

@@ -74,9 +74,10 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """Per rollout: log-probs of its tokens (0 for the first), and the experts that routers took, if asked for."""
+    """Per rollout: log-probs of its tokens (0 for the first), and on request entropies, and the experts of routers."""
 
     logprobs: list[Tensor]
+    entropies: list[Tensor] | None = None
     experts: list[Tensor] | None = None
 
 
@@ -125,23 +126,35 @@ class Engine:
     # ---- batches ----
 
     def score(
-        self, rollouts: Sequence[Rollout], *, temperature: float = 1.0, record_experts: bool = False
+        self,
+        rollouts: Sequence[Rollout],
+        *,
+        temperature: float = 1.0,
+        entropies: bool = False,
+        record_experts: bool = False,
     ) -> ScoredRollouts:
-        """Log-probs of all tokens under the current weights, and the experts of all tokens if ``record_experts``."""
+        """Log-probs of all tokens under the current weights; on request, entropies of the distributions that tokens
+        come from, and the experts of all tokens."""
         self.check_present(WEIGHTS)
         check_rollouts(rollouts, (), self.run, self.max_tokens)
-        objective = TokenObjective(nothing, {}, temperature)
+        objective = TokenObjective(nothing, {}, temperature, entropies)
         packed, batches = self._packed(rollouts, lambda number, members: objective, StepCounts(1, 1, 1))
-        if record_experts and self.replay is not None:
-            self.replay.start_recording(batches)
-        found: dict[int, Tensor] = {}
-        evaluate(self.local_model, batches, collect_logprobs(found))
-        whole = [self.whole_tokens(batch, found.get(number)) for number, batch in enumerate(batches)]
-        logprobs = _per_rollout(rollouts, packed, whole)
-        experts = None
-        if record_experts and self.replay is not None:
-            experts = _per_rollout(rollouts, packed, self.replay.take_recorded(batches))
-        return ScoredRollouts([to_back(values) for values in logprobs], experts)
+        recorder = self.replay if record_experts else None
+        if recorder is not None:
+            recorder.start_recording(batches)
+        found: dict[int, DecoderOutput] = {}
+        evaluate(self.local_model, batches, collect_outputs(found))
+        outputs = [found.get(number, DecoderOutput()) for number in range(len(batches))]
+
+        def per_rollout(values: Sequence[Tensor | None]) -> list[Tensor]:
+            whole = [self.whole_tokens(batch, value) for batch, value in zip(batches, values, strict=True)]
+            return [to_back(each) for each in _per_rollout(rollouts, packed, whole)]
+
+        return ScoredRollouts(
+            per_rollout([output.logprob_S for output in outputs]),
+            per_rollout([output.entropy_S for output in outputs]) if entropies else None,
+            None if recorder is None else _per_rollout(rollouts, packed, recorder.take_recorded(batches)),
+        )
 
     def train_step(
         self,
@@ -316,12 +329,12 @@ def nothing(logprob_S: Tensor, inputs: Inputs) -> Tensor:
     return logprob_S.new_zeros(())
 
 
-def collect_logprobs(found: dict[int, Tensor]) -> OnOutput:
-    """Puts the log-probs of each microbatch into ``found``."""
+def collect_outputs(found: dict[int, DecoderOutput]) -> OnOutput:
+    """Puts the last stage's output of each microbatch into ``found``."""
 
     def on_output(number: int, output: DecoderOutput) -> None:
         if output.logprob_S is not None:
-            found[number] = output.logprob_S
+            found[number] = output
 
     return on_output
 

@@ -5,9 +5,9 @@ functions get the log-probs of a microbatch as they would from any engine; what 
 step. verl multiplies a loss by the data-parallel size, because other engines average gradients; here gradients are
 sums, so it is divided by it again. Recorded experts (`routed_experts`) are replayed.
 
-Not supported, and refused: context parallelism (a loss of verl's reads whole sequences), entropies. There are no
-adapters, multimodal inputs or deltas of shards. Written for verl 0.9: `tests/ranks/test_verl_engine.py` calls every
-method.
+Not supported, and refused: context parallelism (a loss of verl's reads whole sequences), and entropies in training,
+which have no gradient here. There are no adapters, multimodal inputs or deltas of shards. Written for verl 0.9:
+`tests/ranks/test_verl_engine.py` calls every method.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from moefold.comm.collectives import all_reduce_ints
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import TokenObjective
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepGradients, compute_gradients, evaluate, update
-from moefold.rl.engine import Engine, collect_logprobs, not_finite, nothing
+from moefold.rl.engine import Engine, collect_outputs, not_finite, nothing
 from moefold.rl.release_memory import KINDS, WEIGHTS, Kind
 from moefold.rl.rollouts import Rollout, StepCounts
 from moefold.schedule.names import schedule_named
 
 # A loss of verl's: log-probs of a microbatch and its data to a loss and metrics.
-LossFunction = Callable[..., tuple[Tensor, dict[str, object]]]
+Metrics = dict[str, object]
+LossFunction = Callable[..., tuple[Tensor, Metrics]]
+TokenLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 
 @dataclass
@@ -191,24 +194,28 @@ class MoefoldEngine(BaseEngine):
         self.engine.check_present(WEIGHTS if forward_only else KINDS)
         if loss_function is None and not forward_only:
             raise MoefoldError("a backward pass needs a loss function")
+        wants_entropies = bool(tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False))
+        if wants_entropies and not forward_only:
+            raise MoefoldError("calculate_entropy: entropies have no gradient here; train with entropy_coeff 0")
         if not forward_only and self._computed is not None:
             raise MoefoldError("gradients of an earlier batch are waiting: call optimizer_step or optimizer_zero_grad")
         self._assign_counts(data)
         # Ranks with fewer microbatches run empty ones, so verl need not make the numbers equal.
         cut, indices = prepare_micro_batches(data, same_micro_num_in_dp=False)
         microbatches = [_rollouts(each) for each in cut]
-        results: dict[int, tuple[float, Mapping[str, object]]] = {}
+        results: dict[int, tuple[float, Metrics]] = {}
 
         def objective(number: int, members: Sequence[Rollout]) -> TokenObjective:
             if number >= len(cut):
                 return TokenObjective(_no_loss, {})
-            if loss_function is None:
-                return TokenObjective(nothing, {}, _temperature(cut[number]))
-            return self._objective(cut[number], loss_function, lambda found: results.update({number: found}))
+            loss: TokenLoss = nothing
+            if loss_function is not None:
+                loss = self._loss(cut[number], loss_function, lambda found: results.update({number: found}))
+            return TokenObjective(loss, {}, _temperature(cut[number]), wants_entropies)
 
         batches = self.engine.batches(microbatches, objective, StepCounts(1, sum(map(_size, microbatches)), 1))
-        logprobs: dict[int, Tensor] = {}
-        collect = collect_logprobs(logprobs)
+        found: dict[int, DecoderOutput] = {}
+        collect = collect_outputs(found)
         local_model, optimizer = self.engine.local_model, self.engine.optimizer
         if forward_only:
             evaluate(local_model, batches, collect)
@@ -219,22 +226,21 @@ class MoefoldEngine(BaseEngine):
         outputs = []
         for number, each in enumerate(cut):
             loss, metrics = results.get(number, (1.0, {}))
-            found = {"log_probs": _jagged(logprobs[number], each)}
-            outputs.append({"model_output": detach_tree(found), "loss": loss, "metrics": metrics})
+            values = {"log_probs": found[number].logprob_S, "entropy": found[number].entropy_S}
+            nested = {name: _jagged(value, each) for name, value in values.items() if value is not None}
+            outputs.append({"model_output": detach_tree(nested), "loss": loss, "metrics": metrics})
         result: dict[str, object] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         return result
 
     def _assign_counts(self, data: TensorDict) -> None:
         """What verl's losses and its code for microbatches read."""
-        if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False):
-            raise MoefoldError("calculate_entropy: this engine computes no entropies; set it to False")
         mine = int(data["loss_mask"].sum())
         (tokens,) = all_reduce_ints((mine,), self.engine.groups["dp"])
         tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=tokens, dp_size=self.get_data_parallel_size())
 
-    def _objective(
-        self, microbatch: TensorDict, loss_function: LossFunction, seen: Callable[[tuple[float, dict]], None]
-    ) -> TokenObjective:
+    def _loss(
+        self, microbatch: TensorDict, loss_function: LossFunction, seen: Callable[[tuple[float, Metrics]], None]
+    ) -> TokenLoss:
         def loss(logprob_S: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
             output = {"log_probs": _jagged(logprob_S, microbatch)}
             value, metrics = loss_function(
@@ -243,7 +249,7 @@ class MoefoldEngine(BaseEngine):
             seen((float(value.detach()), metrics))
             return value / self.get_data_parallel_size()
 
-        return TokenObjective(loss, {}, _temperature(microbatch))
+        return loss
 
     # ---- weights and checkpoints ----
 

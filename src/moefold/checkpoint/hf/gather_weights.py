@@ -132,6 +132,9 @@ def bucket_plan(
 
     Buffers, such as the loss-free bias, are not cast.
     """
+    if model.lora is not None:
+        fix = "train without adapters, or save a checkpoint and convert it"
+        raise ConversionError(Problem("model.lora", "weights beside adapters are not streamed", fix))
     family, wide = family_of(model), torch.promote_types(main, torch.float32)
     of_buffers = {spec.name for spec in buffers(model)}
     plan: list[list[BucketPart]] = [[]]
