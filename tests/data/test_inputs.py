@@ -212,6 +212,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
             pass
 
     chat_folder(root / "models" / "org" / "model", plain(CHATML))
+    (root / "models" / "org" / "model" / "config.json").write_text('{"model_type": "toy_of_the_hub"}')
     (root / "datasets" / "org" / "data").mkdir(parents=True)
     (root / "datasets" / "org" / "data" / "train.jsonl").write_bytes(LINES)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -235,6 +236,10 @@ def test_names_of_the_hub(tmp_path: Path, hub: str) -> None:
     assert found.returncode == 0, found.stderr
     assert MegatronFile(str(tmp_path / "first")).num_documents == len(TEXTS)
     assert json.loads((tmp_path / "first.origin.json").read_text())["tokenizer"] == "org/model"
+    # A model's folder comes from the same place; this one is of a family that nobody knows.
+    convert = [sys.executable, "-m", "moefold.cli.main", "convert", "from-hf", "hf://org/model", "runs", "--name", "x"]
+    model = subprocess.run(convert, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert model.returncode == 2 and "toy_of_the_hub" in model.stderr, model.stderr
     shutil.rmtree(tmp_path / "hub")
     # Without a network the cache answers.
     assert run("second", HF_HUB_OFFLINE="1").returncode == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from moefold.errors import BackendError, DataError
@@ -65,7 +66,25 @@ def local_tokenizer(name: str) -> str:
 
 def local_model(name: str) -> str:
     """The folder of a model with its weights and tokenizer."""
-    return hub_folder(name, "model", MODEL_FILES) if is_hub_name(name) else name
+    return _without_links(Path(hub_folder(name, "model", MODEL_FILES))) if is_hub_name(name) else name
+
+
+def _without_links(snapshot: Path) -> str:
+    """The same files as hard links: a snapshot is made of symbolic ones, which the readers of weights refuse."""
+    target = snapshot.parent.parent / "hard_links" / snapshot.name
+    try:
+        for path in snapshot.rglob("*"):
+            linked = target / path.relative_to(snapshot)
+            if path.is_file() and not linked.exists():
+                linked.parent.mkdir(parents=True, exist_ok=True)
+                os.link(path.resolve(), linked)
+    except FileExistsError:
+        # Another process was faster with this file; whatever is missing is linked now.
+        return _without_links(snapshot)
+    except OSError as error:
+        fix = f"use `hf download --local-dir`, and the folder that it makes ({error.strerror})"
+        raise DataError(f"{snapshot}: its files cannot be linked beside it; {fix}") from error
+    return str(target)
 
 
 def local_data(name: str) -> str:
