@@ -234,7 +234,10 @@ CLAIMED = {
         "two_level over hosts",
     ),
     "routing": ("topk", "sinkhorn", "expert_choice", "balanced", "loss-free bias"),
-    "attention": ("gqa", "mla", "sinks", "window", "yarn", "qk norm: full", "qk norm: head"),
+    "attention": (
+        *("gqa", "mla", "sinks", "window", "yarn", "qk norm: full", "qk norm: head", "output_gate"),
+        *("norms centred at zero", "linear: gated delta net", "linear: gated delta net over tp"),
+    ),
     "experts": ("shared", "shared, gated", "latent", "biases", "prob applied at activation", "prob applied at output"),
     "folding": (
         "etp != tp",

@@ -21,7 +21,8 @@ from moefold.config.run import RunConfig
 def with_hybrids(run: RunConfig, world: int) -> RunConfig:
     """Layers of linear attention, gated attention and norms centred at zero, where the run may have them.
 
-    Drawn from the case's own number, as savings are.
+    Drawn from the case's own number, as savings are. Linear attention not in bfloat16: it norms outputs that may be
+    nearly zero, and at these sizes gradients would be rounding.
     """
     random, model = Random(f"hybrids of {run.seed}"), run.model
     # Chunks shorter than most sequences, so that states pass between them.
@@ -29,7 +30,7 @@ def with_hybrids(run: RunConfig, world: int) -> RunConfig:
     linear = GatedDeltaNetConfig(
         key_heads, key_heads * random.choice((1, 2)), 4, 6, random.choice((2, 4)), random.choice((2, 3)), chunk_size=4
     )
-    if random.random() < 0.7:
+    if random.random() < 0.7 and run.precision.compute != "bfloat16":
         run = unless_refused(run, replace(run, model=replace(run.model, linear_attention=linear)), world)
     if random.random() < 0.3:
         run = unless_refused(run, replace(run, model=replace(run.model, norm_scale="one_plus_weight")), world)
