@@ -172,7 +172,7 @@ def test_every_rule_has_a_case() -> None:
 def test_absurd_sizes_are_another_rules_problem(key: str, size: int) -> None:
     """Rules run on anything that can be read, and answer at once; how many layers there are is bounded before."""
     size = min(size, 10_000) if key == "num_layers" else size
-    parallel: dict[str, Any] = {key: size} if key in {"pp", "vpp", "cp", "tp"} else {}
+    degrees: dict[str, Any] = {key: size} if key in {"pp", "vpp", "cp", "tp"} else {}
     modes = ContextConfig(full="all_to_all", windowed="hierarchical", inner=size if key == "inner" else 1)
     model: dict[str, Any] = {key: size} if key in {"num_layers", "num_mtp"} else {}
     heads = GQAConfig(num_heads=size if key == "num_heads" else 4, window=8, window_every=2)
@@ -180,7 +180,7 @@ def test_absurd_sizes_are_another_rules_problem(key: str, size: int) -> None:
     for stages, schedule in ((None, "1f1b"), ("Et*4L", "dualpipe_v")):
         run = RunConfig(
             model=ModelConfig(attention=heads, **model),
-            parallel=ParallelConfig(**parallel, stages=stages, schedule=schedule, context=modes, dynamic_cp=True),
+            parallel=ParallelConfig(**degrees, stages=stages, schedule=schedule, context=modes, dynamic_cp=True),
             data=data,
         )
         started = time.process_time()

@@ -81,7 +81,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert (stopped.value.code, capsys.readouterr().out.strip()) == (0, f"moefold {__version__}")
 
 
-SUBVERBS = {"bench": ["calibrate", "layer", "step"], "convert": ["to-hf", "from-hf", "upcycle"]}
+SUBVERBS = {
+    "bench": ["calibrate", "layer", "step"],
+    "convert": ["to-hf", "from-hf", "to-peft", "upcycle"],
+    "data": ["inspect"],
+}
 COMMANDS = [[verb, *rest] for verb in VERBS for rest in ([], *([sub] for sub in SUBVERBS.get(verb, ())))]
 
 
@@ -91,7 +95,7 @@ def test_every_verb_has_help_with_an_example_and_json(words: list[str], capsys: 
         main([*words, "--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert f"moefold {' '.join(words)} " in text.split("example")[1]
+    assert f"moefold {' '.join(words)} " in text.split("examples:")[-1]
     # A verb with sub-verbs has its options there.
     assert "--json" in text or words[-1] in SUBVERBS
 
