@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from benchmarks.concept_figures import figures
 from benchmarks.reference_pages import FOLDER, _unit, pages
 from moefold.cli.main import VERBS
 
@@ -48,3 +49,9 @@ def test_quoted_messages_are_in_the_source() -> None:
     assert sum(map(bool, said)) > 8
     for words in filter(None, said):
         assert words in source, words
+
+
+def test_figures_are_what_their_command_draws() -> None:
+    for name, drawn in figures().items():
+        said = f"docs/figures/{name} is old: run `python -m benchmarks.concept_figures`"
+        assert (FOLDER.parent / "figures" / name).read_text("utf-8") == drawn, said
