@@ -20,7 +20,7 @@ from pathlib import Path
 from moefold import errors, units
 from moefold.checks.run_all import RULES, RULES_TO_TRAIN, RULES_WITH_LAYOUT
 from moefold.cli.init import key_comments, section_comment
-from moefold.cli.main import VERBS, _parser
+from moefold.cli.main import VERBS, parser_of
 from moefold.config.loading import dump_value
 from moefold.config.run import RunConfig
 from moefold.plan import preflight
@@ -76,7 +76,7 @@ def pages() -> dict[str, str]:
 
 
 def cli_page() -> str:
-    parser = _parser(list(VERBS))
+    parser = parser_of(list(VERBS))
     lines = ["# Command line", "", WRITTEN, ""]
     lines += [
         "Exit codes: 0 done, 1 a negative result (a problem was found, a layout does not fit), 2 a wrong command.",

@@ -19,7 +19,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from moefold.checks.run_all import problems_to_train
-from moefold.cli.main import _parser
+from moefold.cli.main import parser_of
 from moefold.comm.launchers import LAUNCHERS
 from moefold.config.loading import override
 from moefold.config.strict import read_yaml
@@ -100,7 +100,7 @@ def test_what_is_started_is_accepted(name: str, tmp_path: Path) -> None:
         seen = []
         for call in calls(text, variables, folder):
             words, ranks = moefold_words(call)
-            args = _parser([words[0]]).parse_args(words)
+            args = parser_of([words[0]]).parse_args(words)
             seen.append(words[0])
             assert ranks in (None, world)
             if words[0] in ("train", "prove"):
@@ -235,7 +235,7 @@ def test_commands_of_the_page_are_accepted() -> None:
     assert len(found) == 4
     for line in found:
         words, ranks = moefold_words(shlex.split(line))
-        args = _parser([words[0]]).parse_args(words)
+        args = parser_of([words[0]]).parse_args(words)
         assert ranks == 8
         if words[0] == "train":
             assert not problems_to_train(override(recipe(args.name), args.changes), 8)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.architecture.sources import ROOT, files, report, shown, text_of
 
-from moefold.cli.main import VERBS, _parser, main
+from moefold.cli.main import VERBS, main, parser_of
 from moefold.config.loading import override
 from moefold.errors import MoefoldError
 from moefold.recipes.catalog import recipe
@@ -40,7 +40,7 @@ def problem(command: str) -> str | None:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            args = _parser([words[0]]).parse_args(words)
+            args = parser_of([words[0]]).parse_args(words)
         if changes := getattr(args, "changes", None):
             named = args.name and not args.name.endswith(".yaml")
             override(recipe(args.name if named else "debug_small"), changes)
