@@ -10,6 +10,7 @@ import pytest
 from tests.marks import slow_except
 from tests.published_models import PUBLISHED, model_of, small
 
+from moefold.config.finetune import LoraConfig
 from moefold.config.memory import MemoryConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, dry_run
@@ -72,6 +73,16 @@ def small_hybrid(world: int, **changes: Any) -> Case:
     return replace(made, run=replace(made.run, model=model))
 
 
+def adapted(chosen: Case, rank: int = 8) -> Case:
+    """The same with LoRA adapters, which alone are trained."""
+    model = replace(chosen.run.model, lora=LoraConfig(rank=rank))
+    return replace(chosen, run=replace(chosen.run, model=model, optim=replace(chosen.run.optim, trained="adapters")))
+
+
+def frozen(chosen: Case, *patterns: str) -> Case:
+    return replace(chosen, run=replace(chosen.run, optim=replace(chosen.run.optim, frozen=patterns)))
+
+
 # Whole recipes: kinds of recompute, sharding with and without replicas, every axis, schedules, MTP modules.
 WHOLE = {
     "mixtral 8x7b, pipeline": case("mixtral_8x7b", 32, batch=64, pp=4, ep=8),
@@ -110,6 +121,7 @@ SHORT = {
     ),
     "linear attention": hybrid(16, layers=4, batch=32, ep=8),
     "linear attention, pipeline": hybrid(16, 1, layers=6, batch=32, pp=2, ep=4),
+    "adapters": adapted(case("qwen3_30b_a3b", 16, layers=3, batch=32, ep=8), rank=16),
     "latent, pipeline": case("deepseek_v2_lite", 16, 1, layers=5, batch=32, pp=2, ep=8, again=("experts",)),
 }
 # Sizes of a CPU: only bytes that travel are held against these, where every axis and option appears.
@@ -156,6 +168,12 @@ SMALL = {
         precision={"reduce": "bfloat16"},
     ),
     "linear attention, tensor": small_hybrid(8, batch=16, tp=2, pp=2, ep=2, again=("attention",)),
+    "adapters, tensor": adapted(case("deepseek_v3_proxy", 4, batch=8, tp=2, ep=2)),
+    "adapters, flat pipeline": adapted(case("deepseek_v3_proxy", 8, 1, batch=16, pp=2, ep=2, sharding="flat")),
+    "adapters, copies in a pipeline": adapted(
+        case("qwen3_30b_a3b_proxy", 8, 1, layers=4, batch=16, pp=2, ep=2, dp_replicate=2)
+    ),
+    "frozen ends, tensor": frozen(case("qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=2), "*.router.*", "embedding.*"),
     "uneven experts": case("kimi_k2_proxy", 8, batch=16, micro_batch=2, pp=2, ep=2),
 }
 
@@ -176,7 +194,9 @@ def near(chosen: Case, seen: DryRun) -> None:
     assert allocated(memory_at(workload, chosen.stage)) == pytest.approx(seen.peak_total, rel=0.05)
 
 
-@pytest.mark.parametrize("name", slow_except(SMALL, "four contexts", "flat", "linear attention, tensor"))
+@pytest.mark.parametrize(
+    "name", slow_except(SMALL, "four contexts", "flat", "linear attention, tensor", "adapters, tensor")
+)
 def test_messages_are_those_of_the_step(name: str) -> None:
     same_messages(SMALL[name], rehearsed(SMALL[name]))
 

@@ -266,8 +266,8 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
 
 
 def embedding_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
-    """Each rank looks up its shard of the vocabulary; the sum over ranks is the embedding."""
-    _reduce(run, layout, run.model.dim, times, tally)
+    """Each rank looks up its shard of the vocabulary; their sum is the embedding. Frozen, it has no backward."""
+    _reduce(run, layout, run.model.dim, times, tally, backward=is_trained("embedding.weight", run.optim))
 
 
 def loss_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
@@ -304,12 +304,21 @@ def _gather(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: T
     tally.add("reduce_scatter", "tp", tokens.shared * dim * BYTES[run.precision.tp_reduce_format], times)
 
 
-def _reduce(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
+def _reduce(
+    run: RunConfig,
+    layout: FoldedLayout,
+    dim: int,
+    times: int,
+    tally: Tally,
+    again: bool = False,
+    backward: bool = True,
+) -> None:
     """``again``: a recomputed phase repeats it; recomputation leaves out only the last operation of a phase."""
     tokens = tokens_of(run, layout)
     size = tokens.shared * dim * BYTES[run.precision.tp_reduce_format]
     tally.add("reduce_scatter", "tp", size, times * (1 + again))
-    tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times)
+    if backward:
+        tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times)
 
 
 def _attention(run: RunConfig, layout: FoldedLayout, times: int, again: bool, tally: Tally) -> None:
