@@ -65,12 +65,12 @@ def test_all_problems_come_at_once_with_dotted_keys_and_the_nearest_key() -> Non
         "model:\n  attention: {kind: gqa, num_head: 4}\n  rope: 3\n  norm_eps: .nan\n  moe: {router: {fp32: yes}}\n"
     ) == [
         "seed: line 2: 010 is octal to some readers; write 10",
-        "name: line 4: this key is in line 3 already",
+        "name: line 4: this key is in line 3 already; remove one of them",
         "model.norm_eps: nan is not a finite number",
         "model.attention.num_head: unknown key; did you mean 'num_heads'? known here: kind, num_heads, num_kv_heads, "
         "head_dim, qk_norm, qk_norm_when, rope_dim, qkv_bias, out_bias, output_gate, sinks, window, window_every, "
         "chunk, nope_every, nope_temperature, nope_floor",
-        "model.rope: must be a section of keys, not 3",
+        "model.rope: must be a section of keys, not 3; write its keys below it, each with a space after its colon",
         "model.moe.router.fp32: must be true or false, not 'yes'",
         "parallel.tp: must be a whole number, not 2.0",
         "parallel.ep: must be a whole number, not '8'; remove the quotes",

@@ -144,13 +144,17 @@ def test_json_keeps_standard_output_clean(tmp_path: Path, capsys: pytest.Capture
     assert "step=20/20" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("key", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("key", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("mlflow", "mlflow-skinny")]
+)
 def test_a_missing_service_is_named(key: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    train = info_of(tmp_path, **{key: "my project" if key == "wandb" else True}).run.train
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    train = info_of(tmp_path, **{key: True if key == "tensorboard" else "my project"}).run.train
     with pytest.raises(
-        BackendError, match=f"train.{key}: {package} is not installed.*pip install {package}; or set train.{key}"
+        BackendError,
+        match=f"train.{key}: {package} .*(is not installed|does not import).*pip install {package}; or set train.{key}",
     ):
         services(train)
 

@@ -54,6 +54,8 @@ class TrainConfig:
     tensorboard: bool = False
     # A Weights & Biases project; None keeps it off.
     wandb: str | None = None
+    # An MLflow experiment; None keeps it off.
+    mlflow: str | None = None
     # Learn from preference pairs; None: from the next token.
     dpo: DpoConfig | None = None
     saving: SavingConfig = field(default_factory=SavingConfig)

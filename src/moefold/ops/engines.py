@@ -109,6 +109,7 @@ LIBRARIES: dict[str, Engine] = {
         Engine("lm_eval", "lm_eval", "lm_eval", "0.4.9", "", "", "eval"),
         Engine("tensorboard", "torch.utils.tensorboard", "tensorboard", "", "", "pip install tensorboard"),
         Engine("wandb", "wandb", "wandb", "", "", "pip install wandb"),
+        Engine("mlflow", "mlflow", "mlflow-skinny", "", "", "pip install mlflow-skinny"),
     )
 }
 OPTIONAL = ENGINES | LIBRARIES

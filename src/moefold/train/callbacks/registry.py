@@ -11,7 +11,7 @@ from moefold.config.train import TrainConfig
 from moefold.train.callback import Callback, Callbacks, Control, RunInfo, StepRecord
 from moefold.train.callbacks.console import ConsoleLines, ProgressBar, print_unless_closed
 from moefold.train.callbacks.jsonl import JsonLines
-from moefold.train.callbacks.services import TensorBoard, WeightsAndBiases
+from moefold.train.callbacks.services import MLflow, TensorBoard, WeightsAndBiases
 from moefold.train.metrics import finite
 
 
@@ -26,12 +26,13 @@ def default_callbacks(as_json: bool = False) -> list[Callback]:
 
 
 def services(train: TrainConfig) -> list[Callback]:
-    """The callbacks of `train.tensorboard` and `train.wandb`; a missing package is an error that names it.
+    """The callbacks of `train.tensorboard`, `train.wandb` and `train.mlflow`; a missing package is an error.
 
     `Trainer` calls this before it starts anything, so that the error comes early.
     """
     chosen: list[Callback] = [TensorBoard()] if train.tensorboard else []
-    return chosen if train.wandb is None else chosen + [WeightsAndBiases(train.wandb)]
+    chosen += [] if train.wandb is None else [WeightsAndBiases(train.wandb)]
+    return chosen if train.mlflow is None else chosen + [MLflow(train.mlflow)]
 
 
 class Services(Callbacks):

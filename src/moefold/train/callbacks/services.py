@@ -1,15 +1,19 @@
-"""TensorBoard, when `train.tensorboard` is on, and Weights & Biases, when `train.wandb` names a project.
+"""TensorBoard, when `train.tensorboard` is on; Weights & Biases and MLflow, when `train.wandb` names a project and
+`train.mlflow` an experiment.
 
-Both draw one chart per name: `scalars` turns a step into named numbers.
+All draw one chart per name: `scalars` turns a step into named numbers.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from moefold.config.loading import dump_run
 from moefold.errors import BackendError
 from moefold.ops.engines import load_engine
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord, finite_metrics
@@ -57,7 +61,7 @@ def _package(name: str, otherwise: str) -> Any:
         ) from error
 
 
-ID_FILE = "wandb_id"
+ID_FILE, MLFLOW_ID_FILE = "wandb_id", "mlflow_id"
 
 
 class WeightsAndBiases(Callback):
@@ -75,7 +79,7 @@ class WeightsAndBiases(Callback):
         self._run = self._wandb.init(
             project=self._project,
             name=info.run.name,
-            id=_run_id(info.directory, fresh=info.resumed_from is None),
+            id=_kept(info.directory / ID_FILE, info, lambda: secrets.token_hex(8)),
             resume="allow",
             dir=str(info.directory),
             config=asdict(info.run) | {"world": info.world, "parameters": info.parameters.total},
@@ -100,12 +104,63 @@ class WeightsAndBiases(Callback):
             self._run = None
 
 
-def _run_id(directory: Path, *, fresh: bool) -> str:
-    path = directory / ID_FILE
-    if not fresh and path.exists():
+class MLflow(Callback):
+    """Where MLFLOW_TRACKING_URI says, or in files in the run's directory; a resumed run continues the same one."""
+
+    def __init__(self, experiment: str, device: str | None = None) -> None:
+        self._mlflow = _package("mlflow", "null")
+        self._experiment = experiment
+        self._device = device
+        self._client: Any = None
+        self._id = ""
+        self._meter: Meter | None = None
+        self._every = 1
+
+    def on_start(self, info: RunInfo) -> None:
+        where = os.environ.get("MLFLOW_TRACKING_URI")
+        if where is None:
+            where = (info.directory / "mlflow").absolute().as_uri()
+            # MLflow asks for this before it writes files.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client = self._mlflow.MlflowClient(tracking_uri=where)
+        self._id = _kept(info.directory / MLFLOW_ID_FILE, info, lambda: self._create(info))
+        self._meter = Meter(info, self._device or device_name())
+        self._every = max(info.run.train.log_every, 1)
+
+    def _create(self, info: RunInfo) -> str:
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+        run_id = str(self._client.create_run(experiment, run_name=info.run.name).info.run_id)
+        self._client.log_param(run_id, "world", info.world)
+        self._client.log_param(run_id, "parameters", info.parameters.total)
+        self._client.log_text(run_id, dump_run(info.run), "config.yaml")
+        return run_id
+
+    def after_step(self, record: StepRecord, control: Control) -> None:
+        assert self._meter is not None, "on_start comes first"
+        if record.step % self._every == 0 or record.step == record.steps or record.skipped is not None:
+            self._log(scalars(record, self._meter.speed([record])), record.step)
+
+    def on_evaluate(self, evaluation: Evaluation, control: Control) -> None:
+        self._log(evaluation_scalars(evaluation), evaluation.step)
+
+    def on_end(self, reason: str) -> None:
+        if self._client is not None:
+            self._client.set_tag(self._id, "stopped", reason)
+            self._client.set_terminated(self._id, "FINISHED" if reason == "finished" else "KILLED")
+            self._client = None
+
+    def _log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+
+def _kept(path: Path, info: RunInfo, make: Callable[[], str]) -> str:
+    """An id that a resumed run finds again in its directory."""
+    if info.resumed_from is not None and path.exists():
         return path.read_text().strip()
-    directory.mkdir(parents=True, exist_ok=True)
-    path.write_text(secrets.token_hex(8) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(make() + "\n")
     return path.read_text().strip()
 
 
