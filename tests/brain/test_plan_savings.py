@@ -16,7 +16,7 @@ from moefold.plan.memory.saving_steps import DEFAULTS, NONE, STEPS, conflicts, o
 from moefold.plan.search.cheapest_savings import by_price, cheapest_fit, first_that_fits, ladder, switched_on, trimmed
 from moefold.plan.search.proposal import Question, propose
 from moefold.plan.timing.step_time import predict_time
-from moefold.plan.workload import Workload, changed
+from moefold.plan.workload import Workload, changed, workload_of_run
 from moefold.recipes.catalog import recipe
 
 GIB = 2**30
@@ -121,3 +121,11 @@ def test_the_printed_launch_starts_and_has_five_percent_to_spare(
     found = propose(Question(recipe(name), name, cluster_of(gpu, gpus)))
     assert found.chosen.memory.total <= 0.95 * found.chosen.memory.capacity
     assert found.beyond == () and problems(found.chosen.workload.run, gpus) == []
+
+
+def test_rows_that_probs_multiply_are_not_offloaded() -> None:
+    run = recipe("mixtral_8x7b_proxy")
+    assert run.model.moe is not None
+    scaled = replace(run, model=replace(run.model, moe=replace(run.model.moe, weight_at="input")))
+    names = [{step.name for step in offered(workload_of_run(each, cluster_of("H100", 1)))} for each in (run, scaled)]
+    assert names[0] - names[1] == {"rows_away"}

@@ -76,6 +76,12 @@ def _has_masters(workload: Workload) -> bool:
     return workload.is_flat and workload.master_bytes == 4 and workload.gather_bytes == 2
 
 
+def _takes_rows_as_they_are(workload: Workload) -> bool:
+    """Probs that multiply the experts' input make other rows of them, which are kept."""
+    moe = workload.run.model.moe
+    return _has(_is_moe)(workload) and (moe is None or moe.weight_at != "input")
+
+
 _NORMS = ("attention_norm", "feed_norm")
 STEPS: tuple[SavingStep, ...] = (
     SavingStep("activation", "recompute the experts' activation", _retain("discard", "activation"), _has(_is_moe)),
@@ -91,7 +97,7 @@ STEPS: tuple[SavingStep, ...] = (
     SavingStep("dense", "recompute dense feed-forwards", _retain("discard", "dense"), _has(_is_dense)),
     SavingStep("gate_up", "recompute the experts' first GEMM", _retain("discard", "gate_up"), _has(_is_moe)),
     SavingStep("core", "recompute attention's output", _retain("discard", "core"), _has(_has_attention)),
-    SavingStep("rows_away", "offload rows that experts received", _retain("offload", "rows"), _has(_is_moe)),
+    SavingStep("rows_away", "offload rows that experts received", _retain("offload", "rows"), _takes_rows_as_they_are),
     SavingStep("core_away", "offload attention's output", _retain("offload", "core"), _has(_has_attention)),
     SavingStep("gate_up_away", "offload the experts' first GEMM", _retain("offload", "gate_up"), _has(_is_moe)),
     SavingStep(
