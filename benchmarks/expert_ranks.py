@@ -30,10 +30,9 @@ from moefold.bench.layer_workload import (
     route,
 )
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Routing
 from moefold.moe.moe_kernels import kernels_for

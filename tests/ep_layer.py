@@ -23,10 +23,10 @@ from torch import Tensor
 
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.moe import routing_policies
 from moefold.moe.dispatch.base import Dispatcher

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from moefold.comm.spawn import spawn_ranks
-from moefold.config.kernels import ExpertBackend, KernelsConfig
 from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import ExpertBackend, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import IGNORED, Batch, whole_batch
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of

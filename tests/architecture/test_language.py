@@ -20,6 +20,7 @@ HISTORY = (
     "src/moefold/config/renamed_keys.py",
     "tests/brain/test_renamed_keys.py",
     "tests/checkpoint/test_cli_inspect.py",
+    "tests/mistakes/",
     "tests/architecture/",
 )
 

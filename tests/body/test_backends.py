@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moefold.cli.main import main
-from moefold.config.kernels import KernelsConfig
+from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.moe_kernels import MOE_IN_TORCH, kernels_for, kernels_named

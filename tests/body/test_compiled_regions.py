@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moefold.config.attention import GQAConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.model.build import build_decoder, local_interfaces

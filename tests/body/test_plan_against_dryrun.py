@@ -10,8 +10,8 @@ import pytest
 from tests.marks import slow_except
 from tests.published_models import PUBLISHED, model_of, small
 
-from moefold.config.finetune import LoraConfig
 from moefold.config.memory import MemoryConfig
+from moefold.config.model import LoraConfig
 from moefold.config.run import RunConfig
 from moefold.dryrun.dry_run import DryRun, dry_run
 from moefold.hardware.cluster import cluster_of

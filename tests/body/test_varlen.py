@@ -15,7 +15,7 @@ from moefold.attention.varlen_backends import ATTENTION, attention_for, attentio
 from moefold.attention.varlen_reference import ReferenceAttention
 from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.checks.kernels import attention_in_use
-from moefold.config.kernels import KernelsConfig
+from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.ops.backends import BACKENDS

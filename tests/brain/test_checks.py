@@ -32,13 +32,12 @@ from moefold.config.attention import (
     YarnConfig,
 )
 from moefold.config.data import DataConfig, SourceConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 from moefold.recipes.catalog import RECIPES

@@ -12,8 +12,8 @@ from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import Cut, cuts, partial_axes
 from moefold.checks.kernels import experts_in_use
 from moefold.checks.run_all import problems
-from moefold.config.finetune import LoraConfig
 from moefold.config.loading import override
+from moefold.config.model import LoraConfig
 from moefold.config.optim import OptimConfig, ParamGroupConfig
 from moefold.config.run import RunConfig
 from moefold.plan.stage_contents import flat_layout_of

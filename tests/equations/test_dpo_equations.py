@@ -15,7 +15,7 @@ from moefold.blueprint.lora_adapters import is_adapter
 from moefold.config.loading import override
 from moefold.config.moe import BalanceConfig
 from moefold.config.run import RunConfig
-from moefold.data.preference_pairs import PairSamples
+from moefold.data.samples import PairSamples
 from moefold.data.token_writers import MegatronWriter
 from moefold.nn.batch import IGNORED, whole_batch
 from moefold.nn.low_rank import adapters_off

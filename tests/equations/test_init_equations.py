@@ -18,11 +18,10 @@ from torch import Tensor
 
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.data.sample_order import mix
 from moefold.nn.init import Box

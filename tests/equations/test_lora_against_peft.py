@@ -30,8 +30,7 @@ from moefold.blueprint.parameters import parameters
 from moefold.checkpoint.hf.peft_adapters import peft_layout, read_adapters, write_adapters
 from moefold.checkpoint.lora_weights import Merged
 from moefold.checkpoint.tensor_spec import Box
-from moefold.config.finetune import LoraConfig
-from moefold.config.model import ModelConfig
+from moefold.config.model import LoraConfig, ModelConfig
 from moefold.errors import ConversionError
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder

@@ -23,9 +23,8 @@ from tests.staged_runs import microbatches, share_on
 from torch import Tensor
 
 from moefold.config.attention import GQAConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.model.decoder import Decoder
 from moefold.nn.batch import IGNORED, Batch, whole_batch

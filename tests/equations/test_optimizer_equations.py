@@ -16,11 +16,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from moefold.config.attention import GQAConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.optim.lr_schedule import lr_at
 from moefold.optim.optimizer import clip_gradients, sum_of_squares

@@ -28,8 +28,7 @@ def main() -> None:
     from moefold.bench.layer_bench import interfaces_for
     from moefold.bench.step_bench import run_for_bench
     from moefold.checks.kernels import experts_in_use
-    from moefold.config.kernels import KernelsConfig
-    from moefold.config.precision import Format
+    from moefold.config.precision import Format, KernelsConfig
     from moefold.config.run import RunConfig
     from moefold.dryrun.fake_cuda.fake_device import fake_cuda
     from moefold.dryrun.fake_cuda.laboratory import compare, run_ranks

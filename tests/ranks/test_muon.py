@@ -18,12 +18,11 @@ from moefold.blueprint.muon_matrices import deal, muon_algorithm
 from moefold.blueprint.parameters import parameters
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import MLAConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.nn.init import init_values

@@ -23,10 +23,10 @@ from moefold.comm import collectives as exchange
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig, RouterConfig
 from moefold.config.parallel import ParallelConfig
+from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.nn.batch import whole_batch

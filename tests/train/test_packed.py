@@ -18,10 +18,9 @@ from torch import Tensor
 from moefold.batching.document_packing import plan_for
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.data.packing import document_lengths
 from moefold.data.samples import AnySamples, open_samples

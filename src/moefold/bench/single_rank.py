@@ -21,9 +21,9 @@ from moefold.attention.sdpa import attend
 from moefold.bench.clock import Progress, Reference, Trial, ratios
 from moefold.config.attention import GQAConfig
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.precision import KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.matmul_policy import GROUPED_MATMULS, ParameterMatmul

@@ -17,7 +17,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
-from moefold.config.finetune import LoraConfig
+from moefold.config.model import LoraConfig
 
 AdapterKind = Literal["lora_a", "lora_b"]
 # Kinds of weights that can have adapters.

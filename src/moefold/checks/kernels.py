@@ -14,8 +14,7 @@ from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import is_expert, parameters
 from moefold.config.attention import GQAConfig, MLAConfig
-from moefold.config.kernels import NamedExperts
-from moefold.config.precision import BYTES, ComputeFormat, Format
+from moefold.config.precision import BYTES, ComputeFormat, Format, NamedExperts
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 

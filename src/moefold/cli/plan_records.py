@@ -86,7 +86,7 @@ def run_score(
     return 0
 
 
-def _beside_tuned(result: Assessment) -> list[dict[str, Any]]:
+def _beside_tuned(result: Assessment) -> list[dict[str, object]]:
     """Every tuned layout of a recipe, and the nearest published run with what was predicted for it, itself left out."""
     rows = []
     for name, layouts in tuned_layouts().items():

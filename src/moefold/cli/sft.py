@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.cli.run_argument import Subparsers, add_device_option, launched_ranks, take_changes
-from moefold.config.finetune import LoraConfig
+from moefold.config.model import LoraConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
 
 if TYPE_CHECKING:

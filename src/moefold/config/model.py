@@ -8,11 +8,30 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, MLAConfig, RopeConfig
-from moefold.config.finetune import LoraConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.strict import STRICT
 
 NormScale = Literal["weight", "one_plus_weight"]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: a weight W acts as W + (alpha / rank) B A, where A has `rank` rows and B `rank` columns, and B starts at 0.
+
+    Each expert has an A and a B of its own. Adapters are parameters of the model: they are sharded, saved and counted
+    as all others. Which parameters are updated is said by `optim.trained` and `optim.frozen`.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    rank: int = 16
+    alpha: float = 32.0
+    # Weights that have adapters: patterns (`fnmatch`) of names, of which matrices and experts count; routers have none.
+    targets: tuple[str, ...] = ("layers.*.attention.*", "layers.*.feed_forward.*")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)

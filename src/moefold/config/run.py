@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.strict import STRICT
 from moefold.config.train import TrainConfig
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from moefold.config.finetune import DpoConfig
 from moefold.config.strict import STRICT
+
+
+@dataclass(frozen=True)
+class DpoConfig:
+    """DPO on preference pairs, in place of the next token's cross entropy."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # How far the policy may go from the reference: rewards are beta times the difference of log-probs.
+    beta: float = 0.1
+    # A checkpoint of the reference's weights, as `moefold dpo` writes it. None: the model without its adapters.
+    reference: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Literal
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
-from moefold.config.finetune import LoraConfig
-from moefold.config.model import ModelConfig
+from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.run import RunConfig
 
 

@@ -22,13 +22,12 @@ from moefold.batching.wave_packing import StepPlan
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import AttentionConfig, GatedDeltaNetConfig, MLAConfig
 from moefold.config.data import DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.loading import run_from_mapping
 from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import ComputeFormat, Format, PrecisionConfig
+from moefold.config.precision import ComputeFormat, Format, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.schedule.names import schedule_named

@@ -16,13 +16,12 @@ from typing import Literal, get_args
 from moefold.checks.run_all import problems
 from moefold.config.attention import AttentionConfig, GQAConfig, MLAConfig, RopeConfig, YarnConfig
 from moefold.config.data import DataConfig, PackingMode
-from moefold.config.kernels import KernelsConfig
 from moefold.config.memory import MemoryConfig, RecomputedPhase, RetainedStep, Retention
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig, RouterKind
 from moefold.config.optim import MuonConfig, NewtonSchulzCoefficients
 from moefold.config.parallel import ContextConfig, ContextMode, DispatcherName, ParallelConfig
-from moefold.config.precision import Format
+from moefold.config.precision import Format, KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
 from moefold.prove.case_variants import (

@@ -30,8 +30,7 @@ from moefold.checks import kernels as kernel_rules
 from moefold.checks.engine_limits import ENGINE_EXPERTS
 from moefold.checks.kernels import experts_in_use
 from moefold.comm.spawn import spawn_ranks
-from moefold.config.kernels import KernelsConfig
-from moefold.config.precision import Format
+from moefold.config.precision import Format, KernelsConfig
 from moefold.config.run import RunConfig
 from moefold.errors import RankError
 from moefold.moe.routing_policies import PolicyOrName

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from moefold.config.attention import GQAConfig, MLAConfig, RopeConfig
 from moefold.config.data import BUILTIN, DataConfig
-from moefold.config.kernels import KernelsConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 

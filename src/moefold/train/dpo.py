@@ -31,8 +31,8 @@ from torch.nn.functional import logsigmoid
 from moefold.checkpoint.load import load_into
 from moefold.comm.collectives import all_reduce_no_grad
 from moefold.comm.process_groups import Groups
-from moefold.config.finetune import DpoConfig
 from moefold.config.run import RunConfig
+from moefold.config.train import DpoConfig
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch, TokenObjective
 from moefold.nn.low_rank import adapters_off

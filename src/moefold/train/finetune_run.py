@@ -31,14 +31,13 @@ from moefold.checkpoint.lora_weights import WithAdapters
 from moefold.checkpoint.single_process import Progress, write_whole
 from moefold.checkpoint.step_dirs import final_path
 from moefold.config.data import DataConfig
-from moefold.config.finetune import DpoConfig, LoraConfig
 from moefold.config.loading import dump_run, override
-from moefold.config.model import ModelConfig
+from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.moe import BalanceConfig
 from moefold.config.optim import LRScheduleConfig, OptimConfig
 from moefold.config.run import RunConfig
-from moefold.data.preference_pairs import PairSamples
-from moefold.data.samples import open_samples
+from moefold.config.train import DpoConfig
+from moefold.data.samples import PairSamples, open_samples
 from moefold.errors import ConfigError, Problem
 from moefold.train.dpo import reference_run
 

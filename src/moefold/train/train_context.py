@@ -15,8 +15,7 @@ from moefold.checkpoint.state_dict import fresh_seed, run_record
 from moefold.comm.process_groups import Groups
 from moefold.config.loading import dump_run
 from moefold.config.run import RunConfig
-from moefold.data.preference_pairs import PairSamples
-from moefold.data.samples import AnySamples, open_samples
+from moefold.data.samples import AnySamples, PairSamples, open_samples
 from moefold.data.token_origin import TRAINABLE, origin_problems
 from moefold.errors import ConfigError, TrainingError
 from moefold.moe.routing_policies import PolicyOrName

@@ -30,8 +30,7 @@ from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.name_rules import HfTensor, hf_tensors
 from moefold.checkpoint.hf.untrusted_files import WEIGHT_DTYPES, SafetensorsFile, as_bytes, header, read_object
 from moefold.checkpoint.tensor_spec import TensorSource
-from moefold.config.finetune import LoraConfig
-from moefold.config.model import ModelConfig
+from moefold.config.model import LoraConfig, ModelConfig
 from moefold.errors import ConversionError, Problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

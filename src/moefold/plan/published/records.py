@@ -18,10 +18,9 @@ from typing import Any, cast, get_args
 from moefold.blueprint.model_shape import shape_of
 from moefold.blueprint.stages import parse_stages
 from moefold.config.data import DataConfig
-from moefold.config.kernels import Graphs, KernelsConfig
 from moefold.config.memory import MemoryConfig, OffloadedActivation, Recomputed
 from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherName, Sharding
-from moefold.config.precision import PrecisionConfig
+from moefold.config.precision import Graphs, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import Cluster, gpu_named
 from moefold.plan.dispatch_choice import OwnDispatcher

@@ -18,9 +18,9 @@ from math import gcd
 from typing import NamedTuple, get_args
 
 from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
-from moefold.config.kernels import Graphs
 from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.parallel import Overlap, Sharding
+from moefold.config.precision import Graphs
 from moefold.plan.memory.saving_steps import NONE, Savings, conflicts, inside_phases, savings_of, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach

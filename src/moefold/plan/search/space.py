@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 from moefold.blueprint.model_shape import Attention, ModelShape, MoE
 from moefold.checks.parallel import COUNT_ROWS
-from moefold.config.kernels import Graphs
 from moefold.config.memory import Recomputed, RecomputedPhase
 from moefold.config.parallel import Sharding
+from moefold.config.precision import Graphs
 from moefold.config.renamed_keys import renamed_value
 from moefold.errors import ConfigError, Problem, did_you_mean
 from moefold.hardware.cluster import Gpu

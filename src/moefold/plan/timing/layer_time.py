@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from moefold.blueprint.model_shape import Layer, MoE
 from moefold.blueprint.param_counts import layer_counts
-from moefold.config.kernels import Graphs
 from moefold.config.memory import Recomputed, RetainedStep
+from moefold.config.precision import Graphs
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.states import workload_reshards_per_step
