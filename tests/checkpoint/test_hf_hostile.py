@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.checkpoint.test_hf_refusals import CONFIG, good_tensors, write_directory
 
-from moefold.checkpoint.hf.config_maps import IGNORED_KEYS
+from moefold.checkpoint.hf.config_keys import IGNORED_KEYS
 from moefold.checkpoint.hf.hf_config import read_config
 from moefold.checkpoint.hf.hf_directory import INDEX, SINGLE, HfDirectory
 from moefold.checkpoint.hf.untrusted_files import ITEM_SIZES, MAX_HEADER, SafetensorsFile, parse_header

@@ -10,9 +10,10 @@ each family can express.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
+from typing import NamedTuple
 
 from moefold.checkpoint.hf import quantized_tensors
 from moefold.checkpoint.hf.config_converters import HfValues, UnsupportedValueError, Values
@@ -230,17 +231,19 @@ def family_of(model: ModelConfig) -> str:
     """The family in which this model can be written."""
     candidates = [name for name, family in FAMILIES.items() if _same_kind(model, family.base)]
     differences = {name: differences_of(model, FAMILIES[name]) for name in candidates}
-    # A family that cannot write the model at all names one key, and is not near for that.
-    best = min(differences, key=lambda name: (not _are_fields(differences[name]), len(differences[name])))
-    if differences[best]:
+    best = min(differences, key=lambda name: differences[name].distance)
+    if why := differences[best].why:
         fixes = {"model.num_mtp": "leave MTP modules out with --no-mtp"}
         fix = f"the nearest of {', '.join(candidates)} is {best}"
-        raise ConversionError(*(Problem(path, why, fixes.get(path, fix)) for path, why in differences[best].items()))
+        raise ConversionError(*(Problem(path, said, fixes.get(path, fix)) for path, said in why.items()))
     return best
 
 
-def _are_fields(differences: Mapping[str, str]) -> bool:
-    return all(path.startswith("model.") for path in differences)
+class _Differences(NamedTuple):
+    """Why a family cannot express a model, by key, and in how many keys the two differ: the nearest has the fewest."""
+
+    why: dict[str, str]
+    distance: float
 
 
 def _same_kind(model: ModelConfig, base: ModelConfig) -> bool:
@@ -254,21 +257,28 @@ def _same_kind(model: ModelConfig, base: ModelConfig) -> bool:
     return model.attention.kind == base.attention.kind and (latent or (model.moe is None) == (base.moe is None))
 
 
-def differences_of(model: ModelConfig, family: HfFamily) -> dict[str, str]:
+def differences_of(model: ModelConfig, family: HfFamily) -> _Differences:
     """Fields of the model that would be read back from the family with another value, and why."""
     try:
         written = _write(model, family)
     except AttributeError as error:
-        return {"model": f"{family.model_type} cannot express this: {error}"}
+        return _Differences({"model": f"{family.model_type} cannot express this: {error}"}, math.inf)
     values, problems = _values(written, family)
-    if problems:
-        return {problem.path: problem.message for problem in problems}
-    before, after = (dict(leaves(canonical_model(m))) for m in (model, _model(family, values)))
-    return {
+    why = {problem.path: problem.message for problem in problems}
+    try:
+        found = _model(family, values)
+    except ConversionError:
+        # Without the values that it cannot express it is no model: as far away as a family can be.
+        if not problems:
+            raise
+        return _Differences(why, math.inf)
+    before, after = (dict(leaves(canonical_model(m))) for m in (model, found))
+    fields = {
         f"model.{path}": f"{family.model_type} cannot express {before.get(path)!r}; it would become {after.get(path)!r}"
         for path in sorted({*before, *after})
         if before.get(path) != after.get(path)
     }
+    return _Differences(why or fields, len(why) + len(fields))
 
 
 def write_config(model: ModelConfig, model_type: str, context: int, dtype: str) -> Values:
