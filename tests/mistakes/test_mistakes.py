@@ -41,7 +41,12 @@ def test_no_answer_is_a_traceback_or_a_success() -> None:
 def test_ctrl_c_before_anything_has_happened(tmp_path: Path) -> None:
     """However early it comes after the start of Python: one line, 130, and no traceback."""
     command = [sys.executable, "-m", "moefold.cli.main", "plan", "deepseek_v3", "--gpus", "2048"]
-    started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Shells let jobs in the background ignore SIGINT, and children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     for _ in range(600):
         with open(f"/proc/{started.pid}/maps") as maps:
             if "yaml" in maps.read():
