@@ -21,7 +21,11 @@ def test_the_readme_has_no_link_that_an_index_cannot_follow() -> None:
     assert not re.findall(r"\]\((?!https?://)[^)]*\)|<img|!\[", text)
 
 
-def test_the_picture_of_the_readme_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_of_the_readme_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Wide enough: the command cuts what a narrow terminal cannot show.
+    monkeypatch.setenv("COLUMNS", "120")
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
     (at,) = [number for number, line in enumerate(lines) if line.startswith("    $ moefold schedule ")]
     assert main(lines[at].split()[2:]) == 0
