@@ -131,14 +131,14 @@ def assert_poisons_leave_no_trace(run: RunConfig, poisons: list[Poison], good: i
         lab = Laboratory(rank, context.local_model.model)
         run_schedule, number, at_start = moefold.pipeline.step.run_schedule, [0], [""]
 
-        def watched(local_model: LocalModel, batches: Any, told: Any) -> Any:
+        def watched(local_model: LocalModel, batches: Any, *told: Any) -> Any:
             step = number[0] - good
             now = digest(context) if step >= 0 else ""
             if step > 0:
                 assert (now == at_start[0]) == (step % 2 == 1), f"{poisons[(step - 1) // 2]}, step {number[0]}"
             number[0], at_start[0] = number[0] + 1, now
             lab.due = poisons[step // 2] if step >= 0 and step % 2 == 0 else None
-            return lab.after_backward(run_schedule(local_model, batches, told))
+            return lab.after_backward(run_schedule(local_model, batches, *told))
 
         moefold.pipeline.step.run_schedule = watched
 
