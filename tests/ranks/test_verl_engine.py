@@ -34,6 +34,8 @@ LAYOUTS: list[tuple[int, dict[str, object]]] = [
     (1, {}),
     (2, {"parallel.ep": 2}),
     (4, {"parallel.pp": 2, "parallel.tp": 2, "parallel.ep": 2}),
+    (4, {"parallel.pp": 2, "parallel.cp": 2, "parallel.ep": 2}),
+    (4, {"parallel.tp": 2, "parallel.cp": 2, "parallel.ep": 4}),
 ]
 LENGTHS = ((3, 5), (2, 4), (4, 6), (2, 7))
 

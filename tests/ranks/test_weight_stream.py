@@ -43,9 +43,11 @@ from moefold.rl.weight_transport import GroupChannel, SharedChannel, receive_wei
 
 BUCKET = 64 << 10
 PP_TP_EP = {"parallel.pp": 2, "parallel.tp": 2, "parallel.ep": 2}
+PP_CP_EP = {"parallel.pp": 2, "parallel.cp": 2, "parallel.ep": 2}
 LAYOUTS: list[dict[str, object]] = [
     PP_TP_EP,
-    {"parallel.pp": 2, "parallel.cp": 2, "parallel.ep": 2},
+    PP_CP_EP,
+    {"parallel.tp": 2, "parallel.cp": 2},
     {"parallel.pp": 2, "parallel.vpp": 2, "parallel.schedule": "interleaved", "model.tied_embeddings": True},
     {"parallel.pp": 2, "parallel.tp": 2, "parallel.etp": 2, "parallel.sharding": "flat"},
     {"parallel.pp": 2, "parallel.dp_replicate": 2, "parallel.ep": 2},
@@ -83,7 +85,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("layout", slow_except(LAYOUTS, PP_TP_EP, LAYOUTS[3]), ids=str)
+@pytest.mark.parametrize("layout", slow_except(LAYOUTS, PP_TP_EP, PP_CP_EP, LAYOUTS[2], LAYOUTS[4]), ids=str)
 def test_every_layout_streams_the_exported_bits_in_two_buckets(layout: dict[str, object], tmp_path: Path) -> None:
     run = load_run("qwen3_30b_a3b_proxy", layout)
     alone = {key: 1 if type(value) is int else value for key, value in layout.items() if key != "parallel.schedule"}

@@ -5,9 +5,12 @@ functions get the log-probs of a microbatch as they would from any engine; what 
 step. verl multiplies a loss by the data-parallel size, because other engines average gradients; here gradients are
 sums, so it is divided by it again. Recorded experts (`routed_experts`) are replayed.
 
-Not supported, and refused: context parallelism (a loss of verl's reads whole sequences), and entropies in training,
-which have no gradient here. There are no adapters, multimodal inputs or deltas of shards. Written for verl 0.9:
-`tests/ranks/test_verl_engine.py` calls every method.
+A loss of verl's reads whole sequences. With context parallelism a rank has some of their tokens, so log-probs are
+summed over cp into whole rows, every cp rank computes the whole loss, and the gradient reaches each log-prob on the
+rank that it is from.
+
+Not supported, and refused: entropies in training, which have no gradient here. There are no adapters, multimodal inputs
+or deltas of shards. Written for verl 0.9: `tests/ranks/test_verl_engine.py` calls every method.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 from moefold.checkpoint.hf.hf_config import run_for
 from moefold.checkpoint.hf.hf_directory import HfDirectory
 from moefold.checkpoint.load import latest
-from moefold.comm.collectives import all_reduce_ints
+from moefold.comm.collectives import all_reduce_ints, all_reduce_no_grad
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
-from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.errors import MoefoldError
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import TokenObjective
 from moefold.optim.lr_schedule import lr_at
@@ -84,8 +87,6 @@ class MoefoldEngine(BaseEngine):
         source = HfDirectory(path)
         source.close()
         run = override(run_for(source.config, "verl"), self._optimizer_keys() | self.engine_config.overrides)
-        if run.parallel.cp > 1:
-            raise ConfigError(Problem("parallel.cp", "verl's losses read whole sequences on a rank", "set it to 1"))
         device = self.engine_config.overrides.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = self.engine_config.max_token_len_per_gpu or self.engine_config.infer_max_token_len_per_gpu
         self.engine = Engine(run, device=str(device), max_tokens=longest)
@@ -134,10 +135,10 @@ class MoefoldEngine(BaseEngine):
         return self.engine.groups["dp"].handle
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """One of the ranks that share rollouts: the first tp rank of the pipeline rank that has the loss."""
+        """One of the ranks that share rollouts: the first of tp and cp of the pipeline rank that has the loss."""
         groups, parallel = self.engine.groups, self.run.parallel
         last = 0 if schedule_named(parallel.schedule).placement == "v" else groups["pp"].size - 1
-        return groups["tp"].index == 0 and groups["pp"].index == last
+        return groups["tp"].index == 0 and groups["cp"].index == 0 and groups["pp"].index == last
 
     # ---- modes and memory ----
 
@@ -211,7 +212,9 @@ class MoefoldEngine(BaseEngine):
             loss: TokenLoss = nothing
             if loss_function is not None:
                 loss = self._loss(cut[number], loss_function, lambda found: results.update({number: found}))
-            return TokenObjective(loss, {}, _temperature(cut[number]), wants_entropies)
+            # Cut like the tokens, it says which of them a context-parallel rank has.
+            inputs = {"place": torch.arange(_size(members))}
+            return TokenObjective(loss, inputs, _temperature(cut[number]), wants_entropies)
 
         batches = self.engine.batches(microbatches, objective, StepCounts(1, sum(map(_size, microbatches)), 1))
         found: dict[int, DecoderOutput] = {}
@@ -221,14 +224,18 @@ class MoefoldEngine(BaseEngine):
             evaluate(local_model, batches, collect)
         else:
             self._computed = compute_gradients(local_model, optimizer, batches, on_output=collect)
-        if not self.is_mp_src_rank_with_outputs():
-            return {}
         outputs = []
+        # All ranks gather tokens, those without outputs too.
         for number, each in enumerate(cut):
             loss, metrics = results.get(number, (1.0, {}))
-            values = {"log_probs": found[number].logprob_S, "entropy": found[number].entropy_S}
-            nested = {name: _jagged(value, each) for name, value in values.items() if value is not None}
+            output = found.get(number, DecoderOutput())
+            values = {"log_probs": output.logprob_S} | ({"entropy": output.entropy_S} if wants_entropies else {})
+            nested = {
+                name: _jagged(self.engine.whole_tokens(batches[number], value), each) for name, value in values.items()
+            }
             outputs.append({"model_output": detach_tree(nested), "loss": loss, "metrics": metrics})
+        if not self.is_mp_src_rank_with_outputs():
+            return {}
         result: dict[str, object] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         return result
 
@@ -242,7 +249,7 @@ class MoefoldEngine(BaseEngine):
         self, microbatch: TensorDict, loss_function: LossFunction, seen: Callable[[tuple[float, Metrics]], None]
     ) -> TokenLoss:
         def loss(logprob_S: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-            output = {"log_probs": _jagged(logprob_S, microbatch)}
+            output = {"log_probs": _jagged(self._whole(logprob_S, inputs["place"], microbatch), microbatch)}
             value, metrics = loss_function(
                 model_output=output, data=microbatch, dp_group=self.get_data_parallel_group()
             )
@@ -250,6 +257,14 @@ class MoefoldEngine(BaseEngine):
             return value / self.get_data_parallel_size()
 
         return loss
+
+    def _whole(self, logprob_S: Tensor, place_S: Tensor, microbatch: TensorDict) -> Tensor:
+        """Log-probs of the microbatch; those of other context-parallel ranks are numbers without a gradient."""
+        cp = self.engine.groups["cp"]
+        if cp.size == 1:
+            return logprob_S
+        own_T = logprob_S.new_zeros(microbatch["input_ids"].values().shape[0]).index_copy(0, place_S, logprob_S)
+        return own_T + (all_reduce_no_grad(own_T.detach(), cp) - own_T.detach())
 
     # ---- weights and checkpoints ----
 
