@@ -8,7 +8,9 @@ import pytest
 
 from benchmarks.concept_figures import figures
 from benchmarks.reference_pages import FOLDER, _unit, pages
+from moefold import load_run
 from moefold.cli.main import VERBS
+from moefold.schedule.names import schedule_named
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,19 @@ def test_keys_that_other_frameworks_flags_became_exist(written: dict[str, str]) 
     for _, ours, note in rows:
         for key in re.findall(r"`([a-z]+\.[a-z_0-9.]+)`", ours + note):
             assert f"`{key}`" in written["config.md"], key
+
+
+def test_values_that_other_frameworks_flags_became_are_accepted() -> None:
+    text = (FOLDER.parent / "coming-from.md").read_text("utf-8")
+    said = sorted(set(re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+): ([a-z_0-9]+)`", text)))
+    assert len(said) > 30
+    latent = load_run("deepseek_v3_proxy", {"model.moe.capacity.factor": 1.0})
+    grouped = load_run("mixtral_8x7b_proxy", {"model.moe.capacity.factor": 1.0})
+    for key, value in said:
+        start = latent if value == "mla" else grouped
+        load_run(start, {key: {"true": True}.get(value, value)})
+        if key == "parallel.schedule":
+            schedule_named(value)
 
 
 def test_quoted_messages_are_in_the_source() -> None:
