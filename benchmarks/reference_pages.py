@@ -31,25 +31,33 @@ from moefold.tables import markdown_table
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 WRITTEN = "<!-- Written by `python -m benchmarks.reference_pages`; a test holds that this page is what it writes. -->"
 EXAMPLES = ("deepseek_v3", "qwen3_30b_a3b", "gpt_oss_120b", "mixtral_8x7b", "olmoe_1b_7b", "debug_small")
-# The unit of a key by the end of its name; the longest that fits counts.
+# The unit of a key by the end of its dotted path: whole names, or what follows a `_`. The longest that fits counts.
 UNITS = {
     "seq_len": "tokens",
-    "global_batch": "sequences per step",
+    "data.global_batch": "sequences per step",
     "micro_batch": "sequences",
     "steps": "steps",
     "_every": "steps",
+    "saving.every": "steps",
     "moe_every": "layers",
+    "window_every": "layers",
+    "nope_every": "layers",
+    "full_attention_every": "layers",
+    "decay": "steps",
     "prefetch": "steps",
     "warmup": "steps",
     "_seconds": "seconds",
     "timeout": "seconds",
     "minutes": "minutes",
     "_bytes": "bytes",
-    "_mb": "MB",
-    "_gb": "GB",
+    "_mb": "MiB",
+    "_gib": "GiB",
+    "_us": "microseconds",
+    "_gb_s": "1e9 bytes per second",
     "vocab_size": "tokens",
     "_dim": "elements",
     "dim": "elements",
+    "mscale_all_dim": "",
     "num_layers": "layers",
     "num_dense_layers": "layers",
     "num_experts": "experts",
@@ -62,7 +70,6 @@ UNITS = {
     "ep": "ranks",
     "etp": "ranks",
     "vpp": "stages per rank",
-    "lr": "per step",
     "window": "tokens",
 }
 
@@ -146,7 +153,7 @@ def _section(path: str, section: type, found: list[object]) -> list[str]:
                 f"`{key.partition(' ')[0]}`" if " (" not in key else f"`{key.partition(' ')[0]}.{field.name}`",
                 f"`{_type(hints[field.name])}`",
                 _default(field),
-                _unit(field.name),
+                _unit(key),
                 _example(field, values),
                 _cell(comments.get(field.name, "")),
             )
@@ -187,8 +194,8 @@ def _default(field: dataclasses.Field[object]) -> str:
     return "required"
 
 
-def _unit(name: str) -> str:
-    fitting = [end for end in UNITS if name == end or (end.startswith("_") and name.endswith(end))]
+def _unit(key: str) -> str:
+    fitting = [end for end in UNITS if f".{key}".endswith(end if end.startswith("_") else f".{end}")]
     return UNITS[max(fitting, key=len)] if fitting else ""
 
 

@@ -162,6 +162,7 @@ PUBLISHED: dict[str, Config] = {
         "tie_word_embeddings": True,
         "hidden_act": "silu",
     },
+    # The instruct model's; the base model's says rope_scaling factor 8, high_freq_factor 4, and 262144 positions.
     "Llama-4-Scout": {
         "model_type": "llama4_text",
         "vocab_size": 202048,

@@ -32,7 +32,12 @@ def test_every_verb_and_the_keys_of_a_launch_are_there(written: dict[str, str]) 
 
 
 def test_units_go_by_the_end_of_a_name() -> None:
-    assert (_unit("save_every"), _unit("moe_every"), _unit("dim"), _unit("kind")) == ("steps", "layers", "elements", "")
+    steps = ("train.validate_every", "train.saving.every", "optim.lr_schedule.decay")
+    layers = ("model.moe_every", "model.attention.window_every", "model.linear_attention.full_attention_every")
+    assert {*map(_unit, steps)} == {"steps"} and {*map(_unit, layers)} == {"layers"}
+    assert (_unit("model.dim"), _unit("data.global_batch")) == ("elements", "sequences per step")
+    for key in ("model.attention.kind", "model.moe.balance.global_batch", "model.rope.yarn.mscale_all_dim", "optim.lr"):
+        assert _unit(key) == "", key
 
 
 def test_keys_that_other_frameworks_flags_became_exist(written: dict[str, str]) -> None:

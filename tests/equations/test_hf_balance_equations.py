@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.published_models import PUBLISHED, small
@@ -12,10 +14,11 @@ pytest.importorskip("transformers")
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from moefold.checkpoint.hf.hf_config import read_config, run_for
-from moefold.config.moe import MoEConfig
+from moefold.config.moe import BalanceConfig, MoEConfig
 from moefold.moe.router import Router
 from moefold.nn.batch import whole_batch
 from moefold.nn.parallel_interfaces import LocalTokens
+from moefold.recipes.catalog import RECIPES
 
 DIM, EXPERTS, TOP_K, LENGTHS = 6, 8, 3, (7, 12, 1)
 MIXTRAL = {
@@ -109,6 +112,31 @@ def test_deepseeks_loss_per_sequence_is_ours() -> None:
     torch.testing.assert_close(our_loss(moe, weight, x), 0.003 * expected, rtol=1e-12, atol=0)
     whole = imported(DEEPSEEK | {"seq_aux": False})
     assert whole.balance.microbatch == 0.003 and whole.balance.sequence == 0.0
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_olmoes_recipe_has_the_losses_of_its_trainer(layers: int) -> None:
+    """megablocks: 0.01 E / (L T K) times the sum over layers of counts times mean scores; its branch for OLMoE divides
+    the z loss, 0.001 times the sum of squared log-sum-exps, by L T K as well."""
+    moe = RECIPES["olmoe_1b_7b"]().model.moe
+    assert moe is not None
+    # The recipe's coefficients are of 16 layers and top 8.
+    fewer, narrower = 16 / layers, 8 / TOP_K
+    balance = BalanceConfig(microbatch=moe.balance.microbatch * fewer, z=moe.balance.z * fewer * narrower)
+    moe = replace(moe, num_experts=EXPERTS, top_k=TOP_K, balance=balance)
+    made, tokens = [layer(seed) for seed in range(layers)], sum(LENGTHS)
+    expected = torch.zeros((), dtype=torch.float64)
+    for weight, x in made:
+        logits = x @ weight.T
+        scores = logits.softmax(-1)
+        counts = torch.zeros(EXPERTS, dtype=torch.float64)
+        for token in scores:
+            counts[token.topk(TOP_K).indices] += 1
+        divisor = layers * tokens * TOP_K
+        expected = expected + 0.01 * EXPERTS / divisor * (counts @ scores.mean(0))
+        expected = expected + 0.001 * logits.exp().sum(-1).log().square().sum() / divisor
+    ours = sum((our_loss(moe, weight, x) for weight, x in made), torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=0)
 
 
 def test_what_is_not_followed_is_noted() -> None:

@@ -153,7 +153,7 @@ def test_a_layout_starts_with_parts_of_the_same_numbers() -> None:
         assert shape[0] == LATENT.num_experts // 2
 
 
-# DeepSeek: the papers of V2 and V3, section on hyper-parameters. OLMoE: the paper's table of hyper-parameters. The
+# DeepSeek: the papers of V2 and V3, section on hyper-parameters. OLMoE: its published training configuration. The
 # others: initializer_range of the published config.json.
 PUBLISHED = {"deepseek": 0.006, "kimi": 0.02, "qwen3": 0.02, "mixtral": 0.02, "olmoe": 0.02, "gpt_oss": 0.02}
 

@@ -50,7 +50,8 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Coefficients of the balance losses; 0 switches one off. All of them count the plain top-k of the scores."""
+    """Coefficients of the balance losses, which are added up over layers; 0 switches one off. All of them count the
+    plain top-k of the scores."""
 
     __pydantic_config__: ClassVar = STRICT
 

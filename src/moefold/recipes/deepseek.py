@@ -16,19 +16,19 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import TrainConfig
 
-# "All learnable parameters are randomly initialized with a standard deviation of 0.006": DeepSeek's sentence, as others
-# quote it; the papers of V2 and V3 were not looked up.
+# Of all parameters: sections 3.1.2 of V2's report and 4.2 of V3's. The config.json of both say 0.02.
 INIT_STD = 0.006
 
 
-# V2-Lite's model card: warmup over 2,000 steps, times 0.316 after 80 % of the tokens and again after 90 %.
+# V2's report, appendix B: V2-Lite has 2,000 steps of warmup, times 0.316 after 80 % of the tokens and again after 90 %.
 _V2_LITE_LR = LRScheduleConfig(
     kind="phases",
     warmup=2000,
     phases=(LRPhaseConfig(0.8, 1.0), LRPhaseConfig(0.1, 0.316), LRPhaseConfig(0.1, 0.316**2)),
 )
 # V3's report, section 4.2: 2.2e-4 up to 10T tokens, a cosine to 2.2e-5 over 4.3T, 333B there and 167B at 7.3e-6. Its
-# batch grows from 3,072 to 15,360 sequences in the first 469B tokens; here it is constant.
+# batch grows from 3,072 to 15,360 sequences in the first 469B tokens; here it is constant. In the last 500B tokens the
+# loss-free bias is not updated, and after 10T the weight of MTP falls from 0.3 to 0.1; here both stay.
 _V3_LR = LRScheduleConfig(
     kind="phases",
     warmup=2000,
@@ -206,7 +206,8 @@ def _v3_rope(*, original_context: int) -> RopeConfig:
 
 # ---- Kimi-K2: V3 with half the heads, 1.5 times the experts, one dense layer, no expert groups ----
 
-# Not looked up: the default of the other families.
+# initializer_range of its config.json; the report gives none. Nor does it give a coefficient for the balance loss: V3's
+# is taken, and config.json has DeepSeek's default, 0.001.
 _KIMI_INIT_STD = 0.02
 
 

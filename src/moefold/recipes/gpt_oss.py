@@ -110,6 +110,7 @@ def _gpt_oss(
             top_k=4,
             expert_hidden_dim=expert_hidden_dim,
             router=RouterConfig(score_when="after_topk", logit_bias=True),
+            # Not published: the coefficient of Megatron's example. config.json says 0.9, in transformers' units.
             balance=BalanceConfig(microbatch=1e-3),
             activation="clamped_swiglu",
             expert_mlp_bias=True,

@@ -91,7 +91,9 @@ def _mixtral(*, vocab: int, dim: int, layers: int, attention: GQAConfig, expert_
             top_k=2,
             expert_hidden_dim=expert_hidden_dim,
             router=RouterConfig(score_when="after_topk"),
-            balance=BalanceConfig(microbatch=0.02),
+            # The coefficient of its training was not published: this is the one of Megatron's example. The value in
+            # config.json (0.02, and 0.001 for 8x22B) is in transformers' units: times top-k, divided by the layers.
+            balance=BalanceConfig(microbatch=0.01),
         ),
         norm_eps=1e-5,
         # The default initializer_range of transformers' config class.

@@ -1,6 +1,11 @@
 """OLMoE: 64 small experts, softmax probs that are not normalised, QK-norm over the whole projection.
 
-The schedule is that of its published configuration, with weight decay on matrices only: theirs also decays norms.
+Sizes, schedule and coefficients are those of its published configuration (allenai/OLMoE, OLMoE-1B-7B-0924.yml). Two
+things differ: theirs decays norms as well, and cuts its normal distribution off at three standard deviations.
+
+Its trainer divides balance losses otherwise than moefold, which adds up the losses of layers: megablocks takes the mean
+over layers, and the branch of it that trained OLMoE divides the z loss by top-k as well. The coefficients here are
+theirs in moefold's units.
 """
 
 from __future__ import annotations
@@ -50,9 +55,8 @@ def _olmoe(
             num_experts=experts,
             top_k=top_k,
             expert_hidden_dim=expert_hidden_dim,
-            balance=BalanceConfig(microbatch=0.01, z=1e-3),
+            balance=BalanceConfig(microbatch=0.01 / layers, z=1e-3 / (layers * top_k)),
         ),
         norm_eps=1e-5,
-        # The default initializer_range of transformers' config class.
         init_std=0.02,
     )

@@ -113,6 +113,7 @@ def _qwen3(
             top_k=top_k,
             expert_hidden_dim=expert_hidden_dim,
             router=RouterConfig(normalize=True),
+            # The report names the loss (of the global batch), config.json the coefficient.
             balance=BalanceConfig(global_batch=1e-3),
         ),
         # Every layer is an MoE layer; the published configuration has a dense hidden dim all the same.
