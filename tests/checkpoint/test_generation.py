@@ -9,13 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoint.hf_sources import loaded_by_transformers, saved_by_transformers
+from tests.hf_weights import randomize
 from tests.marks import slow_except
+from tests.published_models import hf_model, small, transformers_in_float64
 
 from moefold.checkpoint.trained_model import TrainedModel, open_trained
 from moefold.cli.main import main
 from moefold.config.moe import CapacityConfig
 from moefold.errors import DataError
-from moefold.model.generation import Sampling, choose, filtered_probs, generate, generate_reference, last_logits
+from moefold.model.generation import (
+    Sampling,
+    _CachedLogits,
+    choose,
+    filtered_probs,
+    generate,
+    generate_reference,
+    last_logits,
+)
 from moefold.model.scoring import perplexity, score, windows
 from moefold.nn.batch import whole_batch
 from moefold.recipes.catalog import RECIPES
@@ -23,12 +33,18 @@ from moefold.recipes.catalog import RECIPES
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[5, 17, 99, 4], [200, 3], [7], list(range(10, 31))]
+HYBRID = "Qwen3-Next-80B-A3B"
 # GQA with qk-norm, MLA with shared experts and a loss-free bias, sinks and windows.
 FAMILIES = ("qwen3_30b_a3b_proxy", "deepseek_v3_proxy", "gpt_oss_20b_proxy", "mixtral_8x7b_proxy")
 
 
 def saved(family: str, path: Path) -> torch.nn.Module:
-    return saved_by_transformers(RECIPES[family](), path / family)
+    if family in RECIPES:
+        return saved_by_transformers(RECIPES[family](), path / family)
+    model = hf_model(small(family)).float().eval()
+    randomize(model, seed=1)
+    model.save_pretrained(path / family)
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +65,6 @@ def test_cached_equals_full_forward_and_transformers(
     family: str, models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = opened(family, models, tmp_path_factory)
-    assert model.cache is not None
     cached = generate(model.decoder, model.cache, PROMPTS, 24, GREEDY)
     whole = generate_reference(model.decoder, PROMPTS, 24, GREEDY)
     assert [one.tokens for one in cached] == [one.tokens for one in whole]
@@ -65,14 +80,70 @@ def test_cached_equals_full_forward_and_transformers(
         )
 
 
-def test_logits_of_every_step_and_the_experts_are_those_of_the_full_forward(
+def test_a_hybrid_says_what_transformers_says(
     models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Recurrent states and inputs of convolutions in the place of keys, after prompts of 1 to 90 tokens; in float64,
+    because in float32 both are some 1e-4 from it."""
+    model = open_trained(opened(HYBRID, models, tmp_path_factory).path, CPU, "float64")
+    prompts = [[token % model.vocab_size for token in prompt] for prompt in (*PROMPTS, range(0, 630, 7))]
+    cached = generate(model.decoder, model.cache, prompts, 12, GREEDY)
+    whole = generate_reference(model.decoder, prompts, 12, GREEDY)
+    assert [one.tokens for one in cached] == [one.tokens for one in whole]
+    theirs = loaded_by_transformers(model.path).double()
+    with transformers_in_float64(theirs):
+        for prompt, one in zip(prompts, cached, strict=True):
+            ids = torch.tensor([prompt])
+            options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            found = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            assert found[0, len(prompt) :].tolist() == one.tokens
+
+
+def test_steps_after_prompts_of_a_hybrid_are_those_of_the_full_forward(
+    models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Prompts of several chunks, of one and of two tokens first, then token by token."""
+    model = open_trained(opened(HYBRID, models, tmp_path_factory).path, CPU, "float64")
+    assert model.run.model.linear_attention is not None
+    random = torch.Generator().manual_seed(1)
+    texts = [torch.randint(model.vocab_size, (size,), generator=random).tolist() for size in (150, 11, 12)]
+    prompts = [text[:-10] for text in texts]
+    logits = _CachedLogits(model.decoder, model.cache, prompts)
+    with torch.no_grad():
+        model.cache.begin(3, 150)
+        found = [logits.first()] + [logits.step([text[at] for text in texts]) for at in range(-10, 0)]
+        model.cache.begin(0, 0)
+        for back, each in zip(range(-10, 1), found, strict=True):
+            expected = last_logits(model.decoder, [text[: len(text) + back] for text in texts])
+            torch.testing.assert_close(each, expected, atol=1e-11, rtol=0)
+
+
+@pytest.mark.parametrize("lost", ["states", "conv_inputs"])
+def test_a_cache_that_loses_what_a_delta_net_keeps_is_noticed(
+    lost: str,
+    models: dict[str, TrainedModel],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = opened(HYBRID, models, tmp_path_factory)
+    prompts = [[token % model.vocab_size for token in prompt] for prompt in PROMPTS]
+    monkeypatch.setattr(model.cache, lost, _Forgetful())
+    cached = generate(model.decoder, model.cache, prompts, 12, GREEDY)
+    whole = generate_reference(model.decoder, prompts, 12, GREEDY)
+    assert [one.tokens for one in cached] != [one.tokens for one in whole]
+
+
+class _Forgetful(dict[int, torch.Tensor]):
+    def __setitem__(self, layer: int, kept: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3_proxy", HYBRID])
+def test_logits_of_every_step_and_the_experts_are_those_of_the_full_forward(
+    family: str, models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Token by token through the cache, in float64: the same logits, and in every layer the same experts."""
-    family = "deepseek_v3_proxy"
     path = opened(family, models, tmp_path_factory).path
     model = open_trained(path, CPU, "float64")
-    assert model.cache is not None
     text = torch.randint(model.vocab_size, (2, 19), generator=torch.Generator().manual_seed(0))
     seen: list[list[torch.Tensor]] = [[], []]
     into = seen[0]
@@ -105,7 +176,6 @@ def test_a_cache_that_forgets_a_key_is_noticed(
     models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = opened(FAMILIES[0], models, tmp_path_factory)
-    assert model.cache is not None
     from moefold.attention import kv_cache
 
     plain = kv_cache.attend_cached
@@ -122,7 +192,6 @@ def test_sampling_does_not_depend_on_the_batch_and_follows_the_seed(
     models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = opened(FAMILIES[0], models, tmp_path_factory)
-    assert model.cache is not None
     warm = Sampling(temperature=1.0, top_k=50, top_p=0.95, seed=3)
     together = generate(model.decoder, model.cache, [PROMPTS[0], PROMPTS[3]], 12, warm)
     alone = generate(model.decoder, model.cache, [PROMPTS[0]], 12, warm)
@@ -140,7 +209,6 @@ def test_a_stop_token_ends_one_sequence_and_not_the_others(
     models: dict[str, TrainedModel], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = opened(FAMILIES[0], models, tmp_path_factory)
-    assert model.cache is not None
     free = generate(model.decoder, model.cache, PROMPTS, 16, GREEDY)
     stop = next(token for token in free[0].tokens if all(token not in one.tokens for one in free[1:]))
     found = generate(model.decoder, model.cache, PROMPTS, 16, GREEDY, frozenset({stop}))
@@ -305,7 +373,6 @@ def test_tasks_of_the_harness(
 
     model, codec, folder = opened(FAMILIES[0], models, tmp_path_factory), ByteCodec(), tmp_path_factory.mktemp("tasks")
     monkeypatch.setenv("HF_HOME", str(folder / "home"))
-    assert model.cache is not None
     documents = [
         {"question": f"number {n} is", "choices": [" odd", " even", " nine"], "label": n % 3} for n in range(6)
     ]

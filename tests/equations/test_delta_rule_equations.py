@@ -19,6 +19,8 @@ from moefold.attention.gated_delta_rule import (
     chunks_of,
     gated_delta_rule,
     gated_delta_rule_reference,
+    gated_delta_rule_with_states,
+    gated_delta_step,
     recompute_in_backward,
 )
 from moefold.config.attention import GatedDeltaNetConfig
@@ -90,6 +92,25 @@ def test_chunks_equal_the_recurrence_in_values_and_gradients(lengths: tuple[int,
     grad = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for mine, theirs in zip(torch.autograd.grad(out, given, grad), torch.autograd.grad(reference, given, grad)):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("lengths", [(11,), (5, 2, 9, 4, 8), (3, 3), (16, 1)], ids=str)
+def test_a_state_and_one_more_token_equal_the_recurrence(lengths: tuple[int, ...], chunk: int) -> None:
+    """Documents without their last token leave a state, from which that token's output is computed alone."""
+    given = [x.detach() for x in inputs(lengths)]
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    before = torch.ones(sum(lengths), dtype=torch.bool)
+    before[ends] = False
+    out, states = gated_delta_rule_with_states(
+        *(x[before] for x in given), tuple(length - 1 for length in lengths), chunk
+    )
+    last, after = gated_delta_step(*(x[ends] for x in given), states)
+    expected = gated_delta_rule_reference(*given, lengths)
+    torch.testing.assert_close(out, expected[before], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(last, expected[ends], rtol=1e-11, atol=1e-12)
+    _, whole = gated_delta_rule_with_states(*given, lengths, chunk)
+    torch.testing.assert_close(after, whole, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [4, 64])

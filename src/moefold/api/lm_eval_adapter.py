@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from moefold.errors import DataError
-from moefold.model.generation import Sampling, generate, generate_reference
+from moefold.model.generation import Sampling, generate
 from moefold.model.scoring import score, windows
 from moefold.ops.engines import load_engine
 
@@ -128,10 +128,7 @@ def adapter(model: TrainedModel, codec: TextCodec, context: int) -> object:
             new = int(options.get("max_gen_toks", _MAX_NEW))
             prompt = (codec.encode(text) or [self.eot_token_id])[-max(context - new, 1) :]
             stop = codec.stop | model.stop
-            if model.cache is None:
-                (found,) = generate_reference(model.decoder, [prompt], new, sampling, stop)
-            else:
-                (found,) = generate(model.decoder, model.cache, [prompt], new, sampling, stop)
+            (found,) = generate(model.decoder, model.cache, [prompt], new, sampling, stop)
             said = codec.decode(found.tokens)
             return said[: min((at for word in words if (at := said.find(word)) >= 0), default=len(said))]
 

@@ -12,6 +12,9 @@ weights are: of each the query, the key, its value heads' values and their z; an
 tensor parallelism cuts both by key heads. The convolution's channels are all queries, all keys, all values; its small
 weight is whole on every rank, which reads the channels of its heads.
 
+Tokens meet in the convolution and in the rule, and nowhere else: a ``DeltaCore`` has both, so that generation can put
+one in their place that keeps states (`kv_cache.py`).
+
 What is saved for the backward pass: the inputs of the convolution, b and a, z, and the rule's output. Everything
 between them is made again (``recompute_in_backward``).
 """
@@ -19,6 +22,7 @@ between them is made again (``recompute_in_backward``).
 from __future__ import annotations
 
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +39,30 @@ from moefold.ops.backends import IN_TORCH, Kernels
 from moefold.ops.fp32_linear import upcast
 
 
+class DeltaCore(Protocol):
+    def convolve(self, x_SX: Tensor, taps_XY: Tensor, positions_S: Tensor, lengths: tuple[int, ...]) -> Tensor: ...
+
+    def rule(
+        self,
+        q_SJC: Tensor,
+        k_SJC: Tensor,
+        v_SHU: Tensor,
+        log_decay_SH: Tensor,
+        beta_SH: Tensor,
+        lengths: tuple[int, ...],
+        chunk_size: int,
+    ) -> Tensor: ...
+
+
+class WholeDocuments:
+    """The core of training: every document is here from its first token on."""
+
+    rule = staticmethod(gated_delta_rule)
+
+    def convolve(self, x_SX: Tensor, taps_XY: Tensor, positions_S: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        return causal_conv(x_SX, taps_XY, positions_S)
+
+
 class GatedDeltaNet(nn.Module):
     def __init__(
         self,
@@ -45,6 +73,7 @@ class GatedDeltaNet(nn.Module):
         matmul_policy: MatmulPolicy,
         kernels: Kernels = IN_TORCH,
         retain: Retention = KEEP_ALL,
+        core: DeltaCore | None = None,
     ) -> None:
         super().__init__()
         heads = config.num_value_heads
@@ -60,6 +89,7 @@ class GatedDeltaNet(nn.Module):
         self.shared = heads // config.num_key_heads
         self.tokens = tokens
         self.retain = retain
+        self.core = WholeDocuments() if core is None else core
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_SD = self.retain.received("attention_norm", self.tokens.gather(x_tD, batch))
@@ -102,15 +132,13 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         config, J = self.config, ba_SX.shape[-1] // (2 * self.shared)
         keys = J * config.key_dim
-        conv_SX = F.silu(causal_conv(mixed_SX, taps_XY, positions_S)).to(mixed_SX.dtype)
+        conv_SX = F.silu(self.core.convolve(mixed_SX, taps_XY, positions_S, lengths)).to(mixed_SX.dtype)
         q_SX, k_SX, v_SX = conv_SX.split((keys, keys, conv_SX.shape[-1] - 2 * keys), dim=-1)
         b_SJg, a_SJg = upcast(ba_SX).unflatten(-1, (J, 2 * self.shared)).chunk(2, dim=-1)
         log_decay_SH = -upcast(A_log_H).exp() * F.softplus(a_SJg.flatten(1) + upcast(dt_bias_H))
         q_SJC, k_SJC = (x_SX.unflatten(-1, (J, config.key_dim)) for x_SX in (q_SX, k_SX))
         v_SHU = v_SX.unflatten(-1, (-1, config.value_dim))
-        return gated_delta_rule(
-            q_SJC, k_SJC, v_SHU, log_decay_SH, b_SJg.flatten(1).sigmoid(), lengths, config.chunk_size
-        )
+        return self.core.rule(q_SJC, k_SJC, v_SHU, log_decay_SH, b_SJg.flatten(1).sigmoid(), lengths, config.chunk_size)
 
     def _gate(self, seen_SHU: Tensor, z_SHU: Tensor, weight_U: Tensor) -> Tensor:
         normed_SHU = self.norm.norm(seen_SHU, weight_U, self.norm.eps)

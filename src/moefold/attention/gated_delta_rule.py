@@ -18,6 +18,9 @@ The system is linear in S, so it is solved for all chunks at once, for values an
 carries the state. Documents do not see each other: each starts with an empty state at the beginning of a chunk, and the
 scan takes chunk i of all documents together. So it has as many steps as the longest document has chunks.
 
+For generation ``gated_delta_rule_with_states`` also returns each document's last state, and ``gated_delta_step`` is the
+recurrence for one more token of each.
+
 Everything is computed in at least float32.
 """
 
@@ -71,6 +74,52 @@ def gated_delta_rule(
     if not v_SHU.shape[0]:
         return v_SHU
     chunks = chunks_of(lengths, chunk_size, v_SHU.device)
+    return _chunked(q_SJC, k_SJC, v_SHU, log_decay_SH, beta_SH, chunks, None)
+
+
+def gated_delta_rule_with_states(
+    q_SJC: Tensor,
+    k_SJC: Tensor,
+    v_SHU: Tensor,
+    log_decay_SH: Tensor,
+    beta_SH: Tensor,
+    lengths: tuple[int, ...],
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The same, and the state [B, H, C, U] after the last token of each of the B documents."""
+    states: list[Tensor] = []
+    chunks = chunks_of(lengths, chunk_size, v_SHU.device)
+    out_SHU = _chunked(q_SJC, k_SJC, v_SHU, log_decay_SH, beta_SH, chunks, states)
+    # The longest document ended last.
+    state_BHCU = torch.cat(states[::-1]).flatten(1, 2)
+    by_number = torch.tensor(chunks.documents, device=v_SHU.device)
+    zeros = state_BHCU.new_zeros(len(lengths), *state_BHCU.shape[1:])
+    return out_SHU, zeros.index_copy(0, by_number, state_BHCU)
+
+
+def gated_delta_step(
+    q_BJC: Tensor, k_BJC: Tensor, v_BHU: Tensor, log_decay_BH: Tensor, beta_BH: Tensor, state_BHCU: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each document after the state that it has: its output, and the new state."""
+    shared = v_BHU.shape[1] // q_BJC.shape[1]
+    q_BHC, k_BHC = (_unit(x_BJC).repeat_interleave(shared, 1) for x_BJC in (q_BJC, k_BJC))
+    faded_BHCU = log_decay_BH.exp()[..., None, None] * state_BHCU
+    known_BHU = torch.einsum("bhcu,bhc->bhu", faded_BHCU, k_BHC)
+    delta_BHU = beta_BH[..., None] * (upcast(v_BHU) - known_BHU)
+    state_BHCU = faded_BHCU + k_BHC[..., None] * delta_BHU[..., None, :]
+    out_BHU = torch.einsum("bhcu,bhc->bhu", state_BHCU, q_BHC * q_BHC.shape[-1] ** -0.5)
+    return out_BHU.to(v_BHU.dtype), state_BHCU
+
+
+def _chunked(
+    q_SJC: Tensor,
+    k_SJC: Tensor,
+    v_SHU: Tensor,
+    log_decay_SH: Tensor,
+    beta_SH: Tensor,
+    chunks: Chunks,
+    states: list[Tensor] | None,
+) -> Tensor:
     q_BJnC, k_BJnC = (_in_chunks(_unit(x_SJC), chunks) for x_SJC in (q_SJC, k_SJC))
     by_key_head = (q_SJC.shape[1], -1)
     v_BJgnU = _in_chunks(upcast(v_SHU), chunks).unflatten(1, by_key_head)
@@ -80,13 +129,21 @@ def gated_delta_rule(
         _in_chunks(x_SH, chunks).unflatten(1, by_key_head).masked_fill(empty_Bn, 0.0)
         for x_SH in (beta_SH, log_decay_SH)
     )
-    out_BJgnU = _all_chunks(q_BJnC * q_BJnC.shape[-1] ** -0.5, k_BJnC, v_BJgnU, log_decay_BJgn, beta_BJgn, chunks.steps)
+    q_BJnC = q_BJnC * q_BJnC.shape[-1] ** -0.5
+    out_BJgnU = _all_chunks(q_BJnC, k_BJnC, v_BJgnU, log_decay_BJgn, beta_BJgn, chunks.steps, states)
     return out_BJgnU.flatten(1, 2).transpose(1, 2).flatten(0, 1)[chunks.slot_S].to(v_SHU.dtype)
 
 
 def _all_chunks(
-    q_BJnC: Tensor, k_BJnC: Tensor, v_BJgnU: Tensor, log_decay_BJgn: Tensor, beta_BJgn: Tensor, steps: tuple[int, ...]
+    q_BJnC: Tensor,
+    k_BJnC: Tensor,
+    v_BJgnU: Tensor,
+    log_decay_BJgn: Tensor,
+    beta_BJgn: Tensor,
+    steps: tuple[int, ...],
+    states: list[Tensor] | None,
 ) -> Tensor:
+    """``states``, if given, gets those of documents when they end; training needs none of them."""
     total_BJgn = log_decay_BJgn.cumsum(-1)
     last_BJg1 = total_BJgn[..., -1:]
     n = total_BJgn.shape[-1]
@@ -114,27 +171,33 @@ def _all_chunks(
         inside = scores_BJgnm[here] @ delta
         outs.append(inside if out is None else out + inside)
         on = steps[step + 1] if step + 1 < len(steps) else 0
-        written_QJgCU = k_BJgCn[first : first + on] @ delta[:on]
+        wanted = on if states is None else documents
+        written_QJgCU = k_BJgCn[first : first + wanted] @ delta[:wanted]
         if state is not None:
-            written_QJgCU = written_QJgCU + state[:on] * keep_BJg11[first : first + on]
-        state = written_QJgCU
+            written_QJgCU = written_QJgCU + state[:wanted] * keep_BJg11[first : first + wanted]
+        if states is not None:
+            states.append(written_QJgCU[on:])
+        state = written_QJgCU[:on]
         first += documents
     return torch.cat(outs)
 
 
 class Chunks(NamedTuple):
     """Where the tokens of all documents lie in chunks: first the first chunk of every document, the longest document
-    first, then the second chunk of those that have one, and so on. ``steps``: how many documents have an i-th chunk."""
+    first, then the second chunk of those that have one, and so on. ``steps``: how many documents have an i-th chunk.
+    ``documents``: their numbers in this order."""
 
     token_Bn: Tensor
     real_Bn: Tensor
     slot_S: Tensor
     steps: tuple[int, ...]
+    documents: tuple[int, ...]
 
 
 def chunks_of(lengths: tuple[int, ...], size: int, device: torch.device) -> Chunks:
     starts = (0, *accumulate(lengths))
     longest_first = sorted((number for number, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
+    documents = tuple(longest_first)
     steps, firsts, counts = [], [], []
     done = 0
     while longest_first:
@@ -151,9 +214,8 @@ def chunks_of(lengths: tuple[int, ...], size: int, device: torch.device) -> Chun
     inside_n = torch.arange(size, device=device)
     token_Bn = torch.tensor(firsts, device=device)[:, None] + inside_n
     real_Bn = inside_n < torch.tensor(counts, device=device)[:, None]
-    return Chunks(
-        token_Bn.clamp(max=starts[-1] - 1), real_Bn, shift_S + torch.arange(starts[-1], device=device), tuple(steps)
-    )
+    slot_S = shift_S + torch.arange(starts[-1], device=device)
+    return Chunks(token_Bn.clamp(max=starts[-1] - 1), real_Bn, slot_S, tuple(steps), documents)
 
 
 def _in_chunks(x_SX: Tensor, chunks: Chunks) -> Tensor:
@@ -176,6 +238,19 @@ def causal_conv(x_SX: Tensor, weight_XY: Tensor, positions_S: Tensor) -> Tensor:
         earlier = F.pad(wide, (0, 0, back, 0))[: len(wide)]
         out = out + earlier.masked_fill((positions_S < back)[:, None], 0.0) * taps[:, -1 - back]
     return out
+
+
+def conv_step(rows_BYX: Tensor, weight_XY: Tensor) -> Tensor:
+    """[B, X]: the same for one token of each document, given the last Y inputs of it."""
+    return (upcast(rows_BYX) * upcast(weight_XY).T).sum(1)
+
+
+def last_inputs(x_SX: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
+    """[B, count, X]: the last rows of each document, zeros before its first."""
+    lengths_B = torch.tensor(lengths, device=x_SX.device)
+    back_Y = torch.arange(-count, 0, device=x_SX.device)
+    row_BY = lengths_B.cumsum(0)[:, None] + back_Y
+    return x_SX[row_BY.clamp(min=0)].masked_fill((lengths_B[:, None] + back_Y < 0)[..., None], 0.0)
 
 
 def recompute_in_backward(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Keys and values of the tokens so far, so that a generated token costs one row of each matmul and not the whole text.
+"""What attention keeps of the tokens so far, so that a generated token costs one row of each matmul and not the text's.
 
 Attention is the only place where tokens meet, so the cache is an attention core (`core.py`): a block is built with a
 ``CachedCore`` and computes everything else as always. Keys enter the cache as attention gets them, normed and rotated;
-MLA's are those of every head, which are larger than its latents. The full forward is the reference: with no sequences
-begun, the same core is the plain one.
+MLA's are those of every head, which are larger than its latents. A gated delta net has no keys to keep: a
+``CachedDeltaCore`` keeps the state of its rule, [C, U] per head, and the last inputs of its convolution, both of the
+same size whatever the length. The full forward is the reference: with no sequences begun, the cores are the plain ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ import torch
 from torch import Tensor
 
 from moefold.attention.core import AttentionCore
+from moefold.attention.gated_delta_rule import (
+    causal_conv,
+    conv_step,
+    gated_delta_rule,
+    gated_delta_rule_with_states,
+    gated_delta_step,
+    last_inputs,
+)
 from moefold.nn.batch import Batch
 from moefold.ops.fp32_linear import upcast
 
@@ -27,11 +36,15 @@ class KVCache:
         # Positions that are in use by the longest sequence; the loop knows it without asking the device.
         self.used = 0
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        # Of layers with linear attention: [B, Y - 1, X] inputs of the convolution, and the rule's states [B, H, C, U].
+        self.conv_inputs: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {}
 
     def begin(self, num_sequences: int, room: int) -> None:
         """Forget what there was; no sequence will be longer than ``room``. With 0 sequences the cache is off."""
         self.num_sequences, self.room, self.used = num_sequences, room, 0
-        self._layers.clear()
+        for kept in (self._layers, self.conv_inputs, self.states):
+            kept.clear()
 
     def write(self, layer: int, k_SJC: Tensor, v_SJU: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Puts these tokens where they belong, and returns all keys and values of the layer: [B, X, J, C] and U."""
@@ -68,9 +81,53 @@ class CachedCore:
         if self.cache.num_sequences == 0:
             return whole(chunk=chunk)
         k_BXJC, v_BXJU = self.cache.write(self.layer, k_SJC, v_SJU, batch)
-        if any(length != 1 for length in batch.lengths):
+        if not _one_each(batch.lengths):
             return whole(chunk=chunk)
         return attend_cached(q_SHC, k_BXJC, v_BXJU, batch.positions_S, scale, window, sinks_H, chunk)
+
+
+class CachedDeltaCore:
+    """Of one gated delta net: prompts start without a state and leave theirs here, single tokens take it on."""
+
+    def __init__(self, cache: KVCache, layer: int) -> None:
+        self.cache = cache
+        self.layer = layer
+
+    def convolve(self, x_SX: Tensor, taps_XY: Tensor, positions_S: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        kept, before = self.cache.conv_inputs, taps_XY.shape[1] - 1
+        if self.cache.num_sequences == 0:
+            return causal_conv(x_SX, taps_XY, positions_S)
+        if not _one_each(lengths):
+            kept[self.layer] = last_inputs(x_SX, lengths, before)
+            return causal_conv(x_SX, taps_XY, positions_S)
+        first = x_SX.new_zeros(len(x_SX), before, x_SX.shape[1])
+        rows_BYX = torch.cat((kept.get(self.layer, first), x_SX[:, None]), dim=1)
+        kept[self.layer] = rows_BYX[:, 1:]
+        return conv_step(rows_BYX, taps_XY)
+
+    def rule(
+        self,
+        q_SJC: Tensor,
+        k_SJC: Tensor,
+        v_SHU: Tensor,
+        log_decay_SH: Tensor,
+        beta_SH: Tensor,
+        lengths: tuple[int, ...],
+        chunk_size: int,
+    ) -> Tensor:
+        tokens, kept = (q_SJC, k_SJC, v_SHU, log_decay_SH, beta_SH), self.cache.states
+        if self.cache.num_sequences == 0:
+            return gated_delta_rule(*tokens, lengths, chunk_size)
+        if not _one_each(lengths):
+            out_SHU, kept[self.layer] = gated_delta_rule_with_states(*tokens, lengths, chunk_size)
+            return out_SHU
+        first = log_decay_SH.new_zeros(*log_decay_SH.shape, k_SJC.shape[-1], v_SHU.shape[-1])
+        out_SHU, kept[self.layer] = gated_delta_step(*tokens, kept.get(self.layer, first))
+        return out_SHU
+
+
+def _one_each(lengths: tuple[int, ...]) -> bool:
+    return all(length == 1 for length in lengths)
 
 
 def attend_cached(

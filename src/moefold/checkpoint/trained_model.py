@@ -13,9 +13,7 @@ from typing import cast
 
 import torch
 
-from moefold.attention.gqa import GroupedQueryAttention
-from moefold.attention.kv_cache import CachedCore, KVCache
-from moefold.attention.mla import LatentAttention
+from moefold.attention.kv_cache import CachedCore, CachedDeltaCore, KVCache
 from moefold.checkpoint.hf.hf_config import run_for
 from moefold.checkpoint.hf.hf_conversion import TOKENIZER
 from moefold.checkpoint.hf.hf_directory import HfDirectory, weight_keys
@@ -42,8 +40,7 @@ class TrainedModel:
 
     run: RunConfig
     decoder: Decoder
-    # None for attention that cannot be cached.
-    cache: KVCache | None
+    cache: KVCache
     path: Path
     # Where its tokenizer is; None if nothing came with the weights.
     tokenizer: Path | None
@@ -105,23 +102,23 @@ def checkpoint_in(path: Path) -> Path:
     )
 
 
-def _build(run: RunConfig, device: torch.device) -> tuple[Decoder, KVCache | None]:
+def _build(run: RunConfig, device: torch.device) -> tuple[Decoder, KVCache]:
     cache, dtype = KVCache(), TORCH_FORMATS[run.precision.compute]
     # What suits this device, whatever the run was trained with.
     anywhere = replace(run, kernels=replace(run.kernels, experts="auto"))
     seams = local_interfaces(experts_in_use(anywhere, device.type))
-    seams = replace(seams, observe=lambda core, layer: CachedCore(core, cache, layer))
+    seams = replace(
+        seams,
+        observe=lambda core, layer: CachedCore(core, cache, layer),
+        delta_core=lambda layer: CachedDeltaCore(cache, layer),
+    )
     with torch.device("meta"):
         decoder = build_decoder(run.model, dtype, seams)
     set_param_dtype(decoder, dtype)
     # Its logits are in float32, and so are its weights, as in training.
     for router in decoder.routers().values():
         router.to(torch.promote_types(dtype, torch.float32))
-    decoder = decoder.to_empty(device=device).eval().requires_grad_(False)
-    cacheable = all(
-        isinstance(block.attention, (GroupedQueryAttention, LatentAttention)) for block in decoder.layers.values()
-    )
-    return decoder, cache if cacheable else None
+    return decoder.to_empty(device=device).eval().requires_grad_(False), cache
 
 
 @torch.no_grad()

@@ -84,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
     model, codec = open_source(args)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    speaker = _Speaker(model, codec, sampling, args.max_new, model.cache is not None and not args.no_cache)
-    if model.cache is None and not args.no_cache:
-        print("no cache for this model's attention: every token computes the whole text", file=sys.stderr)
+    speaker = _Speaker(model, codec, sampling, args.max_new, not args.no_cache)
     if args.chat and not texts:
         return _converse(speaker, args)
     first: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
@@ -124,7 +122,6 @@ class _Speaker:
 
         decoder = self.model.decoder
         if self.cached:
-            assert self.model.cache is not None
             return generate(decoder, self.model.cache, prompts, self.max_new, self.sampling, self.stop, on_step)
         return generate_reference(decoder, prompts, self.max_new, self.sampling, self.stop, on_step)
 

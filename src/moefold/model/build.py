@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moefold.attention.core import AttentionCore, LocalCore
-from moefold.attention.gated_delta_net import GatedDeltaNet
+from moefold.attention.gated_delta_net import DeltaCore, GatedDeltaNet
 from moefold.attention.gqa import GroupedQueryAttention
 from moefold.attention.mla import LatentAttention
 from moefold.blueprint.parameters import moe_block_names, parameters
@@ -53,6 +53,8 @@ class ParallelInterfaces:
     core: AttentionCore = field(default_factory=LocalCore)
     # Makes of the core that of one block, whose logits are observed; None where nobody asks for them.
     observe: Callable[[AttentionCore, int], AttentionCore] | None = None
+    # The core of a layer with linear attention; None is that of training.
+    delta_core: Callable[[int], DeltaCore] | None = None
     # Called once per MoE layer, in layer order, so that recorded assignments can be replayed.
     # None is the one that the config names.
     routing_policy: Callable[[MoEConfig], RoutingPolicy] | None = None
@@ -137,7 +139,8 @@ def _attention(
     config, rope, dim, eps = model.attention, model.rope, model.dim, model.norm_eps
     if model.linear_attention is not None and model.is_linear_layer(layer):
         tokens, matmul_policy, kernels = interfaces.tokens, interfaces.matmul_policy, interfaces.kernels
-        return GatedDeltaNet(model.linear_attention, dim, eps, tokens, matmul_policy, kernels, interfaces.retain)
+        delta = None if interfaces.delta_core is None else interfaces.delta_core(layer)
+        return GatedDeltaNet(model.linear_attention, dim, eps, tokens, matmul_policy, kernels, interfaces.retain, delta)
     core = interfaces.core if interfaces.observe is None else interfaces.observe(interfaces.core, layer)
     if isinstance(config, GQAConfig):
         return GroupedQueryAttention(
