@@ -26,7 +26,10 @@ from moefold.checkpoint.hf.config_maps import family_rules
 from moefold.checkpoint.hf.gather_weights import WeightBucket, bucket_plan, hf_weights, weight_buckets
 from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.hf_conversion import Export, export
+from moefold.checkpoint.hf.hf_directory import weight_keys
 from moefold.checkpoint.hf.name_rules import hf_tensors
+from moefold.checkpoint.hf.peft_adapters import write_adapters
+from moefold.checkpoint.lora_weights import Merged
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.single_process import StoredWeights
 from moefold.checkpoint.state_dict import chunks_of, run_record
@@ -66,8 +69,8 @@ def local_model_of(run: RunConfig, world: int, rank: int) -> LocalModel:
     return build_local_model(run, groups_of(run, world, rank, _TIMEOUT), CPU, some_zeros_negative)
 
 
-def exported(run: RunConfig, root: Path) -> dict[str, Tensor]:
-    """By way of a checkpoint of one process and `export`, which read neither pieces nor buckets."""
+def stored_alone(run: RunConfig, root: Path) -> StoredWeights:
+    """A checkpoint of one process, which reads neither pieces nor buckets."""
 
     def work(rank: int) -> None:
         local_model = local_model_of(run, 1, rank)
@@ -76,7 +79,11 @@ def exported(run: RunConfig, root: Path) -> dict[str, Tensor]:
         saver.finish()
 
     spawn_ranks(work, 1, seconds=120)
-    stored = StoredWeights(root / "saved" / "step_00000001")
+    return StoredWeights(root / "saved" / "step_00000001")
+
+
+def exported(run: RunConfig, root: Path) -> dict[str, Tensor]:
+    stored = stored_alone(run, root)
     export(stored, Export(stored.run.model, 1 << 30, torch.float32), root / "exported")
     return tensors_in(root / "exported")
 
@@ -112,6 +119,59 @@ def test_every_layout_streams_the_exported_bits_in_two_buckets(layout: dict[str,
 
     for found in spawn_ranks(work, 4, seconds=300):
         assert found["peak"] <= 2 * BUCKET < found["all"] / 4
+
+
+ADAPTERS: dict[str, object] = {"model.lora.rank": 4, "optim.trained": "adapters", "precision.compute": "float32"}
+ADAPTED: list[tuple[str, dict[str, object]]] = [
+    ("qwen3_30b_a3b_proxy", PP_TP_EP),
+    ("qwen3_30b_a3b_proxy", PP_CP_EP),
+    ("deepseek_v3_proxy", {"parallel.tp": 2, "parallel.etp": 2, "parallel.dp_replicate": 2, "model.num_mtp": 0}),
+    ("gpt_oss_20b_proxy", {"parallel.ep": 4, "parallel.sharding": "flat"}),
+]
+
+
+@pytest.mark.parametrize(("recipe", "layout"), slow_except(ADAPTED, ADAPTED[0]), ids=str)
+def test_adapters_are_merged_into_the_stream_or_streamed_by_peft_name(
+    recipe: str, layout: dict[str, object], tmp_path: Path
+) -> None:
+    """What `convert to-hf --merge`, `to-hf` of the weights alone and `to-peft` write of a checkpoint of one process."""
+    run = load_run(recipe, layout | ADAPTERS)
+    alone = {key: value for key, value in layout.items() if key.startswith("model.")}
+    stored = stored_alone(replace(load_run(recipe, alone | ADAPTERS), name="alone"), tmp_path)
+    merged = Merged(stored, run.model)
+    export(merged, Export(merged.model, 1 << 30, torch.float32), tmp_path / "merged")
+    write_adapters(stored, run.model, tmp_path / "adapters", torch.float32)
+    expected = {name: tensors_in(tmp_path / name) for name in ("merged", "adapters")}
+    keys = weight_keys(merged.model)
+    expected["base"] = {
+        each.hf_name: each.to_hf(stored.read(keys[each.moefold_name], each.box)).float().contiguous()
+        for each in hf_tensors(family_rules(family_of(merged.model)), merged.model)
+    }
+    changed = [name for name in expected["merged"] if not same_bits(expected["merged"][name], expected["base"][name])]
+    assert len(changed) > 10
+
+    def work(rank: int) -> dict[str, list[float]]:
+        local_model = local_model_of(run, 4, rank)
+        apart = {}
+        for stream, tensors in expected.items():
+            found = dict(hf_weights(local_model, bucket_bytes=BUCKET, stream=stream))
+            assert found.keys() == tensors.keys() and all(found[name].shape == tensors[name].shape for name in tensors)
+            different = [name for name in tensors if not same_bits(found[name], tensors[name])]
+            largest = max((float((found[name] - tensors[name]).abs().max()) for name in different), default=0.0)
+            apart[stream] = [len(different), largest]
+        return apart
+
+    for apart in spawn_ranks(work, 4, seconds=300):
+        assert apart["base"] == apart["adapters"] == [0, 0.0]
+        # Sums of B A over a rank's own rows may be rounded in another order.
+        assert apart["merged"][1] <= 1e-6, apart
+
+
+def test_streams_that_do_not_exist_are_refused() -> None:
+    model = load_run("qwen3_30b_a3b_proxy").model
+    for stream, words in (("adapters", "there are no adapters to stream"), ("peft", "use merged, base, adapters")):
+        with pytest.raises(ConversionError, match=words):
+            bucket_plan(model, torch.float32, 1 << 30, stream=stream)
 
 
 @pytest.mark.parametrize("name", [*FAMILY_PROXIES, *PUBLISHED])

@@ -3,24 +3,29 @@
 `WithAdapters` is what fine-tuning starts from: the weights of a model without adapters, and adapters that are new (B is
 zero, so the model is the same at first) or were trained before. Frozen weights have the format in which they are
 gathered, trained ones that of the parameters. `Merged` is what other programs load: W + scale * B A, and no adapters.
+`LiveAdapters` merges into the weights of a sharded model while they are streamed: A and B of some boxes of weights are
+gathered from the ranks that hold them, and each rank adds their product to its own elements of these boxes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moefold.blueprint.lora_adapters import adapter_name, is_adapter
 from moefold.blueprint.parameters import parameters
-from moefold.checkpoint.tensor_spec import Box, TensorSource, whole
+from moefold.checkpoint.tensor_spec import Box, TensorSource, inside, intersection, sizes_of, whole
+from moefold.comm.collectives import start_all_reduce
 from moefold.config.model import ModelConfig
 from moefold.config.run import RunConfig
 from moefold.nn.init import init_values
 from moefold.nn.low_rank import merged_reference
-from moefold.parallel.parallelize import frozen_dtypes
+from moefold.parallel.parallelize import LocalModel, frozen_dtypes
 from moefold.precision.dtypes import TORCH_FORMATS
 
 _PARAMETER = "parameter/"
@@ -94,6 +99,74 @@ class Merged:
         shape = self.shape(name)
         values = self._source.read(name, (*first, *whole(shape)[len(first) :]))
         return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class AdapterPair(NamedTuple):
+    """A [..., r, in] and B [..., r] of a box of a weight, in at least float32."""
+
+    a: Tensor
+    b: Tensor
+
+
+class LiveAdapters:
+    """``held``: boxes of the adapters for which this rank is the primary replica, by name."""
+
+    def __init__(self, local_model: LocalModel, held: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
+        run = local_model.run
+        assert run.model.lora is not None
+        self._held, self._device, self._scale = held, local_model.device, run.model.lora.scale
+        self._world = local_model.groups["world"]
+        self._above = {spec.name: len(spec.shape) - 2 for spec in parameters(run.model) if spec.kind == "lora_a"}
+        self._rank, self._frozen = slice(0, run.model.lora.rank), frozen_dtypes(run)
+        self._main = local_model.sharding.main_dtype
+
+    @torch.no_grad()
+    def gather(self, boxes: Sequence[tuple[str, Box]]) -> list[AdapterPair | None]:
+        """Of boxes of weights, by name; None for a weight without adapters. Collective: all ranks ask for the same.
+
+        As in the stream itself, exactly one rank writes each element, and buffers are summed as integers.
+        """
+        parts = [part for weight, box in boxes for part in self._parts(weight, box)]
+        ends, end = [], 0
+        for name, box in parts:
+            end += -(-prod(sizes_of(box)) * self._dtype(name).itemsize // 16) * 16
+            ends.append(end)
+        flat = torch.zeros(end // 4, dtype=torch.int32, device=self._device)
+        found = [
+            self._filled(name, box, flat.view(torch.uint8)[start:])
+            for (name, box), start in zip(parts, [0, *ends], strict=False)
+        ]
+        if end:
+            for work in start_all_reduce(flat, self._world):
+                work.wait()
+        values = iter([each.to(torch.promote_types(each.dtype, torch.float32)) for each in found])
+        return [AdapterPair(next(values), next(values)) if self._parts(*each) else None for each in boxes]
+
+    def merge(self, values: Tensor, common: Box, pair: AdapterPair, box: Box) -> Tensor:
+        """``values``: those of a weight in ``common``, which lies in ``box``, the box of the pair. In their dtype."""
+        within = inside(common, box)
+        a = pair.a[(*within[: pair.a.dim() - 2], slice(None), within[-1])]
+        return merged_reference(values.to(a.dtype), a, pair.b[within[:-1]], self._scale).to(values.dtype)
+
+    def _parts(self, weight: str, box: Box) -> tuple[tuple[str, Box], ...]:
+        """What a box of a weight needs of A and of B; nothing if it has no adapters."""
+        a_name, b_name = _pair(weight)
+        if a_name not in self._above:
+            return ()
+        return (a_name, (*box[: self._above[a_name]], self._rank, box[-1])), (b_name, (*box[:-1], self._rank))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self._frozen.get(name, self._main)
+
+    def _filled(self, name: str, box: Box, memory: Tensor) -> Tensor:
+        """A view of ``memory`` with this rank's elements of the box."""
+        dtype, sizes = self._dtype(name), sizes_of(box)
+        view = memory[: prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+        for own, values in self._held.get(name, ()):
+            common = intersection(own, box)
+            if common is not None:
+                view[inside(common, box)] = values[inside(common, own)]
+        return view
 
 
 def _pair(weight: str) -> tuple[str, str]:

@@ -10,14 +10,18 @@ all ranks are summed as integers: exactly one rank wrote each element, so that t
 turns: while one is used by the caller, the other is in transit. So the memory is that of two buckets, whatever the size
 of the model.
 
+Of a model with adapters, ``stream`` says what is sent (``STREAMS``): weights with adapters merged into them, weights
+without them, or adapters alone, by PEFT's names. To merge, adapters of a bucket's weights are gathered before it.
+
 An all_reduce sends about twice the bytes that an all_gather would; with ``to``, a reduce to one rank sends half of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +32,8 @@ from moefold.blueprint.parameters import buffers
 from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.name_rules import HfTensor, hf_copies, hf_tensors
+from moefold.checkpoint.hf.peft_adapters import peft_layout
+from moefold.checkpoint.lora_weights import LiveAdapters
 from moefold.checkpoint.tensor_spec import Box, inside, intersection, whole
 from moefold.comm.collectives import start_all_reduce, start_reduce
 from moefold.config.model import ModelConfig
@@ -37,6 +43,26 @@ from moefold.parallel.parallelize import LocalModel, local_buffers
 DEFAULT_BUCKET = 512 * MEBIBYTE
 # Parts begin at multiples of this many bytes, so that a view in any dtype is aligned.
 _ALIGNMENT = 16
+
+
+def _base_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
+    base = replace(model, lora=None)
+    family = family_of(base)
+    return (*hf_tensors(family_rules(family), base), *hf_copies(family_copies(family), base))
+
+
+def _adapter_tensors(model: ModelConfig) -> tuple[HfTensor, ...]:
+    if model.lora is None:
+        raise ConversionError(Problem("model.lora", "is null: there are no adapters to stream", "stream merged"))
+    return tuple(each.hf_tensor for each in peft_layout(model).tensors)
+
+
+# By name, what is sent of a model; one without adapters has the same weights merged and not merged.
+STREAMS: Mapping[str, Callable[[ModelConfig], tuple[HfTensor, ...]]] = {
+    "merged": _base_tensors,
+    "base": _base_tensors,
+    "adapters": _adapter_tensors,
+}
 
 
 @dataclass(frozen=True)
@@ -83,14 +109,17 @@ class WeightBucket:
 
 
 def hf_weights(
-    local_model: LocalModel, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET
+    local_model: LocalModel,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET,
+    stream: str = "merged",
 ) -> Iterator[tuple[str, Tensor]]:
     """All weights by HF name, cast to ``dtype`` if given; collective, every rank must exhaust the generator.
 
-    Each tensor is a copy that the caller may keep.
+    Each tensor is a copy that the caller may keep. ``stream`` names a row of ``STREAMS``.
     """
     unfinished: dict[str, Tensor] = {}
-    for bucket in weight_buckets(local_model, bucket_bytes, dtype):
+    for bucket in weight_buckets(local_model, bucket_bytes, dtype, stream=stream):
         for part, values in bucket.tensors():
             if part.is_whole:
                 yield part.hf_name, values.clone()
@@ -106,14 +135,18 @@ def weight_buckets(
     bucket_bytes: int = DEFAULT_BUCKET,
     dtype: torch.dtype | None = None,
     to: int | None = None,
+    stream: str = "merged",
 ) -> Iterator[WeightBucket]:
     """All weights, bucket after bucket; parameters cast to ``dtype`` if given. Collective over all ranks of the run.
 
     Every rank gets every bucket, or only rank ``to``; the other ranks run the loop all the same, and get none.
     """
-    plan = bucket_plan(local_model.run.model, local_model.sharding.main_dtype, bucket_bytes, dtype)
+    model = local_model.run.model
+    plan = bucket_plan(model, local_model.sharding.main_dtype, bucket_bytes, dtype, stream)
     size = max(map(_end, plan))
-    source, receives = _local_parts(local_model), to in (None, local_model.groups.rank)
+    held, receives = _local_parts(local_model), to in (None, local_model.groups.rank)
+    merging = LiveAdapters(local_model, held) if stream == "merged" and model.lora is not None else None
+    source = _Source(held, merging)
     memory = [torch.empty(size // 4, dtype=torch.int32, device=local_model.device) for _ in plan[:2]]
     in_transit = _start(local_model, plan[0], memory[0], source, to)
     for number, parts in enumerate(plan):
@@ -126,20 +159,23 @@ def weight_buckets(
 
 
 def bucket_plan(
-    model: ModelConfig, main: torch.dtype, bucket_bytes: int, dtype: torch.dtype | None = None
+    model: ModelConfig,
+    main: torch.dtype,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    stream: str = "merged",
 ) -> list[tuple[BucketPart, ...]]:
     """Which HF tensors lie where, for weights of dtype ``main`` that are cast to ``dtype`` if that is given.
 
     Buffers, such as the loss-free bias, are not cast.
     """
-    if model.lora is not None:
-        fix = "train without adapters, or save a checkpoint and convert it"
-        raise ConversionError(Problem("model.lora", "weights beside adapters are not streamed", fix))
-    family, wide = family_of(model), torch.promote_types(main, torch.float32)
+    if stream not in STREAMS:
+        raise ConversionError(Problem("stream", f"{stream!r} is unknown", f"use {', '.join(STREAMS)}"))
+    wide = torch.promote_types(main, torch.float32)
     of_buffers = {spec.name for spec in buffers(model)}
     plan: list[list[BucketPart]] = [[]]
     problems: list[Problem] = []
-    for source in (*hf_tensors(family_rules(family), model), *hf_copies(family_copies(family), model)):
+    for source in STREAMS[stream](model):
         kind = wide if source.moefold_name in of_buffers else dtype or main
         at_most = bucket_bytes // _ALIGNMENT * _ALIGNMENT
         least = _bytes_of_row(source, kind)
@@ -197,6 +233,13 @@ def _end(parts: Sequence[BucketPart]) -> int:
 _LocalParts = dict[str, list[tuple[Box, Tensor]]]
 
 
+class _Source(NamedTuple):
+    """What this rank has; ``merging`` where adapters are added to it."""
+
+    parts: _LocalParts
+    merging: LiveAdapters | None
+
+
 def _local_parts(local_model: LocalModel) -> _LocalParts:
     """What this rank writes: the boxes for which it is the primary replica, as views of the live tensors."""
     found: _LocalParts = {}
@@ -212,16 +255,20 @@ def _local_parts(local_model: LocalModel) -> _LocalParts:
 
 @torch.no_grad()
 def _start(
-    local_model: LocalModel, parts: Sequence[BucketPart], memory: Tensor, source: _LocalParts, to: int | None
+    local_model: LocalModel, parts: Sequence[BucketPart], memory: Tensor, source: _Source, to: int | None
 ) -> list[Work]:
     """Write this rank's elements and start the sum over ranks."""
-    flat = memory[: _end(parts) // 4].zero_()
-    for part in parts:
+    flat, merging = memory[: _end(parts) // 4].zero_(), source.merging
+    boxes = [(part.source.moefold_name, part.box) for part in parts]
+    for part, pair in zip(parts, merging.gather(boxes) if merging is not None else [None] * len(parts), strict=True):
         here = part.source.dims.from_hf(part.view(flat.view(torch.uint8)), part.source.shape)
         here = here[(None,) * len(part.source.index)]
-        for box, values in source.get(part.source.moefold_name, ()):
+        for box, values in source.parts.get(part.source.moefold_name, ()):
             common = intersection(box, part.box)
             if common is not None:
-                here[inside(common, part.box)].copy_(values[inside(common, box)])
+                mine = values[inside(common, box)]
+                if merging is not None and pair is not None:
+                    mine = merging.merge(mine, common, pair, part.box)
+                here[inside(common, part.box)].copy_(mine)
     world = local_model.groups["world"]
     return start_all_reduce(flat, world) if to is None else start_reduce(flat, to, world)

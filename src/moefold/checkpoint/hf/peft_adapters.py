@@ -16,7 +16,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
 from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
 from moefold.checkpoint.hf.config_maps import family_rules
 from moefold.checkpoint.hf.hf_config import family_of
-from moefold.checkpoint.hf.name_rules import HfTensor, hf_tensors
+from moefold.checkpoint.hf.name_rules import Dims, HfTensor, hf_tensors
 from moefold.checkpoint.hf.untrusted_files import WEIGHT_DTYPES, SafetensorsFile, as_bytes, header, read_object
 from moefold.checkpoint.tensor_spec import TensorSource
 from moefold.config.model import LoraConfig, ModelConfig
@@ -66,26 +65,24 @@ class PeftTensor:
     out_dims: tuple[int, ...] = ()
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def hf_tensor(self) -> HfTensor:
+        """The same as a rule of names has it."""
         inner = self.spec.shape[len(self.index) :]
-        if not is_expert(self.spec.name):
-            return inner
-        if self.spec.kind == "lora_a":
-            return (inner[0] * inner[1], inner[2])
-        return (prod(inner[1:-1]), inner[-1] * inner[0])
+        dims = Dims(tuple((dim,) for dim in range(len(inner))))
+        if is_expert(self.spec.name):
+            experts_last = (self.out_dims, (len(inner) - 1, 0))
+            dims = Dims(((0, 1), (2,)) if self.spec.kind == "lora_a" else experts_last)
+        return HfTensor(self.spec.name, self.index, inner, self.key, dims)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.hf_tensor.hf_shape
 
     def to_peft(self, adapter: Tensor) -> Tensor:
-        part = adapter[self.index]
-        if not is_expert(self.spec.name) or self.spec.kind == "lora_a":
-            return part.reshape(self.shape)
-        return part.permute(*self.out_dims, part.dim() - 1, 0).reshape(self.shape)
+        return self.hf_tensor.to_hf(adapter[self.index])
 
     def from_peft(self, stored: Tensor) -> Tensor:
-        inner = self.spec.shape[len(self.index) :]
-        if not is_expert(self.spec.name) or self.spec.kind == "lora_a":
-            return stored.reshape(inner)
-        order = (*self.out_dims, len(inner) - 1, 0)
-        return stored.reshape([inner[dim] for dim in order]).permute([order.index(dim) for dim in range(len(inner))])
+        return self.hf_tensor.from_hf(stored)
 
 
 @dataclass(frozen=True)
@@ -158,15 +155,14 @@ def write_adapters(
     """Write the adapters in ``source`` to the new directory ``out``; ``base_name``: where the weights are."""
     if out.exists():
         raise ConversionError(Problem(str(out), "exists already", "choose another directory, or remove it"))
-    layout, lora = peft_layout(model), model.lora
-    assert lora is not None
+    layout = peft_layout(model)
     temporary = out.with_name(out.name + ".partial")
     if temporary.exists():
         remove_tree(temporary)
     make_directory(temporary)
     try:
         write_file(temporary / WEIGHTS, _file(source, layout, dtype))
-        config = json.dumps(_config(layout, lora, base_name), indent=2) + "\n"
+        config = json.dumps(peft_config(model, base_name), indent=2) + "\n"
         write_file(temporary / CONFIG, [config.encode()])
         fsync_directory(temporary)
     except BaseException:
@@ -182,7 +178,10 @@ def _file(source: TensorSource, layout: PeftLayout, dtype: torch.dtype) -> Itera
         yield as_bytes(each.to_peft(source.read(f"parameter/{each.spec.name}")).to(dtype).contiguous())
 
 
-def _config(layout: PeftLayout, lora: LoraConfig, base_name: str | None) -> dict[str, object]:
+def peft_config(model: ModelConfig, base_name: str | None = None) -> dict[str, object]:
+    """adapter_config.json of the adapters of ``model``."""
+    layout, lora = peft_layout(model), model.lora
+    assert lora is not None
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
