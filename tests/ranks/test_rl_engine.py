@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import doctest
 import gc
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
+from tests.checkpoint.hf_sources import saved_by_transformers
 from tests.marks import slow_except
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,6 +28,7 @@ from moefold.nn.batch import whole_batch
 from moefold.pipeline import step as pipeline_step
 from moefold.rl import Engine, Rollout
 from moefold.rl import engine as module
+from moefold.rl.policy_losses import PolicyLoss, clipped_ratio
 from moefold.rl.rollouts import pack
 
 FLOAT64 = {
@@ -240,6 +245,80 @@ def test_released_memory_is_given_back_and_comes_back(sharding: str) -> None:
     for before, after, given_back in spawn_ranks(work, 2, seconds=200):
         assert before > 2_000_000
         assert after <= 0.05 * before and given_back >= 0.95 * before
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "flat"])
+def test_a_snapshot_is_scored_and_the_own_weights_come_back(sharding: str) -> None:
+    run = load_run("debug_tiny", {"parallel.ep": 2, "parallel.sharding": sharding, "optim.lr": 1e-2})
+    rollouts = some_rollouts(run.model.vocab_size)
+
+    def work(rank: int) -> None:
+        engine, other = Engine(run), Engine(run)
+        mine = dp_part(rollouts, engine)
+        first, streamed = engine.score(mine).logprobs, dict(engine.weights())
+        specs = engine.weight_specs()
+        assert specs == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in streamed.items()}
+        assert list(specs) == list(streamed)
+        reference = engine.snapshot()
+        for each in (engine, other):
+            each.train_step(mine, "ppo_clip")
+        trained = engine.score(mine).logprobs
+        assert not torch.equal(first[0], trained[0])
+        with engine.using(reference):
+            assert all(torch.equal(a, b) for a, b in zip(engine.score(mine).logprobs, first, strict=True))
+            assert all(torch.equal(tensor, streamed[name]) for name, tensor in engine.weights())
+            with pytest.raises(MoefoldError, match="are scored, not trained"):
+                engine.train_step(mine, "ppo_clip")
+        assert all(torch.equal(a, b) for a, b in zip(engine.score(mine).logprobs, trained, strict=True))
+        steps = [each.train_step(mine, "ppo_clip") for each in (engine, other)]
+        assert steps[0] == steps[1], "to the last bit as without the snapshot"
+
+    spawn_ranks(work, 2, seconds=200)
+
+
+def test_a_loss_of_ones_own_is_that_of_the_table() -> None:
+    run = alone({})
+    rollouts = some_rollouts(run.model.vocab_size)
+    own = PolicyLoss((clipped_ratio,), ("advantages", "old_logprobs"))
+    steps = [Engine(run).train_step(rollouts, loss, clip_low=0.1) for loss in ("ppo_clip", own)]
+    assert steps[0] == steps[1]
+
+
+def test_adapters_are_trained_beside_a_reference_policy_that_has_none(tmp_path: Path) -> None:
+    """Over tensor and expert parallelism; PEFT computes the trained log-probs from the streamed adapters."""
+    peft = pytest.importorskip("peft")
+    theirs = saved_by_transformers(load_run("qwen3_30b_a3b_proxy"), tmp_path / "model")
+    changes = {"precision.compute": "float32", "model.lora.rank": 4, "optim.trained": "adapters", "parallel.tp": 2}
+    run = load_run("qwen3_30b_a3b_proxy", changes | {"parallel.ep": 2, "optim.lr": 1e-2})
+    rollouts = some_rollouts(run.model.vocab_size)
+
+    def work(rank: int) -> dict[str, list[list[float]]]:
+        engine = Engine(run)
+        engine.load_hf(tmp_path / "model")
+        before = engine.score(rollouts).logprobs
+        for _ in range(3):
+            engine.train_step(rollouts, "policy_gradient")
+        after = engine.score(rollouts).logprobs
+        with engine.without_adapters():
+            again = engine.score(rollouts).logprobs
+        assert all(torch.equal(one, other) for one, other in zip(before, again, strict=True))
+        adapters = {name: tensor.contiguous() for name, tensor in engine.weights(stream="adapters")}
+        if rank == 0:
+            (tmp_path / "adapters").mkdir()
+            save_file(adapters, tmp_path / "adapters" / "adapter_model.safetensors")
+            (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(engine.peft_config()))
+        return {"before": [row.tolist() for row in before], "after": [row.tolist() for row in after]}
+
+    found = spawn_ranks(work, 2, seconds=300)[0]
+    adapted = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "adapters")).eval()
+    moved = 0.0
+    for rollout, before, after in zip(rollouts, found["before"], found["after"], strict=True):
+        with torch.no_grad():
+            logits = adapted(rollout.tokens[None]).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, rollout.tokens[1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(after)[1:], expected, rtol=0, atol=1e-4)
+        moved = max(moved, float((torch.tensor(after) - torch.tensor(before)).abs().max()))
+    assert moved > 0.05
 
 
 def test_problems_of_rollouts_are_said_at_once() -> None:

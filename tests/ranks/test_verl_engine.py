@@ -17,6 +17,7 @@ import torch
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cpu")
 pytest.importorskip("verl")
 
+from peft import LoraConfig
 from tensordict import TensorDict
 from tests.checkpoint.hf_sources import saved_by_transformers, tensors_in
 from torch import Tensor
@@ -43,8 +44,10 @@ LENGTHS = ((3, 5), (2, 4), (4, 6), (2, 7))
 class HfModel:
     """What the adapter reads of verl's HFModelConfig, whose constructor wants a tokenizer."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lora_rank: int = 0, merge: bool = False, target_modules: Any = "all-linear") -> None:
         self.path = self.local_path = str(path)
+        self.lora_rank, self.lora_alpha, self.target_modules = lora_rank, 8, target_modules
+        self.lora = {"merge": merge}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def engine_of(path: Path, overrides: dict[str, object], **options: Any) -> BaseEngine:
+def engine_of(path: Path | HfModel, overrides: dict[str, object], **options: Any) -> BaseEngine:
     config = MoefoldEngineConfig(
         max_token_len_per_gpu=64, overrides={"precision.compute": "float32"} | overrides, **options
     )
@@ -62,7 +65,7 @@ def engine_of(path: Path, overrides: dict[str, object], **options: Any) -> BaseE
     engine: BaseEngine = EngineRegistry.new(
         model_type="language_model",
         backend="moefold",
-        model_config=HfModel(path),
+        model_config=path if isinstance(path, HfModel) else HfModel(path),
         engine_config=config,
         optimizer_config=optimizer,
         checkpoint_config=None,
@@ -205,6 +208,41 @@ def test_ppo_of_verl_and_offload(model: Path) -> None:
     assert abs(found["first"]) < 1e-5 < abs(found["second"]) and found["loss"] > 0
 
 
+def test_adapters_by_peft_name_or_merged(model: Path) -> None:
+    weights = tensors_in(model)
+
+    def work(rank: int) -> list[float]:
+        engine = engine_of(HfModel(model, lora_rank=4), {"parallel.tp": 2, "parallel.ep": 2})
+        with engine.eval_mode():
+            before = engine.infer_batch(data_of(engine))
+        with engine.train_mode():
+            for _ in range(2):
+                engine.train_batch(data_of(engine), partial(sft_loss, None))
+        with engine.eval_mode(), engine.disable_adapter():
+            again = engine.infer_batch(data_of(engine))
+        if engine.is_mp_src_rank_with_outputs():
+            one, other = (out["model_output"]["log_probs"].values() for out in (before, again))
+            assert torch.equal(one, other)
+        base, config = engine.get_per_tensor_param(base_sync_done=False)
+        assert config is not None and all(torch.equal(value, weights[name].bfloat16()) for name, value in base)
+        stream, config = engine.get_per_tensor_param(base_sync_done=True)
+        adapters = dict(stream)
+        assert isinstance(config, dict) and LoraConfig(**config).r == 4 and config["lora_alpha"] == 8.0
+        engine.model_config.lora["merge"] = True
+        stream, config = engine.get_per_tensor_param(base_sync_done=True)
+        merged, name = dict(stream), "model.layers.0.self_attn.q_proj"
+        assert config is None and merged.keys() == weights.keys()
+        a, b = (adapters[f"base_model.model.{name}.lora_{kind}.weight"].float() for kind in "AB")
+        apart = merged[f"{name}.weight"].float() - (weights[f"{name}.weight"] + 2 * b @ a)
+        return [float(apart.abs().max()), float((2 * b @ a).abs().max())]
+
+    for apart, change in spawn_ranks(work, 2, seconds=300):
+        assert apart < 0.005 < 0.01 < change
+
+    with pytest.raises(MoefoldError, match="in overrides"):
+        engine_of(HfModel(model, 4, target_modules=["q_proj"]), {})
+
+
 def test_a_method_that_the_adapter_lacks_is_noticed() -> None:
     """Of `BaseEngine`'s methods only deltas of shards are not there."""
     inherited = {
@@ -215,7 +253,6 @@ def test_a_method_that_the_adapter_lacks_is_noticed() -> None:
     assert inherited == {
         "train_batch",
         "infer_batch",
-        "disable_adapter",
         "get_per_tensor_param_shard",
         "get_per_tensor_param_delta_shard",
         "prime_delta_snapshots",

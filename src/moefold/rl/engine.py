@@ -8,7 +8,8 @@ another objective, so every layout and schedule that trains also does this.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.checkpoint.hf.gather_weights import DEFAULT_BUCKET, WeightBucket, hf_weights, weight_buckets
+from moefold.checkpoint.hf.gather_weights import DEFAULT_BUCKET, WeightBucket, bucket_plan, hf_weights, weight_buckets
 from moefold.checkpoint.hf.hf_config import family_of, write_config
 from moefold.checkpoint.hf.hf_directory import HfDirectory
+from moefold.checkpoint.hf.peft_adapters import peft_config
 from moefold.checkpoint.load import load_into
+from moefold.checkpoint.lora_weights import WithAdapters
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import (
     NeededTensor,
@@ -30,27 +33,30 @@ from moefold.checkpoint.state_dict import (
     tensors_elsewhere,
 )
 from moefold.checkpoint.step_dirs import final_path
-from moefold.checkpoint.tensor_spec import TensorSpec
+from moefold.checkpoint.tensor_spec import TensorSource, TensorSpec
 from moefold.checks.run_all import problems
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_max, all_reduce_no_grad
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import Batch, TokenObjective, context_shard, move_batch
+from moefold.nn.low_rank import adapters_off
 from moefold.parallel.parallelize import build_local_model, groups_of, init_main_weights
 from moefold.pipeline.pipeline_state import OnOutput, StepSums
 from moefold.pipeline.step import count_over_step, evaluate, make_optimizer, run_step
 from moefold.precision.dtypes import TORCH_FORMATS
-from moefold.rl.policy_losses import Inputs, loss_named, normalization_named, ratio_metrics
-from moefold.rl.release_memory import KINDS, WEIGHTS, Kind, Released, release
+from moefold.rl.policy_losses import Inputs, PolicyLoss, loss_named, normalization_named, ratio_metrics
+from moefold.rl.release_memory import KINDS, WEIGHTS, Kind, Released, Snapshot, release, take_snapshot
 from moefold.rl.rollouts import (
     Rollout,
+    ScoredRollouts,
     StepCounts,
     check_rollouts,
     local_counts,
     loss_inputs,
     microbatch,
     pack,
+    per_rollout,
     to_back,
 )
 from moefold.rl.router_replay import RouterReplay
@@ -70,15 +76,6 @@ class TrainedStep:
     # The share of tokens whose ratio is clipped, KL(old || now), and the mean ratio; empty without old log-probs.
     metrics: Mapping[str, float]
     skipped: str | None = None
-
-
-@dataclass(frozen=True)
-class ScoredRollouts:
-    """Per rollout: log-probs of its tokens (0 for the first), and on request entropies, and the experts of routers."""
-
-    logprobs: list[Tensor]
-    entropies: list[Tensor] | None = None
-    experts: list[Tensor] | None = None
 
 
 class Engine:
@@ -122,6 +119,8 @@ class Engine:
         self.replay = RouterReplay(self.local_model) if run.model.moe is not None else None
         self.step = 0
         self._released: dict[Kind, Released] = {}
+        # Whether the weights of a snapshot are in the place of its own.
+        self._lent = False
 
     # ---- batches ----
 
@@ -146,20 +145,20 @@ class Engine:
         evaluate(self.local_model, batches, collect_outputs(found))
         outputs = [found.get(number, DecoderOutput()) for number in range(len(batches))]
 
-        def per_rollout(values: Sequence[Tensor | None]) -> list[Tensor]:
+        def of_rollouts(values: Sequence[Tensor | None]) -> list[Tensor]:
             whole = [self.whole_tokens(batch, value) for batch, value in zip(batches, values, strict=True)]
-            return [to_back(each) for each in _per_rollout(rollouts, packed, whole)]
+            return [to_back(each) for each in per_rollout(rollouts, packed, whole)]
 
         return ScoredRollouts(
-            per_rollout([output.logprob_S for output in outputs]),
-            per_rollout([output.entropy_S for output in outputs]) if entropies else None,
-            None if recorder is None else _per_rollout(rollouts, packed, recorder.take_recorded(batches)),
+            of_rollouts([output.logprob_S for output in outputs]),
+            of_rollouts([output.entropy_S for output in outputs]) if entropies else None,
+            None if recorder is None else per_rollout(rollouts, packed, recorder.take_recorded(batches)),
         )
 
     def train_step(
         self,
         rollouts: Sequence[Rollout],
-        loss: str = "grpo",
+        loss: str | PolicyLoss = "grpo",
         *,
         normalize: str = "tokens",
         lr: float | None = None,
@@ -167,8 +166,11 @@ class Engine:
         **numbers: float,
     ) -> TrainedStep:
         """One update by all ranks' rollouts. ``loss`` and ``normalize`` name rows of `policy_losses.LOSSES` and
-        `policy_losses.NORMALIZATIONS`; ``numbers`` are the loss's own (clip_low, clip_high, kl_weight)."""
+        `policy_losses.NORMALIZATIONS`; ``numbers`` are the loss's own (clip_low, clip_high, kl_weight). A loss that is
+        not in the table is given as a `PolicyLoss`."""
         self.check_present()
+        if self._lent:
+            raise MoefoldError("train_step inside of using(): weights of a snapshot are scored, not trained")
         policy, normalization = loss_named(loss, numbers), normalization_named(normalize)
         check_rollouts(rollouts, policy.reads, self.run, self.max_tokens)
         mine = local_counts(rollouts if self.groups["cp"].index == 0 else (), normalization)
@@ -246,34 +248,80 @@ class Engine:
     # ---- weights ----
 
     def weights(
-        self, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = DEFAULT_BUCKET, stream: str = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, full tensor) of all weights on every rank; every rank must run it to the end."""
+        """(HF name, full tensor) of all weights on every rank; every rank must run it to the end.
+
+        Of a model with adapters, ``stream`` names a row of `gather_weights.STREAMS`: weights with adapters merged into
+        them, "base" weights without them, or "adapters" alone, by PEFT's names.
+        """
         self.check_present(WEIGHTS)
-        return hf_weights(self.local_model, dtype, bucket_bytes)
+        return hf_weights(self.local_model, dtype, bucket_bytes, stream)
 
     def weight_buckets(
-        self, bucket_bytes: int = DEFAULT_BUCKET, dtype: torch.dtype | None = None, to: int | None = None
+        self,
+        bucket_bytes: int = DEFAULT_BUCKET,
+        dtype: torch.dtype | None = None,
+        to: int | None = None,
+        stream: str = "merged",
     ) -> Iterator[WeightBucket]:
         """The same in buckets, for `weight_transport.send_weights`; with ``to``, on that rank only."""
         self.check_present(WEIGHTS)
-        return weight_buckets(self.local_model, bucket_bytes, dtype, to)
+        return weight_buckets(self.local_model, bucket_bytes, dtype, to, stream)
+
+    def weight_specs(
+        self, dtype: torch.dtype | None = None, stream: str = "merged"
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of what `weights` yields, by name and in its order; no communication."""
+        main = self.local_model.sharding.main_dtype
+        plan = bucket_plan(self.run.model, main, DEFAULT_BUCKET, dtype, stream)
+        return {part.hf_name: (part.dtype, part.hf_shape) for bucket in plan for part in bucket}
+
+    def snapshot(self) -> Snapshot:
+        """A copy of this rank's weights on the host: a reference policy, say."""
+        self.check_present(WEIGHTS)
+        return take_snapshot(self.local_model, self.optimizer)
+
+    @contextmanager
+    def using(self, snapshot: Snapshot) -> Iterator[None]:
+        """Inside, `score` and `weights` are of the snapshot; then the engine's own weights are back, to the bit."""
+        self.check_present(WEIGHTS)
+        with snapshot.in_place(self.local_model.model):
+            self._lent = True
+            try:
+                yield
+            finally:
+                self._lent = False
 
     def hf_config(self, context: int) -> dict[str, object]:
         """A config.json that transformers reads as this model, for sequences of at most ``context`` tokens."""
-        dtype = str(self.local_model.sharding.main_dtype).removeprefix("torch.")
-        return write_config(self.run.model, family_of(self.run.model), context, dtype)
+        dtype, model = str(self.local_model.sharding.main_dtype), replace(self.run.model, lora=None)
+        return write_config(model, family_of(model), context, dtype.removeprefix("torch."))
+
+    def peft_config(self, base_name: str | None = None) -> dict[str, object]:
+        """adapter_config.json of what ``stream="adapters"`` sends; ``base_name``: where the weights are."""
+        if self.run.model.lora is None:
+            raise MoefoldError("model.lora is null: this model has no adapters")
+        return peft_config(self.run.model, base_name)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as if it had no adapters: a reference policy that takes no memory."""
+        return adapters_off(self.local_model.model)
 
     def load_hf(self, directory: Path | str) -> None:
-        """Weights of a Hugging Face directory, of which each rank reads what it holds; optimizer states are reset."""
+        """Weights of a Hugging Face directory, of which each rank reads what it holds; optimizer states are reset.
+
+        Adapters, where the model has any, start anew: their B is zero.
+        """
         self.check_present()
-        source = HfDirectory(Path(directory), self.local_model.sharding.main_dtype)
+        stored = HfDirectory(Path(directory), self.local_model.sharding.main_dtype)
+        source = stored if self.run.model.lora is None else WithAdapters(stored, self.run)
         try:
             offered = {name: TensorSpec(source.dtype(name), source.shape(name)) for name in source.names()}
             wanted = needed_tensors(self.local_model, self.optimizer, offered)
             values = {want.name: _read(source, want).to(self.device) for want in wanted}
         finally:
-            source.close()
+            stored.close()
         copy_into_live(self.local_model, self.optimizer, values)
 
     def save(self, directory: Path | str) -> Path:
@@ -346,15 +394,6 @@ def not_finite(sums: StepSums, grad_norm: Tensor) -> str | None:
     return f"loss {float(sums.loss)}, grad_norm {float(grad_norm)}"
 
 
-def _per_rollout(rollouts: Sequence[Rollout], packed: Sequence[Sequence[int]], whole: Sequence[Tensor]) -> list[Tensor]:
-    """Rows of microbatches, back to the rollouts that they are of, on the host."""
-    found: dict[int, Tensor] = {}
-    for members, values in zip(packed, whole, strict=True):
-        sizes = [rollouts[number].tokens.shape[0] for number in members]
-        found.update(zip(members, values.cpu().split(sizes), strict=True))
-    return [found[number] for number in range(len(rollouts))]
-
-
-def _read(source: HfDirectory, want: NeededTensor) -> Tensor:
+def _read(source: TensorSource, want: NeededTensor) -> Tensor:
     parts = [source.read(want.name, box).flatten() for box in want.boxes]
     return torch.cat(parts).view(want.sizes)

@@ -72,11 +72,11 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-def loss_named(name: str, numbers: Mapping[str, float]) -> PolicyLoss:
-    """A row of the table, with some of its numbers changed."""
-    if name not in LOSSES:
+def loss_named(name: str | PolicyLoss, numbers: Mapping[str, float]) -> PolicyLoss:
+    """A row of the table, or another loss, with some of its numbers changed."""
+    if isinstance(name, str) and name not in LOSSES:
         raise UnknownNameError("loss", name, LOSSES)
-    row = LOSSES[name]
+    row = LOSSES[name] if isinstance(name, str) else name
     changed = {number: getattr(row, number) for number in _NUMBERS} | dict(numbers)
     if strange := sorted(changed.keys() - set(_NUMBERS)):
         raise UnknownNameError(f"number of the loss {name}", strange[0], _NUMBERS)

@@ -6,11 +6,15 @@ rebuilt: `restore` resizes them again and copies the bytes back. Gradients are n
 instead of copied: then the optimizer starts again as before its first update.
 
 A storage is released once, however many tensors are views of it: flat sharding has all weights of a bucket in one.
+
+A `Snapshot` is a copy of the same bytes of weights that stays on the host, and can be put in their place for a while:
+log-probs of a reference policy, without a second model on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +63,44 @@ class Released:
                 _bytes_of(storage).copy_(copy)
             else:
                 _bytes_of(storage).zero_()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Storages of weights, and bytes on the host that they can have instead."""
+
+    storages: tuple[torch.UntypedStorage, ...]
+    copies: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.numel() for copy in self.copies)
+
+    @contextmanager
+    def in_place(self, model: torch.nn.Module) -> Iterator[None]:
+        """Inside, the weights are these; then again those that they were before."""
+        reshard_all(model)
+        own = tuple(map(_copied, self.storages))
+        self._write(self.copies)
+        try:
+            yield
+        finally:
+            reshard_all(model)
+            self._write(own)
+
+    @torch.no_grad()
+    def _write(self, copies: Iterable[Tensor]) -> None:
+        for storage, copy in zip(self.storages, copies, strict=True):
+            _bytes_of(storage).copy_(copy)
+
+
+@torch.no_grad()
+def take_snapshot(local_model: LocalModel, optimizer: ModelOptimizer) -> Snapshot:
+    """Of parameters and buffers."""
+    reshard_all(local_model.model)
+    tensors = [tensor for kind in WEIGHTS for tensor in tensors_of_kind(local_model, optimizer, kind)]
+    storages = tuple(_storages(tensors))
+    return Snapshot(storages, tuple(map(_copied, storages)))
 
 
 @torch.no_grad()
@@ -114,10 +156,15 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 def _release(storage: torch.UntypedStorage, kind: Kind) -> Saved:
     nbytes, copy = storage.nbytes(), None
     if kind != "gradients":
-        copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        copy.copy_(_bytes_of(storage))
+        copy = _copied(storage)
     storage.resize_(0)
     return Saved(storage, nbytes, copy)
+
+
+def _copied(storage: torch.UntypedStorage) -> Tensor:
+    """Its bytes, on the host."""
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    return copy.copy_(_bytes_of(storage))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -54,6 +54,15 @@ class Rollout:
         return int(self.counted[1:].sum())
 
 
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """Per rollout: log-probs of its tokens (0 for the first), and on request entropies, and the experts of routers."""
+
+    logprobs: list[Tensor]
+    entropies: list[Tensor] | None = None
+    experts: list[Tensor] | None = None
+
+
 def check_rollouts(rollouts: Sequence[Rollout], reads: Sequence[str], run: RunConfig, max_tokens: int) -> None:
     """Raises all problems at once."""
     found: list[Problem] = []
@@ -178,6 +187,15 @@ def to_front(values: Tensor, last: float) -> Tensor:
 def to_back(values: Tensor) -> Tensor:
     """The inverse; the first token has no log-prob and gets 0."""
     return torch.cat([values.new_zeros(1, *values.shape[1:]), values[:-1]])
+
+
+def per_rollout(rollouts: Sequence[Rollout], packed: Sequence[Sequence[int]], whole: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of microbatches, back to the rollouts that they are of, on the host."""
+    found: dict[int, Tensor] = {}
+    for members, values in zip(packed, whole, strict=True):
+        sizes = [rollouts[number].tokens.shape[0] for number in members]
+        found.update(zip(members, values.cpu().split(sizes), strict=True))
+    return [found[number] for number in range(len(rollouts))]
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

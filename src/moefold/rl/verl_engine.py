@@ -9,13 +9,17 @@ A loss of verl's reads whole sequences. With context parallelism a rank has some
 summed over cp into whole rows, every cp rank computes the whole loss, and the gradient reaches each log-prob on the
 rank that it is from.
 
-Not supported, and refused: entropies in training, which have no gradient here. There are no adapters, multimodal inputs
-or deltas of shards. Written for verl 0.9: `tests/ranks/test_verl_engine.py` calls every method.
+With LoRA (`lora_rank` of verl's model config) adapters alone are trained. As verl asks, weights come merged by HF name
+(`lora.merge`), or adapters by PEFT name beside their config, after the weights without them.
+
+Not supported, and refused: entropies in training, which have no gradient here. There are no multimodal inputs or deltas
+of shards. Written for verl 0.9: `tests/ranks/test_verl_engine.py` calls every method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -35,7 +39,7 @@ from moefold.checkpoint.load import latest
 from moefold.comm.collectives import all_reduce_ints, all_reduce_no_grad
 from moefold.config.loading import override
 from moefold.config.run import RunConfig
-from moefold.errors import MoefoldError
+from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.model.decoder import DecoderOutput
 from moefold.nn.batch import TokenObjective
 from moefold.optim.lr_schedule import lr_at
@@ -86,7 +90,8 @@ class MoefoldEngine(BaseEngine):
         path = Path(self.model_config.local_path or self.model_config.path)
         source = HfDirectory(path)
         source.close()
-        run = override(run_for(source.config, "verl"), self._optimizer_keys() | self.engine_config.overrides)
+        keys = self._optimizer_keys() | self._adapter_keys() | self.engine_config.overrides
+        run = override(run_for(source.config, "verl"), keys)
         device = self.engine_config.overrides.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         longest = self.engine_config.max_token_len_per_gpu or self.engine_config.infer_max_token_len_per_gpu
         self.engine = Engine(run, device=str(device), max_tokens=longest)
@@ -109,6 +114,20 @@ class MoefoldEngine(BaseEngine):
             found |= {"optim.lr_schedule.kind": kind, "optim.lr_schedule.floor": getattr(config, "min_lr_ratio", None)}
             found["train.steps"] = steps
         return keys | {key: value for key, value in found.items() if value is not None}
+
+    def _adapter_keys(self) -> dict[str, object]:
+        """Of `lora_rank` and `lora_alpha`; which weights have adapters is said by our names, or verl's all-linear."""
+        config, targets = self.model_config, "model.lora.targets"
+        rank = getattr(config, "lora_rank", 0)
+        if not rank:
+            return {}
+        named = getattr(config, "target_modules", "all-linear")
+        if named != "all-linear" and targets not in self.engine_config.overrides:
+            raise ConfigError(Problem("target_modules", f"{named}: is not read here", f"set {targets} in overrides"))
+        if path := getattr(config, "lora_adapter_path", None):
+            raise ConfigError(Problem("lora_adapter_path", f"{path}: adapters start anew here", "leave it out"))
+        alpha = float(config.lora_alpha)
+        return {"model.lora.rank": rank, "model.lora.alpha": alpha, "optim.trained": "adapters"}
 
     # ---- what it is ----
 
@@ -268,10 +287,22 @@ class MoefoldEngine(BaseEngine):
 
     # ---- weights and checkpoints ----
 
-    def get_per_tensor_param(self, **kwargs: object) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """(HF name, full tensor) on every rank, in bfloat16, but for biases of routers; no adapter."""
+    def get_per_tensor_param(
+        self, base_sync_done: bool = False, **kwargs: object
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, object] | None]:
+        """(HF name, full tensor) on every rank, in bfloat16, but for biases of routers; and PEFT's config, if adapters
+        are not merged: then these are adapters, or weights without them as long as the base was not sent."""
         self.engine.restore()
-        return self.engine.weights(torch.bfloat16), None
+        if self.run.model.lora is None or (getattr(self.model_config, "lora", None) or {}).get("merge", False):
+            return self.engine.weights(torch.bfloat16), None
+        from peft import PeftType, TaskType
+
+        stream = "adapters" if base_sync_done else "base"
+        kinds = {"peft_type": PeftType.LORA, "task_type": TaskType.CAUSAL_LM}
+        return self.engine.weights(torch.bfloat16, stream=stream), self.engine.peft_config() | kinds
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return self.engine.without_adapters()
 
     def save_checkpoint(
         self,
