@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.checkpoint.hf_sources import loaded_by_transformers, saved_by_transformers
@@ -16,6 +17,7 @@ from tests.published_models import hf_model, small, transformers_in_float64
 from moefold.checkpoint.trained_model import TrainedModel, open_trained
 from moefold.cli.main import main
 from moefold.config.moe import CapacityConfig
+from moefold.data.token_writers import MegatronWriter
 from moefold.errors import DataError
 from moefold.model.generation import (
     Sampling,
@@ -273,6 +275,33 @@ def test_perplexity_is_the_mean_over_windows(
             logits = last_logits(model.decoder, [text[window.start : at]])
             total -= float(logits.log_softmax(-1)[0, text[at]])
     assert found.tokens == 49 and found.loss == pytest.approx(total / 49, abs=1e-4)
+
+
+def test_only_tokens_of_a_loss_mask_count(
+    models: dict[str, TrainedModel],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of two conversations, each for itself; a mask of zeros gives no number at all."""
+    model = opened(FAMILIES[0], models, tmp_path_factory)
+    documents = [list(range(3, 15)), [40, 9, 77, 9, 5]]
+    masks = [[at in (5, 6, 11) for at in range(12)], [False, False, True, True, False]]
+    for name, keep in (("chat", True), ("silent", False)):
+        with MegatronWriter(str(tmp_path / name), np.uint16, with_loss_mask=True) as writer:
+            for tokens, mask in zip(documents, masks, strict=True):
+                writer.add(np.array(tokens), np.array(mask) & keep)
+    total = 0.0
+    for tokens, mask in zip(documents, masks, strict=True):
+        for at in (at for at, counts in enumerate(mask) if counts):
+            total -= last_logits(model.decoder, [tokens[:at]]).log_softmax(-1)[0, tokens[at]].item()
+    words = ["eval", str(model.path), "--tokenizer", "bytes", "--dtype", "float32", "--json"]
+    assert main([*words, "--data", str(tmp_path / "chat")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["counted"]) == (5, "those of the loss mask")
+    assert found["loss"] == pytest.approx(total / 5, abs=1e-5)
+    assert main([*words, "--data", str(tmp_path / "silent")]) == 2
+    assert "its loss mask counts no token" in capsys.readouterr().err
 
 
 def test_capacities_do_not_drop_tokens_when_the_model_is_used(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moefold.tables import text_table
 if TYPE_CHECKING:
     from moefold.checkpoint.trained_model import TrainedModel
     from moefold.data.text_codec import TextCodec
-    from moefold.model.scoring import Read
+    from moefold.model.scoring import Mask, Read
 
 EXAMPLES = """examples:
   moefold eval runs/debug_small --text README.md
@@ -31,7 +31,8 @@ EXAMPLES = """examples:
 
 SOURCE is a run (its newest checkpoint), a checkpoint, or a Hugging Face directory. --text and --data print the loss in
 nats per token and the perplexity; --text also bits per byte, which compares models of different tokenizers. A token is
-predicted from at most --context tokens; with --stride S windows overlap, and each predicts S new ones.
+predicted from at most --context tokens; with --stride S windows overlap, and each predicts S new ones. Where token
+files have a loss mask, as those of conversations do, only its tokens count.
 --tasks needs lm-evaluation-harness: pip install "moefold[eval]". Exits with 0."""
 
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from moefold.model.scoring import perplexity, windows
 
-    read, bounds, num_bytes = _text(codec, Path(args.text)) if args.text else _data(model, args.data)
+    read, bounds, num_bytes, counted = _text(codec, Path(args.text)) if args.text else _data(model, args.data)
     cut = [
         window._replace(start=window.start + begin, first=window.first + begin, end=window.end + begin)
         for begin, end in bounds
@@ -76,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     ][: args.limit]
     if not cut:
         raise DataError(f"{args.text or args.data}: has fewer than two tokens, so that none can be predicted")
-    found = perplexity(model.decoder, read, cut, args.batch, _progress(len(cut)))
+    found = perplexity(model.decoder, read, cut, args.batch, _progress(len(cut)), counted)
+    if not found.tokens:
+        raise DataError(f"{args.data}: its loss mask counts no token of these {len(cut):,} windows")
     data: dict[str, object] = {
         "source": str(model.path),
         "data": args.text or args.data,
@@ -84,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         "perplexity": found.perplexity,
         "accuracy": found.accuracy,
         "tokens": found.tokens,
+        "counted": "all tokens" if counted is None else "those of the loss mask",
         "context": context,
         "stride": args.stride or context,
         "dtype": model.run.precision.compute,
@@ -97,24 +101,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(codec: TextCodec, path: Path) -> tuple[Read, list[tuple[int, int]], int | None]:
+def _text(codec: TextCodec, path: Path) -> tuple[Read, list[tuple[int, int]], int | None, Mask | None]:
     from moefold.data.text_codec import read_text
 
     text = read_text(path)
     tokens = codec.encode(text)
-    return lambda start, length: tokens[start : start + length], [(0, len(tokens))], len(text.encode())
+    return lambda start, length: tokens[start : start + length], [(0, len(tokens))], len(text.encode()), None
 
 
-def _data(model: TrainedModel, path: str) -> tuple[Read, list[tuple[int, int]], int | None]:
-    """Documents apart where the run kept them apart in training."""
+def _data(model: TrainedModel, path: str) -> tuple[Read, list[tuple[int, int]], int | None, Mask | None]:
+    """Documents apart where the run kept them apart in training, and conversations always: they have a loss mask."""
     from moefold.config.data import SourceConfig
     from moefold.data.sources import Source
 
     source = Source(SourceConfig(path), model.vocab_size, "validation")
     starts = [0, source.num_tokens]
-    if model.run.data.packing != "concat":
+    counted = source.loss_mask if source.has_loss_mask else None
+    if model.run.data.packing != "concat" or counted is not None:
         starts = sorted({*starts, *source.document_starts_in(0, source.num_tokens).tolist()})
-    return lambda start, length: source.window(start, length).tolist(), list(pairwise(starts)), None
+    return lambda start, length: source.window(start, length).tolist(), list(pairwise(starts)), None, counted
 
 
 def _progress(total: int) -> Callable[[int], None]:

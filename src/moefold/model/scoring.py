@@ -12,6 +12,7 @@ from itertools import islice
 from math import exp
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from moefold.model.generation import batch_of
 
 # Tokens [start, start + length) of a text.
 Read = Callable[[int, int], Sequence[int]]
+# Whether each of these tokens counts.
+Mask = Callable[[int, int], np.ndarray]
 # So many rows of logits at a time: a vocabulary is wide.
 _ROWS = 1024
 
@@ -82,17 +85,28 @@ def windows(num_tokens: int, context: int, stride: int) -> Iterator[Window]:
 
 
 def perplexity(
-    decoder: Decoder, read: Read, cut: Iterable[Window], batch: int = 1, on_window: Callable[[int], None] | None = None
+    decoder: Decoder,
+    read: Read,
+    cut: Iterable[Window],
+    batch: int = 1,
+    on_window: Callable[[int], None] | None = None,
+    counted: Mask | None = None,
 ) -> Perplexity:
-    """Of all windows, ``batch`` at a time; ``on_window`` is called with the number of windows done."""
+    """Of all windows, ``batch`` at a time; ``on_window`` is called with the number of windows done. ``counted`` says
+    which tokens count when they are predicted; without it all do.
+    """
     total, tokens, likeliest, done = 0.0, 0, 0, 0
     rest = iter(cut)
     while several := list(islice(rest, batch)):
         texts = [read(window.start, window.end - window.start) for window in several]
-        for scored in score(decoder, texts, [window.first - window.start for window in several]):
-            total -= float(scored.logprobs.double().sum())
-            tokens += len(scored.logprobs)
-            likeliest += int(scored.likeliest.sum())
+        found = score(decoder, texts, [window.first - window.start for window in several])
+        for window, (logprobs, likely) in zip(several, found, strict=True):
+            if counted is not None:
+                mask = torch.as_tensor(counted(window.first, window.end - window.first), device=logprobs.device)
+                logprobs, likely = logprobs[mask], likely[mask]
+            total -= float(logprobs.double().sum())
+            tokens += len(logprobs)
+            likeliest += int(likely.sum())
         done += len(several)
         if on_window is not None:
             on_window(done)
