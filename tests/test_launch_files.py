@@ -241,6 +241,21 @@ def test_commands_of_the_page_are_accepted() -> None:
             assert not problems_to_train(override(recipe(args.name), args.changes), 8)
 
 
+def test_every_launch_has_a_fixed_port() -> None:
+    """Without one torchrun starts its c10d rendezvous, on one node too, which unpickles what reaches it."""
+    root = LAUNCH.parents[1]
+    texts = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.*")]
+    texts += (root / "src").rglob("*.py")
+    found, offenders = 0, []
+    for path in texts:
+        joined = re.sub(r"\\+\n\s*|\n\s+(?=--)", " ", path.read_text("utf-8"))
+        for line in re.findall(r"torchrun --(?!master-addr`).*", joined):
+            found += 1
+            if "--master-port" not in line or "--standalone" in line or "--rdzv" in line:
+                offenders.append(f"{path.name}: {line}")
+    assert found >= 15 and not offenders, offenders
+
+
 def test_the_page_names_every_file() -> None:
     page = PAGE.read_text()
     assert all(f"examples/launch/{name}" in page for name in SETTINGS)

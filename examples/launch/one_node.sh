@@ -6,7 +6,8 @@ set -euo pipefail
 
 gpus=${GPUS:-8}
 run=${RUN:-debug_small}
-ranks=(torchrun --standalone --nproc-per-node "$gpus" -m moefold.cli.main)
+# A port of its own means no rendezvous service: nothing is unpickled from the network. Another job on this host: another port.
+ranks=(torchrun --master-port "${PORT:-29500}" --nproc-per-node "$gpus" -m moefold.cli.main)
 
 # What a hang leaves behind: `moefold support-bundle` collects it.
 export TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1

@@ -42,7 +42,7 @@ def test_a_run_ends_can_be_named_and_goes_on(tmp_path: Path, capsys: pytest.Capt
         (["--parallel.pp", "2", "--parallel.vpp", "2", "--nproc", "2"], "parallel.vpp"),
         (["--train.stps", "3"], "did you mean 'steps'"),
         (["--name", "../elsewhere"], "name"),
-        (["--device", "cuda", "--nproc", "2"], "torchrun --nproc-per-node 2"),
+        (["--device", "cuda", "--nproc", "2"], "torchrun --master-port 29500 --nproc-per-node 2"),
     ],
 )
 def test_what_cannot_start_is_said_before_anything_is_written(

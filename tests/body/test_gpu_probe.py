@@ -124,7 +124,7 @@ def test_without_gpus_it_says_what_is_missing(
     assert main(["doctor", "--gpus"]) == 1
     printed = capsys.readouterr().out
     assert "nvidia-smi" in printed and "not in PATH" in printed and "torch sees none" in printed
-    assert "torchrun --nproc-per-node 8 -m moefold.cli.main doctor --gpus" in printed
+    assert "torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main doctor --gpus" in printed
     assert main(["doctor", "--gpus", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["links"] is None and {"GPU", "nvidia-smi"} <= {each["what"] for each in found["gpus"]["missing"]}

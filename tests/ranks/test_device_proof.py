@@ -99,7 +99,7 @@ def test_without_a_gpu_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None
     [
         (
             ["debug_tiny", "--world", "4"],
-            "--world 4, but 1 rank was started; start 4 ranks: torchrun --nproc-per-node 4",
+            "--world 4, but 1 rank was started; start 4 ranks: torchrun --master-port 29500 --nproc-per-node 4",
         ),
         (["--cases", "3"], "on launched ranks, a proof is of a RUN"),
     ],

@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   moefold doctor
   moefold doctor --device cuda --json
   moefold doctor --gpus
-  torchrun --nproc-per-node 8 -m moefold.cli.main doctor --gpus
+  torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main doctor --gpus
   srun --ntasks-per-node 8 --gpus-per-node 8 moefold doctor --gpus --seconds 30
 
 A backend is chosen by name in the run's configuration (kernels.backend, .experts, .attention); one that cannot run

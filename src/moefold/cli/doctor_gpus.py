@@ -72,7 +72,7 @@ def _text(report: GpuReport, links: LinkReport | None) -> Iterator[str]:
     if links is None:
         yield (
             "links between ranks: not measured, this is one process; start it on every GPU:\n"
-            "    torchrun --nproc-per-node 8 -m moefold.cli.main doctor --gpus"
+            "    torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main doctor --gpus"
         )
         return
     yield _link_table(links)

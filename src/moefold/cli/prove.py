@@ -25,7 +25,8 @@ EXAMPLES = """examples:
   moefold prove --case 77702387 --max-world 8
   moefold prove --kept tests/ranks/failed_cases.jsonl
   moefold prove --mutants
-  torchrun --nproc-per-node 8 -m moefold.cli.main prove deepseek_v3_proxy --device cuda --parallel.ep 8 --dtype bfloat16
+  torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main prove deepseek_v3_proxy \\
+      --device cuda --parallel.ep 8 --dtype bfloat16
 
 A proof runs on CPU processes that it starts itself. With --device, or under torchrun or srun, it runs on the ranks that
 were launched, one GPU each over NCCL (--device cpu: over gloo), against a float64 reference on the CPU, with the run's
@@ -107,7 +108,9 @@ def prove_launched(
 
     started = launched_ranks()
     if world not in (None, started):
-        start = f"start {world} ranks: torchrun --nproc-per-node {world} -m moefold.cli.main prove ..."
+        start = (
+            f"start {world} ranks: torchrun --master-port 29500 --nproc-per-node {world} -m moefold.cli.main prove ..."
+        )
         raise MoefoldError(f"--world {world}, but {started} rank{'s' * (started > 1)} was started; {start}")
     verdict, rank, on = prove_on_launched_ranks(load_run(name, changes), dtype=dtype, device=device)
     if rank == 0:

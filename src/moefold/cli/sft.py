@@ -20,8 +20,8 @@ EXAMPLES = """examples:
   moefold sft my_chat --from Qwen3-30B-A3B --data chat.jsonl --lora 16
   moefold sft my_chat --from Qwen3-30B-A3B --data chat.jsonl --freeze-router --epochs 2 --optim.lr 5e-6
   moefold sft proxy --from exported --data tokens/chat --lora 8 --nproc 4 --parallel.ep 4
-  moefold sft my_chat --from Qwen3-30B-A3B --data chat.jsonl --prepare && torchrun --nproc-per-node 8 -m \\
-      moefold.cli.main sft my_chat --parallel.ep 8
+  moefold sft my_chat --from Qwen3-30B-A3B --data chat.jsonl --prepare && torchrun --master-port 29500 \\
+      --nproc-per-node 8 -m moefold.cli.main sft my_chat --parallel.ep 8
   moefold sft my_chat                       resumes, or trains what was prepared
 
 --data is a file of conversations (`messages`), which the model's own tokenizer and chat template turn into tokens with

@@ -15,7 +15,7 @@ from moefold.train.signals import INTERRUPTED
 EXAMPLES = """examples:
   moefold train debug_small
   moefold train debug_small --nproc 4 --parallel.ep 4 --train.steps 300
-  torchrun --nproc-per-node 8 -m moefold.cli.main train my_run.yaml
+  torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main train my_run.yaml
 
 The run lives in train.directory/NAME; the same command resumes from its newest checkpoint.
 Ctrl-C and SIGTERM, to any rank, the launcher or the whole process group, finish the step under way, save, then stop.

@@ -84,9 +84,10 @@ def launch_words(workload: Workload, name: str, changes: Mapping[str, str]) -> l
     cluster = workload.cluster
     per_node = min(cluster.gpu.per_node, cluster.num_gpus)
     nodes = -(-cluster.num_gpus // per_node)
-    meet = ["--standalone"]
+    # A fixed port and no rendezvous service: torch's c10d service unpickles what reaches its port, from any host. On
+    # one node too torchrun starts that service, with --standalone as without it, unless a port is given.
+    meet = ["--master-port 29500"]
     if nodes > 1:
-        # A fixed address and no rendezvous service: torch's c10d service unpickles what reaches its port.
         meet = [f"--nnodes {nodes}", "--node-rank $NODE_RANK", "--master-addr $HEAD", "--master-port 29500"]
     started = [f"--nproc-per-node {per_node}", "-m moefold.cli.main", f"train {shlex.quote(name)}"]
     return ["torchrun", *meet, *started, *(f"--{path} {shlex.quote(value)}" for path, value in changes.items())]

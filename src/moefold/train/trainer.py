@@ -66,7 +66,7 @@ class Trainer:
         if device == "cuda" and nproc is not None:
             raise MoefoldError(
                 f"nproc starts ranks on CPUs; on GPUs, start {nproc} ranks by "
-                f"`torchrun --nproc-per-node {nproc} -m moefold.cli.main train ...`"
+                f"`torchrun --master-port 29500 --nproc-per-node {nproc} -m moefold.cli.main train ...`"
             )
         self.world = nproc or 1 if place is None else place.world
         if found := problems_to_train(run, self.world):
