@@ -19,8 +19,9 @@ from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig, Sharding
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
+from moefold.plan.memory.in_flight import moments, moments_reference
 from moefold.plan.memory.layer_activations import kept_by, rows_of
-from moefold.plan.memory.peak import memory_at, moments, predict_memory
+from moefold.plan.memory.peak import memory_at, predict_memory
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.memory.saving_steps import savings
 from moefold.plan.prediction import MemoryPrediction
@@ -136,6 +137,7 @@ def test_moments_are_those_of_the_order(name: str) -> None:
     for _, ranks, virtual, microbatches in (sizes for sizes in SIZES if sizes[0] == name):
         order = SCHEDULES[name].build(ranks, virtual, microbatches)
         found = moments(name, ranks, virtual, microbatches)
+        assert found == moments_reference(name, ranks, virtual, microbatches)
         assert [max(map(sum, each)) for each in found] == [most_held(actions) for actions in order.actions]
         if not SCHEDULES[name].overlaps:
             assert [most_held(actions) for actions in order.actions] == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import product
-from math import log2
+from math import inf, log2
 
 import pytest
 from tests.marks import slow_except
@@ -16,6 +16,7 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError
 from moefold.hardware.cluster import Cluster, cluster_of
 from moefold.plan.launch_command import beyond_moefold, changes_to_run
+from moefold.plan.memory.peak import bytes_up_to, predict_memory
 from moefold.plan.prediction import MemoryLine, MemoryPrediction, TimePrediction
 from moefold.plan.search import search as searching
 from moefold.plan.search.candidates import (
@@ -144,6 +145,8 @@ def pretend_time(workload: Workload) -> TimePrediction:
 @pytest.fixture
 def pretending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "predict_memory", pretend_memory)
+    monkeypatch.setattr(searching, "bytes_up_to", lambda workload, limit: pretend_memory(workload).total)
+    monkeypatch.setattr(searching, "usable_bytes", lambda workload: workload.cluster.gpu.memory_bytes / 4)
     monkeypatch.setattr(searching, "predict_time", pretend_time)
 
 
@@ -207,6 +210,61 @@ def test_when_nothing_fits_the_leanest_is_named_and_when_nothing_is_legal_the_ru
     assert refused.value.lacks_memory
     with pytest.raises(NothingFitsError, match="no legal layout: 8 experts do not divide over ep"):
         search(workload, narrowed(usual_space(workload), "ep=3"))
+
+
+# ---- memory is predicted no further than it takes to know that a candidate does not fit ----
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "framework"),
+    [("deepseek_v3", 1024, "moefold"), ("qwen3_30b_a3b", 64, "megatron"), ("gpt_oss_120b", 64, "fsdp2")],
+)
+def test_bytes_up_to_a_limit_are_the_whole_prediction_or_more_than_the_limit(
+    name: str, world: int, framework: FrameworkName
+) -> None:
+    _, workload = job_for(name, world, framework=framework)
+    limits, space = limits_of(workload), usual_space(workload)
+    grids = list(layouts(limits, space))
+    bounded = 0
+    for choice in random.Random(1).sample(grids, min(60, len(grids))):
+        made = workload_of_choice(choice, workload, limits, space)
+        total = predict_memory(made).total
+        for limit in (total, total * (1 + 1e-7), inf):
+            assert bytes_up_to(made, limit) == total
+        for limit in (total * (1 - 1e-7), total * 0.9, total * 0.5, 1e9):
+            found = bytes_up_to(made, limit)
+            assert limit < found <= total * (1 + 1e-9)
+            bounded += found < total * 0.99
+    assert bounded, "nothing was predicted in part"
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "fixed"),
+    [
+        ("olmoe_1b_7b", 16, "tp=1,cp=1,pp=1,2"),
+        ("deepseek_v3", 512, "tp=1,cp=1,pp=8,vpp=1,2,ep=32,64,etp=1"),
+        ("qwen3_235b_a22b", 128, "tp=1,cp=1,pp=4,8,vpp=1,2,ep=16,32"),
+        ("deepseek_v3", 32, "tp=1,cp=1,pp=1,2,ep=32,vpp=1"),
+    ],
+)
+def test_partial_predictions_change_no_answer(
+    name: str, world: int, fixed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference predicts every candidate's memory whole."""
+    _, workload = job_for(name, world)
+    space = narrowed(usual_space(workload), fixed)
+
+    def answer() -> object:
+        try:
+            found = search(workload, space, headroom=0.05)
+        except NothingFitsError as error:
+            return str(error)
+        return found.ranked, found.pareto, found.own, found.num_layouts, found.num_memory, found.num_time
+
+    quick = answer()
+    monkeypatch.setattr(searching, "bytes_up_to", lambda workload, limit: predict_memory(workload).total)
+    assert quick == answer()
+    assert isinstance(quick, str) == (world == 32)
 
 
 def test_tp_stays_inside_the_domain() -> None:

@@ -1,28 +1,21 @@
 """Peak memory of the fullest rank, cause by cause.
 
-States exist for the whole step (`plan/memory/states.py`). Activations accumulate with the microbatches in flight, each
-with what its layers save (`plan/memory/layer_activations.py`). Temporary memory comes on top
-(`plan/memory/workspace.py`): either the loss with its logits, or the backward of one layer with its gradients and what
-is recomputed. Pipeline ranks differ in all of this, so each is computed and the fullest reported.
-
-**In flight.** A rank keeps the activations of a (stage, microbatch) from its forward until its backward is done. The
-order says how many those are, and of which stages: with several virtual stages per rank more microbatches of the early
-stages are in flight than of the late ones, and stages differ in size. So the result for a rank is a list of
-**moments**: how many microbatches of each of its stages it holds, at every time that is not dominated by another. Where
-a schedule splits backwards, those whose input gradient is done and whose weight gradients wait are counted apart,
-behind the others: they hold inputs and output gradients of matmuls, and nothing else.
-
-Walking an order is exact for every schedule. 1F1B and its interleaved form, which a search asks for by the thousand,
-have a closed form: ranks forward `warm_up` times and then alternate.
+States exist for the whole step (`plan/memory/states.py`). Activations accumulate with the microbatches in flight
+(`plan/memory/in_flight.py`), each with what its layers save (`plan/memory/layer_activations.py`). Temporary memory
+comes on top (`plan/memory/workspace.py`): either the loss with its logits, or the backward of one layer with its
+gradients and what is recomputed. Pipeline ranks differ in all of this, so each is computed and the fullest reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
+from operator import mul
+from typing import NamedTuple
 
 from moefold.blueprint.model_shape import Layer, ModelShape
+from moefold.plan.memory.in_flight import Moment, moments
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import Setting, setting_of
 from moefold.plan.memory.states import (
@@ -37,95 +30,8 @@ from moefold.plan.memory.workspace import around_head, around_module, workspace_
 from moefold.plan.prediction import MemoryLine, MemoryPrediction
 from moefold.plan.stage_contents import StageContents, stages_of_shape, written_stages
 from moefold.plan.workload import Workload
-from moefold.schedule.actions import Action, Kind, place
+from moefold.schedule.actions import place
 from moefold.schedule.names import SCHEDULES
-from moefold.topology.folded_layout import shard_sizes
-
-# Microbatches held of each of the rank's stages, in the model's order; then, of each, those with deferred gradients.
-Moment = tuple[int, ...]
-# Orders are periodic once the pipeline is full, so longer ones hold no more.
-_ENOUGH_ROUNDS = 3
-
-
-@lru_cache(maxsize=4096)
-def moments(
-    schedule: str, ranks: int, virtual: int, microbatches: int, extra: int = 0
-) -> tuple[tuple[Moment, ...], ...]:
-    """The fullest moments of every rank. ``extra`` forwards are added to each warm-up of 1F1B or interleaved."""
-    if schedule in ("1f1b", "interleaved"):
-        microbatches = _enough(ranks, ranks, microbatches)
-        hops = 1 if schedule == "1f1b" and virtual == 1 else 2
-        return tuple(
-            _fullest(_alternating(hops * (ranks - 1 - rank) + extra, ranks, virtual, microbatches), virtual)
-            for rank in range(ranks)
-        )
-    if schedule != "gpipe":
-        microbatches = _enough(ranks * virtual, ranks, microbatches)
-    order = SCHEDULES[schedule].build(ranks, virtual, microbatches)
-    counts = 2 * virtual if SCHEDULES[schedule].splits_backward else virtual
-    return tuple(
-        _fullest(_changes(actions, order.stages_of(rank)), counts) for rank, actions in enumerate(order.actions)
-    )
-
-
-def _enough(stages: int, ranks: int, microbatches: int) -> int:
-    """Fewer microbatches with the same moments. Uneven rounds differ all along the order: those keep all of them."""
-    return min(microbatches, _ENOUGH_ROUNDS * stages) if microbatches % ranks == 0 else microbatches
-
-
-def _changes(actions: Iterable[Action], stages: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """(which count, +1 or -1) in the order's own sequence.
-
-    The two of a pair run layer by layer in turn, the backward first, so that one frees what the other fills.
-    """
-    for action in actions:
-        for part in action.parts:
-            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-                yield stages.index(part.stage), -1
-            if part.kind is Kind.BACKWARD_INPUT:
-                yield len(stages) + stages.index(part.stage), 1
-            if part.kind is Kind.BACKWARD_WEIGHT:
-                yield len(stages) + stages.index(part.stage), -1
-        for part in action.parts:
-            if part.kind is Kind.FORWARD:
-                yield stages.index(part.stage), 1
-
-
-def _alternating(ahead: int, ranks: int, virtual: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """The same for 1F1B and interleaved: `ahead` forwards more than all laps but the last, then one by one by turns."""
-    rounds = shard_sizes(microbatches, max(1, microbatches // ranks))
-    warm_up = rounds[0] * (virtual - 1) + ahead
-    forwards = [lap for size in rounds for lap in range(virtual) for _ in range(size)]
-    backwards = [lap for size in rounds for lap in reversed(range(virtual)) for _ in range(size)]
-    warm_up = min(warm_up, len(forwards))
-    yield from ((lap, 1) for lap in forwards[:warm_up])
-    steady = len(forwards) - warm_up
-    for forth, back in zip(forwards[warm_up:], backwards):
-        yield forth, 1
-        yield back, -1
-    yield from ((lap, -1) for lap in backwards[steady:])
-
-
-def _fullest(changes: Iterable[tuple[int, int]], counts: int) -> tuple[Moment, ...]:
-    """Moments that no other moment matches or exceeds in every stage."""
-    held = [0] * counts
-    seen: set[Moment] = set()
-    grew = False
-    for which, change in changes:
-        if grew and change < 0:
-            seen.add(tuple(held))
-        grew = change > 0
-        held[which] += change
-    if grew:
-        seen.add(tuple(held))
-    # Only a larger total can outdo a moment; in 1F1B nearly all have the same.
-    most = max(map(sum, seen), default=0)
-    full = [one for one in seen if sum(one) == most]
-    for one in sorted(seen.difference(full), key=sum, reverse=True):
-        if not any(all(mine <= theirs for mine, theirs in zip(one, other)) for other in full):
-            full.append(one)
-    return tuple(sorted(full, reverse=True))
-
 
 # Labels of GPUs count memory in units of 2**30, and the driver keeps a little of it.
 LABEL_UNIT = 2**30
@@ -138,8 +44,18 @@ PAIR_SHARE = 0.6
 # The runtime's own: context, kernels, buffers of communication libraries. Not seen by the allocator.
 RUNTIME_BYTES = 2e9
 
+# Of a comparison of sums.
+_ROUNDING = 1e-9
+
 # A kind of layer, bytes per token of all such layers, how many; no layer stands for the pipeline's end.
 _Part = tuple[Layer | None, float, int]
+
+
+class _Live(NamedTuple):
+    """The moment with most activations, and their bytes."""
+
+    moment: Moment
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -159,29 +75,74 @@ class _RankShape:
         return tuple(tokens * each for each in (*self.token_bytes, *self.deferred_bytes))
 
 
+@dataclass(frozen=True)
+class _Fullest:
+    """The fullest rank with its lines, and every rank's total."""
+
+    rank: int
+    lines: list[MemoryLine]
+    by_rank: tuple[float, ...]
+
+
 def predict_memory(workload: Workload) -> MemoryPrediction:
     """The fullest pipeline rank."""
-    setting, tokens = setting_of(workload), workload.context_tokens
-    shapes = [_rank_shape_of(workload, rank, setting) for rank in range(workload.parallel.pp)]
-    live = [_fullest_moment(workload, rank, shape.stage_bytes(tokens))[1] for rank, shape in enumerate(shapes)]
+    found = _fullest_rank(workload, inf)
+    if isinstance(found, float):
+        raise AssertionError("no rank exceeds infinity")
+    return MemoryPrediction(tuple(found.lines), usable_bytes(workload), found.rank, found.by_rank)
+
+
+def bytes_up_to(workload: Workload, limit: float) -> float:
+    """The total of `predict_memory`, or, where that exceeds ``limit``, some number between the two.
+
+    A search asks for most candidates only whether they fit. Ranks are added up cause by cause, no cause is negative, so
+    the first sum above the limit is a proof that the total is.
+    """
+    found = _fullest_rank(workload, limit)
+    return found if isinstance(found, float) else sum(line.bytes for line in found.lines)
+
+
+def _fullest_rank(workload: Workload, limit: float) -> _Fullest | float:
+    """The fullest rank; or, as soon as one rank needs more than ``limit``, how much of its need is known then."""
+    # Sums of the same numbers in another order differ in their last bits.
+    limit, setting, ranks = limit * (1 + _ROUNDING), setting_of(workload), range(workload.parallel.pp)
+    shapes: list[_RankShape] = []
+    live: list[_Live] = []
     # Ranks with the same stages differ in what is alive, and in nothing else.
+    states: dict[int, list[MemoryLine]] = {}
+    for rank in ranks:
+        shape = _rank_shape_of(workload, rank, setting)
+        if id(shape) not in states:
+            states[id(shape)] = state_lines(workload, shape.weights) + gathered_lines(workload, shape.weights)
+        alive = _fullest_moment(workload, rank, shape.stage_bytes(workload.context_tokens))
+        known = sum(line.bytes for line in states[id(shape)]) + alive.bytes
+        if (least := known * (1 + FRAGMENTATION) + RUNTIME_BYTES) > limit:
+            return least
+        shapes.append(shape)
+        live.append(alive)
     rest: dict[int, float] = {}
     found: dict[int, list[MemoryLine]] = {}
     totals = []
-    for rank, shape in enumerate(shapes):
+    for rank, (shape, alive) in enumerate(zip(shapes, live)):
         if id(shape) not in rest:
-            found[rank] = _lines(workload, rank, shape, setting)
-            rest[id(shape)] = sum(line.bytes for line in found[rank]) - live[rank] * (1 + FRAGMENTATION)
-        totals.append(rest[id(shape)] + live[rank] * (1 + FRAGMENTATION))
-    fullest = max(range(workload.parallel.pp), key=totals.__getitem__)
-    lines = found[fullest] if fullest in found else _lines(workload, fullest, shapes[fullest], setting)
-    return MemoryPrediction(tuple(lines), usable_bytes(workload), fullest, tuple(totals))
+            found[rank] = _lines(workload, shape, setting, states[id(shape)], alive.moment)
+            rest[id(shape)] = sum(line.bytes for line in found[rank]) - alive.bytes * (1 + FRAGMENTATION)
+        totals.append(rest[id(shape)] + alive.bytes * (1 + FRAGMENTATION))
+        if totals[-1] > limit:
+            return totals[-1]
+    rank = max(ranks, key=totals.__getitem__)
+    shape = shapes[rank]
+    lines = found.get(rank) or _lines(workload, shape, setting, states[id(shape)], live[rank].moment)
+    return _Fullest(rank, lines, tuple(totals))
 
 
 def memory_at(workload: Workload, pipeline_rank: int) -> MemoryPrediction:
     """The same for one pipeline rank."""
     setting = setting_of(workload)
-    lines = _lines(workload, pipeline_rank, _rank_shape_of(workload, pipeline_rank, setting), setting)
+    shape = _rank_shape_of(workload, pipeline_rank, setting)
+    states = state_lines(workload, shape.weights) + gathered_lines(workload, shape.weights)
+    alive = _fullest_moment(workload, pipeline_rank, shape.stage_bytes(workload.context_tokens))
+    lines = _lines(workload, shape, setting, states, alive.moment)
     return MemoryPrediction(tuple(lines), usable_bytes(workload), pipeline_rank)
 
 
@@ -189,11 +150,13 @@ def usable_bytes(workload: Workload) -> float:
     return workload.cluster.gpu.memory_gb * LABEL_UNIT * USABLE_SHARE
 
 
-def _lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
+def _lines(
+    workload: Workload, shape: _RankShape, setting: Setting, states: list[MemoryLine], moment: Moment
+) -> list[MemoryLine]:
+    """All of a rank. What it holds for the whole step and the moment with most activations are known already."""
     lines = [
-        *state_lines(workload, shape.weights),
-        *gathered_lines(workload, shape.weights),
-        *_activation_lines(workload, rank, shape, setting),
+        *states,
+        *_activation_lines(workload, shape, setting, moment),
         *workspace_lines(workload, shape.stages, shape.weights, setting),
     ]
     lines += _ends_lines(workload, shape.weights, lines)
@@ -248,15 +211,25 @@ def _rank_shape(
     ep: int,
 ) -> _RankShape:
     different = stages_of_shape(model, stages, written).different
-    contents = tuple(different[index] for index in which)
-    parts = tuple(_stage_parts(model, stage, setting) for stage in contents)
-    weights = rank_weights(model, contents, (setting.tp, ep, setting.etp))
-    per_token = tuple(sum(size for _, size, _ in stage) for stage in parts)
-    deferred = tuple(
-        sum(kept_by(layer, model.dim, setting).deferred * count for layer, _, count in stage if layer is not None)
-        for stage in parts
+    parts = {index: _stage_parts(model, different[index], setting) for index in set(which)}
+    per_token = {index: sum(size for _, size, _ in stage) for index, stage in parts.items()}
+    deferred = {
+        index: sum(kept_by(one, model.dim, setting).deferred * count for one, _, count in stage if one is not None)
+        for index, stage in parts.items()
+    }
+    return _RankShape(
+        tuple(different[index] for index in which),
+        _weights_of(model, stages, written, which, (setting.tp, ep, setting.etp)),
+        *(tuple(each[index] for index in which) for each in (parts, per_token, deferred)),  # type: ignore[arg-type]
     )
-    return _RankShape(contents, weights, parts, per_token, deferred)
+
+
+@lru_cache(maxsize=10_000)
+def _weights_of(
+    model: ModelShape, stages: int, written: str | None, which: tuple[int, ...], degrees: tuple[int, int, int]
+) -> RankWeights:
+    different = stages_of_shape(model, stages, written).different
+    return rank_weights(model, tuple(different[index] for index in which), degrees)
 
 
 def _stage_parts(model: ModelShape, stage: StageContents, setting: Setting) -> tuple[_Part, ...]:
@@ -278,21 +251,19 @@ def _stage_parts(model: ModelShape, stage: StageContents, setting: Setting) -> t
 # ---- what is alive ----
 
 
-def _fullest_moment(workload: Workload, rank: int, sizes: tuple[float, ...]) -> tuple[Moment, float]:
-    """And the bytes that are alive then."""
+def _fullest_moment(workload: Workload, rank: int, sizes: tuple[float, ...]) -> _Live:
     parallel = workload.parallel
-    best: tuple[Moment, float] = ((), -1.0)
+    best = _Live((), -1.0)
     for moment in moments(parallel.schedule, parallel.pp, parallel.vpp, workload.microbatches)[rank]:
-        alive = sum([count * size for count, size in zip(moment, sizes)])
-        if alive > best[1]:
-            best = moment, alive
+        alive = sum(map(mul, moment, sizes))
+        if alive > best.bytes:
+            best = _Live(moment, alive)
     return best
 
 
-def _activation_lines(workload: Workload, rank: int, shape: _RankShape, setting: Setting) -> list[MemoryLine]:
+def _activation_lines(workload: Workload, shape: _RankShape, setting: Setting, moment: Moment) -> list[MemoryLine]:
     """One line per kind of layer."""
     tokens = workload.context_tokens
-    moment, _ = _fullest_moment(workload, rank, shape.stage_bytes(tokens))
     sizes: dict[Layer | None, float] = {}
     layers: dict[Layer | None, int] = {}
     for parts, live in zip(shape.parts, moment):

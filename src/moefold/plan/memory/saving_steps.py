@@ -21,6 +21,7 @@ from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE
 from moefold.checks.planned_only import PLANNED_ONLY
 from moefold.checks.retained_steps import STEPS_OF_PHASE
 from moefold.config.memory import MemoryConfig, Recomputed
+from moefold.config.parallel import Sharding
 from moefold.config.precision import NarrowFormat, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.plan.memory.peak import predict_memory
@@ -194,6 +195,20 @@ def conflicts(savings: Savings) -> bool:
     """Two values of one key."""
     paths = [entry.partition("=")[0] for entry in savings]
     return len(paths) != len(set(paths))
+
+
+@lru_cache(maxsize=10_000)
+def why_no_savings(savings: Savings, sharding: Sharding, recompute: frozenset[Recomputed], cp: int) -> str | None:
+    """The rule that these savings break beside the choices they depend on, or None."""
+    if conflicts(savings):
+        return "a key cannot have two values"
+    if sharding != "flat" and "precision.master=remainder" in savings:
+        return "remainders are of flat main weights"
+    if inside_phases(recompute, savings):
+        return "steps of a phase that is recomputed whole are not retained apart"
+    if cp > 1 and "memory.retain.core=discard" in savings:
+        return "attention over several ranks is not recomputed"
+    return None
 
 
 _OWN: tuple[Recomputed, ...] = ("attention", "feed_forward", "experts")

@@ -21,7 +21,7 @@ from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, MoE
 from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.parallel import Overlap, Sharding
 from moefold.config.precision import Graphs
-from moefold.plan.memory.saving_steps import NONE, Savings, conflicts, inside_phases, savings_of, with_savings
+from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach
 from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload
@@ -154,15 +154,8 @@ def _why_no_framework(choice: LayoutChoice, limits: Limits, space: Space) -> str
         return "only experts on the same rank need no dispatcher"
     if choice.replicate > 1 and choice.sharding not in ("fsdp", "flat"):
         return "copies are of what is sharded"
-    if choice.savings:
-        if conflicts(choice.savings):
-            return "a key cannot have two values"
-        if choice.sharding != "flat" and "precision.master=remainder" in choice.savings:
-            return "remainders are of flat main weights"
-        if choice.recompute and inside_phases(choice.recompute, choice.savings):
-            return "steps of a phase that is recomputed whole are not retained apart"
-        if choice.cp > 1 and "memory.retain.core=discard" in choice.savings:
-            return "attention over several ranks is not recomputed"
+    if reason := why_no_savings(choice.savings, choice.sharding, choice.recompute, choice.cp):
+        return reason
     if not limits.ours:
         if choice.ep_overlap and choice.pp > 1 and choice.vpp == 1:
             return "overlapping dispatch in a pipeline needs virtual stages"
@@ -233,7 +226,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
             data=replace(run.data, micro_batch=choice.sequences, global_batch=limits.sequences),
             precision=precision,
             memory=memory,
-            kernels=replace(run.kernels, graphs=choice.graphs),
+            kernels=run.kernels if choice.graphs == run.kernels.graphs else replace(run.kernels, graphs=choice.graphs),
         ),
         cluster=template.cluster,
         framework=_launching(template.framework, choice.graphs, template.model.is_moe),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from moefold.plan.memory.peak import predict_memory
 from moefold.plan.memory.saving_steps import Savings, SavingStep, conflicts, is_on_host, offered, saving, savings_of
@@ -46,7 +47,8 @@ def by_price(steps: Sequence[SavingStep], start: Savings, size: Bytes, seconds: 
     )
 
 
-def ladder(steps: Sequence[SavingStep], start: Savings) -> tuple[Savings, ...]:
+@lru_cache(maxsize=1024)
+def ladder(steps: tuple[SavingStep, ...], start: Savings) -> tuple[Savings, ...]:
     """Sets from ``start`` on, each with one saving more; of two that set the same key the first stays."""
     sets = [start]
     for step in steps:

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 from moefold.config.parallel import Sharding
 from moefold.errors import MoefoldError
-from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saving_steps import STEPS, Savings, SavingStep, is_retained
+from moefold.plan.memory.peak import bytes_up_to, predict_memory, usable_bytes
+from moefold.plan.memory.saving_steps import STEPS, Savings, SavingStep, is_retained, why_no_savings
 from moefold.plan.search.candidates import (
     LayoutChoice,
     Limits,
@@ -145,27 +145,28 @@ class _Looked:
 
     def __init__(self, template: Workload, limits: Limits, space: Space, headroom: float) -> None:
         self.template, self.limits, self.space = template, limits, space
+        # Bytes where a candidate fits, else a lower bound that exceeds the capacity.
         self.held: dict[LayoutChoice, float] = {}
         self.timed: dict[LayoutChoice, Candidate] = {}
-        self.usable = 1 - headroom
-        self.capacity = template.cluster.gpu.memory_bytes
+        self.capacity = usable_bytes(template) * (1 - headroom)
         self.milestones = _milestones(space.recompute)
         self._steps: dict[Sharding, tuple[SavingStep, ...]] = {}
         # How many savings the last layout needed: the next one needs about as many.
         self._likely: dict[tuple[Sharding, int], int] = {}
+        self._lightest: dict[LayoutChoice, Candidate | None] = {}
 
     def workload(self, choice: LayoutChoice) -> Workload:
         return workload_of_choice(choice, self.template, self.limits, self.space)
 
     def size(self, choice: LayoutChoice) -> float:
-        if choice not in self.held:
-            memory = predict_memory(self.workload(choice))
-            self.capacity = memory.capacity * self.usable
-            self.held[choice] = memory.total
+        """Of candidates that do not fit too."""
+        self.held[choice] = predict_memory(self.workload(choice)).total
         return self.held[choice]
 
     def fits(self, choice: LayoutChoice) -> bool:
-        return self.size(choice) <= self.capacity
+        if choice not in self.held:
+            self.held[choice] = bytes_up_to(self.workload(choice), self.capacity)
+        return self.held[choice] <= self.capacity
 
     def time(self, choice: LayoutChoice) -> Candidate | None:
         """None if it does not fit."""
@@ -177,6 +178,11 @@ class _Looked:
     def lightest(self, choice: LayoutChoice) -> Candidate | None:
         """With the cheapest savings among those that fit; those that change numbers only where nothing else does."""
         bare = choice._replace(savings=self.space.savings[0])
+        if bare not in self._lightest:
+            self._lightest[bare] = self._find_lightest(bare)
+        return self._lightest[bare]
+
+    def _find_lightest(self, bare: LayoutChoice) -> Candidate | None:
         if self.fits(bare):
             return self.time(bare)
         steps = self.steps_by_price(bare)
@@ -191,7 +197,7 @@ class _Looked:
         found = self._with_phases(bare)
         return found or self._with_savings(bare._replace(recompute=self.milestones[-1]), steps)
 
-    def _fastest_of(self, starts: Sequence[LayoutChoice], steps: Sequence[SavingStep]) -> Candidate | None:
+    def _fastest_of(self, starts: Sequence[LayoutChoice], steps: tuple[SavingStep, ...]) -> Candidate | None:
         found = (self._with_savings(start, steps) for start in starts)
         return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
 
@@ -202,8 +208,8 @@ class _Looked:
         found = (self.time(choice._replace(recompute=recompute)) for recompute in self.milestones)
         return next((each for each in found if each is not None), None)
 
-    def _with_savings(self, choice: LayoutChoice, steps: Sequence[SavingStep]) -> Candidate | None:
-        legal = tuple(step for step in steps if self._legal(choice, choice.savings | step.entries))
+    def _with_savings(self, choice: LayoutChoice, steps: tuple[SavingStep, ...]) -> Candidate | None:
+        legal = self._legal(choice, steps)
         sets, where = ladder(legal, choice.savings), (choice.sharding, len(legal))
         number = first_that_fits(
             sets, lambda some: self.fits(choice._replace(savings=some)), self._likely.get(where, len(sets) // 2)
@@ -225,12 +231,15 @@ class _Looked:
 
             plain = choice._replace(recompute=self.space.recompute[0])
             known = (step for step in STEPS if step.entries in self.space.savings[1:])
-            legal = [step for step in known if self._legal(plain, plain.savings | step.entries)]
+            legal = self._legal(plain, known)
             self._steps[choice.sharding] = by_price(legal, plain.savings, size, seconds) if legal else ()
         return self._steps[choice.sharding]
 
-    def _legal(self, choice: LayoutChoice, savings: Savings) -> bool:
-        return why_illegal(choice._replace(savings=savings), self.limits, self.space) is None
+    @staticmethod
+    def _legal(choice: LayoutChoice, steps: Iterable[SavingStep]) -> tuple[SavingStep, ...]:
+        """Those that a legal candidate may add."""
+        savings, beside = choice.savings, (choice.sharding, choice.recompute, choice.cp)
+        return tuple(step for step in steps if why_no_savings(savings | step.entries, *beside) is None)
 
     def trim(self, found: Candidate) -> Candidate | None:
         """Without savings that turn out to be unnecessary."""
@@ -252,9 +261,19 @@ class _Looked:
         )
         return each.seconds, each.bytes, sum(places) + len(each.choice.savings)
 
+    def _leanest(self) -> LayoutChoice:
+        """The first of those with fewest bytes: no candidate is leaner than its bound, so few are predicted whole."""
+        order = {choice: number for number, choice in enumerate(self.held)}
+        found: list[tuple[float, int, LayoutChoice]] = []
+        for bound, number, choice in sorted((self.held[choice], order[choice], choice) for choice in order):
+            if found and min(found)[0] < bound:
+                break
+            found.append((self.size(choice), number, choice))
+        return min(found)[2]
+
     def why_nothing(self) -> str:
         if self.held:
-            least = min(self.held, key=self.held.__getitem__)
+            least = self._leanest()
             return (
                 f"nothing fits: of {len(self.held):,} candidates the leanest needs "
                 f"{format_bytes(self.held[least])} of {format_bytes(self.capacity)} "

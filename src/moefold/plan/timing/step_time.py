@@ -27,7 +27,7 @@ from moefold.config.optim import OptimConfig
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Sizes, embedding_of, head_of, join_of, sizes_of
 from moefold.plan.prediction import TimeLine, TimePrediction
-from moefold.plan.stage_contents import StageContents, Stages, contents_of, stages_of_shape, written_stages
+from moefold.plan.stage_contents import StageContents, Stages, stages_of_shape, written_stages
 from moefold.plan.timing.constants import CURRENT, Constants
 from moefold.plan.timing.fitted import INTERVALS
 from moefold.plan.timing.layer_time import Passes, Seconds, layer_passes, part_passes, shards_by_layer
@@ -171,6 +171,7 @@ def _on_machine(workload: Workload, machine: Machine, busy: Passes, bubble: floa
 def stage_passes(workload: Workload, stages: Stages, sizes: Sizes, rates: Rates, c: Constants) -> list[Passes]:
     """Forward and backward of one microbatch on each different stage."""
     times: dict[int, Passes] = {}
+    head = part_passes(head_of(workload.model.vocab, sizes), rates)
 
     def of(layer: Layer) -> Passes:
         # Equal layers of a model are few objects; looking them up by identity saves hashing them.
@@ -187,7 +188,6 @@ def stage_passes(workload: Workload, stages: Stages, sizes: Sizes, rates: Rates,
         total = _NOTHING
         for layer, number in contents.layers:
             total = total.plus(of(layer), number)
-        head = part_passes(head_of(workload.model.vocab, sizes), rates)
         if contents.embedding:
             total = total.plus(part_passes(embedding_of(sizes), rates))
         if contents.mtp:
@@ -244,8 +244,9 @@ def _held_by(
     """The constants were fitted to this sum: it leaves MTP modules out, counts tied embeddings on both ends and the
     vocabulary unpadded. `memory/states.rank_weights` is exact; taking it here moves some step times by up to 5 %."""
     ranks = [[0.0, 0.0] for _ in range(pp)]
-    for index, contents in enumerate(contents_of(model, pp * vpp, written)):
-        own = ranks[index % pp]
+    stages = stages_of_shape(model, pp * vpp, written)
+    for index, which in enumerate(stages.which):
+        own, contents = ranks[index % pp], stages.different[which]
         for layer, number in contents.layers:
             local = layer_counts(layer, model.dim).on_rank(*degrees)
             own[0] += number * local[0]
