@@ -34,6 +34,11 @@ def test_differences_add_up_to_the_whole() -> None:
 def test_what_is_chosen_differently_is_named() -> None:
     first, second = choice_of_workload(workload(ep=8)), choice_of_workload(workload(ep=32, pp=2))
     assert changed_choices(first, second) == "pp 2 instead of 1, ep 32 instead of 8"
+    kept, away = frozenset({"memory.retain.core=discard"}), frozenset({"memory.retain.core=offload"})
+    assert (
+        changed_choices(first._replace(savings=kept), first._replace(savings=away))
+        == "also retain.core=offload, no retain.core=discard"
+    )
     assert changed_choices(first, first) == "the same choices"
     hidden = first._replace(ep_overlap=True, recompute=frozenset({"experts"}))
     assert (

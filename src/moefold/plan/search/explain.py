@@ -93,9 +93,16 @@ def changed_choices(first: LayoutChoice, second: LayoutChoice) -> str:
     """What the second chooses differently: `ep 64 instead of 32, no graphs instead of full`."""
     words = []
     for name, a, b in zip(LayoutChoice._fields, first, second):
-        if a != b:
+        if a != b and name != "savings":
             words.append(f"{_OPTION_NAMES.get(name, name)} {_shown(b)} instead of {_shown(a)}")
+    # Layouts that need savings share most of them.
+    words += [f"also {_short(entry)}" for entry in sorted(second.savings - first.savings)]
+    words += [f"no {_short(entry)}" for entry in sorted(first.savings - second.savings)]
     return ", ".join(words) or "the same choices"
+
+
+def _short(entry: str) -> str:
+    return entry.removeprefix("memory.").removeprefix("precision.")
 
 
 def versus(best: Prediction, other: Prediction, name: str) -> str:
