@@ -145,7 +145,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["peak_total"] == sum(data["peak"].values()) and data["rank"] == 5
     words[5] = "stages"
     assert main([*words, "--json"]) == 0
-    assert [each["rank"] for each in json.loads(capsys.readouterr().out)["ranks"]] == [0, 4]
+    shown, said = capsys.readouterr()
+    assert [each["rank"] for each in json.loads(shown)["ranks"]] == [0, 4]
+    assert said.splitlines() == [f"pipeline ranks: {done} of 2" for done in range(3)]
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -71,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     from moefold.dryrun.dry_run import dry_run, dry_run_json, dry_run_stages, report, stages_report
 
     if args.rank == "stages":
-        bar = _progress_bar("pipeline ranks")
-        ranks = dry_run_stages(asked, args.world, args.microbatches, imbalance=args.imbalance, progress=bar)
+        _say_done(0, asked.parallel.pp)
+        ranks = dry_run_stages(asked, args.world, args.microbatches, imbalance=args.imbalance, progress=_say_done)
         print(json.dumps({"ranks": [dry_run_json(each) for each in ranks]}) if args.json else stages_report(ranks))
         return 0
     found = dry_run(
@@ -115,6 +116,12 @@ def _run_on_fake_gpus(asked: RunConfig, args: argparse.Namespace) -> NoReturn:
     summary = "\n".join([text, f"{len(listed)} findings on fake GPUs", *(f"  {each}" for each in listed)])
     print(json.dumps(data | {"findings": listed}) if args.json else summary, flush=True)
     os._exit(1 if listed else 0)
+
+
+def _say_done(done: int, total: int) -> None:
+    """A line per pipeline rank, each of which takes seconds; rewritten on a terminal."""
+    start, end = ("\r", "\n" if done == total else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}pipeline ranks: {done} of {total}", end=end, file=sys.stderr, flush=True)
 
 
 def _progress_bar(what: str) -> Callable[[int, int], None]:
