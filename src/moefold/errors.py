@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 # Longer words are not typing mistakes, and comparing them takes time.
 _LONGEST_WORD = 64
+# Of the letters of both words, the share that is common to them in order.
+_CLOSE = 0.65
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,21 @@ class UnknownNameError(MoefoldError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is closest to `word`."""
+    """The known word that is closest to `word`, if it is close enough to be what was meant."""
     if len(word) > _LONGEST_WORD:
         return None
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.5)
+    close = [found for found in difflib.get_close_matches(word, list(known), n=3, cutoff=0.5) if _is_close(word, found)]
     # The first letter is rarely mistyped.
     return min(close, key=lambda found: found[0] != word[0], default=None)
+
+
+def _is_close(word: str, found: str) -> bool:
+    """Two thirds of the letters in order, or the beginning of one another: 'qwen3' means 'qwen3_30b_a3b'.
+
+    Below, two words merely share letters, as 'mamba' and 'llama' do.
+    """
+    begins = found.startswith(word) or word.startswith(found)
+    return begins or difflib.SequenceMatcher(None, found, word).ratio() > _CLOSE
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
