@@ -1,6 +1,7 @@
 """Durable writes and guarded reads of files.
 
-Writing: files are readable by their owner only, hashed while they are written, and fsynced before they are relied on.
+Writing: files of a run are readable by their owner only, exports as the umask says. They are hashed while they are
+written, and fsynced before they are relied on.
 Reading: names are never taken from a file; links are not followed; a file's length is checked before it is read. Every
 failure is a CheckpointError that names the file.
 """
@@ -23,6 +24,8 @@ from moefold.config.strict import STRICT
 from moefold.errors import CheckpointError
 
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+# For what is made to be handed on: the umask decides.
+SHARED_FILE_MODE, SHARED_DIRECTORY_MODE = 0o666, 0o777
 _BLOCK = 1 << 23
 
 
@@ -46,16 +49,17 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
 
 
-def make_directory(path: Path) -> None:
+def make_directory(path: Path, mode: int = DIRECTORY_MODE) -> None:
+    """Parents that are made on the way have the mode of the umask."""
     with naming(path):
-        path.mkdir(DIRECTORY_MODE, parents=True, exist_ok=True)
+        path.mkdir(mode, parents=True, exist_ok=True)
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], mode: int = FILE_MODE) -> FileRecord:
     """Write, hash in the same pass, and flush to the disk."""
     digest, count = hashlib.sha256(), 0
     with naming(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
             for piece in pieces:
                 rest = memoryview(piece)

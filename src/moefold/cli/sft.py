@@ -158,6 +158,7 @@ def _lora(args: argparse.Namespace) -> LoraConfig | None:
 
 def _tokens(args: argparse.Namespace, source: Path, root: Path) -> str:
     """The prefix of token files: as given, or of what the model's own tokenizer makes of conversations."""
+    from moefold.checkpoint.files import make_directory
     from moefold.cli.main import main
 
     data: str = args.data
@@ -165,7 +166,8 @@ def _tokens(args: argparse.Namespace, source: Path, root: Path) -> str:
         return data
     prefix = root / "data" / args.kind
     if not Path(str(prefix) + ".idx").exists():
-        prefix.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(root)
+        make_directory(prefix.parent)
         words = ["tokenize", data, f"--{args.kind}", "--tokenizer", str(source), "--out", str(prefix)]
         with redirect_stdout(sys.stderr):
             code = main(words)

@@ -16,7 +16,16 @@ from typing import cast
 
 import torch
 
-from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
+from moefold.checkpoint.files import (
+    FILE_MODE,
+    SHARED_DIRECTORY_MODE,
+    SHARED_FILE_MODE,
+    fsync_directory,
+    make_directory,
+    remove_tree,
+    rename,
+    write_file,
+)
 from moefold.checkpoint.hf.config_maps import family_copies, family_rules
 from moefold.checkpoint.hf.hf_config import FILE, family_of, run_for, write_config
 from moefold.checkpoint.hf.hf_directory import INDEX, SINGLE, HfDirectory, check_tensors, weight_keys
@@ -154,12 +163,12 @@ def export(source: TensorSource, plan: Export, out: Path, progress: Progress | N
     temporary = out.with_name(out.name + ".partial")
     if temporary.exists():
         remove_tree(temporary)
-    make_directory(temporary)
+    make_directory(temporary, SHARED_DIRECTORY_MODE)
     try:
         files = _write_weights(source, plan, tensors, temporary, progress)
         dtype = str(plan.dtype).removeprefix("torch.")
         _write_json(temporary / FILE, write_config(plan.written, family, plan.context, dtype))
-        copied = copy_tokenizer(plan.tokenizer, temporary) if plan.tokenizer is not None else ()
+        copied = copy_tokenizer(plan.tokenizer, temporary, SHARED_FILE_MODE) if plan.tokenizer is not None else ()
         fsync_directory(temporary)
     except BaseException:
         remove_tree(temporary)
@@ -187,7 +196,7 @@ def _write_weights(
     names = [SINGLE] if len(shards) == 1 else names
     keys = weight_keys(plan.model)
     for name, shard in zip(names, shards, strict=True):
-        write_file(folder / name, _shard_bytes(source, plan, shard, keys, progress))
+        write_file(folder / name, _shard_bytes(source, plan, shard, keys, progress), SHARED_FILE_MODE)
     if len(shards) == 1:
         return (SINGLE,)
     size = sum(nbytes(_dtype(hf_tensor, plan), hf_tensor.hf_shape) for hf_tensor in tensors)
@@ -237,15 +246,15 @@ def _notes(plan: Export) -> tuple[str, ...]:
 
 
 def _write_json(path: Path, data: Mapping[str, object]) -> None:
-    write_file(path, [(json.dumps(data, indent=2) + "\n").encode()])
+    write_file(path, [(json.dumps(data, indent=2) + "\n").encode()], SHARED_FILE_MODE)
 
 
-def copy_tokenizer(source: Path, target: Path) -> tuple[str, ...]:
+def copy_tokenizer(source: Path, target: Path, mode: int = FILE_MODE) -> tuple[str, ...]:
     """Copy the tokenizer's files that exist; returns their names."""
     found = [name for name in TOKENIZER_FILES if (source / name).is_file() and not (source / name).is_symlink()]
     for name in found:
         with os.fdopen(open_regular(source / name), "rb") as file:
             content = file.read(_MAX_TOKENIZER_BYTES)
         make_directory(target)
-        write_file(target / name, [content])
+        write_file(target / name, [content], mode)
     return tuple(found)

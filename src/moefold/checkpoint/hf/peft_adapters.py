@@ -23,7 +23,15 @@ from torch import Tensor
 
 from moefold.blueprint.lora_adapters import adapter_name, adapters_of, weight_of
 from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
-from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename, write_file
+from moefold.checkpoint.files import (
+    SHARED_DIRECTORY_MODE,
+    SHARED_FILE_MODE,
+    fsync_directory,
+    make_directory,
+    remove_tree,
+    rename,
+    write_file,
+)
 from moefold.checkpoint.hf.config_maps import family_rules
 from moefold.checkpoint.hf.hf_config import family_of
 from moefold.checkpoint.hf.name_rules import Dims, HfTensor, hf_tensors
@@ -159,11 +167,11 @@ def write_adapters(
     temporary = out.with_name(out.name + ".partial")
     if temporary.exists():
         remove_tree(temporary)
-    make_directory(temporary)
+    make_directory(temporary, SHARED_DIRECTORY_MODE)
     try:
-        write_file(temporary / WEIGHTS, _file(source, layout, dtype))
+        write_file(temporary / WEIGHTS, _file(source, layout, dtype), SHARED_FILE_MODE)
         config = json.dumps(peft_config(model, base_name), indent=2) + "\n"
-        write_file(temporary / CONFIG, [config.encode()])
+        write_file(temporary / CONFIG, [config.encode()], SHARED_FILE_MODE)
         fsync_directory(temporary)
     except BaseException:
         remove_tree(temporary)

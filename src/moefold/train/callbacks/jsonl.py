@@ -24,6 +24,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
+from moefold.checkpoint.files import FILE_MODE, make_directory
 from moefold.checks.kernels import experts_in_use
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.metrics import Meter, as_data, device_name, finite, router_stats
@@ -45,11 +46,11 @@ class JsonLines(Callback):
         self._counts_steps = 0
 
     def on_start(self, info: RunInfo) -> None:
-        info.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(info.directory)
         path = info.directory / FILE_NAME
         self._last_step = info.resumed_from or 0
         forget_after(path, self._last_step)
-        self._file = path.open("ab")
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE), "ab")
         self._meter = Meter(info, self._device or device_name(info.device))
         self._every = max(info.run.train.log_every, 1)
         self._write("start", self._last_step, **_about(info, self._meter))
