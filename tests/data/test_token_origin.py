@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,25 @@ def test_check_says_it_before_the_run(made: Path, capsys: pytest.CaptureFixture[
     assert main([*words, str(made / "bytes")]) == 0
     # Files that are elsewhere cannot be looked at.
     assert main([*words, str(made / "elsewhere")]) == 0
+
+
+def test_both_doors_say_the_same(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data.validation", "null", "--train.directory", str(made / "runs"), "--data.train"]
+    (made / "runs" / "debug_tiny" / "tokenizer").mkdir(parents=True)
+    (made / "runs" / "debug_tiny" / "tokenizer" / "tokenizer.json").write_text("{}")
+    for name, dpo in itertools.product(
+        ("first", "bytes", "pairs", "other", "elsewhere"), ((), ("--train.dpo.beta", "0.1"))
+    ):
+        changes = [*words, str(made / name), *dpo]
+        main(["check", "debug_tiny", *changes, "--json"])
+        printed = json.loads(capsys.readouterr().out)["problems"]
+        assert [asdict(problem) for problem in moefold.check(moefold.load_run("debug_tiny", changes))] == printed
+        assert any("not with the model's" in problem["message"] for problem in printed) == (
+            name not in ("other", "elsewhere")
+        )
+        assert any("holds preference data" in problem["message"] for problem in printed) == (
+            name == "pairs" and not dpo
+        )
 
 
 def test_a_missing_mask_is_refused(made: Path) -> None:

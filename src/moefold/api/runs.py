@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moefold.checks.run_all import problems, problems_to_train
+from moefold.config.data import BUILTIN
 from moefold.config.loading import load_run_file, override
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
@@ -41,8 +42,9 @@ def load_run(source: str | Path | RunConfig, changes: Mapping[str, object] | Seq
 def check(run: RunConfig, world: int | None = None, *, training: bool = True) -> list[Problem]:
     """Every problem of a run, all at once; an empty list if there is none.
 
-    With `world`, the number of ranks, also whether its layout folds and its batch divides. With `training=False`
-    without those problems that only training has: a run that names no data can be planned and proven.
+    With `world`, the number of ranks, also whether its layout folds and its batch divides. Token files that are on this
+    machine are checked by what they say of their tokenizer and kind. With `training=False` without those problems that
+    only training has: a run that names no data can be planned and proven.
 
     >>> import moefold
     >>> run = moefold.load_run("debug_tiny")
@@ -51,4 +53,13 @@ def check(run: RunConfig, world: int | None = None, *, training: bool = True) ->
     >>> [problem.path for problem in moefold.check(moefold.load_run(run, {"data.global_batch": 6}), world=4)]
     ['data.global_batch']
     """
-    return problems_to_train(run, world) if training else problems(run, world)
+    return problems_to_train(run, world) + _data_problems(run) if training else problems(run, world)
+
+
+def _data_problems(run: RunConfig) -> list[Problem]:
+    """A run without data of its own needs nothing of `data`, whose packages a plan in a browser does not have."""
+    if all(source.path == BUILTIN for source in run.data.sources) and run.data.validation in (None, BUILTIN):
+        return []
+    from moefold.data.token_origin import problems_of_run
+
+    return problems_of_run(run, only_here=True)

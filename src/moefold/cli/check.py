@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 from moefold.api.runs import check, load_run
 from moefold.blueprint.param_counts import Counts, active_size, count_parameters
@@ -65,7 +64,7 @@ def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -
         run = load_run(name, changes)
     except ConfigError as error:
         return _report_problems(name, list(error.problems), as_json)
-    found = check(run, world) + _data_problems(run)
+    found = check(run, world)
     if check(run, world, training=False):
         return _report_problems(run.name, found, as_json)
     largest = (
@@ -82,16 +81,6 @@ def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -
         print()
         return _report_problems(run.name, found, as_json)
     return 0
-
-
-def _data_problems(run: RunConfig) -> list[Problem]:
-    """What the origins of token files say, as far as they are on this machine."""
-    if not run.data.sources and run.data.validation is None:
-        return []
-    from moefold.data.token_origin import origin_problems
-
-    tokenizer = Path(run.train.directory) / run.name / "tokenizer"
-    return origin_problems(run.data, run.model.vocab_size, tokenizer, only_here=True)
 
 
 def list_recipes(as_json: bool) -> int:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from moefold.config.data import BUILTIN, DataConfig
+from moefold.config.run import RunConfig
 from moefold.data.byte_ranges import exists, is_url, open_byte_file
 from moefold.data.sources import source_paths
 from moefold.data.token_files import LOSS_MASK, ORIGIN
@@ -24,6 +25,7 @@ from moefold.errors import DataError, Problem
 _MAX_BYTES = 1 << 20
 # What a run that predicts the next token may read; a preference pair holds an answer that must not be learned.
 TRAINABLE = ("text", "chat")
+PREFERENCE = ("preference",)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,15 @@ def _is_origin(found: dict[str, object]) -> bool:
     strings = all(isinstance(found.get(key), str) for key in ("kind", "tokenizer"))
     hashed = found.get("tokenizer_sha256")
     return strings and isinstance(found.get("vocab_size"), int) and (hashed is None or isinstance(hashed, str))
+
+
+def problems_of_run(run: RunConfig, only_here: bool = False) -> list[Problem]:
+    """What the origins of a run's token files say against it: the same for `check` and before the first step."""
+    if not run.data.sources and run.data.validation is None:
+        return []
+    kinds = TRAINABLE if run.train.dpo is None else PREFERENCE
+    tokenizer = Path(run.train.directory) / run.name / "tokenizer"
+    return origin_problems(run.data, run.model.vocab_size, tokenizer, kinds, only_here)
 
 
 def origin_problems(

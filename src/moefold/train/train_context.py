@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
 
+from moefold.checkpoint.files import read_bounded, write_file
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import fresh_seed, run_record
+from moefold.checks.sizes import leaves
 from moefold.comm.process_groups import Groups
-from moefold.config.loading import dump_run
+from moefold.config.loading import dump_run, dump_value, load_run_file
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, PairSamples, open_samples
-from moefold.data.token_origin import TRAINABLE, origin_problems
-from moefold.errors import ConfigError, TrainingError
+from moefold.data.token_origin import problems_of_run
+from moefold.errors import ConfigError, MoefoldError, TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
 from moefold.train.dpo import Preferences, load_preferences
+from moefold.train.signals import print_stderr
 from moefold.train.state import TrainState
+
+SETTINGS, HISTORY = "config.yaml", "config_history.jsonl"
+_MAX_HISTORY = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -64,13 +72,10 @@ def build_train_context(
 ) -> tuple[TrainContext, TrainState]:
     """Build this rank's part, and load the newest checkpoint that verifies, if there is one."""
     directory = run_directory(run)
-    kinds = TRAINABLE if run.train.dpo is None else ("preference",)
-    if problems := origin_problems(run.data, run.model.vocab_size, directory / "tokenizer", kinds):
+    if problems := problems_of_run(run):
         raise ConfigError(*problems)
     groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
-    if rank == 0:
-        (directory / "config.yaml").write_text(dump_run(run))
     local_model = build_local_model(run, groups, device, routing_policy=routing_policy)
     optimizer = make_optimizer(local_model)
     init_main_weights(local_model, optimizer)
@@ -83,7 +88,56 @@ def build_train_context(
     # Before the policy: what is loaded last decides the random state.
     preferences = load_preferences(run, local_model)
     context = TrainContext(run, directory, device, local_model, optimizer, samples, validation, saver, preferences)
-    return context, _resume(context)
+    state = _resume(context)
+    # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
+    if rank == 0:
+        for line in record_settings(run, directory):
+            print_stderr(line)
+    return context, state
+
+
+def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
+    """Write config.yaml, which holds the settings of the last start; returns what to tell the user.
+
+    A start from config.yaml takes whatever the start before it was given, so no change is silent: it is printed, its
+    former values are kept in config_history.jsonl, and later starts name the settings that differ from the first.
+    """
+    path, history = directory / SETTINGS, directory / HISTORY
+    kept = read_bounded(history, _MAX_HISTORY) if history.exists() else b""
+    changed: dict[str, list[str]] = {}
+    if path.exists():
+        try:
+            changed = changed_settings(load_run_file(path), run)
+        except MoefoldError as error:
+            changed = {SETTINGS: [path.read_text(encoding="utf-8", errors="replace"), "the settings of this start"]}
+            yield f"{path} cannot be compared with this start: {error}; its text is kept in {history.name}"
+    if changed:
+        line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed}
+        kept += (json.dumps(line) + "\n").encode()
+        write_file(history, [kept])
+    if changed and SETTINGS not in changed:
+        said = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+        yield f"settings changed since the last start, and kept in {path}: {said}"
+    first: dict[str, str] = {}
+    for text in kept.splitlines():
+        for key, (old, _) in json.loads(text)["changed"].items():
+            first.setdefault(key, old)
+    values = {key: dump_value(value) for key, value in leaves(run)}
+    said = ", ".join(
+        f"{key} {old} -> {values.get(key, 'null')}"
+        for key, old in first.items()
+        if key not in changed and key != SETTINGS and values.get(key, "null") != old
+    )
+    if said:
+        yield f"settings that differ from those this run began with ({history.name}): {said}"
+    write_file(path, [dump_run(run).encode()])
+
+
+def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, list[str]]:
+    """Dotted key -> [old, new], as in YAML; a key of a section that is not there is null."""
+    old, new = ({key: dump_value(value) for key, value in leaves(run)} for run in (before, after))
+    pairs = {key: [old.get(key, "null"), new.get(key, "null")] for key in old | new}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def make_saver(local_model: LocalModel, directory: Path, incarnation: int, device: torch.device) -> Saver:
