@@ -47,3 +47,5 @@ nightly:
 	$(PYTHON) -m pytest -n 2 --dist worksteal -q
 	$(PYTHON) -m moefold.cli.main prove --cases 1000 --max-world 8 --seed $(SEED)
 	$(PYTHON) -m moefold.cli.main prove --mutants
+	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 1/2
+	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 2/2

@@ -19,8 +19,8 @@ EXAMPLES = """examples:
 
 The run lives in train.directory/NAME; the same command resumes from its newest checkpoint.
 Ctrl-C and SIGTERM, to any rank, the launcher or the whole process group, finish the step under way, save, then stop.
-Sending them again changes nothing. Ranks started by --nproc that have not stopped --patience seconds later are ended;
-SIGKILL, or Ctrl-\\ in a terminal, ends everything at once without saving.
+A second one, 1 to 10 s after the first, stops at once without saving. Ranks started by --nproc that have not stopped
+--patience seconds later are ended. Once asked to stop, ranks are never started again.
 A run whose predicted memory is more than the GPU, or for CPU ranks the host, has is refused with the nearest setting
 that fits; --force starts it.
 Exits with 0 when the run is finished, 75 when it was interrupted (saved, unless no step had been done yet), 2 when the

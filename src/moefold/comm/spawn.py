@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,6 +61,14 @@ def disable_malloc_trim() -> bool:
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
+# What a signal that ended a rank usually means.
+_MEANING = {
+    signal.SIGSEGV: "native code used memory that is not its own",
+    signal.SIGABRT: "native code gave up; its own message is above",
+    signal.SIGBUS: "a mapped file became shorter, or /dev/shm is full",
+    signal.SIGILL: "native code has an instruction that this CPU lacks",
+    signal.SIGFPE: "native code divided by zero",
+}
 _POLL_SECONDS = 1.0  # the deadline may change between two polls
 
 
@@ -75,18 +83,27 @@ class _RankSpec:
     interface: Callable[[int], str] | None
     in_rank: Callable[[], None] | None
     mask: set[int]
+    launcher: int
 
 
 @dataclass
 class _Rank:
+    """``exit_code`` is negative if a signal ended the rank, as for `subprocess`; None until it was waited for."""
+
     pid: int
     pipe: int
     result: bytes = b""
     done_at: float | None = None
+    exit_code: int | None = None
 
     @property
     def failed(self) -> bool:
-        return not self.result.startswith(b'{"result"')
+        return self.died or not self.result.startswith(b'{"result"')
+
+    @property
+    def died(self) -> bool:
+        """Ended without a result or an error, or while it wrote them."""
+        return self.done_at is not None and not self.result.endswith(b"}")
 
 
 def spawn_ranks(
@@ -111,12 +128,13 @@ def spawn_ranks(
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    oom_kills = _oom_kills()
     with tempfile.TemporaryDirectory(prefix="moefold-ranks-") as directory:
         wait = seconds if collective_timeout is None else collective_timeout
         ranks: list[_Rank] = []
         try:
             with _signals_blocked() as mask:
-                spec = _RankSpec(work, world, Path(directory), wait, interface, in_rank, mask)
+                spec = _RankSpec(work, world, Path(directory), wait, interface, in_rank, mask, os.getpid())
                 ranks.extend(_fork(spec, rank) for rank in range(world))
                 if started is not None:
                     started([rank.pid for rank in ranks])
@@ -126,9 +144,11 @@ def spawn_ranks(
             if started is not None:
                 started([])
             _end(ranks)
-    # The first to fail is the cause; the others failed because they lost their peer.
-    for _, index in sorted((rank.done_at or float("inf"), index) for index, rank in enumerate(ranks) if rank.failed):
-        raise _failure(ranks[index], index, seconds)
+    # The first to fail is the cause; the others failed because they lost their peer. A rank that died lost none, and
+    # the message of a peer may be read before its end is seen.
+    failed = [(not rank.died, rank.done_at or inf, index) for index, rank in enumerate(ranks) if rank.failed]
+    for _, _, index in sorted(failed):
+        raise _failure(ranks[index], index, seconds, oom_kills)
     return [json.loads(rank.result)["result"] for rank in ranks]
 
 
@@ -196,6 +216,13 @@ def _signals_blocked() -> Iterator[set[int]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def die_with_parent(parent: int) -> None:
+    """The kernel ends this process when ``parent`` ends, or now if it has ended already."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _fork(spec: _RankSpec, rank: int) -> _Rank:
     reading, writing = os.pipe()
     pid = os.fork()
@@ -213,7 +240,7 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
         if spec.in_rank is not None:
             spec.in_rank()
         signal.pthread_sigmask(signal.SIG_SETMASK, spec.mask)
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        die_with_parent(spec.launcher)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if spec.interface is None else spec.interface(rank)
         store = FileStore(str(spec.directory / "store"), spec.world)
@@ -254,16 +281,42 @@ def _end(ranks: list[_Rank]) -> None:
     for rank in ranks:
         if rank.done_at is None:
             os.kill(rank.pid, signal.SIGKILL)
-        os.waitpid(rank.pid, 0)
+        rank.exit_code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
         os.close(rank.pipe)
 
 
-def _failure(rank: _Rank, index: int, seconds: float) -> RankError:
+def _failure(rank: _Rank, index: int, seconds: float, oom_kills: int | None) -> RankError:
     if rank.done_at is None:
         limit = f"within {seconds:.0f} s" if isfinite(seconds) else "by its deadline"
         return RankError(f"rank {index} returned no result {limit}")
-    if not rank.result:
-        return RankError(f"rank {index} died without an error message (out of memory, or killed from outside)")
+    if rank.died:
+        assert rank.exit_code is not None
+        return RankError(f"rank {index} {describe_end(rank.exit_code, oom_kills)}")
     message = json.loads(rank.result)
     trace = "" if message["mendable"] else f"\n{message['trace']}"
     return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"])
+
+
+def describe_end(exit_code: int, oom_kills: int | None) -> str:
+    """How a process ended that left no message; ``oom_kills`` is what `_oom_kills` returned when it was started."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code} and without an error message"
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number != signal.SIGKILL:
+        return f"was ended by {name}" + (f": {_MEANING[number]}" if number in _MEANING else "")
+    now = _oom_kills()
+    if now is None or oom_kills is None:
+        return f"was ended by {name}: out of memory, or killed from outside"
+    if now == oom_kills:
+        return f"was ended by {name}, from outside: the kernel has ended no process for lack of memory"
+    return f"was ended by {name}: the kernel has ended {now - oom_kills} process(es) here for lack of memory"
+
+
+def _oom_kills() -> int | None:
+    """How many processes the kernel has ended for lack of memory since the machine started; None if it does not say."""
+    try:
+        with open("/proc/vmstat", encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), None)
+    except (OSError, ValueError):
+        return None

@@ -4,24 +4,27 @@ The supervising process has imported everything and computes nothing, so a resta
 of a second. A fault that recurs on every start is not cured by restarting, so a few starts in a row without a new
 checkpoint end the run.
 
-Once SIGINT or SIGTERM has asked for a stop, ranks are never started again. The signal is passed on to them, since it
-may have come to this process alone; they stop after the same step, save, and their exit code is returned. Ranks that
-have not stopped ``patience`` seconds later are ended.
+Once SIGINT or SIGTERM has asked for a stop, of this process or of a rank, ranks are never started again. The signal is
+passed on to them, since it may have come to this process alone; they stop after the same step, save, and their exit
+code is returned. Ranks that have not stopped ``patience`` seconds later are ended, and a second request (see
+`signals.py`) ends them at once. Whatever became of the ranks, a run that was asked to stop exits with 75: it can be
+resumed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from types import FrameType
 
 from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError, TrainingError
-from moefold.train.signals import STOP_SIGNALS, StopRequest, print_stderr
+from moefold.train.signals import INTERRUPTED, STOP_SIGNALS, StopRequest, print_stderr, tell_first
 
 MAX_FRUITLESS_STARTS = 3
 
@@ -32,31 +35,41 @@ class _Ranks:
     def __init__(self, stop: StopRequest, patience: float) -> None:
         self.pids: list[int] = []
         self.stop, self.patience = stop, patience
+        self.ended_at_once = self.restarting = False
+        stop.share()
+        stop.first, stop.at_once = self._tell, self._end_at_once
 
     def started(self, pids: list[int]) -> None:
         self.pids = pids
-        if self.stop.signal is not None:
-            self._send(self.stop.signal)
+        if self.stop:
+            # The request came while they were forked. A first start ends in order; another one must not even begin.
+            at_once = self.ended_at_once or self.restarting
+            self._send(signal.SIGKILL if at_once else self.stop.signal or signal.SIGTERM)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.stop:
-            name = signal.Signals(number).name
-            print_stderr(
-                f"{name}: stopping after the step under way; ranks still running in {self.patience:g} s are ended"
-            )
         self.stop.handle(number, frame)
         self._send(number)
 
     def deadline(self) -> float:
-        """When ranks must have ended, in the clock of ``time.monotonic``."""
+        """When ranks must have ended, in the clock of ``time.monotonic``; asked again about once per second."""
+        if self.stop and self.stop.asked_at is None:
+            # A rank was signalled, not this process.
+            self.stop.asked_at = time.monotonic()
         return inf if self.stop.asked_at is None else self.stop.asked_at + self.patience
+
+    def _tell(self, number: int) -> None:
+        tell_first(number)
+        print_stderr(f"ranks still running in {self.patience:g} s are ended")
+
+    def _end_at_once(self, number: int) -> None:
+        self.ended_at_once = True
+        print_stderr(f"second {signal.Signals(number).name}: ranks are ended at once")
+        self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
         for pid in self.pids:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
-            except ProcessLookupError:
-                continue
 
 
 def supervise(
@@ -69,9 +82,10 @@ def supervise(
 ) -> int:
     """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code.
 
-    ``stop`` is set by signals: in this process, and in every rank in the rank's own copy of it.
+    ``stop`` is set by signals, and shared between this process and its ranks.
     """
     stop = StopRequest() if stop is None else stop
+    told = stop.first, stop.at_once
     ranks = _Ranks(stop, patience)
     before = {number: signal.signal(number, ranks.handle) for number in STOP_SIGNALS}
     try:
@@ -79,6 +93,7 @@ def supervise(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        stop.first, stop.at_once = told
 
 
 def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks: _Ranks, max_fruitless: int) -> int:
@@ -92,29 +107,30 @@ def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks
                 collective_timeout=ranks.patience,
                 grace=0.3,
                 deadline=ranks.deadline,
-                in_rank=ranks.stop.install,
+                in_rank=ranks.stop.in_rank,
                 started=ranks.started,
             )
             return max(codes)
         except RankError as error:
+            newest, said = _newest(checkpoints), str(error).splitlines()[0]
+            if ranks.stop and not error.mendable:
+                why = "" if ranks.ended_at_once else f" ({said})"
+                print_stderr(f"stopped without another checkpoint{why}; the same command resumes from {_named(newest)}")
+                return INTERRUPTED
             if error.mendable:
                 raise
-            newest = _newest(checkpoints)
             fruitless = 0 if newest != seen else fruitless + 1
             seen = newest
-            if ranks.stop:
-                raise TrainingError(
-                    f"asked to stop, and the ranks ended without saving: {error}\n"
-                    f"the same command resumes from {seen or 'the beginning'}"
-                ) from None
             if fruitless >= max_fruitless:
                 raise TrainingError(
                     f"given up after {fruitless} starts without a new checkpoint; the last failure: {error}"
                 ) from None
-            print(
-                f"moefold: {str(error).splitlines()[0]}; restarting from {seen or 'the beginning'}",
-                file=sys.stderr,
-            )
+            print_stderr(f"{said}; restarting from {_named(seen)}")
+            ranks.restarting = True
+
+
+def _named(checkpoint: str) -> str:
+    return checkpoint or "the beginning"
 
 
 def _newest(checkpoints: Path) -> str:
