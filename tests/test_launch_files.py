@@ -145,12 +145,33 @@ def test_sbatch_lines_are_options_of_sbatch() -> None:
             "time",
             "signal",
             "requeue",
+            "open-mode",
             "output",
         )
     }
     # srun's tasks find their ranks by variables that moefold reads.
     assert given["ntasks-per-node"] == given["gpus-per-node"] == "8"
     assert any(launcher.name == "srun" for launcher in LAUNCHERS)
+
+
+def test_a_job_that_was_interrupted_is_queued_again() -> None:
+    """And one that failed or was cancelled is not; tests/ranks/test_slurm.py preempts a real job."""
+    requeue = ["scontrol requeue 7"]
+    for code, state, asked in (
+        (75, "RUNNING", requeue),
+        (75, "COMPLETING", []),
+        (2, "RUNNING", []),
+        (0, "RUNNING", []),
+    ):
+        text = f"srun() {{ [ $2 != train ] || return {code}; }}; squeue() {{ echo {state}; }}\n"
+        text += "scontrol() { echo scontrol $*; }\n" + (LAUNCH / "slurm.sbatch").read_text()
+        done = subprocess.run(
+            ["bash", "-c", text],
+            env={"PATH": "/usr/bin:/bin", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout.splitlines()) == (code, asked), done.stderr
 
 
 # ---- fields: (needed, allowed) by place ----
