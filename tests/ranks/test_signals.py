@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from tests.signal_draws import (
     Dispatched,
     Draw,
     Run,
+    children,
     command,
     draws,
     environment,
@@ -36,7 +41,7 @@ from tests.signal_draws import (
 
 from moefold.checkpoint.run_lock import read_incarnation
 from moefold.comm import spawn
-from moefold.comm.launchers import LAUNCHERS
+from moefold.comm.launchers import LAUNCHERS, Place, die_with_parent
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.errors import RankError
@@ -127,9 +132,7 @@ def test_a_reader_that_the_same_signal_ends_does_not_cost_the_checkpoint(tmp_pat
 
 @pytest.mark.slow
 def test_ranks_of_another_launcher_agree_on_a_signal_that_one_of_them_got_early(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             command(tmp_path),
@@ -252,6 +255,7 @@ def test_how_a_rank_ended_is_said(kind: str) -> None:
 
     def work(rank: int) -> int:
         if rank == 1:
+            faulthandler.disable()
             end()
         dist.barrier()
         return 0
@@ -291,9 +295,63 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     if not (orphan := os.fork()):
-        spawn.die_with_parent(1 << 30)
+        die_with_parent(1 << 30)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(orphan, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as out:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+            + command(tmp_path, "--train.steps", "100000")[1:],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment(),
+        )
+    try:
+        while "step=2/" not in (tmp_path / "log").read_text():
+            assert agent.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        ranks = children(agent.pid)
+        os.kill(agent.pid, signal.SIGKILL)
+        agent.wait()
+        deadline = time.monotonic() + 1.0
+        while len(ranks) < 2 or any(alive(pid) for pid in ranks):
+            assert time.monotonic() < deadline, ranks
+            time.sleep(0.001)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+
+
+@pytest.mark.parametrize(
+    ("address", "bound"), [("127.0.0.1", "0100007F"), ("localhost", "0100007F"), (socket.gethostname(), "0" * 32)]
+)
+def test_a_store_listens_on_the_address_that_was_given(address: str, bound: str) -> None:
+    """A name may mean another address to the peers, so that torch's own way stays."""
+    port = free_port()
+    if not (rank := os.fork()):
+        store = spawn.store_at(Place("srun", 0, 1, 0, address, port), timedelta(seconds=20))
+        store.set("key", "value")
+        opened = [
+            line.split()[1].rsplit(":", 1)
+            for name in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+            if line.split()[3] == "0A"
+        ]
+        os._exit([host for host, number in opened if int(number, 16) == port] != [bound])
+    assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == 0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def alive(pid: int) -> bool:

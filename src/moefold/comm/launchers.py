@@ -8,13 +8,17 @@ directory, is the worst thing a missing variable can do.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moefold.errors import ConfigError, Problem
 
 DEFAULT_PORT = 29500
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
@@ -117,3 +121,19 @@ def first_host(hosts: str) -> str:
     inside, _, after = rest[1:].partition("]")
     # A suffix after the bracket belongs to the name; a comma begins the next host.
     return name[0] + re.split(r"[-,]", inside)[0] + after.partition(",")[0]
+
+
+def die_with_agent() -> None:
+    """If torchrun's agent started this process: end when the agent ends, which nothing else would notice.
+
+    An agent that is killed leaves its ranks running, and they hold the lock of the run that a new agent resumes.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+
+
+def die_with_parent(parent: int) -> None:
+    """The kernel ends this process when ``parent`` ends, or now if it has ended already."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

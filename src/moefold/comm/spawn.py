@@ -17,10 +17,12 @@ setting is global and permanent, so it is made once, before the work starts.
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import json
 import os
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -40,7 +42,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from moefold.comm.launchers import place_of
+from moefold.comm.launchers import Place, die_with_parent, place_of
 from moefold.errors import BackendError, MoefoldError, RankError
 
 # glibc's malloc.h
@@ -59,7 +61,6 @@ def disable_malloc_trim() -> bool:
     return all(mallopt(name, value) for name, value in settings)
 
 
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
 # What a signal that ended a rank usually means.
 _MEANING = {
@@ -170,16 +171,37 @@ def join_world(seconds: float, device_type: str | None = None) -> tuple[int, int
         return 0, 1
     # A script may train several runs, one after the other.
     if not dist.is_initialized():
-        if place.address is not None:
-            # torch's own rendezvous reads these four; torchrun has set them itself.
-            os.environ |= {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}
-            os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world)}
         timeout = timedelta(seconds=seconds)
-        if device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
+        # torchrun has set what torch's own rendezvous reads; torch takes its rank and world from there.
+        store = None if place.address is None else store_at(place, timeout)
+        rank, world = (-1, -1) if store is None else (place.rank, place.world)
+        backend, where = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=where)
     return place.rank, place.world
+
+
+def store_at(place: Place, timeout: timedelta) -> dist.Store:
+    """The store through which ranks of srun or mpirun find each other; rank 0 serves it.
+
+    torch listens on all interfaces whatever the address. An address in numbers is where the peers connect to, so that
+    one alone is opened; a name may mean another address here than it means to them.
+    """
+    assert place.address is not None and place.port is not None
+    listening = None
+    if place.rank == 0 and (address := as_number(place.address)) is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, place.port), family=family).detach()
+    return dist.TCPStore(
+        place.address, place.port, place.world, place.rank == 0, timeout=timeout, master_listen_fd=listening
+    )
+
+
+def as_number(address: str) -> str | None:
+    """An address in numbers, also for localhost; None for other names."""
+    try:
+        return str(ipaddress.ip_address("127.0.0.1" if address == "localhost" else address))
+    except ValueError:
+        return None
 
 
 def this_device(device_type: str | None = None) -> torch.device:
@@ -214,13 +236,6 @@ def _signals_blocked() -> Iterator[set[int]]:
         yield mask
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def die_with_parent(parent: int) -> None:
-    """The kernel ends this process when ``parent`` ends, or now if it has ended already."""
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _fork(spec: _RankSpec, rank: int) -> _Rank:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from moefold.checks.run_all import problems_to_train
-from moefold.comm.launchers import place_of
+from moefold.comm.launchers import die_with_agent, place_of
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.train.callback import Callback
@@ -59,6 +59,7 @@ class Trainer:
         # With nproc, this process starts its ranks itself, also inside a job that counts more tasks.
         place = place_of(os.environ) if nproc is None or "RANK" in os.environ else None
         self.launched = place is not None
+        die_with_agent()
         if self.launched and nproc is not None:
             raise MoefoldError(
                 "nproc starts ranks itself, but a launcher has started this one already; leave nproc out"
