@@ -365,8 +365,8 @@ class Figures:
         }
         text = "\n".join(self.failures)
         return {
-            "draws": sum(self.moments.values()),
             "seed": seed,
+            "draws": sum(self.moments.values()),
             "moments": dict(self.moments),
             "ends": ends,
             "unsaved": text.count("unsaved: "),
@@ -401,7 +401,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=12)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
     parser.add_argument("--piece", default="1/1", metavar="K/N", help="the K-th of N parts of the draws")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="add the figures to this file")
     args = parser.parse_args()
     piece, pieces = map(int, args.piece.split("/"))
     chosen = [(n, draw) for n, draw in enumerate(draws(args.draws, args.seed)) if n * pieces // args.draws == piece - 1]
@@ -411,7 +411,8 @@ def main() -> int:
     found = figures.as_json(args.seed)
     print(json.dumps(found, indent=1))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        before = json.loads(args.json.read_text())["pieces"] if args.json.exists() else []
+        args.json.write_text(json.dumps({"pieces": [*before, found]}, indent=1) + "\n")
     if figures.failures:
         print(f"to repeat: python -m tests.signal_draws --draws {args.draws} --seed {args.seed} --piece {args.piece}")
     return 1 if figures.failures else 0

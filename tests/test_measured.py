@@ -71,3 +71,23 @@ def test_grpo_learns() -> None:
     drawn = [float(point.split(",")[1]) for point in figure.partition('points="')[2].partition('"')[0].split()]
     # The axis has 0 at 276 and 1 at 28.
     assert [round((276 - y) / 248, 3) for y in drawn] == pytest.approx(rewards, abs=1e-3)
+
+
+def signal_rows(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One row per kind of end, and one of what must not happen."""
+    kinds = dict.fromkeys(kind for piece in pieces for kind in piece["ends"])
+    rows = []
+    for kind in sorted(kinds):
+        ends = [piece["ends"][kind] for piece in pieces if kind in piece["ends"]]
+        rows.append(f"| {kind} | {sum(end['runs'] for end in ends)} | {max(end['max_s'] for end in ends):.1f} |")
+    bad = ("unsaved", "restarts_after_a_stop", "tracebacks", "other_exit_codes", "failures")
+    counts = [sum(piece[name] for piece in pieces) for name in bad]
+    draws = sum(piece["draws"] for piece in pieces)
+    return [*rows, f"| {draws} | {' | '.join(map(str, counts))} |"]
+
+
+def test_drawn_signals() -> None:
+    pieces = json.loads((DOCS / "measured/signals.json").read_text())["pieces"]
+    missing = [row for row in signal_rows(pieces) if row not in (DOCS / "reliability.md").read_text()]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert not any(piece["failures"] for piece in pieces)

@@ -42,9 +42,10 @@ from tests.signal_draws import (
 from moefold.checkpoint.run_lock import read_incarnation
 from moefold.comm import spawn
 from moefold.comm.launchers import LAUNCHERS, Place, die_with_parent
+from moefold.comm.rendezvous import agree_on_start, store_at
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
-from moefold.errors import RankError
+from moefold.errors import RankError, TrainingError
 from moefold.recipes.catalog import RECIPES
 from moefold.train import train_loop
 from moefold.train.signals import _LAUNCHED, INTERRUPTED, SAME_SECONDS, StopRequest
@@ -336,7 +337,7 @@ def test_a_store_listens_on_the_address_that_was_given(address: str, bound: str)
     """A name may mean another address to the peers, so that torch's own way stays."""
     port = free_port()
     if not (rank := os.fork()):
-        store = spawn.store_at(Place("srun", 0, 1, 0, address, port), timedelta(seconds=20))
+        store = store_at(Place("srun", 0, 1, 0, address, port), timedelta(seconds=20))
         store.set("key", "value")
         opened = [
             line.split()[1].rsplit(":", 1)
@@ -346,6 +347,33 @@ def test_a_store_listens_on_the_address_that_was_given(address: str, bound: str)
         ]
         os._exit([host for host, number in opened if int(number, 16) == port] != [bound])
     assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == 0
+
+
+def test_ranks_agree_on_a_start_and_do_not_read_keys_of_another(tmp_path: Path) -> None:
+    """Three starts of three ranks over one store; in the second, rank 2 comes, dies and comes again before rank 0."""
+    store = dist.HashStore()
+
+    def join(rank: int, found: dict[int, Any]) -> None:
+        own = agree_on_start(store, rank, 3, 20.0)
+        own.set(f"address_{rank}", f"start {len(starts)}")
+        found[rank] = [own.get(f"address_{other}").decode() for other in range(3)]
+
+    starts: list[dict[int, Any]] = []
+    for order in ((0, 1, 2), (2, 2, 1, 0), (1, 0, 2)):
+        found: dict[int, Any] = {}
+        ranks = [threading.Thread(target=join, args=(rank, found), daemon=True) for rank in order]
+        for rank in ranks:
+            rank.start()
+            time.sleep(0.1)
+        for rank in ranks:
+            rank.join(30.0)
+        assert found == {rank: [f"start {len(starts)}"] * 3 for rank in range(3)}
+        starts.append(found)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(TrainingError, match=r"start 1: ranks \[1, 2\] of 3 did not come within 0.1 s"):
+        agree_on_start(dist.HashStore(), 0, 3, 0.1)
 
 
 def free_port() -> int:

@@ -17,12 +17,10 @@ setting is global and permanent, so it is made once, before the work starts.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -40,9 +38,10 @@ import torch._dynamo  # the first optimizer step of a process would import it, a
 import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from moefold.comm.launchers import Place, die_with_parent, place_of
+from moefold.comm.launchers import die_with_parent, place_of
+from moefold.comm.rendezvous import agree_on_start, store_at
 from moefold.errors import BackendError, MoefoldError, RankError
 
 # glibc's malloc.h
@@ -63,7 +62,7 @@ def disable_malloc_trim() -> bool:
 
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
 # What a signal that ended a rank usually means.
-_MEANING = {
+_MEANING: dict[int, str] = {
     signal.SIGSEGV: "native code used memory that is not its own",
     signal.SIGABRT: "native code gave up; its own message is above",
     signal.SIGBUS: "a mapped file became shorter, or /dev/shm is full",
@@ -172,36 +171,18 @@ def join_world(seconds: float, device_type: str | None = None) -> tuple[int, int
     # A script may train several runs, one after the other.
     if not dist.is_initialized():
         timeout = timedelta(seconds=seconds)
-        # torchrun has set what torch's own rendezvous reads; torch takes its rank and world from there.
-        store = None if place.address is None else store_at(place, timeout)
+        # Without a store, torch's own rendezvous reads address, rank and world from the variables.
+        store: Store | None = None
+        if place.address is not None:
+            store = store_at(place, timeout)
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            shared = TCPStore(address, port, place.world, False, timeout=timeout)
+            store = agree_on_start(shared, place.rank, place.world, seconds)
         rank, world = (-1, -1) if store is None else (place.rank, place.world)
         backend, where = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=where)
     return place.rank, place.world
-
-
-def store_at(place: Place, timeout: timedelta) -> dist.Store:
-    """The store through which ranks of srun or mpirun find each other; rank 0 serves it.
-
-    torch listens on all interfaces whatever the address. An address in numbers is where the peers connect to, so that
-    one alone is opened; a name may mean another address here than it means to them.
-    """
-    assert place.address is not None and place.port is not None
-    listening = None
-    if place.rank == 0 and (address := as_number(place.address)) is not None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listening = socket.create_server((address, place.port), family=family).detach()
-    return dist.TCPStore(
-        place.address, place.port, place.world, place.rank == 0, timeout=timeout, master_listen_fd=listening
-    )
-
-
-def as_number(address: str) -> str | None:
-    """An address in numbers, also for localhost; None for other names."""
-    try:
-        return str(ipaddress.ip_address("127.0.0.1" if address == "localhost" else address))
-    except ValueError:
-        return None
 
 
 def this_device(device_type: str | None = None) -> torch.device:

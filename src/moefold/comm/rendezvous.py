@@ -1,0 +1,78 @@
+"""Where ranks of several hosts find each other: the store of a launcher, and which start of the run they belong to.
+
+torch's agent keeps its store when it starts ranks again, and ranks publish their addresses there under the same keys as
+before. A rank that reads them too early connects to one that is dead, and waits: the next step came after 22 s, after
+58 s, or never. So ranks first agree on the number of their start, and publish under it.
+
+Rank 0 of a start takes the next number and waits until all ranks have registered under it; then it opens the start.
+The others register under the newest number, and again whenever it changes, until theirs is opened while they wait: a
+number that was open before a rank arrived belongs to a start that it has missed. So nothing depends on how often each
+host has started its ranks, which differs when an agent was lost and came back.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from moefold.comm.launchers import Place
+from moefold.errors import TrainingError
+
+_POLL_SECONDS = 0.02
+
+
+def store_at(place: Place, timeout: timedelta) -> Store:
+    """The store through which ranks of srun or mpirun find each other; rank 0 serves it.
+
+    torch listens on all interfaces whatever the address. An address in numbers is where the peers connect to, so that
+    one alone is opened; a name may mean another address here than it means to them.
+    """
+    assert place.address is not None and place.port is not None
+    listening = None
+    if place.rank == 0 and (address := as_number(place.address)) is not None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, place.port), family=family).detach()
+    return TCPStore(
+        place.address, place.port, place.world, place.rank == 0, timeout=timeout, master_listen_fd=listening
+    )
+
+
+def as_number(address: str) -> str | None:
+    """An address in numbers, also for localhost; None for other names."""
+    try:
+        return str(ipaddress.ip_address("127.0.0.1" if address == "localhost" else address))
+    except ValueError:
+        return None
+
+
+def agree_on_start(store: Store, rank: int, world: int, seconds: float) -> Store:
+    """``store`` under a prefix that only this start of the ranks has; waits at most ``seconds`` for all of them."""
+    deadline = time.monotonic() + seconds
+    number = store.add("moefold/starts", 1) if rank == 0 else 0
+    while True:
+        newest = store.add("moefold/starts", 0)
+        if rank == 0 and newest != number:
+            raise TrainingError(f"rank 0 was started again (start {newest}) while start {number} waited for its ranks")
+        if rank > 0 and newest != number and not store.check([_open(newest)]):
+            number = newest
+            store.set(_here(number, rank), "")
+        if rank == 0 and store.check([_here(number, other) for other in range(1, world)]):
+            store.set(_open(number), "")
+        if number and store.check([_open(number)]):
+            return PrefixStore(f"moefold/start_{number}", store)
+        if time.monotonic() > deadline:
+            missing = [other for other in range(1, world) if not store.check([_here(newest, other)])]
+            raise TrainingError(f"start {newest}: ranks {missing[:8]} of {world} did not come within {seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _here(number: int, rank: int) -> str:
+    return f"moefold/start_{number}/here_{rank}"
+
+
+def _open(number: int) -> str:
+    return f"moefold/start_{number}/open"
