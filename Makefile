@@ -49,3 +49,4 @@ nightly:
 	$(PYTHON) -m moefold.cli.main prove --mutants
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 1/2
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 2/2
+	$(PYTHON) -m tests.hang_draws --count 100 --seed $(SEED)

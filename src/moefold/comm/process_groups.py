@@ -10,7 +10,7 @@ operation and group. The planner's communication formulas are tested against the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -36,9 +36,13 @@ class Ledger:
     """Sums of calls and bytes; one per run, shared by all groups of the rank."""
 
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
+    # Called with what is recorded, before the operation starts: see `heartbeat.py`.
+    on_record: Callable[[str, str, Tensor], None] | None = None
 
     def record(self, operation: str, group: str, sent: Tensor) -> None:
         """``sent`` is the tensor this rank passes in; its size is counted, independent of the backend's algorithm."""
+        if self.on_record is not None:
+            self.on_record(operation, group, sent)
         before = self.traffic.get((operation, group), Traffic())
         self.traffic[operation, group] = Traffic(
             before.calls + 1, before.bytes_sent + sent.numel() * sent.element_size()
@@ -163,6 +167,15 @@ class Groups:
 
     def __getitem__(self, name: str) -> Group:
         return self._groups[name]
+
+    def communicators(self) -> dict[str, str]:
+        """From the name of each group of more than one rank to torch's name of its process group.
+
+        Names that share a process group have the same one, and so have all of its members.
+        """
+        nested = (group for pair in self.nested_contexts.values() for group in pair)
+        every = (*self._groups.values(), *self.contexts.values(), *nested)
+        return {group.name: str(group.handle.group_name) for group in every if group.handle is not None}
 
     def device_mesh(self, device_type: str, replicate: str, shard: str) -> DeviceMesh | None:
         """The mesh for FSDP, two-dimensional (HSDP) if there are replicas; None if this rank is alone."""

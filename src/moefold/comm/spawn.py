@@ -70,6 +70,7 @@ _MEANING: dict[int, str] = {
     signal.SIGFPE: "native code divided by zero",
 }
 _POLL_SECONDS = 1.0  # the deadline may change between two polls
+_WATCH_SECONDS = 0.2
 
 
 @dataclass
@@ -114,6 +115,7 @@ def spawn_ranks(
     collective_timeout: float | None = None,
     grace: float = 2.0,
     deadline: Callable[[], float] | None = None,
+    watch: Callable[[], RankError | None] | None = None,
     in_rank: Callable[[], None] | None = None,
     started: Callable[[list[int]], None] | None = None,
     interface: Callable[[int], str] | None = None,
@@ -121,7 +123,8 @@ def spawn_ranks(
     """Run ``work(rank)`` on ``world`` gloo processes; its JSON-serialisable results come back in rank order.
 
     If a rank raises or dies, all are killed after ``grace`` seconds and its error is raised here; the same happens
-    after ``seconds``, and at ``deadline()`` (``time.monotonic``), which may change while ranks run. A collective waits
+    after ``seconds``, and at ``deadline()`` (``time.monotonic``), which may change while ranks run. ``watch`` is called
+    a few times per second; the error that it returns ends all ranks at once and is raised here. A collective waits
     ``collective_timeout`` seconds for its peers. ``in_rank`` is called first in a rank, before it can receive SIGINT or
     SIGTERM. ``started`` receives the process ids, and an empty list before they become invalid. ``interface`` returns a
     rank's network interface (default: loopback), and is called in the rank before the process group is made.
@@ -139,11 +142,13 @@ def spawn_ranks(
                 if started is not None:
                     started([rank.pid for rank in ranks])
             last = time.monotonic() + seconds
-            _collect_results(ranks, lambda: last if deadline is None else min(last, deadline()), grace)
+            alarm = _collect_results(ranks, lambda: last if deadline is None else min(last, deadline()), grace, watch)
         finally:
             if started is not None:
                 started([])
             _end(ranks)
+    if alarm is not None:
+        raise alarm
     # The first to fail is the cause; the others failed because they lost their peer. A rank that died lost none, and
     # the message of a peer may be read before its end is seen.
     failed = [(not rank.died, rank.done_at or inf, index) for index, rank in enumerate(ranks) if rank.failed]
@@ -255,14 +260,25 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
     os._exit(code)
 
 
-def _collect_results(ranks: list[_Rank], deadline: Callable[[], float], grace: float) -> None:
-    """Read results until all ranks are done, the deadline has passed, or ``grace`` seconds after the first failure."""
+def _collect_results(
+    ranks: list[_Rank],
+    deadline: Callable[[], float],
+    grace: float,
+    watch: Callable[[], RankError | None] | None = None,
+) -> RankError | None:
+    """Read results until all ranks are done, the deadline has passed, or ``grace`` seconds after the first failure.
+
+    Returns what ``watch`` returned, which ends the reading as well. After a failure there is nothing to watch for.
+    """
     grace_ends = float("inf")
+    poll = _POLL_SECONDS if watch is None else _WATCH_SECONDS
     with selectors.DefaultSelector() as waiting:
         for rank in ranks:
             waiting.register(rank.pipe, selectors.EVENT_READ, rank)
         while waiting.get_map() and (left := min(grace_ends, deadline()) - time.monotonic()) > 0:
-            for key, _ in waiting.select(timeout=min(_POLL_SECONDS, left)):
+            if watch is not None and grace_ends == float("inf") and (alarm := watch()) is not None:
+                return alarm
+            for key, _ in waiting.select(timeout=min(poll, left)):
                 rank = key.data
                 piece = os.read(rank.pipe, 1 << 16)
                 rank.result += piece
@@ -271,6 +287,7 @@ def _collect_results(ranks: list[_Rank], deadline: Callable[[], float], grace: f
                     waiting.unregister(rank.pipe)
                     if rank.failed:
                         grace_ends = min(grace_ends, time.monotonic() + grace)
+    return None
 
 
 def _end(ranks: list[_Rank]) -> None:

@@ -50,6 +50,17 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """When ranks that `--nproc` has started are taken to hang: they are ended, and restarted from a checkpoint."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # No rank has progressed for this long, and for `steps` of the slowest recent steps; 0: never.
+    seconds: float = 10.0
+    steps: float = 5.0
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The run's length and what it writes into `directory/NAME`."""
 
@@ -71,3 +82,4 @@ class TrainConfig:
     dpo: DpoConfig | None = None
     saving: SavingConfig = field(default_factory=SavingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -79,30 +80,30 @@ def supervise(
     patience: float,
     max_fruitless: int = MAX_FRUITLESS_STARTS,
     stop: StopRequest | None = None,
+    spawn: Callable[..., list[int]] = spawn_ranks,
 ) -> int:
     """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code.
 
-    ``stop`` is set by signals, and shared between this process and its ranks.
+    ``stop`` is set by signals, and shared between this process and its ranks. ``spawn`` is called as ``spawn_ranks``;
+    that of a `Watchdog` ends ranks that hang.
     """
     stop = StopRequest() if stop is None else stop
     told = stop.first, stop.at_once
     ranks = _Ranks(stop, patience)
     before = {number: signal.signal(number, ranks.handle) for number in STOP_SIGNALS}
     try:
-        return _keep_alive(work, world, checkpoints, ranks, max_fruitless)
+        return _keep_alive(partial(spawn, work, world), checkpoints, ranks, max_fruitless)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         stop.first, stop.at_once = told
 
 
-def _keep_alive(work: Callable[[int], int], world: int, checkpoints: Path, ranks: _Ranks, max_fruitless: int) -> int:
+def _keep_alive(spawn: Callable[..., list[int]], checkpoints: Path, ranks: _Ranks, max_fruitless: int) -> int:
     fruitless, seen = 0, _newest(checkpoints)
     while True:
         try:
-            codes = spawn_ranks(
-                work,
-                world,
+            codes = spawn(
                 seconds=inf,
                 collective_timeout=ranks.patience,
                 grace=0.3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.state_dict import fresh_seed, run_record
 from moefold.checks.sizes import leaves
+from moefold.comm.heartbeat import Heartbeat
 from moefold.comm.process_groups import Groups
 from moefold.config.loading import dump_run, dump_value, load_run_file
 from moefold.config.run import RunConfig
@@ -48,6 +49,8 @@ class TrainContext:
     saver: Saver
     # With `train.dpo`: the reference, and the loss of pairs.
     preferences: Preferences | None = None
+    # Where this rank is; a launcher on this host reads it.
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def groups(self) -> Groups:
@@ -69,12 +72,16 @@ def build_train_context(
     device: torch.device,
     seconds: float,
     routing_policy: PolicyOrName | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> tuple[TrainContext, TrainState]:
     """Build this rank's part, and load the newest checkpoint that verifies, if there is one."""
+    heartbeat = Heartbeat() if heartbeat is None else heartbeat
     directory = run_directory(run)
     if problems := problems_of_run(run):
         raise ConfigError(*problems)
     groups = groups_of(run, world, rank, timedelta(seconds=seconds))
+    heartbeat.attach(groups.communicators())
+    groups["world"].ledger.on_record = heartbeat.collective
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
     local_model = build_local_model(run, groups, device, routing_policy=routing_policy)
     optimizer = make_optimizer(local_model)
@@ -87,7 +94,9 @@ def build_train_context(
     saver = make_saver(local_model, directory, incarnation, device)
     # Before the policy: what is loaded last decides the random state.
     preferences = load_preferences(run, local_model)
-    context = TrainContext(run, directory, device, local_model, optimizer, samples, validation, saver, preferences)
+    context = TrainContext(
+        run, directory, device, local_model, optimizer, samples, validation, saver, preferences, heartbeat
+    )
     state = _resume(context)
     # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
     if rank == 0:

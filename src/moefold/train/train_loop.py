@@ -103,25 +103,33 @@ def _loop(
     ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
         metrics = hooks.control.begin_record()
+        context.heartbeat.enter("before step", state.step + 1)
         hooks.before_step(state.step + 1, hooks.control)
         state, record = _step(context, state, time.perf_counter(), hooks, batches)
+        context.heartbeat.enter("after step", state.step)
         now = time.perf_counter()
         seconds = record.seconds | {"save": saved, "total": now - ended}
         hooks.after_step(replace(record, seconds=seconds, metrics=metrics), hooks.control)
         ended = now
         due = saving.every > 0 and state.step % saving.every == 0 and state.step < steps
         if due:
+            context.heartbeat.enter("checkpoint", state.step)
             begin_save(context, state)
+        context.heartbeat.enter("commit", state.step)
         _report_committed(context, hooks, context.saver.advance())
         saved = time.perf_counter() - now
         if _time_to_validate(context, state.step):
+            context.heartbeat.enter("validation", state.step)
             loss = validate(context)
+            context.heartbeat.enter("on evaluate", state.step)
             hooks.on_evaluate(Evaluation(state.step, loss, hooks.control.begin_record()), hooks.control)
             ended = time.perf_counter() - saved
+        context.heartbeat.enter("agreement", state.step)
         save, reason = agreed_requests(context, hooks.control, stop)
         if reason is not None and state.step < steps:
             return state, reason
         if save and not due and state.step < steps:
+            context.heartbeat.enter("checkpoint at the end", state.step)
             begin_save(context, state)
     return state, "finished"
 
@@ -146,13 +154,20 @@ def _step(
     context: TrainContext, state: TrainState, began: float, hooks: Hooks, batches: Prefetcher
 ) -> tuple[TrainState, StepRecord]:
     run, number = context.run, state.step + 1
+    context.heartbeat.enter("data", number)
     ahead = min(run.data.prefetch, run.train.steps - number)
     data = batches.take(state.samples, (state.samples + (i + 1) * run.data.global_batch for i in range(ahead)))
+    context.heartbeat.enter("step", number)
     read = time.perf_counter()
     lr = lr_at(number, run.train.steps, run.optim)
     context.optimizer.set_lr(lr)
 
     pairs = None if context.preferences is None else context.preferences.prepare(data)
+
+    def on_gradients(gradients: dict[str, Tensor]) -> None:
+        context.heartbeat.enter("after backward", number)
+        hooks.after_backward(gradients, hooks.control)
+        context.heartbeat.enter("update", number)
 
     def reason_to_skip(sums: StepSums, grad_norm: Tensor) -> str | None:
         balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))
@@ -164,7 +179,7 @@ def _step(
         context.local_model,
         context.optimizer,
         data.batches if pairs is None else pairs.batches,
-        lambda gradients: hooks.after_backward(gradients, hooks.control),
+        on_gradients,
         reason_to_skip,
     )
     if pairs is not None:
@@ -251,6 +266,7 @@ def begin_save(context: TrainContext, state: TrainState) -> None:
 
 def _save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None:
     """Wait for a save in progress, then write this step if that save was of an earlier one."""
+    context.heartbeat.enter("checkpoint at the end", state.step)
     done = context.saver.finish()
     _report_committed(context, hooks, done)
     if done != state.step:
@@ -260,6 +276,7 @@ def _save_last(context: TrainContext, state: TrainState, hooks: Callback) -> Non
 
 def _report_committed(context: TrainContext, hooks: Callback, step: int | None) -> None:
     if step is not None:
+        context.heartbeat.enter("on save")
         hooks.on_save(step, context.saver.path_of(step))
 
 

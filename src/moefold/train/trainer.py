@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from moefold.checks.run_all import problems_to_train
@@ -22,6 +22,7 @@ from moefold.train.state import Outcome
 if TYPE_CHECKING:
     import torch
 
+    from moefold.comm.heartbeat import Heartbeat
     from moefold.moe.routing_policies import PolicyOrName
 
 
@@ -106,20 +107,31 @@ class Trainer:
 
         from moefold.train.supervise import supervise
         from moefold.train.train_context import run_directory
+        from moefold.train.watchdog import Watchdog
+
+        directory = run_directory(self.run)
+        watchdog = Watchdog(self.world, self.run.train.watchdog, self.patience, directory)
 
         def work(rank: int) -> int:
-            return self._fit_rank(rank, self.world, torch.device("cpu"), stop)
+            return self._fit_rank(rank, self.world, torch.device("cpu"), stop, watchdog.enter(rank))
 
         if stop:
             print_stderr(nothing_to_save())
             return Outcome.INTERRUPTED
-        return supervise(work, self.world, run_directory(self.run) / "checkpoints", self.patience, stop=stop)
+        with closing(watchdog):
+            return supervise(
+                work, self.world, directory / "checkpoints", self.patience, stop=stop, spawn=watchdog.spawn
+            )
 
-    def _fit_rank(self, rank: int, world: int, device: torch.device, stop: StopRequest) -> int:
+    def _fit_rank(
+        self, rank: int, world: int, device: torch.device, stop: StopRequest, heartbeat: Heartbeat | None = None
+    ) -> int:
         from moefold.train.train_context import build_train_context
         from moefold.train.train_loop import train
 
-        context, state = build_train_context(self.run, rank, world, device, self.patience, self.routing_policy)
+        context, state = build_train_context(
+            self.run, rank, world, device, self.patience, self.routing_policy, heartbeat
+        )
         return train(context, state, (*self.callbacks, *self._default_reporters()), stop)
 
     def _default_reporters(self) -> Sequence[Callback]:
