@@ -10,12 +10,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from moefold.api.runs import load_run
 from moefold.cli.main import main
 from moefold.config.loading import dump_run
 from moefold.errors import MoefoldError
-from moefold.train.flight_recorder import dump_files, plain_pickle, read_dump
+from moefold.train.flight_recorder import dump_files, plain_pickle, read_dump, recorder_environment
 from moefold.train.redaction import REDACTED, Redactor
 from moefold.train.support_bundle import LAST_METRICS, collect, write_bundle
 
@@ -145,6 +146,38 @@ def test_a_dump_that_is_more_than_data_is_refused(
     assert not (tmp_path / "evil").exists()
     bundle = collect(None, environment, environment["HOME"])
     assert any("trace_rank_0: not plain data" in line for line in bundle.left_out)
+
+
+def test_the_recorder_is_turned_on_where_the_user_has_not_said_otherwise(tmp_path: Path) -> None:
+    """On fakes: no GPU has run this. The names are those that the installed torch has in its libraries."""
+    mine = {"TORCH_FR_BUFFER_SIZE": "7"}
+    wanted = recorder_environment(mine, tmp_path)
+    assert "TORCH_FR_BUFFER_SIZE" not in wanted and wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert wanted["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_recorder/rank_"
+    library = (Path(torch.__file__).parent / "lib" / "libtorch_cpu.so").read_bytes()
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    for name in recorder_environment({}, tmp_path):
+        assert name.encode() in library or name in header.read_text(), name
+
+
+def test_dumps_and_hangs_of_a_run_are_in_its_bundle(environment: dict[str, str], run_directory: Path) -> None:
+    (run_directory / "flight_recorder").mkdir()
+    (run_directory / "flight_recorder" / "rank_5").write_bytes(pickle.dumps(dump_of("step.py"), protocol=2))
+    (run_directory / "hangs").mkdir()
+    report = {"what": "hang", "culprits": [2], "other": PLANTED, "ranks": [{"rank": 2, "stacks": [PLANTED, "read"]}]}
+    for number in range(1, 6):
+        (run_directory / "hangs" / f"hang_{number:04d}.json").write_text(json.dumps(report))
+    (run_directory / "hangs" / "hang_0006.json").write_text("{")
+    bundle = collect(run_directory, environment, environment["HOME"])
+    found = [name for name in bundle.files if name.startswith("run/hangs/")]
+    assert found == ["run/hangs/hang_0004.json", "run/hangs/hang_0005.json"]
+    assert any("hang_0006.json" in line for line in bundle.left_out)
+    kept = json.loads(bundle.files[found[0]])
+    assert kept["culprits"] == [2] and kept["ranks"][0]["stacks"][1] == "read" and "other" not in kept
+    assert not any(
+        secret in bundle.files[found[0]] for secret in ALL_SECRETS if secret.isascii() and "\n" not in secret
+    )
+    assert "flight_recorder/0-rank-5.json" in bundle.files
 
 
 def test_only_files_of_ranks_are_dumps(environment: dict[str, str]) -> None:

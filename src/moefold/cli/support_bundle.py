@@ -19,9 +19,9 @@ EXAMPLES = """examples:
   moefold support-bundle runs/debug_small --list
 
 Contains versions, the host and its links, settings of NCCL and torch, the run's configuration, its last 200 metrics,
-names and sizes of its checkpoints, and dumps of torch's flight recorder on this host as JSON. Contains no weights, no
-tokens, no logs and no other variables; keys, logins in addresses and the values of variables that sound like secrets
-are redacted. Look into it before you send it.
+names and sizes of its checkpoints, reports of hangs with every rank's stacks and last collectives, and dumps of torch's
+flight recorder on this host as JSON. Contains no weights, no tokens, no logs and no other variables; keys, logins in
+addresses and the values of variables that sound like secrets are redacted. Look into it before you send it.
 Exits with 0 when the file was written, 2 when the command cannot be understood."""
 
 

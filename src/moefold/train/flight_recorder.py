@@ -1,8 +1,11 @@
-"""Read the dumps of torch's NCCL flight recorder without executing them.
+"""Turn torch's NCCL flight recorder on, and read its dumps without executing them.
 
-torch writes a dump per rank when a collective times out: which collectives were enqueued, started and finished. The
-file is a pickle, and unpickling runs whatever a pickle names. A dump needs none of that: it is dicts, lists, text and
-numbers. So a few opcodes are interpreted here, and a file that has any other is refused.
+torch writes a dump per rank when a collective times out: which collectives were enqueued, started and finished. On
+GPUs this says more than the ledger, which knows what was enqueued only. torch dumps if it is asked to, which
+`recorder_environment` does. (Never run on GPUs: the variables are those that torch's own source names.)
+
+The file is a pickle, and unpickling runs whatever a pickle names. A dump needs none of that: it is dicts, lists, text
+and numbers. So a few opcodes are interpreted here, and a file that has any other is refused.
 """
 
 from __future__ import annotations
@@ -26,11 +29,32 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _IGNORED = {"PROTO", "FRAME"}
 
 
-def dump_files(environment: Mapping[str, str]) -> list[Path]:
-    """Dumps of all ranks on this host: where the variables say, or where torch writes them by default."""
+# torch reads the first of a pair that is set; torch 2.11 knows the second ones only.
+RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+_DUMP_PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+FOLDER, _PREFIX = "flight_recorder", "rank_"
+
+
+def recorder_environment(environment: Mapping[str, str], run_directory: Path) -> dict[str, str]:
+    """Variables to set before the process group is made, so that a timeout is dumped into the run's directory.
+
+    What a user has set stays as it is.
+    """
+    prefix = str(run_directory.resolve() / FOLDER / _PREFIX)
+    wanted = RECORDER | dict.fromkeys(_DUMP_PREFIXES, prefix)
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def dump_files(environment: Mapping[str, str], run_directory: Path | None = None) -> list[Path]:
+    """Dumps of all ranks on this host: of the run, where the variables say, and where torch writes them by default."""
     home = environment.get("HOME", "/tmp")
     cache = environment.get("XDG_CACHE_HOME", f"{home}/.cache")
-    prefixes = [environment.get(name) for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")]
+    prefixes = [None if run_directory is None else f"{run_directory / FOLDER / _PREFIX}"]
+    prefixes += [environment.get(name) for name in _DUMP_PREFIXES]
     prefixes += [f"{cache}/torch/comm_lib_trace_rank_", "/tmp/nccl_trace_rank_"]
     found: dict[Path, None] = {}
     for prefix in filter(None, prefixes):

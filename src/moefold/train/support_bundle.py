@@ -1,9 +1,10 @@
 """One zip file with what a developer needs to understand a failed run, and with nothing secret.
 
 Its contents are an allow-list (`collect`): versions, the host, the link matrix, settings of NCCL and torch, the run's
-configuration, its last metrics, the names and sizes of its checkpoints, and dumps of the flight recorder as JSON. No
-weights, no tokens, no logs, no other files and no other variables. Every string passes `redaction.py`. What could not
-be collected is listed, so that nothing is missing silently.
+configuration, its last metrics, the names and sizes of its checkpoints, reports of hangs (stacks and last collectives
+of every rank), and dumps of the flight recorder as JSON. No weights, no tokens, no logs, no other files and no other
+variables. Every string passes `redaction.py`. What could not be collected is listed, so that nothing is missing
+silently.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import sys
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +45,9 @@ PACKAGES = (
     ),
 )
 LAST_METRICS = 200
+# Of `watchdog.py`, which imports torch.
+HANGS, LAST_HANGS = "hangs", 3
+HANG_FIELDS = {"what", "kind", "culprits", "sentence", "ranks"}
 _STEP = re.compile(r"step_\d+")
 # Of a line of metrics.jsonl: its own fields, whatever a later version or a callback adds.
 METRIC_FIELDS = {
@@ -82,7 +86,7 @@ def collect(
         bundle.files["topology.txt"] = redactor.text(gpus.topology_text)
     if run_directory is not None:
         _collect_run(bundle, run_directory, redactor)
-    _collect_dumps(bundle, environment, redactor)
+    _collect_dumps(bundle, dump_files(environment, run_directory), redactor)
     about = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "moefold": __version__}
     bundle.files["contents.json"] = _json(about | {"files": sorted(bundle.files), "left_out": bundle.left_out})
     return bundle
@@ -146,6 +150,7 @@ def _collect_run(bundle: Bundle, directory: Path, redactor: Redactor) -> None:
         bundle.files[f"run/{FILE_NAME}"] = "".join(_last_metrics(metrics, redactor))
     else:
         bundle.left_out.append(f"run/{FILE_NAME}: not there")
+    _collect_hangs(bundle, directory / HANGS, redactor)
     bundle.files["run/checkpoints.json"] = _json(list(_checkpoints(directory / "checkpoints")))
 
 
@@ -177,8 +182,19 @@ def _checkpoints(folder: Path) -> Iterator[dict[str, object]]:
             yield {"name": path.name, "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
 
-def _collect_dumps(bundle: Bundle, environment: Mapping[str, str], redactor: Redactor) -> None:
-    found = dump_files(environment)
+def _collect_hangs(bundle: Bundle, folder: Path, redactor: Redactor) -> None:
+    """The newest reports, each with its known fields only."""
+    for path in sorted(folder.glob("hang_*.json"))[-LAST_HANGS:]:
+        try:
+            data = json.loads(path.read_text())
+            kept = {name: value for name, value in data.items() if name in HANG_FIELDS}
+        except (OSError, ValueError, AttributeError) as error:
+            bundle.left_out.append(redactor.text(f"run/hangs/{path.name}: {error}"))
+            continue
+        bundle.files[f"run/hangs/{path.name}"] = _json(redactor.data(kept))
+
+
+def _collect_dumps(bundle: Bundle, found: Sequence[Path], redactor: Redactor) -> None:
     if not found:
         bundle.left_out.append("flight_recorder: no dump on this host; TORCH_FR_BUFFER_SIZE=2000 turns it on")
     for number, path in enumerate(found):

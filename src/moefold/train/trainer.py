@@ -99,8 +99,19 @@ class Trainer:
         """This process is one rank of a launched world, or all of it."""
         from moefold.comm.spawn import join_world, this_device
 
+        if this_device(self.device).type == "cuda":
+            self._record_flights()
         rank, world = join_world(self.patience, self.device)
         return self._fit_rank(rank, world, this_device(self.device), stop)
+
+    def _record_flights(self) -> None:
+        """torch reads the variables when a process group is made."""
+        from moefold.train.flight_recorder import FOLDER, recorder_environment
+        from moefold.train.train_context import run_directory
+
+        directory = run_directory(self.run)
+        (directory / FOLDER).mkdir(0o700, parents=True, exist_ok=True)
+        os.environ |= recorder_environment(os.environ, directory)
 
     def _fit_on_local_ranks(self, stop: StopRequest) -> int:
         import torch
