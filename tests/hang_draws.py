@@ -287,8 +287,14 @@ def main(words: list[str]) -> int:
     figures = summary(measured) | {"seconds": args.seconds, "seed": args.seed, "world": 4}
     print(json.dumps(figures, indent=1))
     if args.out is not None:
-        args.out.write_text(json.dumps(figures | {"each": [asdict(one) for one in measured]}, indent=1) + "\n")
+        args.out.write_text(json.dumps(figures | {"each": [_plain(one) for one in measured]}, indent=1) + "\n")
     return int(figures["culprit_named"] != len(measured))
+
+
+def _plain(one: Measured) -> dict[str, object]:
+    """Without the message, which has paths in it."""
+    seconds = {name: round(getattr(one, name), 2) for name in ("noticed", "bound", "next_step")}
+    return asdict(one.hang) | seconds | {"evidence": one.kind, "named": one.named}
 
 
 def _tell(one: Measured) -> None:

@@ -86,6 +86,28 @@ def signal_rows(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*rows, f"| {draws} | {' | '.join(map(str, counts))} |"]
 
 
+def hang_rows(draws: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One row per draw."""
+    counts = ("hangs", "noticed_in_bound", "noticed_in_1.5_bounds", "culprit_named", "restarted")
+    return [
+        f"| {each['seed']} | {' | '.join(str(each[name]) for name in counts)} | {_median_max(each['noticed_s'])} | "
+        f"{_median_max(each['next_step_s'])} |"
+        for each in draws
+    ]
+
+
+def _median_max(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.1f} / {spread['max']:.1f}"
+
+
+def test_drawn_hangs() -> None:
+    draws = json.loads((DOCS / "measured/hangs.json").read_text())["draws"]
+    missing = [row for row in hang_rows(draws) if row not in (DOCS / "reliability.md").read_text()]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    for each in draws:
+        assert len(each["each"]) == each["hangs"] == each["culprit_named"] == each["noticed_in_1.5_bounds"]
+
+
 def test_drawn_signals() -> None:
     pieces = json.loads((DOCS / "measured/signals.json").read_text())["pieces"]
     missing = [row for row in signal_rows(pieces) if row not in (DOCS / "reliability.md").read_text()]
