@@ -371,6 +371,34 @@ def test_ranks_agree_on_a_start_and_do_not_read_keys_of_another(tmp_path: Path) 
         starts.append(found)
 
 
+def test_ranks_started_again_do_not_connect_to_dead_peers() -> None:
+    """The store stays, as torch's agent keeps it; in the second start rank 1 is ready before rank 0 has an address.
+
+    Without a number of the start, rank 1 connects to the rank 0 that is gone and fails, and rank 0 waits five times its
+    limit for it.
+    """
+    wait = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, 2, True, timeout=wait, wait_for_workers=False)
+
+    def join(rank: int) -> int:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        own = agree_on_start(dist.TCPStore("127.0.0.1", server.port, 2, False, timeout=wait), rank, 2, 20.0)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=wait)
+        dist.all_reduce(total := torch.ones(1))
+        return int(total) - 2
+
+    for late in (0.0, 1.0):
+        ranks = []
+        for rank in (1, 0):
+            if not (pid := os.fork()):
+                with suppress(BaseException):
+                    time.sleep(0.0 if rank else late)
+                    os._exit(join(rank))
+                os._exit(1)
+            ranks.append(pid)
+        assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0, 0]
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(TrainingError, match=r"start 1: ranks \[1, 2\] of 3 did not come within 0.1 s"):
         agree_on_start(dist.HashStore(), 0, 3, 0.1)

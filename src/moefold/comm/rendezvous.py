@@ -1,8 +1,9 @@
 """Where ranks of several hosts find each other: the store of a launcher, and which start of the run they belong to.
 
 torch's agent keeps its store when it starts ranks again, and ranks publish their addresses there under the same keys as
-before. A rank that reads them too early connects to one that is dead, and waits: the next step came after 22 s, after
-58 s, or never. So ranks first agree on the number of their start, and publish under it.
+before. A rank that reads them too early connects to one that is dead and fails, which costs a restart, and its peers
+wait for it five times their limit: the next step came after 22 s, after 58 s, or never. So ranks first agree on the
+number of their start, and publish under it.
 
 Rank 0 of a start takes the next number and waits until all ranks have registered under it; then it opens the start.
 The others register under the newest number, and again whenever it changes, until theirs is opened while they wait: a
