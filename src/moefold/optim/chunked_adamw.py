@@ -189,6 +189,10 @@ class ChunkedAdamW(SavingOptimizer):
             wide = torch.promote_types(values.dtype, torch.float32)
             format.write(values.to(stored[""].device, wide), stored, lead, None)
 
+    def stored_state(self, parameter: nn.Parameter) -> dict[str, Tensor | int]:
+        self.staging.finish()
+        return super().stored_state(parameter)
+
     def _stored(self, state: Mapping[str, int | Tensor], moment: str) -> dict[str, Tensor]:
         names = (moment, moment + "_scale")
         return {name.removeprefix(moment): _tensor(state[name]) for name in names if name in state}

@@ -92,6 +92,10 @@ class Muon(SavingOptimizer):
         self.staging.finish()
         self._momentum(parameter).copy_(saved["momentum"])
 
+    def stored_state(self, parameter: nn.Parameter) -> dict[str, Tensor | int]:
+        self.staging.finish()
+        return super().stored_state(parameter)
+
     def on_host(self, parameter: Tensor) -> bool:
         return self.staging.on != "device"
 

@@ -128,6 +128,9 @@ class ModelOptimizer(SavingOptimizer):
     def load_saved(self, parameter: nn.Parameter, saved: Mapping[str, Tensor]) -> None:
         self._part_of[parameter].load_saved(parameter, saved)
 
+    def stored_state(self, parameter: nn.Parameter) -> dict[str, Tensor | int]:
+        return self._part_of[parameter].stored_state(parameter)
+
     def on_host(self, parameter: Tensor) -> bool:
         return self._part_of[parameter].on_host(parameter)
 

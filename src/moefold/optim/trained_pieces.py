@@ -65,6 +65,10 @@ class SavingOptimizer(Optimizer):
         """The inverse of `saved_state`; ``saved`` has all kinds, and is copied."""
         raise NotImplementedError
 
+    def stored_state(self, parameter: nn.Parameter) -> dict[str, Tensor | int]:
+        """By kind, what is in memory, bit for bit; nothing before the first update."""
+        return dict(self.state.get(parameter, {}))
+
     def on_host(self, parameter: Tensor) -> bool:
         """Whether its states are in the host's memory."""
         return False
