@@ -119,6 +119,17 @@ class TrainingError(MoefoldError):
     """A run that cannot continue without the user."""
 
 
+class CorruptionError(TrainingError):
+    """Parameters or optimizer states that changed where nothing may change them; the message names tensor and ranks.
+
+    ``newest_good``: checkpoints up to this step are not affected.
+    """
+
+    def __init__(self, message: str, newest_good: int) -> None:
+        super().__init__(message)
+        self.newest_good = newest_good
+
+
 class DataError(MoefoldError):
     """Token files or their data mixture cannot be used; the message names file, field and numbers."""
 

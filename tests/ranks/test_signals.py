@@ -431,13 +431,13 @@ def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: 
 
     def work(rank: int) -> int:
         context, state = build_train_context(run, rank, 2, torch.device("cpu"), 30.0)
-        step, done = train_loop._step, [0]
+        step, done = train_loop.take_step, [0]
 
         def counted(*args: Any) -> Any:
             done[0] += 1
             return signalled(step)(*args) if rank == 1 and done[0] == SAVE_EVERY + 1 else step(*args)
 
-        train_loop._step, train_loop._save_last = counted, signalled(train_loop._save_last)
+        train_loop.take_step, train_loop._save_last = counted, signalled(train_loop._save_last)
         return signalled(lambda code: code)(train_loop.train(context, state, [], stop))
 
     assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED

@@ -147,6 +147,7 @@ def assert_poisons_leave_no_trace(run: RunConfig, poisons: list[Poison], good: i
     assert [entry["skipped"] is not None for entry in steps] == [False] * good + [True, False] * len(poisons)
     for entry, poison in zip(steps[good::2], poisons, strict=True):
         assert re.search(REASONS[poison.where], entry["skipped"]), (poison, entry["skipped"])
+        assert re.search(NAMED.get(poison.where, ""), entry["skipped"]), (poison, entry["skipped"])
     assert [entry["sample_ids_digest"] for entry in steps] == ids_seen_by_rank_0(run, len(steps))
 
 
@@ -158,6 +159,16 @@ REASONS = {name: "^gradient norm is (nan|inf)" for name in GRADIENTS} | {
     "loss spike": r"^loss .* is more than 10 sigma above|1 other rank\(s\) objected",
     "norm spike": "^gradient norm .* is more than 10 sigma above",
     "overflow": "^(loss|balance loss sequence) is nan",
+}
+
+
+# The tensor and its rank, and where the forward pass goes wrong when it is run again.
+NAMED = {
+    name: rf"the gradient of \S*{name}\S* is not finite \(.* on ranks? [01].*run again is finite everywhere"
+    for name in GRADIENTS
+} | {
+    "overflow": r"run again, layers\.\d is the first that is not finite, on ranks? [01]",
+    "balance value": r"all gradients are finite, .*run again, layers\.1 is the first .* on ranks? [01]",
 }
 
 
@@ -229,7 +240,7 @@ def test_skipping_for_ever_ends_the_run_with_a_reason(tmp_path: Path) -> None:
     def before(rank: int, context: Any) -> None:
         context.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
 
-    with pytest.raises(RankError, match="3 steps in a row were skipped"):
+    with pytest.raises(RankError, match=r"3 steps in a row were skipped.*gradient of .*run again, .* on rank 0"):
         on_world(run, 1, before)
 
 

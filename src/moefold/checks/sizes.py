@@ -28,6 +28,7 @@ MAY_BE_ZERO = frozenset(
         "optim.lr_schedule.warmup",
         "optim.lr_schedule.decay",
         "seed",
+        "train.corruption.every",
         "train.saving.every",
         "train.saving.keep_every",
         "train.steps",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
 
@@ -61,6 +61,18 @@ class WatchdogConfig:
 
 
 @dataclass(frozen=True)
+class CorruptionConfig:
+    """Silent corruption: hashes of parameters and optimizer states are compared between replicas, and over a step."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Steps between comparisons, which are also made before every checkpoint; 0: never.
+    every: int = 100
+    # What follows if replicas differ or memory changed: train again from the last checkpoint that agreed, or stop.
+    on_mismatch: Literal["roll_back", "stop"] = "roll_back"
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The run's length and what it writes into `directory/NAME`."""
 
@@ -83,3 +95,4 @@ class TrainConfig:
     saving: SavingConfig = field(default_factory=SavingConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)

@@ -57,7 +57,8 @@ class StepRecord:
     gradient norm before clipping. `seconds` says where the time went: "data" waiting for tokens, "step" computing,
     "save" blocked by a checkpoint, "total" from its beginning to its end, without validation. `counts` has a row of
     tokens per expert for every MoE layer, first layer first. `skipped` is the reason why the step changed nothing.
-    `metrics` are those that callbacks added.
+    `metrics` are those that callbacks added. `state_hash` is that of parameters and optimizer states of all ranks after
+    the step, if it was computed (`train.corruption.every`).
 
     >>> import moefold
     >>> class PrintLoss(moefold.Callback):
@@ -84,6 +85,7 @@ class StepRecord:
     world: int
     sample_ids_digest: str
     metrics: dict[str, float] = field(default_factory=dict)
+    state_hash: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ class Evaluation:
 class Control:
     """What a callback may look at and ask for.
 
-    `model` and `optimizer` are this rank's: parameters may be shards. A callback that changes them changes the run.
+    `model` and `optimizer` are this rank's: parameters may be shards. A callback that changes them changes the run, and
+    says so (`model_changed`).
 
     >>> import moefold
     >>> class Watch(moefold.Callback):
@@ -131,6 +134,7 @@ class Control:
         self.rank, self.world, self.model, self.optimizer = rank, world, model, optimizer
         self.save_requested = False
         self.stop_requested: str | None = None
+        self.changed_model = False
         self.metrics: dict[str, float] = {}
 
     def log(self, name: str, value: float) -> None:
@@ -152,6 +156,13 @@ class Control:
     def request_stop(self, reason: str = "a callback asked") -> None:
         """Stop after this step, on all ranks, with a checkpoint; may be asked on any rank."""
         self.stop_requested = reason
+
+    def model_changed(self) -> None:
+        """Say that the callback changed parameters or optimizer states, which between two updates nothing else may.
+
+        What changes them unsaid is reported as silent corruption (`train.corruption`).
+        """
+        self.changed_model = True
 
 
 _TAKEN = frozenset(field.name for field in fields(StepRecord))
@@ -197,6 +208,9 @@ class Callback:
     def on_save(self, step: int, path: Path) -> None:
         """After a checkpoint was committed. Rank 0."""
 
+    def on_roll_back(self, step: int, reason: str) -> None:
+        """When training continues from the checkpoint of an earlier step, as after silent corruption. Rank 0."""
+
     def on_error(self, error: BaseException) -> None:
         """When the run fails, before `on_end`. Rank 0, if that is where the error is seen."""
 
@@ -233,6 +247,10 @@ class Callbacks(Callback):
     def on_save(self, step: int, path: Path) -> None:
         for member in self.members:
             member.on_save(step, path)
+
+    def on_roll_back(self, step: int, reason: str) -> None:
+        for member in self.members:
+            member.on_roll_back(step, reason)
 
     def on_error(self, error: BaseException) -> None:
         for member in self.members:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,6 +84,28 @@ def build_train_context(
     heartbeat.attach(groups.communicators())
     groups["world"].ledger.on_record = heartbeat.collective
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
+    root = directory / "checkpoints"
+    context = open_context(run, directory, groups, device, incarnation, root, routing_policy, heartbeat)
+    state = _resume(context)
+    # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
+    if rank == 0:
+        for line in record_settings(run, directory):
+            print_stderr(line)
+    return context, state
+
+
+def open_context(
+    run: RunConfig,
+    directory: Path,
+    groups: Groups,
+    device: torch.device,
+    incarnation: int,
+    checkpoints: Path,
+    routing_policy: PolicyOrName | None = None,
+    heartbeat: Heartbeat | None = None,
+) -> TrainContext:
+    """A run at its beginning; it would write its checkpoints to ``checkpoints``."""
+    heartbeat = Heartbeat() if heartbeat is None else heartbeat
     local_model = build_local_model(run, groups, device, routing_policy=routing_policy)
     optimizer = make_optimizer(local_model)
     init_main_weights(local_model, optimizer)
@@ -91,18 +114,12 @@ def build_train_context(
     validation = (
         None if run.data.validation is None else open_samples(run.data, run.model.vocab_size, run.seed, "validation")
     )
-    saver = make_saver(local_model, directory, incarnation, device)
+    saver = make_saver(local_model, checkpoints, incarnation, device)
     # Before the policy: what is loaded last decides the random state.
     preferences = load_preferences(run, local_model)
-    context = TrainContext(
+    return TrainContext(
         run, directory, device, local_model, optimizer, samples, validation, saver, preferences, heartbeat
     )
-    state = _resume(context)
-    # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
-    if rank == 0:
-        for line in record_settings(run, directory):
-            print_stderr(line)
-    return context, state
 
 
 def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
@@ -149,10 +166,10 @@ def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, list[str]
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def make_saver(local_model: LocalModel, directory: Path, incarnation: int, device: torch.device) -> Saver:
+def make_saver(local_model: LocalModel, checkpoints: Path, incarnation: int, device: torch.device) -> Saver:
     saving, world = local_model.run.train.saving, local_model.groups["world"]
     return Saver(
-        directory / "checkpoints",
+        checkpoints,
         world,
         incarnation,
         saving.keep,
@@ -165,11 +182,17 @@ def make_saver(local_model: LocalModel, directory: Path, incarnation: int, devic
 
 def _resume(context: TrainContext) -> TrainState:
     found = load_latest(context.directory / "checkpoints", context.local_model, context.optimizer)
-    if found is None:
-        # Checkpoints hold the generator's state, which must not differ between two first starts.
-        torch.manual_seed(fresh_seed(context.run.seed, 0, context.groups.rank))
-        return TrainState()
-    path, loaded = found
+    return first_state(context) if found is None else position_of(context, *found)
+
+
+def first_state(context: TrainContext) -> TrainState:
+    """Checkpoints hold the generator's state, which must not differ between two first starts."""
+    torch.manual_seed(fresh_seed(context.run.seed, 0, context.groups.rank))
+    return TrainState()
+
+
+def position_of(context: TrainContext, path: Path, loaded: dict[str, Any]) -> TrainState:
+    """The state of the loop in a checkpoint; refuses one of other data."""
     saved, ours = loaded.get("data"), context.samples.fingerprint
     if saved is not None and saved != ours:
         raise TrainingError(

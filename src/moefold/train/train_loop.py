@@ -11,23 +11,29 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
+from moefold.checkpoint.load import from_rank_0, load_into
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
+from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.comm.collectives import all_reduce_ints
 from moefold.comm.process_groups import Group
-from moefold.errors import DataError
+from moefold.config.run import RunConfig
+from moefold.errors import CorruptionError, DataError
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import LocalStep, read_step, step_batches
 from moefold.train.callback import Callback, Callbacks, Control, Evaluation, RunInfo, StepRecord
+from moefold.train.corruption import StateWatch
+from moefold.train.non_finite import where_not_finite
 from moefold.train.prefetch import Prefetcher
 from moefold.train.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
-from moefold.train.train_context import TrainContext
+from moefold.train.train_context import TrainContext, position_of
 
 
 def train(
@@ -49,7 +55,7 @@ def train(
     hooks.on_start(_info(context, state))
     reason = "failed"
     try:
-        with Prefetcher(partial(_read, context), context.groups, context.device) as batches:
+        with Prefetcher(partial(read_local_step, context), context.groups, context.device) as batches:
             state, reason = _loop(context, state, hooks, stop, batches)
         _save_last(context, state, hooks)
         if reason == "finished":
@@ -70,6 +76,11 @@ class LoopControl(Control):
         """Metrics that are logged from now on go into the mapping that is returned."""
         self.metrics = {}
         return self.metrics
+
+    def take_change(self) -> bool:
+        """Whether a callback has changed the model since the last time."""
+        changed, self.changed_model = self.changed_model, False
+        return changed
 
     def take_requests(self) -> tuple[bool, str | None]:
         """What was asked for since the last time: a checkpoint, and the reason to stop."""
@@ -99,19 +110,25 @@ def _loop(
     context: TrainContext, state: TrainState, hooks: Hooks, stop: StopRequest, batches: Prefetcher
 ) -> tuple[TrainState, str]:
     """The last state and the reason to end. `after_step` comes before the save, so a resumed run does not repeat it."""
-    steps, saving = context.run.train.steps, context.run.train.saving
+    steps = context.run.train.steps
+    watch = StateWatch(context.local_model, context.optimizer, context.run.train.corruption.every, context.directory)
+    rolled_back: list[int] = []
     ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
         metrics = hooks.control.begin_record()
         context.heartbeat.enter("before step", state.step + 1)
         hooks.before_step(state.step + 1, hooks.control)
-        state, record = _step(context, state, time.perf_counter(), hooks, batches)
+        try:
+            state, record = take_step(context, state, time.perf_counter(), hooks, batches, watch)
+        except CorruptionError as found:
+            state = roll_back(context, found, hooks, watch, rolled_back)
+            continue
         context.heartbeat.enter("after step", state.step)
         now = time.perf_counter()
         seconds = record.seconds | {"save": saved, "total": now - ended}
         hooks.after_step(replace(record, seconds=seconds, metrics=metrics), hooks.control)
         ended = now
-        due = saving.every > 0 and state.step % saving.every == 0 and state.step < steps
+        due = _saves_after(context.run, state.step) and state.step < steps
         if due:
             context.heartbeat.enter("checkpoint", state.step)
             begin_save(context, state)
@@ -126,12 +143,53 @@ def _loop(
             ended = time.perf_counter() - saved
         context.heartbeat.enter("agreement", state.step)
         save, reason = agreed_requests(context, hooks.control, stop)
+        if (save or reason is not None) and watch.needs_comparison(state.step):
+            try:
+                watch.after_update(state.step)
+            except CorruptionError as found:
+                state = roll_back(context, found, hooks, watch, rolled_back)
         if reason is not None and state.step < steps:
             return state, reason
         if save and not due and state.step < steps:
             context.heartbeat.enter("checkpoint at the end", state.step)
             begin_save(context, state)
     return state, "finished"
+
+
+# To the same checkpoint; a fault that comes back there is not cured by training again.
+_MAX_ROLL_BACKS = 3
+
+
+def roll_back(
+    context: TrainContext, found: CorruptionError, hooks: Callback, watch: StateWatch, before: list[int]
+) -> TrainState:
+    """Load the newest checkpoint that the corruption has not reached, on all ranks; raise if there is none.
+
+    A flip may have come between the comparison of a step and its copy for the checkpoint, so what was loaded is
+    compared again with what was hashed then. ``before`` are the steps of earlier ones, to which this one is added.
+    """
+    if context.run.train.corruption.on_mismatch == "stop":
+        raise found
+    context.heartbeat.enter("checkpoint", found.newest_good)
+    _report_committed(context, hooks, context.saver.finish())
+    root, world, newest = context.directory / "checkpoints", context.groups["world"], found.newest_good
+    while True:
+        good = [step for step in committed_steps(root) if step <= newest] if context.leads else []
+        step = from_rank_0(max(good, default=-1), world)
+        if step < 0:
+            raise CorruptionError(f"{found}\nthere is no checkpoint from before it to go back to", newest)
+        if before.count(step) >= _MAX_ROLL_BACKS:
+            raise CorruptionError(f"{found}\ngone back to step {step} {_MAX_ROLL_BACKS} times already", newest)
+        loaded = load_into(final_path(root, step), context.local_model, context.optimizer)
+        if watch.agrees(step):
+            break
+        newest = step - 1
+    before.append(step)
+    watch.forget_after(step)
+    if context.leads:
+        print_stderr(f"{found}\ntraining again from step {step}")
+    hooks.on_roll_back(step, str(found))
+    return position_of(context, final_path(root, step), loaded)
 
 
 def agreed_requests(context: TrainContext, control: LoopControl, stop: StopRequest) -> tuple[bool, str | None]:
@@ -146,12 +204,12 @@ def agreed_requests(context: TrainContext, control: LoopControl, stop: StopReque
     return bool(save_count), None
 
 
-def _read(context: TrainContext, first_sample: int) -> LocalStep:
+def read_local_step(context: TrainContext, first_sample: int) -> LocalStep:
     return read_step(context.samples, first_sample, context.run, context.groups)
 
 
-def _step(
-    context: TrainContext, state: TrainState, began: float, hooks: Hooks, batches: Prefetcher
+def take_step(
+    context: TrainContext, state: TrainState, began: float, hooks: Hooks, batches: Prefetcher, watch: StateWatch
 ) -> tuple[TrainState, StepRecord]:
     run, number = context.run, state.step + 1
     context.heartbeat.enter("data", number)
@@ -170,10 +228,18 @@ def _step(
         context.heartbeat.enter("update", number)
 
     def reason_to_skip(sums: StepSums, grad_norm: Tensor) -> str | None:
+        watch.before_update(number, hooks.control.take_change())
         balance = dict(zip(sums.balance._fields, torch.stack(sums.balance).tolist(), strict=True))
         loss = sums.loss if pairs is None else pairs.losses.loss
         local = skip_reason(state, float(loss), balance, float(grad_norm), run.train.health)
-        return agreed_skip_reason(local, context.groups["world"])
+        reason = agreed_skip_reason(local, context.groups["world"])
+        if reason is None:
+            return None
+        finite = all(map(isfinite, (float(loss), float(grad_norm), *balance.values())))
+        if all_reduce_ints((int(not finite),), context.groups["world"]) == [0]:
+            return reason
+        # The objective of pairs needs the reference's log-probs, so its forward pass is not run again.
+        return f"{reason}: {where_not_finite(context.local_model, data.batches if pairs is None else None)}"
 
     result = run_step(
         context.local_model,
@@ -192,8 +258,17 @@ def _step(
     state = replace(
         state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
     )
+    due = watch.is_due(number, saves=_saves_after(run, number), skipped=result.skipped is not None)
+    state_hash = watch.after_update(number) if due else None
     seconds = {"data": read - began, "step": time.perf_counter() - read}
-    return state, _record(context, number, result, lr, data.tokens, seconds, data.ids)
+    record = _record(context, number, result, lr, data.tokens, seconds, data.ids)
+    return state, replace(record, state_hash=state_hash)
+
+
+def _saves_after(run: RunConfig, step: int) -> bool:
+    """Whether a checkpoint is due after this step, the last one's among them."""
+    every = run.train.saving.every
+    return step == run.train.steps or (every > 0 and step % every == 0)
 
 
 def agreed_skip_reason(local: str | None, world: Group) -> str | None:

@@ -69,6 +69,10 @@ class ConsoleLines(Callback):
     def on_save(self, step: int, path: Path) -> None:
         self._print(f"saved step={step} path={path}")
 
+    def on_roll_back(self, step: int, reason: str) -> None:
+        self._pending = []
+        self._print(f"roll_back step={step} reason={_one_word(reason)}")
+
     def on_end(self, reason: str) -> None:
         self._print(f"stopped reason={_one_word(reason)}")
 

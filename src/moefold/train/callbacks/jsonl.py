@@ -39,6 +39,7 @@ class JsonLines(Callback):
     def __init__(self, device: str | None = None) -> None:
         self._device = device
         self._file: IO[bytes] | None = None
+        self._path = Path(FILE_NAME)
         self._meter: Meter | None = None
         self._every = 1
         self._last_step = 0
@@ -47,10 +48,11 @@ class JsonLines(Callback):
 
     def on_start(self, info: RunInfo) -> None:
         make_directory(info.directory)
-        path = info.directory / FILE_NAME
+        self._path = info.directory / FILE_NAME
         self._last_step = info.resumed_from or 0
-        forget_after(path, self._last_step)
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE), "ab")
+        forget_after(self._path, self._last_step)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(self._path, flags, FILE_MODE), "ab")
         self._meter = Meter(info, self._device or device_name(info.device))
         self._every = max(info.run.train.log_every, 1)
         self._write("start", self._last_step, **_about(info, self._meter))
@@ -62,6 +64,8 @@ class JsonLines(Callback):
         counts = data.pop("counts")
         if not record.metrics:
             del data["metrics"]
+        if record.state_hash is None:
+            del data["state_hash"]
         if counts:
             data["load"] = round(router_stats(record.counts or ()).max_load, 4)
             self._add(np.asarray(counts, dtype=np.int64))
@@ -76,6 +80,12 @@ class JsonLines(Callback):
 
     def on_save(self, step: int, path: Path) -> None:
         self._write("save", step, path=path.name)
+
+    def on_roll_back(self, step: int, reason: str) -> None:
+        """Lines of later steps are written again."""
+        self._last_step, self._counts, self._counts_steps = step, None, 0
+        forget_after(self._path, step)
+        self._write("roll_back", step, reason=reason)
 
     def on_end(self, reason: str) -> None:
         if self._file is None:
