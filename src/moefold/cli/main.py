@@ -33,6 +33,7 @@ VERBS = {
     "sft": "moefold.cli.sft",
     "dpo": "moefold.cli.dpo",
     "report": "moefold.cli.report",
+    "replay": "moefold.cli.replay",
     "generate": "moefold.cli.generate",
     "eval": "moefold.cli.eval",
     "tokenize": "moefold.cli.tokenize",

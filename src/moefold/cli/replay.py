@@ -1,0 +1,102 @@
+"""`moefold replay`: run a recorded step again from a checkpoint, and compare bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moefold.cli.run_argument import Subparsers, add_device_option, launched_ranks
+
+if TYPE_CHECKING:
+    from moefold.config.run import RunConfig
+    from moefold.train.replay import Recorded
+
+EXAMPLES = """examples:
+  moefold replay runs/debug_small --step 150
+  moefold replay runs/debug_small --step 150 --json
+  torchrun --nproc-per-node 8 -m moefold.cli.main replay runs/my_run --step 4001
+
+Starts at the newest checkpoint before the step, or at the beginning if there is none, and takes every step up to it,
+on as many ranks as the run had. Loss, grad norm, samples, and the hash of parameters and optimizer states where it was
+recorded (train.corruption.every), must come out the same to the last bit. Writes nothing into the run.
+Exits with 0 when they do, 1 when they do not, 2 when the step cannot be replayed."""
+
+
+def add_to(commands: Subparsers) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="run a recorded step again from a checkpoint, and compare bit for bit",
+        description="Run a recorded step again from a checkpoint, and compare with what was recorded, bit for bit.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar="RUN_DIR", type=Path, help="the run's directory, with its metrics.jsonl")
+    parser.add_argument("--step", type=int, required=True, metavar="S", help="the step to run again, from 1")
+    add_device_option(parser)
+    parser.add_argument("--json", action="store_true", help="print the steps and all differences as one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from moefold.api.runs import load_run
+    from moefold.train.replay import differences, read_recorded
+
+    recorded = read_recorded(args.directory, args.step)
+    asked = load_run(str(args.directory / "config.yaml"))
+    count = len(recorded.steps)
+    print(
+        f"replaying {count} step{'s' if count > 1 else ''} from step {recorded.start} on {recorded.world} rank"
+        f"{'s' if recorded.world > 1 else ''}",
+        file=sys.stderr,
+    )
+    rank, result = _replayed(asked, args, recorded)
+    if rank != 0:
+        return 0
+    found = differences(recorded.steps, result["steps"])
+    facts = {"start": recorded.start, "same": not found, "differences": found, **result}
+    if args.json:
+        print(json.dumps(facts, indent=2, allow_nan=False))
+    else:
+        print(_sentences(args.step, facts))
+    return 1 if found else 0
+
+
+def _replayed(asked: RunConfig, args: argparse.Namespace, recorded: Recorded) -> tuple[int, dict[str, Any]]:
+    """This process' rank, and what it replayed."""
+    import torch
+
+    from moefold.comm.spawn import join_world, spawn_ranks, this_device
+    from moefold.errors import MoefoldError
+    from moefold.train.replay import replay_rank
+
+    if recorded.world == 1 or launched_ranks() > 1:
+        rank, world = join_world(600.0, args.device)
+        if world != recorded.world:
+            raise MoefoldError(f"the step was taken by {recorded.world} ranks, and here are {world}; start as many")
+        return rank, replay_rank(asked, args.directory, recorded, rank, this_device(args.device), 600.0)
+    if args.device == "cuda":
+        raise MoefoldError(
+            f"on GPUs, start the ranks by `torchrun --nproc-per-node {recorded.world} -m moefold.cli.main replay ...`"
+        )
+    device = torch.device("cpu")
+    work = lambda rank: replay_rank(asked, args.directory, recorded, rank, device, 600.0)  # noqa: E731
+    return 0, spawn_ranks(work, recorded.world, seconds=float("inf"), collective_timeout=600.0)[0]
+
+
+def _sentences(step: int, facts: dict[str, Any]) -> str:
+    last = facts["steps"][-1]
+    if facts["same"]:
+        lines = [f"step {step}: the same to the last bit: loss {last['loss']}, grad_norm {last['grad_norm']}"]
+    else:
+        lines = [f"step {step}: not what was recorded"]
+        lines += [
+            f"  step {each['step']}: {each['field']} was {each['recorded']}, now {each['replayed']}"
+            for each in facts["differences"]
+        ]
+    for each in facts["decided"]:
+        wrong = ", ".join(map(str, each["culprits"])) or "none"
+        lines.append(f"  {each['tensor']} differed between replicas at step {each['step']}: wrong on rank {wrong}")
+    return "\n".join(lines)

@@ -1,0 +1,120 @@
+"""Run steps of a run again from a checkpoint, and compare with what was recorded, bit for bit.
+
+The same code, data, seed and layout compute the same bits, so a difference is a fault: of the computation then or now,
+of the data, or of the software that changed in between. `metrics.jsonl` has the loss, the grad norm and the samples of
+every step, and the hash of all ranks' states of steps that were compared (`corruption.py`). JSON holds the shortest
+decimal number that reads back as the same float64, so equal means bitwise equal.
+
+Nothing is written into the run: a replay takes no lock, and may run beside the training.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moefold.checkpoint.load import load_into
+from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.config.run import RunConfig
+from moefold.errors import MoefoldError
+from moefold.parallel.parallelize import groups_of
+from moefold.train.callback import StepRecord
+from moefold.train.callbacks.jsonl import FILE_NAME
+from moefold.train.corruption import StateWatch, read_findings
+from moefold.train.metrics import finite
+from moefold.train.prefetch import Prefetcher
+from moefold.train.train_context import first_state, open_context, position_of
+from moefold.train.train_loop import Hooks, read_local_step, take_step
+
+# What a step must have in common with its record.
+COMPARED = ("loss", "grad_norm", "balance", "dropped", "skipped", "sample_ids_digest", "state_hash")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run says of itself: its ranks, its steps by number, and the step at whose checkpoint a replay starts."""
+
+    world: int
+    steps: dict[int, dict[str, Any]]
+    start: int
+
+
+def read_recorded(directory: Path, last: int) -> Recorded:
+    """Up to step ``last``; refuses a step that is not recorded."""
+    path, world = directory / FILE_NAME, 0
+    steps: dict[int, dict[str, Any]] = {}
+    if not path.exists():
+        raise MoefoldError(f"{path}: not found; give the directory of a run, such as runs/debug_small")
+    for line in path.read_bytes().splitlines():
+        try:
+            data = json.loads(line)
+        except ValueError:
+            # The last line of a killed run.
+            continue
+        if data.get("kind") == "start" and data["step"] < last:
+            world = int(data["world"])
+        elif data.get("kind") == "step":
+            steps[int(data["step"])] = data
+    if last not in steps or not world:
+        known = f"has steps {min(steps)} to {max(steps)}" if steps else "has no step"
+        raise MoefoldError(f"{path}: step {last} is not recorded; the file {known}")
+    start = max((step for step in committed_steps(directory / "checkpoints") if step < last), default=0)
+    missing = [step for step in range(start + 1, last) if step not in steps]
+    if missing:
+        raise MoefoldError(f"{path}: step {missing[0]}, between the checkpoint of step {start} and {last}, is missing")
+    return Recorded(world, {step: steps[step] for step in range(start + 1, last + 1)}, start)
+
+
+def replay_rank(
+    run: RunConfig, directory: Path, recorded: Recorded, rank: int, device: torch.device, patience: float
+) -> dict[str, Any]:
+    """This rank's part of the replay: the steps as they came out, and findings that they decide. All ranks return."""
+    groups = groups_of(run, recorded.world, rank, timedelta(seconds=patience))
+    with tempfile.TemporaryDirectory(prefix="moefold-replay-") as scratch:
+        context = open_context(run, directory, groups, device, incarnation=0, checkpoints=Path(scratch))
+        root = directory / "checkpoints"
+        if recorded.start in committed_steps(root):
+            path = final_path(root, recorded.start)
+            state = position_of(context, path, load_into(path, context.local_model, context.optimizer))
+        else:
+            state = first_state(context)
+        watch = StateWatch(context.local_model, context.optimizer, every=1, directory=Path(scratch))
+        watch.undecided = [
+            each for each in read_findings(directory) if each.step in recorded.steps and not each.culprits
+        ]
+        hooks = Hooks((), context)
+        records = []
+        with Prefetcher(partial(read_local_step, context), groups, device) as batches:
+            while state.step < max(recorded.steps):
+                hooks.control.begin_record()
+                state, record = take_step(context, state, time.perf_counter(), hooks, batches, watch)
+                records.append(as_recorded(record))
+        return {"steps": records, "decided": [asdict(each) for each in read_findings(Path(scratch))]}
+
+
+def as_recorded(record: StepRecord) -> dict[str, Any]:
+    """A record as its line in `metrics.jsonl` has it."""
+    data = json.loads(json.dumps(finite(asdict(record)), allow_nan=False))
+    return {"step": record.step} | {name: data[name] for name in COMPARED}
+
+
+def differences(recorded: Mapping[int, Mapping[str, Any]], replayed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fields that are not the same bits. The hash is compared where it was recorded."""
+    found = []
+    for now in replayed:
+        then = recorded[now["step"]]
+        for name in COMPARED:
+            if name == "state_hash" and then.get(name) is None:
+                continue
+            if then.get(name) != now[name]:
+                found.append({"step": now["step"], "field": name, "recorded": then.get(name), "replayed": now[name]})
+    return found
