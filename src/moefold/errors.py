@@ -169,12 +169,14 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def _is_close(word: str, found: str) -> bool:
-    """Two thirds of the letters in order, or the beginning of one another: 'qwen3' means 'qwen3_30b_a3b'.
+    """Two thirds of the letters in order, one letter for another, or the beginning of one another: 'qwen3' means
+    'qwen3_30b_a3b' and 'tq' means 'tp'.
 
     Below, two words merely share letters, as 'mamba' and 'llama' do.
     """
     begins = found.startswith(word) or word.startswith(found)
-    return begins or difflib.SequenceMatcher(None, found, word).ratio() > _CLOSE
+    one_letter = len(word) == len(found) and sum(a != b for a, b in zip(word, found, strict=True)) == 1
+    return begins or one_letter or difflib.SequenceMatcher(None, found, word).ratio() > _CLOSE
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

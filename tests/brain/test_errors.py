@@ -16,6 +16,7 @@ def test_the_nearest_word_is_found_and_a_far_one_is_not() -> None:
     # Words that share letters are not near; the beginning of a name is.
     assert nearest("mamba", ["llama", "mixtral", "olmoe"]) is None
     assert nearest("qwen3", ["qwen3_30b_a3b", "olmoe_1b_7b"]) == "qwen3_30b_a3b"
+    assert nearest("tq", ["tp", "cp", "pp"]) == "tp"
     assert nearest("parallel" * 100_000, ["parallel"]) is None
     assert did_you_mean("zzz", ["model"]) == ""
 
