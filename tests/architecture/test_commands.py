@@ -42,7 +42,8 @@ def problem(command: str) -> str | None:
         with contextlib.redirect_stderr(said):
             args = parser_of([words[0]]).parse_args(words)
         if changes := getattr(args, "changes", None):
-            named = args.name and not args.name.endswith(".yaml")
+            # Fine-tuning makes a run of a new name.
+            named = args.name and words[0] not in ("sft", "dpo") and not args.name.endswith(".yaml")
             override(recipe(args.name if named else "debug_small"), changes)
     except SystemExit:
         return said.getvalue().splitlines()[-1]
