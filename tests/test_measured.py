@@ -113,3 +113,23 @@ def test_drawn_signals() -> None:
     missing = [row for row in signal_rows(pieces) if row not in (DOCS / "reliability.md").read_text()]
     assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
     assert not any(piece["failures"] for piece in pieces)
+
+
+def flip_rows(found: Mapping[str, Any]) -> list[str]:
+    """One row per layout."""
+    names = ("layout", "flips", "must_be_found", "found", "named", "without_replica", "skipped", "false_alarms")
+    return [f"| {' | '.join(str(row[name]) for name in names)} |" for row in found["layouts"]]
+
+
+def test_bit_flips_are_found() -> None:
+    """Every flip that a replica or a rank's own hash can show; at most 1 % of the time at the default interval."""
+    found, page = json.loads((DOCS / "measured/bit_flips.json").read_text()), (DOCS / "reliability.md").read_text()
+    missing = [row for row in flip_rows(found) if row not in page]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert sum(row["flips"] for row in found["layouts"]) == found["flips"] >= 200
+    for row in found["layouts"]:
+        assert row["found"] == row["must_be_found"] and row["skipped_named"] == row["skipped"]
+        assert not row["false_alarms"] and all(each["draw"][1] == "gradient" for each in row["missed"])
+    for each in found["cost"]:
+        assert each["fraction_of_step"] <= 0.01
+        assert f"{each['comparison_seconds']:.4f} s" in page and f"{each['step_seconds']:.4f} s" in page
