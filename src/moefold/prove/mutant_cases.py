@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from moefold.config.attention import GQAConfig, RopeConfig
+from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, RopeConfig
 from moefold.config.data import DataConfig
 from moefold.config.memory import MemoryConfig, RetainConfig
-from moefold.config.model import ModelConfig
+from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
@@ -97,6 +97,24 @@ _ONE_STAGE = (
     _case("replicated", ParallelConfig(ep=2, dp_replicate=2, edp_replicate=2), _model()),
     _case("padded", ParallelConfig(tp=2, ep=4), _model(num_mtp=1), replace(_DATA, packing="padded")),
 )
+_LATER = (
+    # All kinds of weights have adapters, and the base is trained too, so that its gradients are compared.
+    _case(
+        "adapters",
+        ParallelConfig(tp=2, ep=2),
+        _model(
+            moe=replace(_MOE, shared_hidden_dim=8),
+            lora=LoraConfig(rank=2, alpha=6.0, targets=("*.attention.*", "*.feed_forward.*", "*.experts.*")),
+        ),
+    ),
+    # Several chunks per document and several documents per microbatch; heads over two ranks.
+    _case(
+        "delta",
+        ParallelConfig(tp=2, ep=2),
+        _model(linear_attention=GatedDeltaNetConfig(2, 4, 4, 6, 3, 2, chunk_size=4)),
+        DataConfig(seq_len=13, global_batch=4, micro_batch=2, packing="concat_masked"),
+    ),
+)
 _STAGES = (
     # Both pipeline ranks hold the tied embedding, and hidden states of two MTP modules cross stages.
     _case(
@@ -170,4 +188,4 @@ _SAVINGS = (
         optim=replace(PROOF_OPTIM, algorithm="muon", qk_clip=1.5),
     ),
 )
-CASES = {case.run.name: case for case in (*_ONE_STAGE, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS)}
+CASES = {case.run.name: case for case in (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS)}

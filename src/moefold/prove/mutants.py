@@ -137,6 +137,41 @@ MUTANTS = (
         exchange_faults.probs_gradient_of_one_rank, "deduplicated", "of a token's probs, one rank's gradients are used"
     ),
     Mutant(exchange_faults.hosts_not_summed, "deduplicated", "of several hosts' outputs, the first is taken"),
+    # ---- adapters ----
+    Mutant(parallel_faults.adapter_scale_forgotten, "adapters", "an adapter counts once, not alpha / rank times"),
+    Mutant(
+        parallel_faults.adapter_a_not_summed_over_tp,
+        "adapters",
+        "A is whole on every rank, beside a weight whose rows are cut",
+    ),
+    Mutant(
+        parallel_faults.adapter_b_not_summed_over_tp,
+        "adapters",
+        "B is whole on every rank, beside a weight whose columns are cut",
+    ),
+    Mutant(parallel_faults.adapters_of_other_experts, "adapters", "adapters are not cut over ep as their experts are"),
+    # ---- linear attention ----
+    Mutant(
+        document_faults.delta_state_not_passed_to_the_next_chunk,
+        "delta",
+        "every chunk of a document starts with an empty state",
+    ),
+    Mutant(
+        document_faults.delta_state_passed_to_the_next_document,
+        "delta",
+        "a packed microbatch is one document for the state",
+    ),
+    Mutant(document_faults.decay_forgotten_on_one_rank, "delta", "a rank's heads forget nothing"),
+    Mutant(
+        document_faults.convolution_reaches_into_the_document_before,
+        "delta",
+        "the convolution treats a packed microbatch as one document",
+    ),
+    Mutant(
+        document_faults.convolution_of_the_first_rank_s_heads,
+        "delta",
+        "the convolution's weight is whole on every rank, and each reads its first channels",
+    ),
     # ---- pipelines ----
     Mutant(
         exchange_faults.tied_weight_not_summed_over_stages,

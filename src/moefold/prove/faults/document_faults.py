@@ -20,6 +20,7 @@ import moefold.moe.router
 import moefold.nn.batch
 import moefold.parallel.ring_attention
 import moefold.pipeline.step
+from moefold.attention.gated_delta_net import GatedDeltaNet, WholeDocuments
 from moefold.attention.varlen_sdpa import SdpaAttention
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Groups
@@ -32,6 +33,64 @@ from moefold.prove import compare_rank, proof_inputs
 from moefold.prove.cases import Case
 from moefold.prove.faults.parallel_faults import put, wrap
 from moefold.prove.proof_inputs import StepLabels, rank_batch
+
+# ---- linear attention ----
+
+
+def _change_rule(change: Callable[[Tensor, tuple[int, ...], int], tuple[Tensor, tuple[int, ...]]]) -> None:
+    """``change`` gets the log decays, the lengths of documents and the chunk size."""
+
+    def make(rule: Callable[..., Tensor]) -> Any:
+        def changed(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Any, chunk: int) -> Tensor:
+            decay, lengths = change(decay, lengths, chunk)
+            return rule(q, k, v, decay, beta, lengths, chunk)
+
+        return staticmethod(changed)
+
+    wrap(WholeDocuments, "rule", make)
+
+
+def delta_state_not_passed_to_the_next_chunk() -> None:
+    def pieces(length: int, chunk: int) -> list[int]:
+        return [min(chunk, length - start) for start in range(0, length, chunk)]
+
+    _change_rule(
+        lambda decay, lengths, chunk: (decay, tuple(part for length in lengths for part in pieces(length, chunk)))
+    )
+
+
+def delta_state_passed_to_the_next_document() -> None:
+    _change_rule(lambda decay, lengths, chunk: (decay, (sum(lengths),)))
+
+
+def decay_forgotten_on_one_rank() -> None:
+    _change_rule(lambda decay, lengths, chunk: (decay * (torch.distributed.get_rank() != 1), lengths))
+
+
+def convolution_reaches_into_the_document_before() -> None:
+    def make(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda self, x, taps, positions, lengths: convolve(
+            self, x, taps, torch.arange(len(x), device=x.device), lengths
+        )
+
+    wrap(WholeDocuments, "convolve", make)
+
+
+def convolution_of_the_first_rank_s_heads() -> None:
+    def make(own_taps: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def first(self: GatedDeltaNet) -> Tensor:
+            keys = self.config.num_key_heads * self.config.key_dim
+            parts = self.conv.split((keys, keys, len(self.conv) - 2 * keys))
+            return torch.cat([part[: self.tokens.head_rows(len(part)).stop // (1 + _tp_index(self))] for part in parts])
+
+        return first
+
+    def _tp_index(net: GatedDeltaNet) -> int:
+        rows = net.tokens.head_rows(len(net.conv))
+        return rows.start // (rows.stop - rows.start)
+
+    wrap(GatedDeltaNet, "_own_taps", make)
+
 
 # ---- ring and Ulysses ----
 

@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import moefold.blueprint.param_groups
+import moefold.model.build
 import moefold.moe.dispatch.all_gather
 import moefold.moe.dispatch.all_to_all
 import moefold.parallel.parallelize
 import moefold.parallel.param_shards
 import moefold.pipeline.step
 from moefold.attention.core import Rotary
+from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
 from moefold.comm.process_groups import Group
@@ -106,11 +108,15 @@ def local_label_count() -> None:
 
 def experts_in_the_wrong_order() -> None:
     """Rank i holds the experts of the ep rank opposite to it."""
+    _opposite_experts(lambda spec: ".experts." in spec.name)
+
+
+def _opposite_experts(chosen: Callable[[ParameterSpec], bool]) -> None:
 
     def make(slices: Callable[..., tuple[slice, ...]]) -> Callable[..., tuple[slice, ...]]:
         def opposite(spec: ParameterSpec, layout: FoldedLayout, rank: int) -> tuple[slice, ...]:
             held = slices(spec, layout, rank)
-            if ".experts." not in spec.name:
+            if not chosen(spec):
                 return held
             size, first = held[0].stop - held[0].start, spec.shape[0] - held[0].stop
             return (slice(first, first + size), *held[1:])
@@ -118,6 +124,29 @@ def experts_in_the_wrong_order() -> None:
         return opposite
 
     wrap(moefold.parallel.param_shards, "local_slices", make)
+
+
+# ---- adapters ----
+
+
+def adapter_scale_forgotten() -> None:
+    def make(attach: Callable[..., None]) -> Callable[..., None]:
+        return lambda model, specs, scale: attach(model, specs, 1.0)
+
+    wrap(moefold.model.build, "attach_adapters", make)
+
+
+def adapter_a_not_summed_over_tp() -> None:
+    _no_partial_sum("lora_a")
+
+
+def adapter_b_not_summed_over_tp() -> None:
+    _no_partial_sum("lora_b")
+
+
+def adapters_of_other_experts() -> None:
+    """The experts are this rank's, and their adapters those of the ep rank opposite to it."""
+    _opposite_experts(lambda spec: ".experts." in spec.name and is_adapter(spec.name))
 
 
 def combine_drops_a_row() -> None:
