@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from tests.commit_seed import commit_seed
-from tests.marks import MAX_SECONDS, cpu_seconds, is_drawn, too_long
+from tests.marks import MAX_SECONDS, cpu_seconds, is_always_run, is_drawn, too_long
 
 # In how many parts slow tests are divided, of which one is run.
 PARTS = "MOEFOLD_SLOW_PARTS"
@@ -24,15 +24,14 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(autouse=True)
 def memory_is_handed_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("moefold.comm.spawn", "moefold.comm.spawn"):
-        monkeypatch.setattr(f"{module}.disable_malloc_trim", lambda: False)
+    monkeypatch.setattr("moefold.comm.spawn.disable_malloc_trim", lambda: False)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     parts = int(os.environ.get(PARTS, "1"))
     if parts == 1:
         return
-    drawn = {item: "slow" not in item.keywords or is_drawn(item.nodeid, commit_seed(), parts) for item in items}
+    drawn = {item: is_always_run(item.keywords) or is_drawn(item.nodeid, commit_seed(), parts) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not drawn[item]])
     items[:] = [item for item in items if drawn[item]]
 

@@ -1,14 +1,15 @@
 """What keeps tests short: `make check` tries a few parameters of a costly test, and tests that compute long are named.
 
 `.ci/run` tries a part of all other parameters, drawn by the commit's seed: other ones with every commit, and the same
-ones for the same commit. `make nightly` tries them all. Tests that hold a time (`timing`) need a core of their own,
-which a shared machine does not have: `make check` and `make nightly` run them, `.ci/run` does not.
+ones for the same commit; slow tests marked `every_commit` are in every part. `make nightly` tries them all. Tests that
+hold a time (`timing`) need a core of their own, which a shared machine does not have: `make check` and `make nightly`
+run them, `.ci/run` does not.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 from zlib import crc32
 
@@ -28,6 +29,11 @@ def slow_except(values: Iterable[Any], *fast: Any) -> list[Any]:
         )
         for value in values
     ]
+
+
+def is_always_run(keywords: Container[str]) -> bool:
+    """By every commit: what is not slow, and slow tests that are the first thing a person would try."""
+    return "slow" not in keywords or "every_commit" in keywords
 
 
 def is_drawn(name: str, seed: int, parts: int) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from tests.marks import cpu_seconds
 
 ROOT = Path(__file__).parents[1]
 PERSONAS = ROOT / "examples" / "personas"
-# The last line of each says how long it took. The student is promised five minutes on two cores.
+# The last line of each says how long it took. The student is promised five minutes on two cores: of processor time,
+# which does not depend on what else the machine does.
 LAST = {
     "student.sh": "student: done in ",
     "node_engineer.sh": "node engineer: done in ",
@@ -41,18 +42,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.every_commit
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", LAST)
 def test_a_visit(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     program = sys.executable if name.endswith(".py") else "bash"
-    started = time.perf_counter()
+    started = cpu_seconds()
     done = subprocess.run(
         [program, str(PERSONAS / name)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith(LAST[name])
+    print(done.stdout.splitlines()[-1])
     where = [sys.executable, "-c", "import moefold; print(moefold.__file__)"]
     shown = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
     assert not shown.startswith(str(ROOT))
     if name == "student.sh":
-        assert time.perf_counter() - started < STUDENT_SECONDS
+        assert cpu_seconds() - started < STUDENT_SECONDS
