@@ -6,13 +6,16 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moefold.cli.run_argument import Subparsers, add_device_option, launched_ranks
 
 if TYPE_CHECKING:
     from moefold.config.run import RunConfig
     from moefold.train.replay import Recorded
+
+# The steps as they came out, and the findings that they decide.
+Steps = dict[str, list[dict[str, object]]]
 
 EXAMPLES = """examples:
   moefold replay runs/debug_small --step 150
@@ -56,15 +59,15 @@ def run(args: argparse.Namespace) -> int:
     if rank != 0:
         return 0
     found = differences(recorded.steps, result["steps"])
-    facts = {"start": recorded.start, "same": not found, "differences": found, **result}
     if args.json:
+        facts = {"start": recorded.start, "same": not found, "differences": found, **result}
         print(json.dumps(facts, indent=2, allow_nan=False))
     else:
-        print(_sentences(args.step, facts))
+        print(_sentences(args.step, found, result))
     return 1 if found else 0
 
 
-def _replayed(asked: RunConfig, args: argparse.Namespace, recorded: Recorded) -> tuple[int, dict[str, Any]]:
+def _replayed(asked: RunConfig, args: argparse.Namespace, recorded: Recorded) -> tuple[int, Steps]:
     """This process' rank, and what it replayed."""
     import torch
 
@@ -86,17 +89,18 @@ def _replayed(asked: RunConfig, args: argparse.Namespace, recorded: Recorded) ->
     return 0, spawn_ranks(work, recorded.world, seconds=float("inf"), collective_timeout=600.0)[0]
 
 
-def _sentences(step: int, facts: dict[str, Any]) -> str:
-    last = facts["steps"][-1]
-    if facts["same"]:
+def _sentences(step: int, differences: list[dict[str, object]], result: Steps) -> str:
+    last = result["steps"][-1]
+    if not differences:
         lines = [f"step {step}: the same to the last bit: loss {last['loss']}, grad_norm {last['grad_norm']}"]
     else:
         lines = [f"step {step}: not what was recorded"]
         lines += [
             f"  step {each['step']}: {each['field']} was {each['recorded']}, now {each['replayed']}"
-            for each in facts["differences"]
+            for each in differences
         ]
-    for each in facts["decided"]:
-        wrong = ", ".join(map(str, each["culprits"])) or "none"
+    for each in result["decided"]:
+        culprits = each["culprits"]
+        wrong = ", ".join(map(str, culprits)) if isinstance(culprits, (list, tuple)) and culprits else "none"
         lines.append(f"  {each['tensor']} differed between replicas at step {each['step']}: wrong on rank {wrong}")
     return "\n".join(lines)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,9 +131,9 @@ def _floats(output: object) -> Iterator[Tensor]:
             yield from _floats(each)
 
 
-def _everyones(row: Tensor, world: Group) -> list[list[Any]]:
+def _everyones(row: Tensor, world: Group) -> list[list[float]]:
     device = torch.device("cpu") if world.alone else device_of(world)
-    gathered: list[list[Any]] = all_gather_no_grad(row.to(device), (1,) * world.size, world).tolist()
+    gathered: list[list[float]] = all_gather_no_grad(row.to(device), (1,) * world.size, world).tolist()
     return gathered
 
 

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,14 +43,14 @@ class Recorded:
     """What a run says of itself: its ranks, its steps by number, and the step at whose checkpoint a replay starts."""
 
     world: int
-    steps: dict[int, dict[str, Any]]
+    steps: dict[int, dict[str, object]]
     start: int
 
 
 def read_recorded(directory: Path, last: int) -> Recorded:
     """Up to step ``last``; refuses a step that is not recorded."""
     path, world = directory / FILE_NAME, 0
-    steps: dict[int, dict[str, Any]] = {}
+    steps: dict[int, dict[str, object]] = {}
     if not path.exists():
         raise MoefoldError(f"{path}: not found; give the directory of a run, such as runs/debug_small")
     for line in path.read_bytes().splitlines():
@@ -76,7 +75,7 @@ def read_recorded(directory: Path, last: int) -> Recorded:
 
 def replay_rank(
     run: RunConfig, directory: Path, recorded: Recorded, rank: int, device: torch.device, patience: float
-) -> dict[str, Any]:
+) -> dict[str, list[dict[str, object]]]:
     """This rank's part of the replay: the steps as they came out, and findings that they decide. All ranks return."""
     groups = groups_of(run, recorded.world, rank, timedelta(seconds=patience))
     with tempfile.TemporaryDirectory(prefix="moefold-replay-") as scratch:
@@ -101,20 +100,24 @@ def replay_rank(
         return {"steps": records, "decided": [asdict(each) for each in read_findings(Path(scratch))]}
 
 
-def as_recorded(record: StepRecord) -> dict[str, Any]:
+def as_recorded(record: StepRecord) -> dict[str, object]:
     """A record as its line in `metrics.jsonl` has it."""
     data = json.loads(json.dumps(finite(asdict(record)), allow_nan=False))
     return {"step": record.step} | {name: data[name] for name in COMPARED}
 
 
-def differences(recorded: Mapping[int, Mapping[str, Any]], replayed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def differences(
+    recorded: Mapping[int, Mapping[str, object]], replayed: list[dict[str, object]]
+) -> list[dict[str, object]]:
     """Fields that are not the same bits. The hash is compared where it was recorded."""
     found = []
     for now in replayed:
-        then = recorded[now["step"]]
+        step = now["step"]
+        assert isinstance(step, int)
+        then = recorded[step]
         for name in COMPARED:
             if name == "state_hash" and then.get(name) is None:
                 continue
             if then.get(name) != now[name]:
-                found.append({"step": now["step"], "field": name, "recorded": then.get(name), "replayed": now[name]})
+                found.append({"step": step, "field": name, "recorded": then.get(name), "replayed": now[name]})
     return found

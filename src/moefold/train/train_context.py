@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from moefold.config.loading import dump_run, dump_value, load_run_file
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, PairSamples, open_samples
 from moefold.data.token_origin import problems_of_run
-from moefold.errors import ConfigError, MoefoldError, TrainingError
+from moefold.errors import CheckpointError, ConfigError, MoefoldError, TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
@@ -191,7 +190,7 @@ def first_state(context: TrainContext) -> TrainState:
     return TrainState()
 
 
-def position_of(context: TrainContext, path: Path, loaded: dict[str, Any]) -> TrainState:
+def position_of(context: TrainContext, path: Path, loaded: Mapping[str, object]) -> TrainState:
     """The state of the loop in a checkpoint; refuses one of other data."""
     saved, ours = loaded.get("data"), context.samples.fingerprint
     if saved is not None and saved != ours:
@@ -200,4 +199,8 @@ def position_of(context: TrainContext, path: Path, loaded: dict[str, Any]) -> Tr
             "weights, seed, seq_len or documents changed; restore them, or start a run of another name from its weights"
         )
     # Converted weights come without a position in the data: training starts at step 0.
-    return TrainState.from_json(loaded["train"]) if "train" in loaded else TrainState()
+    if "train" not in loaded:
+        return TrainState()
+    if not isinstance(saved_state := loaded["train"], Mapping):
+        raise CheckpointError(f"{path}: the trainer's state is not what this version writes")
+    return TrainState.from_json(saved_state)
