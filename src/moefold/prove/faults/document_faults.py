@@ -40,8 +40,10 @@ from moefold.prove.proof_inputs import StepLabels, rank_batch
 def _change_rule(change: Callable[[Tensor, tuple[int, ...], int], tuple[Tensor, tuple[int, ...]]]) -> None:
     """``change`` gets the log decays, the lengths of documents and the chunk size."""
 
-    def make(rule: Callable[..., Tensor]) -> Any:
-        def changed(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: Any, chunk: int) -> Tensor:
+    def make(rule: Callable[..., Tensor]) -> staticmethod[..., Tensor]:
+        def changed(
+            q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], chunk: int
+        ) -> Tensor:
             decay, lengths = change(decay, lengths, chunk)
             return rule(q, k, v, decay, beta, lengths, chunk)
 
