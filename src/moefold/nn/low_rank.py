@@ -33,7 +33,8 @@ def add_low_rank(
     rows = low.reshape(tokens, stacked, rank).transpose(0, 1).reshape(-1, rank)
     counts = torch.full((stacked,), tokens, dtype=torch.int64, device=x.device)
     out = matmul_policy.grouped(sequential, rows, b, counts, [tokens] * stacked)
-    return y + out.view(stacked, tokens, -1).transpose(0, 1).reshape(y.shape) * scale
+    # Sizes are written out: a rank without tokens has no size to infer.
+    return y + out.view(stacked, tokens, b.shape[1]).transpose(0, 1).reshape(y.shape) * scale
 
 
 def add_low_rank_grouped(

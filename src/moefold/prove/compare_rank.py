@@ -3,11 +3,13 @@
 Each rank compares its shards. Differences are relative to the largest entry of the whole reference tensor, so a
 small entry of a large tensor need not have more correct digits than the others. Some gradients are zero in exact
 arithmetic and rounding noise in practice (a router's, when every token has one expert of prob one): they are relative
-to a small fraction of the model's largest gradient instead.
+to a small fraction of the model's largest gradient instead. Muon makes an update of full size of such a gradient too,
+which is nothing to compare: those matrices are left out (`noise_of_muon`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm
 from moefold.blueprint.param_groups import NO_DECAY_KINDS
-from moefold.blueprint.parameters import init_std
+from moefold.blueprint.parameters import init_std, parameters
+from moefold.config.run import RunConfig
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights, local_buffers
@@ -31,6 +35,8 @@ CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=240)
 # Gradients below this fraction of the model's largest gradient count as zero up to rounding.
 _NOISE = 1e-6
+# Gradients below this fraction of it are nothing but rounding, in float64; those seen were 1e-18.
+_ROUNDING = 1e-14
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def compare_rank(
 
     result = run_step(local_model, optimizer, batches, on_gradients)
     weights = {piece.name: optimizer.main_weight(piece.parameter) for piece in local_model.pieces()}
-    seen |= _shard_differences(local_model, "parameter", weights, expected)
+    seen |= _shard_differences(local_model, "parameter", weights, expected, noise_of_muon(case.run, expected))
     if case.run.precision.master == "remainder":
         seen |= _master_differences(local_model, weights, clipped)
     seen |= _optimizer_differences(local_model, optimizer, expected)
@@ -140,19 +146,56 @@ def compare_rank(
     return {name: [item.largest, item.squares, item.elements, item.is_primary] for name, item in seen.items()}
 
 
+def noise_of_muon(run: RunConfig, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By name of a parameter, where its entries are of a matrix whose gradient is zero up to rounding.
+
+    Keys of an MTP block over documents of one token: their probs are one, and no gradient comes back. Newton-Schulz
+    divides by the norm, so what is left of rounding becomes an update of full size, another one in every layout.
+    """
+    if run.optim.algorithm != "muon":
+        return {}
+    gradients = {name: tensor for name, tensor in expected.items() if name.startswith("gradient/")}
+    largest = max((reference_size(tensor).largest for tensor in gradients.values()), default=0.0)
+    found = {}
+    for spec in parameters(run.model):
+        gradient = gradients.get(f"gradient/{spec.name}")
+        if gradient is None or muon_algorithm(spec.name, spec.kind) != "muon":
+            continue
+        matrices, noise = matrices_of(spec, run.model), torch.zeros(gradient.shape, dtype=torch.bool)
+        for number in range(len(matrices)):
+            box = tuple(slice(*span) for span in matrices.spans(number))
+            noise[box] = reference_size(gradient[box]).largest <= _ROUNDING * largest
+        found[spec.name] = noise
+    return found
+
+
 def _shard_differences(
-    local_model: LocalModel, what: str, tensors: dict[str, Tensor], expected: dict[str, Tensor]
+    local_model: LocalModel,
+    what: str,
+    tensors: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    left_out: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Difference]:
-    """Of each parameter-like tensor, against the boxes of the reference tensor that this rank holds."""
+    """Of each parameter-like tensor, against the boxes of the reference tensor that this rank holds.
+
+    ``left_out``: by name, entries that are not compared.
+    """
     return {
-        f"{what}/{piece.name}": _piece_difference(piece, tensors[piece.name], expected[f"{what}/{piece.name}"])
+        f"{what}/{piece.name}": _piece_difference(
+            piece, tensors[piece.name], expected[f"{what}/{piece.name}"], (left_out or {}).get(piece.name)
+        )
         for piece in local_model.pieces()
         if piece.name in tensors
     }
 
 
-def _piece_difference(piece: TrainedPiece, values: Tensor, expected: Tensor) -> Difference:
-    found = [difference(part, expected[box], piece.is_primary) for box, part in piece.by_box(values)]
+def _piece_difference(
+    piece: TrainedPiece, values: Tensor, expected: Tensor, left_out: Tensor | None = None
+) -> Difference:
+    parts = list(piece.by_box(values))
+    if left_out is not None:
+        parts = [(box, torch.where(left_out[box], expected[box].to(part.dtype), part.cpu())) for box, part in parts]
+    found = [difference(part, expected[box], piece.is_primary) for box, part in parts]
     return Difference(
         max(item.largest for item in found),
         sum(item.squares for item in found),
