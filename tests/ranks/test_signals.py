@@ -239,12 +239,18 @@ def test_variables_of_launchers_are_those_of_the_table() -> None:
     assert tuple((launcher.rank, launcher.world) for launcher in LAUNCHERS) == _LAUNCHED
 
 
+def _ended_by(number: signal.Signals) -> None:
+    """Ranks are forks: a library that another test imported may have given the signal a handler."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 ENDS: dict[str, tuple[Callable[[], Any], str]] = {
     "SEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "rank 1 was ended by SIGSEGV: native code used memory"),
     "abort": (os.abort, "rank 1 was ended by SIGABRT: native code gave up"),
     "exit": (lambda: os._exit(3), "rank 1 ended with exit code 3 and without an error message"),
     "KILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was ended by SIGKILL"),
-    "USR1": (lambda: os.kill(os.getpid(), signal.SIGUSR1), "rank 1 was ended by SIGUSR1"),
+    "USR1": (lambda: _ended_by(signal.SIGUSR1), "rank 1 was ended by SIGUSR1"),
     "error": (lambda: 1 // 0, "rank 1: ZeroDivisionError"),
 }
 

@@ -20,7 +20,7 @@ Steps = dict[str, list[dict[str, object]]]
 EXAMPLES = """examples:
   moefold replay runs/debug_small --step 150
   moefold replay runs/debug_small --step 150 --json
-  torchrun --nproc-per-node 8 -m moefold.cli.main replay runs/my_run --step 4001
+  torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main replay runs/my_run --step 4001
 
 Starts at the newest checkpoint before the step, or at the beginning if there is none, and takes every step up to it,
 on as many ranks as the run had. Loss, grad norm, samples, and the hash of parameters and optimizer states where it was
@@ -82,7 +82,8 @@ def _replayed(asked: RunConfig, args: argparse.Namespace, recorded: Recorded) ->
         return rank, replay_rank(asked, args.directory, recorded, rank, this_device(args.device), 600.0)
     if args.device == "cuda":
         raise MoefoldError(
-            f"on GPUs, start the ranks by `torchrun --nproc-per-node {recorded.world} -m moefold.cli.main replay ...`"
+            f"on GPUs, start the ranks by `torchrun --master-port 29500 --nproc-per-node {recorded.world} "
+            "-m moefold.cli.main replay ...`"
         )
     device = torch.device("cpu")
     work = lambda rank: replay_rank(asked, args.directory, recorded, rank, device, 600.0)  # noqa: E731
