@@ -183,3 +183,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A phrase for the front of a list of known words; empty when none is close."""
     found = nearest(word, known)
     return f"did you mean {found!r}? " if found else ""
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """'rank 3', or 'ranks 0, 3'."""
+    found = sorted(ranks)
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"

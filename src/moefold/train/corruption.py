@@ -34,7 +34,7 @@ import torch
 from moefold.checkpoint.files import FILE_MODE
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints, all_reduce_max, device_of
 from moefold.comm.process_groups import Group
-from moefold.errors import CorruptionError
+from moefold.errors import CorruptionError, name_ranks
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel
 from moefold.train.signals import print_stderr
@@ -61,11 +61,11 @@ class Finding:
 
     def __str__(self) -> str:
         who = (
-            f"wrong on {_ranks(self.culprits)}, by {self.decided_by}"
+            f"wrong on {name_ranks(self.culprits)}, by {self.decided_by}"
             if self.culprits
             else "no majority says which is wrong; training the step again does"
         )
-        return f"{self.tensor} {self.what} ({_ranks(self.hashes)}): {who}"
+        return f"{self.tensor} {self.what} ({name_ranks(self.hashes)}): {who}"
 
 
 class _Row(NamedTuple):
@@ -283,11 +283,6 @@ def _key(*parts: object) -> int:
 
 def _hex(value: int) -> str:
     return f"{value & (2**64 - 1):016x}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    found = sorted(ranks)
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
 
 
 def read_findings(directory: Path) -> list[Finding]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moefold.comm.heartbeat import P2P, Entry, RankRecord
+from moefold.errors import name_ranks
 
 # Ranks pass tensors of different sizes to these.
 UNEVEN = ("all_to_all",)
@@ -117,7 +118,7 @@ def mismatch(ranks: Sequence[RankEvidence]) -> Verdict | None:
     rest = [rank for rank in entries if rank not in wrong]
     said = "; ".join(f"rank {rank} called {entry} in step {entry.step}" for rank, entry in sorted(wrong.items()))
     if rest:
-        said += f" where {_list_of(rest)} called {entries[rest[0]]}"
+        said += f" where {name_ranks(rest)} called {entries[rest[0]]}"
     return Verdict("mismatch", tuple(sorted(wrong)), said)
 
 
@@ -214,13 +215,9 @@ def _waiting_for(ranks: Sequence[RankEvidence], found: Sequence[RankEvidence]) -
     for rank in ranks:
         if rank not in found and rank.last is not None and any(is_ahead(rank, one) for one in found):
             calls.setdefault(str(rank.last), []).append(rank.rank)
-    waiting = [f"{_list_of(numbers)} in {call}" for call, numbers in calls.items()]
+    waiting = [f"{name_ranks(numbers)} in {call}" for call, numbers in calls.items()]
     return f"; {' and '.join(waiting)} wait for it" if waiting else ""
 
 
 def _numbers(ranks: Iterable[RankEvidence]) -> tuple[int, ...]:
     return tuple(rank.rank for rank in ranks)
-
-
-def _list_of(numbers: Sequence[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"

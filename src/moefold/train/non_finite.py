@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moefold.blueprint.parameters import parameters
 from moefold.comm.collectives import all_gather_no_grad, device_of
 from moefold.comm.process_groups import Group
+from moefold.errors import name_ranks
 from moefold.nn.batch import Batch
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import local_part
@@ -55,12 +56,12 @@ def poisoned_gradients(local_model: LocalModel) -> str:
         largest_of = _everyones(largest, world)
         value, number = max((value, at) for row in largest_of for at, value in enumerate(row))
         ranks = [rank for rank, row in enumerate(largest_of) if row[number] == value]
-        return f"all gradients are finite, the largest is {value:.3g} in {names[number]} on {_ranks(ranks)}"
+        return f"all gradients are finite, the largest is {value:.3g} in {names[number]} on {name_ranks(ranks)}"
     last = poisoned[-1]
     ranks = [rank for rank, row in enumerate(by_rank) if row[last]]
     elements = sum(row[last] for row in by_rank)
     more = f", as are {len(poisoned) - 1} parameters before it" if len(poisoned) > 1 else ""
-    return f"the gradient of {names[last]} is not finite ({elements:,} elements on {_ranks(ranks)}){more}"
+    return f"the gradient of {names[last]} is not finite ({elements:,} elements on {name_ranks(ranks)}){more}"
 
 
 def poisoned_forward(local_model: LocalModel, batches: Sequence[Batch]) -> str:
@@ -85,7 +86,7 @@ def poisoned_forward(local_model: LocalModel, batches: Sequence[Batch]) -> str:
     by_rank = _everyones(flags, world)
     for number, name in enumerate([*order, "the loss"]):
         if ranks := [rank for rank, row in enumerate(by_rank) if row[number]]:
-            return f"in the forward pass run again, {name} is the first that is not finite, on {_ranks(ranks)}"
+            return f"in the forward pass run again, {name} is the first that is not finite, on {name_ranks(ranks)}"
     return "the forward pass run again is finite everywhere"
 
 
@@ -135,7 +136,3 @@ def _everyones(row: Tensor, world: Group) -> list[list[float]]:
     device = torch.device("cpu") if world.alone else device_of(world)
     gathered: list[list[float]] = all_gather_no_grad(row.to(device), (1,) * world.size, world).tolist()
     return gathered
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
