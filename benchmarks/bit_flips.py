@@ -47,9 +47,9 @@ from moefold.parallel.param_shards import local_part
 from moefold.pipeline.step import StepSums, make_optimizer, run_step
 from moefold.recipes.catalog import RECIPES
 from moefold.train.batches import step_batches
-from moefold.train.corruption import Finding, StateWatch, decided, read_findings
-from moefold.train.non_finite import poisoned_gradients
-from moefold.train.state_hash import hashes_of, held_state
+from moefold.train.fault_tolerance.corruption import Finding, StateWatch, decided, read_findings
+from moefold.train.fault_tolerance.non_finite import poisoned_gradients
+from moefold.train.fault_tolerance.state_hash import hashes_of, held_state
 
 # What replicates: nothing but buffers; everything; norms and routers over tp; flat buffers.
 LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {

@@ -38,10 +38,10 @@ from moefold.config.train import SavingConfig, WatchdogConfig
 from moefold.errors import RankError
 from moefold.recipes.catalog import RECIPES
 from moefold.train.callback import Callback, Control, StepRecord
-from moefold.train.supervise import supervise
+from moefold.train.fault_tolerance.supervise import supervise
+from moefold.train.fault_tolerance.watchdog import Watchdog
 from moefold.train.train_context import build_train_context, run_directory
 from moefold.train.train_loop import train
-from moefold.train.watchdog import Watchdog
 
 SAVE_EVERY = 2
 # A start resumes at a saved step, trains two steps that are learned from, and hangs in the third or fourth.

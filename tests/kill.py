@@ -33,7 +33,7 @@ from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.parallel.param_shards import local_part
 from moefold.train.callback import Callback, Control, RunInfo, StepRecord
-from moefold.train.supervise import supervise
+from moefold.train.fault_tolerance.supervise import supervise
 from moefold.train.train_context import TrainContext, build_train_context, run_directory
 from moefold.train.train_loop import train
 

@@ -40,12 +40,12 @@ import moefold
 import moefold.cli.train
 import moefold.plan.preflight
 import moefold.train.callbacks.registry
-import moefold.train.supervise
+import moefold.train.fault_tolerance.supervise
 import moefold.train.train_loop
 from moefold.checkpoint.run_lock import read_incarnation
 from moefold.checkpoint.step_dirs import verify
 from moefold.cli.main import main as moefold_main
-from moefold.train.signals import AT_ONCE_SECONDS, INTERRUPTED, SAME_SECONDS
+from moefold.train.fault_tolerance.signals import AT_ONCE_SECONDS, INTERRUPTED, SAME_SECONDS
 
 STEPS, SAVE_EVERY, SECONDS = 20, 4, 400.0
 LAUNCHER, GROUP, RANK_0, RANK_1 = "launcher", "group", "rank 0", "rank 1"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefold.train.state_hash import BLOCK, GOLDEN, BitHash, splitmix64
+from moefold.train.fault_tolerance.state_hash import BLOCK, GOLDEN, BitHash, splitmix64
 
 MODULUS = 2**64
 

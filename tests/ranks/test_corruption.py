@@ -23,8 +23,8 @@ from moefold.errors import RankError
 from moefold.recipes.catalog import RECIPES
 from moefold.train.callback import Callback, Control
 from moefold.train.callbacks.jsonl import JsonLines
-from moefold.train.corruption import contradicted, read_findings
-from moefold.train.replay import read_recorded
+from moefold.train.fault_tolerance.corruption import contradicted, read_findings
+from moefold.train.fault_tolerance.replay import read_recorded
 from moefold.train.train_context import build_train_context, run_directory
 from moefold.train.train_loop import train
 

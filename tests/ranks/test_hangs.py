@@ -30,8 +30,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.train import WatchdogConfig
 from moefold.errors import RankError, TrainingError
 from moefold.topology.folded_layout import fold
-from moefold.train.supervise import supervise
-from moefold.train.watchdog import Watchdog, slowest_step
+from moefold.train.fault_tolerance.supervise import supervise
+from moefold.train.fault_tolerance.watchdog import Watchdog, slowest_step
 
 WORLD, STEPS, SECONDS = 4, 6, 1.0
 Step = Callable[[Groups, int], None]
@@ -198,7 +198,7 @@ def test_a_real_run_that_hangs_goes_on_as_if_it_had_not(kind: str, tmp_path: Pat
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_an_undisturbed_run_call_the_same_collectives(layout: str, tmp_path: Path) -> None:
     """No layout has members of a communicator that differ, so that a difference is always a fault."""
-    from moefold.train.hang_diagnosis import RankEvidence, mismatch
+    from moefold.train.fault_tolerance.hang_diagnosis import RankEvidence, mismatch
 
     run, found = small_run(tmp_path, layout, 3, 0.0), []
     supervise_spawn = hang_draws.Watchdog.spawn

@@ -48,8 +48,8 @@ from moefold.config.parallel import ParallelConfig
 from moefold.errors import RankError, TrainingError
 from moefold.recipes.catalog import RECIPES
 from moefold.train import train_loop
-from moefold.train.signals import _LAUNCHED, INTERRUPTED, SAME_SECONDS, StopRequest
-from moefold.train.supervise import supervise
+from moefold.train.fault_tolerance.signals import _LAUNCHED, INTERRUPTED, SAME_SECONDS, StopRequest
+from moefold.train.fault_tolerance.supervise import supervise
 from moefold.train.train_context import build_train_context, run_directory
 
 TERM, INT = signal.SIGTERM, signal.SIGINT

@@ -34,8 +34,8 @@ from moefold.moe.experts import Experts
 from moefold.parallel.parallelize import LocalModel
 from moefold.parallel.param_shards import local_part
 from moefold.recipes.catalog import RECIPES
+from moefold.train.fault_tolerance.supervise import supervise
 from moefold.train.state import Outcome, TrainState
-from moefold.train.supervise import supervise
 from moefold.train.train_context import build_train_context, run_directory
 from moefold.train.train_loop import train
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 
-from moefold.train.signals import StopRequest, stop_on_signals
+from moefold.train.fault_tolerance.signals import StopRequest, stop_on_signals
 
 TYPE_CHECKING = False  # true for a type checker; `typing` is slow to import
 if TYPE_CHECKING:

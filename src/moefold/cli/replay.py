@@ -12,7 +12,7 @@ from moefold.cli.run_argument import Subparsers, add_device_option, launched_ran
 
 if TYPE_CHECKING:
     from moefold.config.run import RunConfig
-    from moefold.train.replay import Recorded
+    from moefold.train.fault_tolerance.replay import Recorded
 
 # The steps as they came out, and the findings that they decide.
 Steps = dict[str, list[dict[str, object]]]
@@ -45,7 +45,7 @@ def add_to(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from moefold.api.runs import load_run
-    from moefold.train.replay import differences, read_recorded
+    from moefold.train.fault_tolerance.replay import differences, read_recorded
 
     recorded = read_recorded(args.directory, args.step)
     asked = load_run(str(args.directory / "config.yaml"))
@@ -73,7 +73,7 @@ def _replayed(asked: RunConfig, args: argparse.Namespace, recorded: Recorded) ->
 
     from moefold.comm.spawn import join_world, spawn_ranks, this_device
     from moefold.errors import MoefoldError
-    from moefold.train.replay import replay_rank
+    from moefold.train.fault_tolerance.replay import replay_rank
 
     if recorded.world == 1 or launched_ranks() > 1:
         rank, world = join_world(600.0, args.device)

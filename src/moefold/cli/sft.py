@@ -99,7 +99,7 @@ def _refuse_new_answers(args: argparse.Namespace, config: Path) -> None:
 def _train(args: argparse.Namespace, config: Path) -> int:
     from moefold.api.runs import load_run
     from moefold.train.callbacks.registry import default_callbacks
-    from moefold.train.signals import INTERRUPTED
+    from moefold.train.fault_tolerance.signals import INTERRUPTED
     from moefold.train.trainer import Trainer
 
     asked = load_run(config, args.changes)

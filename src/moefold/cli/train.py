@@ -10,7 +10,7 @@ from pathlib import Path
 from moefold.api.runs import load_run
 from moefold.cli.run_argument import Subparsers, add_device_option, add_run_argument, launched_ranks
 from moefold.config.run import RunConfig
-from moefold.train.signals import INTERRUPTED
+from moefold.train.fault_tolerance.signals import INTERRUPTED
 
 EXAMPLES = """examples:
   moefold train debug_small

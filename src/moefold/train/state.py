@@ -16,7 +16,7 @@ from typing import Any
 
 from moefold.config.train import HealthConfig
 from moefold.errors import CheckpointError, TrainingError
-from moefold.train.signals import INTERRUPTED as EXIT_INTERRUPTED
+from moefold.train.fault_tolerance.signals import INTERRUPTED as EXIT_INTERRUPTED
 
 
 class Outcome(IntEnum):

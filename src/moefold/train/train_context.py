@@ -28,7 +28,7 @@ from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
 from moefold.train.dpo import Preferences, load_preferences
-from moefold.train.signals import print_stderr
+from moefold.train.fault_tolerance.signals import print_stderr
 from moefold.train.state import TrainState
 
 SETTINGS, HISTORY = "config.yaml", "config_history.jsonl"

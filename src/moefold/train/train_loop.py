@@ -28,10 +28,10 @@ from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import LocalStep, read_step, step_batches
 from moefold.train.callback import Callback, Callbacks, Control, Evaluation, RunInfo, StepRecord
-from moefold.train.corruption import StateWatch
-from moefold.train.non_finite import where_not_finite
+from moefold.train.fault_tolerance.corruption import StateWatch
+from moefold.train.fault_tolerance.non_finite import where_not_finite
+from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.prefetch import Prefetcher
-from moefold.train.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext, position_of
 

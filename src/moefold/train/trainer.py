@@ -16,7 +16,7 @@ from moefold.comm.launchers import die_with_agent, place_of
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
 from moefold.train.callback import Callback
-from moefold.train.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
+from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.state import Outcome
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Trainer:
 
     def _record_flights(self) -> None:
         """torch reads the variables when a process group is made."""
-        from moefold.train.flight_recorder import FOLDER, recorder_environment
+        from moefold.train.fault_tolerance.flight_recorder import FOLDER, recorder_environment
         from moefold.train.train_context import run_directory
 
         directory = run_directory(self.run)
@@ -116,9 +116,9 @@ class Trainer:
     def _fit_on_local_ranks(self, stop: StopRequest) -> int:
         import torch
 
-        from moefold.train.supervise import supervise
+        from moefold.train.fault_tolerance.supervise import supervise
+        from moefold.train.fault_tolerance.watchdog import Watchdog
         from moefold.train.train_context import run_directory
-        from moefold.train.watchdog import Watchdog
 
         directory = run_directory(self.run)
         watchdog = Watchdog(self.world, self.run.train.watchdog, self.patience, directory)

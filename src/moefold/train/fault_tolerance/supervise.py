@@ -25,7 +25,7 @@ from types import FrameType
 
 from moefold.comm.spawn import spawn_ranks
 from moefold.errors import RankError, TrainingError
-from moefold.train.signals import INTERRUPTED, STOP_SIGNALS, StopRequest, print_stderr, tell_first
+from moefold.train.fault_tolerance.signals import INTERRUPTED, STOP_SIGNALS, StopRequest, print_stderr, tell_first
 
 MAX_FRUITLESS_STARTS = 3
 

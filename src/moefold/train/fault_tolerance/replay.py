@@ -28,7 +28,7 @@ from moefold.errors import MoefoldError
 from moefold.parallel.parallelize import groups_of
 from moefold.train.callback import StepRecord
 from moefold.train.callbacks.jsonl import FILE_NAME
-from moefold.train.corruption import StateWatch, read_findings
+from moefold.train.fault_tolerance.corruption import StateWatch, read_findings
 from moefold.train.metrics import finite
 from moefold.train.prefetch import Prefetcher
 from moefold.train.train_context import first_state, open_context, position_of

@@ -37,8 +37,8 @@ from moefold.comm.process_groups import Group
 from moefold.errors import CorruptionError, name_ranks
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel
-from moefold.train.signals import print_stderr
-from moefold.train.state_hash import BitHash, Held, gathered_weights, hashes_of, held_state
+from moefold.train.fault_tolerance.signals import print_stderr
+from moefold.train.fault_tolerance.state_hash import BitHash, Held, gathered_weights, hashes_of, held_state
 
 FILE_NAME = "corruption.jsonl"
 # Findings that name a tensor; more are counted.
