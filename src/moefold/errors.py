@@ -92,11 +92,15 @@ class ExchangeError(MoefoldError):
 
 
 class RankError(MoefoldError):
-    """A rank failed; the message is the first failed rank's. ``mendable``: by the user, so a restart will not help."""
+    """A rank failed; the message is the first failed rank's. ``mendable``: by the user, so a restart will not help.
 
-    def __init__(self, message: str, mendable: bool = False) -> None:
+    ``exclude``: ranks that must not be started again, as an `ExclusionError` of a rank says.
+    """
+
+    def __init__(self, message: str, mendable: bool = False, exclude: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.mendable = mendable
+        self.exclude = exclude
 
 
 class CheckpointError(MoefoldError):
@@ -128,6 +132,17 @@ class CorruptionError(TrainingError):
     def __init__(self, message: str, newest_good: int) -> None:
         super().__init__(message)
         self.newest_good = newest_good
+
+
+class ExclusionError(TrainingError):
+    """Ranks on whose machines the run must not go on; whoever started them starts the others, without these.
+
+    ``exclude`` are their numbers in the world that raised it, on all ranks the same.
+    """
+
+    def __init__(self, message: str, exclude: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.exclude = exclude
 
 
 class DataError(MoefoldError):

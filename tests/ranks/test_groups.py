@@ -9,7 +9,7 @@ from tests.support import on_ranks
 from moefold.comm.collectives import all_to_all_rows
 from moefold.comm.process_groups import Groups
 from moefold.comm.spawn import spawn_ranks
-from moefold.errors import ExchangeError, RankError
+from moefold.errors import ExchangeError, ExclusionError, RankError
 
 
 def test_each_distinct_rank_list_gets_one_handle_and_lone_ranks_none() -> None:
@@ -55,6 +55,16 @@ def test_the_first_rank_to_fail_is_the_one_named() -> None:
 
     with pytest.raises(RankError, match="rank 2: ValueError: the cause"):
         spawn_ranks(work, 3, seconds=20)
+
+
+def test_a_rank_that_asks_for_an_exclusion_is_heard() -> None:
+    def work(rank: int) -> int:
+        raise ExclusionError("ranks 1 and 2 are slow", (1, 2))
+
+    with pytest.raises(RankError, match=r"ranks 1 and 2 are slow$") as caught:
+        spawn_ranks(work, 3)
+    # Whoever supervises starts the others again: nothing is left to the user.
+    assert caught.value.exclude == (1, 2) and not caught.value.mendable
 
 
 def test_a_silent_rank_is_named_when_the_time_is_up() -> None:

@@ -42,7 +42,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from moefold.comm.launchers import die_with_parent, place_of
 from moefold.comm.rendezvous import agree_on_start, store_at
-from moefold.errors import BackendError, MoefoldError, RankError
+from moefold.errors import BackendError, ExclusionError, MoefoldError, RankError
 
 # glibc's malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -254,7 +254,9 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
         code = 0
     except BaseException as error:
         failure = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-        result = json.dumps(failure | {"mendable": isinstance(error, MoefoldError)})
+        exclude = list(error.exclude) if isinstance(error, ExclusionError) else []
+        mendable = isinstance(error, MoefoldError) and not exclude
+        result = json.dumps(failure | {"mendable": mendable, "exclude": exclude})
     with os.fdopen(pipe, "wb") as out:
         out.write(result.encode())
     os._exit(code)
@@ -306,8 +308,9 @@ def _failure(rank: _Rank, index: int, seconds: float, oom_kills: int | None) -> 
         assert rank.exit_code is not None
         return RankError(f"rank {index} {describe_end(rank.exit_code, oom_kills)}")
     message = json.loads(rank.result)
-    trace = "" if message["mendable"] else f"\n{message['trace']}"
-    return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"])
+    exclude = tuple(message["exclude"])
+    trace = "" if message["mendable"] or exclude else f"\n{message['trace']}"
+    return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"], exclude)
 
 
 def describe_end(exit_code: int, oom_kills: int | None) -> str:

@@ -170,7 +170,7 @@ class Watchdog:
 
         The first rank to fail is often not to blame: it received what it could not use.
         """
-        if self.verdict is not None or error.mendable:
+        if self.verdict is not None or error.mendable or error.exclude:
             return error
         ranks = self._recorded()
         if (verdict := mismatch(ranks)) is None:
