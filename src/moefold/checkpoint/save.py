@@ -1,27 +1,25 @@
 """Write a checkpoint while training goes on.
 
 1. ``begin`` copies this rank's chunks. The loop waits for nothing else.
-2. In a thread, each rank writes its data file and its table, flushes them, and reads the data back from the disk.
+2. In its thread (`writer_thread.py`), each rank writes its data file and its table, flushes them, and reads the data
+   back from the disk.
 3. ``advance``, called by every rank once per step, counts the ranks that have written. When all have, they all-gather
    sizes and hashes, so no rank reads another's files.
-4. In a thread, rank 0 writes the manifest, gives the directory its final name, and deletes outdated checkpoints.
+4. In its thread, rank 0 writes the manifest, gives the directory its final name, and deletes outdated checkpoints.
 5. ``advance`` returns the committed step on every rank.
 
-A rank that fails in 2 or 4 fails the save on all ranks, in the loop, at the next ``advance``. All collectives happen in
-the loop; none in a thread.
+A rank that fails in 1, 2 or 4, for lack of memory or of a thread among others, fails the save on all ranks, in the
+loop, at the next ``advance``. All collectives happen in the loop; none in a thread.
 """
 
 from __future__ import annotations
 
-import os
-import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,57 +41,10 @@ from moefold.checkpoint.run_lock import may_write, read_incarnation
 from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
 from moefold.checkpoint.step_dirs import clean_up, committed_steps, final_path, quick_check, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
+from moefold.checkpoint.writer_thread import Job, Result, WriterThread
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError
-
-Result = TypeVar("Result")
-_NICENESS = 10
-
-
-class Job(Generic[Result]):
-    """A function in a thread of low priority, started at once; its exception is kept for the training loop.
-
-    Hashing and writing release the GIL for large blocks, so the loop is hardly slowed. After ``wait``, or once
-    ``ended``, either ``error`` or ``result`` is set.
-    """
-
-    def __init__(self, work: Callable[[], Result], *, background: bool) -> None:
-        self._work = work
-        self._result: list[Result] = []
-        self.error: Exception | None = None
-        # Daemon: an ending process does not wait, and an uncommitted checkpoint is ignored.
-        self._thread = threading.Thread(target=self._run_at_low_priority, name="checkpoint", daemon=True)
-        if background:
-            self._thread.start()
-        else:
-            self._run()
-
-    def _run_at_low_priority(self) -> None:
-        # The priority is not required.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        self._run()
-
-    def _run(self) -> None:
-        try:
-            self._result.append(self._work())
-        except Exception as error:
-            self.error = error
-
-    @property
-    def ended(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    @property
-    def result(self) -> Result:
-        if self.error is not None:
-            raise self.error
-        return self._result[0]
 
 
 @dataclass(frozen=True)
@@ -162,6 +113,9 @@ class Saver:
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._save: _Save | None = None
         self._committed: list[int] = []
+        self._thread = WriterThread() if background else None
+        if self._thread is not None:
+            weakref.finalize(self, self._thread.close).atexit = False
         if world.index == 0:
             make_directory(root)
             clean_up(root, incarnation, alone=world.alone)
@@ -188,9 +142,15 @@ class Saver:
         plain = as_plain(state, "the trainer's state")
         self._complete()
         specs = shard_order(chunk.spec for chunk in chunks)
-        self._copy(chunks)
         temporary = temp_path(self.root, step, self.incarnation, "tmp")
-        job = Job(self._writing(temporary, step, specs), background=self.background)
+        job = Job(self._writing(temporary, step, specs))
+        try:
+            self._copy(chunks)
+        except (MemoryError, RuntimeError) as error:
+            # torch raises RuntimeError for lack of memory. The peers have their copies, and are told in `advance`.
+            job.fail(error)
+        else:
+            self._start(job)
         self._save = _Save(step, specs, dict(elsewhere), plain, job)
         if not self.background:
             self._complete()
@@ -214,6 +174,12 @@ class Saver:
                     job.wait()
             self._poll()
 
+    def _start(self, job: Job[Result]) -> None:
+        if self._thread is None:
+            job.run()
+        else:
+            self._thread.submit(job)
+
     def _copy(self, chunks: Sequence[Chunk]) -> None:
         """Into buffers that are reused by all saves: page faults would cost more than the copy."""
         for chunk in chunks:
@@ -224,9 +190,11 @@ class Saver:
             copy.copy_(chunk.tensor.detach())
 
     def _writing(self, temporary: Path, step: int, specs: list[ChunkSpec]) -> Callable[[], Written]:
-        rank = self.world.index
-        tensors = [self._copies[spec.name, spec.corner] for spec in specs]
-        return lambda: write_rank(temporary, step, rank, specs, tensors)
+        def work() -> Written:
+            tensors = [self._copies[spec.name, spec.corner] for spec in specs]
+            return write_rank(temporary, step, self.world.index, specs, tensors)
+
+        return work
 
     def _poll(self) -> None:
         """One step of the protocol, the same on every rank."""
@@ -248,7 +216,8 @@ class Saver:
         by_rank = self._gather_written(save.writing.result)
         save.all_written = True
         if self.world.index == 0:
-            save.committing = Job(lambda: self._commit(save, by_rank), background=self.background)
+            save.committing = Job(lambda: self._commit(save, by_rank))
+            self._start(save.committing)
 
     def _gather_written(self, own: Written) -> list[Written]:
         row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=self.device)
@@ -271,7 +240,7 @@ class Saver:
         quick_check(final_path(self.root, save.step))
         delete_outdated(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
 
-    def _fail(self, save: _Save, error: Exception | None) -> None:
+    def _fail(self, save: _Save, error: BaseException | None) -> None:
         """Raise on every rank; the next save is independent."""
         self._save = None
         row = torch.tensor([[int(error is not None)]], device=self.device)
