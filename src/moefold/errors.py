@@ -94,13 +94,17 @@ class ExchangeError(MoefoldError):
 class RankError(MoefoldError):
     """A rank failed; the message is the first failed rank's. ``mendable``: by the user, so a restart will not help.
 
-    ``exclude``: ranks that must not be started again, as an `ExclusionError` of a rank says.
+    ``exclude``: ranks that must not be started again, as an `ExclusionError` of a rank says. ``ranks``: those that
+    failed by themselves, as far as is known; the others lost their peers.
     """
 
-    def __init__(self, message: str, mendable: bool = False, exclude: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, mendable: bool = False, exclude: tuple[int, ...] = (), ranks: Iterable[int] = ()
+    ) -> None:
         super().__init__(message)
         self.mendable = mendable
         self.exclude = exclude
+        self.ranks = tuple(sorted(ranks))
 
 
 class CheckpointError(MoefoldError):

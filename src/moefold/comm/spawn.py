@@ -106,6 +106,11 @@ class _Rank:
         """Ended without a result or an error, or while it wrote them."""
         return self.done_at is not None and not self.result.endswith(b"}")
 
+    @property
+    def failed_alone(self) -> bool:
+        """Died, or raised before it had met its peers: what it lost cannot have been one of them."""
+        return self.died or (self.done_at is not None and self.failed and not json.loads(self.result)["met"])
+
 
 def spawn_ranks(
     work: Callable[[int], Any],
@@ -153,7 +158,7 @@ def spawn_ranks(
     # the message of a peer may be read before its end is seen.
     failed = [(not rank.died, rank.done_at or inf, index) for index, rank in enumerate(ranks) if rank.failed]
     for _, _, index in sorted(failed):
-        raise _failure(ranks[index], index, seconds, oom_kills)
+        raise _failure(ranks, index, seconds, oom_kills)
     return [json.loads(rank.result)["result"] for rank in ranks]
 
 
@@ -235,7 +240,7 @@ def _fork(spec: _RankSpec, rank: int) -> _Rank:
 
 def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
     """The forked process; it never returns into the code that forked it."""
-    code = 1
+    code, met = 1, False
     try:
         os.close(reading)
         if spec.in_rank is not None:
@@ -247,13 +252,14 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
         store = FileStore(str(spec.directory / "store"), spec.world)
         wait = timedelta(seconds=spec.collective_timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world, timeout=wait)
+        met = True
         result = json.dumps({"result": spec.work(rank)})
         # A rank that exits closes its connections, so all must be done first.
         dist.barrier()
         dist.destroy_process_group()
         code = 0
     except BaseException as error:
-        failure = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        failure = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "met": met}
         exclude = list(error.exclude) if isinstance(error, ExclusionError) else []
         mendable = isinstance(error, MoefoldError) and not exclude
         result = json.dumps(failure | {"mendable": mendable, "exclude": exclude})
@@ -300,17 +306,20 @@ def _end(ranks: list[_Rank]) -> None:
         os.close(rank.pipe)
 
 
-def _failure(rank: _Rank, index: int, seconds: float, oom_kills: int | None) -> RankError:
+def _failure(ranks: list[_Rank], index: int, seconds: float, oom_kills: int | None) -> RankError:
+    """``index`` is the first rank to fail. Others are to blame as well if they lost no peer either."""
+    rank = ranks[index]
     if rank.done_at is None:
         limit = f"within {seconds:.0f} s" if isfinite(seconds) else "by its deadline"
         return RankError(f"rank {index} returned no result {limit}")
+    blamed = {index, *(number for number, each in enumerate(ranks) if each.failed_alone)}
     if rank.died:
         assert rank.exit_code is not None
-        return RankError(f"rank {index} {describe_end(rank.exit_code, oom_kills)}")
+        return RankError(f"rank {index} {describe_end(rank.exit_code, oom_kills)}", ranks=blamed)
     message = json.loads(rank.result)
     exclude = tuple(message["exclude"])
     trace = "" if message["mendable"] or exclude else f"\n{message['trace']}"
-    return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"], exclude)
+    return RankError(f"rank {index}: {message['error']}{trace}", message["mendable"], exclude, blamed)
 
 
 def describe_end(exit_code: int, oom_kills: int | None) -> str:

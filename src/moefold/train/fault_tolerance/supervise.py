@@ -2,7 +2,12 @@
 
 The supervising process has imported everything and computes nothing, so a restart is a fork, not an import: a fraction
 of a second. A fault that recurs on every start is not cured by restarting, so a few starts in a row without a new
-checkpoint end the run.
+checkpoint end the run; unless it is the same place that failed each time, while the others did not.
+
+Ranks run at places. A place is lost for good when it has failed that often in a row, or when a `RankError` says that
+its rank is excluded. Lost places are not used again by this launcher. Spare places take over first, in the same layout;
+when there are none, ``shrink`` chooses a layout for the places that are left. A fault that follows a rank to another
+place is the run's own, and ends it.
 
 Once SIGINT or SIGTERM has asked for a stop, of this process or of a rank, ranks are never started again. The signal is
 passed on to them, since it may have come to this process alone; they stop after the same step, save, and their exit
@@ -16,18 +21,73 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from math import inf
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from moefold.comm.spawn import spawn_ranks
-from moefold.errors import RankError, TrainingError
+from moefold.errors import RankError, TrainingError, name_ranks
 from moefold.train.fault_tolerance.signals import INTERRUPTED, STOP_SIGNALS, StopRequest, print_stderr, tell_first
 
 MAX_FRUITLESS_STARTS = 3
+# A rank reads the number of its place here.
+PLACE_VARIABLE = "MOEFOLD_PLACE"
+
+
+class SmallerWorld(NamedTuple):
+    """How many ranks the run goes on with, and its layout in words."""
+
+    world: int
+    layout: str
+
+
+# From the number of places that are left; raises a `TrainingError` if the run must not go on with so few.
+Shrink = Callable[[int], SmallerWorld]
+
+
+class Places:
+    """Where ranks run: rank r at place ``left[r]``. Those beyond the world are spares."""
+
+    def __init__(self, world: int, spares: int = 0) -> None:
+        self.world, self.left = world, list(range(world + spares))
+        self._failed: dict[int, int] = {}
+        self._given_up: set[int] = set()
+
+    def of(self, ranks: Iterable[int]) -> list[int]:
+        return [self.left[rank] for rank in ranks if rank < self.world]
+
+    def lost(self, error: RankError, progressed: bool, max_failed: int) -> tuple[int, ...]:
+        """Ranks whose places are lost for good by this failure of a start; ``progressed``: it has saved a checkpoint.
+
+        The same rank of the same layout lost twice without progress in between is not the fault of its places.
+        """
+        if progressed:
+            self._failed, self._given_up = {}, set()
+        if error.exclude:
+            return tuple(sorted(rank for rank in error.exclude if rank < self.world))
+        blamed = self.of(error.ranks) if len(error.ranks) < self.world else []
+        self._failed = {place: self._failed.get(place, 0) + (not progressed) for place in blamed}
+        ranks = tuple(rank for rank in error.ranks if self._failed.get(self.left[rank], 0) >= max_failed)
+        if self._given_up.intersection(ranks):
+            return ()
+        self._given_up.update(ranks)
+        return ranks
+
+    def take_out(self, ranks: Iterable[int]) -> None:
+        """Spares take over from the last on, so that all other ranks stay where they are, as long as there are any."""
+        for place in self.of(ranks):
+            if len(self.left) > self.world:
+                self.left[self.left.index(place)] = self.left.pop()
+            else:
+                self.left.remove(place)
+                self.world -= 1
+
+    def resize(self, world: int) -> None:
+        """Another layout, in which ranks have other work."""
+        self.world, self._failed, self._given_up = world, {}, set()
 
 
 class _Ranks:
@@ -81,37 +141,56 @@ def supervise(
     max_fruitless: int = MAX_FRUITLESS_STARTS,
     stop: StopRequest | None = None,
     spawn: Callable[..., list[int]] = spawn_ranks,
+    spares: int = 0,
+    shrink: Shrink | None = None,
 ) -> int:
     """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code.
 
     ``stop`` is set by signals, and shared between this process and its ranks. ``spawn`` is called as ``spawn_ranks``;
-    that of a `Watchdog` ends ranks that hang.
+    that of a `Watchdog` ends ranks that hang. Without ``spares`` and ``shrink``, the run ends when a place is lost.
     """
     stop = StopRequest() if stop is None else stop
     told = stop.first, stop.at_once
-    ranks = _Ranks(stop, patience)
+    ranks, places = _Ranks(stop, patience), Places(world, spares)
+
+    def at_place(rank: int) -> int:
+        os.environ[PLACE_VARIABLE] = str(places.left[rank])
+        return work(rank)
+
+    def start() -> int:
+        codes = spawn(
+            at_place,
+            places.world,
+            seconds=inf,
+            collective_timeout=patience,
+            grace=0.3,
+            deadline=ranks.deadline,
+            in_rank=stop.in_rank,
+            started=ranks.started,
+        )
+        return max(codes)
+
     before = {number: signal.signal(number, ranks.handle) for number in STOP_SIGNALS}
     try:
-        return _keep_alive(partial(spawn, work, world), checkpoints, ranks, max_fruitless)
+        return _keep_alive(start, checkpoints, ranks, max_fruitless, places, shrink)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         stop.first, stop.at_once = told
 
 
-def _keep_alive(spawn: Callable[..., list[int]], checkpoints: Path, ranks: _Ranks, max_fruitless: int) -> int:
+def _keep_alive(
+    start: Callable[[], int],
+    checkpoints: Path,
+    ranks: _Ranks,
+    max_fruitless: int,
+    places: Places,
+    shrink: Shrink | None,
+) -> int:
     fruitless, seen = 0, _newest(checkpoints)
     while True:
         try:
-            codes = spawn(
-                seconds=inf,
-                collective_timeout=ranks.patience,
-                grace=0.3,
-                deadline=ranks.deadline,
-                in_rank=ranks.stop.in_rank,
-                started=ranks.started,
-            )
-            return max(codes)
+            return start()
         except RankError as error:
             newest, said = _newest(checkpoints), str(error).splitlines()[0]
             if ranks.stop and not error.mendable:
@@ -120,14 +199,41 @@ def _keep_alive(spawn: Callable[..., list[int]], checkpoints: Path, ranks: _Rank
                 return INTERRUPTED
             if error.mendable:
                 raise
-            fruitless = 0 if newest != seen else fruitless + 1
-            seen = newest
-            if fruitless >= max_fruitless:
+            progressed = newest != seen
+            fruitless, seen = 0 if progressed else fruitless + 1, newest
+            lost = places.lost(error, progressed, max_fruitless)
+            if lost and (error.exclude or len(places.left) > places.world or shrink is not None):
+                going_on = _without(places, lost, shrink, error)
+                fruitless = 0
+                print_stderr(f"{said}; {going_on} from {_named(seen)}")
+            elif fruitless >= max_fruitless:
                 raise TrainingError(
                     f"given up after {fruitless} starts without a new checkpoint; the last failure: {error}"
                 ) from None
-            print_stderr(f"{said}; restarting from {_named(seen)}")
+            else:
+                print_stderr(f"{said}; restarting from {_named(seen)}")
             ranks.restarting = True
+
+
+def _without(places: Places, lost: tuple[int, ...], shrink: Shrink | None, error: RankError) -> str:
+    """Take the places of these ranks out, and say how the run goes on."""
+    world, before = places.world, list(places.left)
+    places.take_out(lost)
+    gone = f"{name_ranks(lost)} {'are' if len(lost) > 1 else 'is'} gone"
+    if places.world == world:
+        moved = ", ".join(f"{places.left[rank]} takes over rank {rank}" for rank in lost)
+        spare = f"; {len(places.left) - world} spare left" if len(places.left) > world else "; no spare is left"
+        return (
+            f"{gone} (lost place {', '.join(str(before[rank]) for rank in lost)}): spare place {moved}{spare}; going on"
+        )
+    if shrink is None:
+        raise TrainingError(f"{gone}, and there is no spare place; the failure: {error}") from None
+    try:
+        chosen = shrink(len(places.left))
+    except TrainingError as reason:
+        raise TrainingError(f"{gone}, and the run cannot go on: {reason}; the failure: {error}") from None
+    places.resize(chosen.world)
+    return f"{gone}; going on with world {chosen.world}: {chosen.layout}"
 
 
 def _named(checkpoint: str) -> str:

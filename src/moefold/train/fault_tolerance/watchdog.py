@@ -177,7 +177,7 @@ class Watchdog:
             return error
         self.verdict = verdict
         left = self._write(ranks, verdict, str(error))
-        return RankError(f"{verdict.sentence} ({left}); {error}")
+        return RankError(f"{verdict.sentence} ({left}); {error}", ranks=verdict.culprits)
 
     def _hang(self, quiet: float, limit: float) -> RankError:
         # The signal for stacks may wake a rank that sleeps in the kernel, so everything else is read before it.
@@ -188,7 +188,8 @@ class Watchdog:
         ranks = [rank._replace(stacks=text) for rank, text in zip(ranks, self._collect_stacks(), strict=True)]
         self.verdict = diagnose(ranks, linecache.getline)
         what = f"no rank progressed for {quiet:.1f} s (limit {limit:.1f} s)"
-        return RankError(f"hang: {what}: {self.verdict.sentence} ({self._write(ranks, self.verdict, what)})")
+        left = self._write(ranks, self.verdict, what)
+        return RankError(f"hang: {what}: {self.verdict.sentence} ({left})", ranks=self.verdict.culprits)
 
     def _collect_stacks(self) -> list[str]:
         """Of all ranks that answer in time. A stopped one does not: the signal waits until it continues."""
