@@ -50,3 +50,4 @@ nightly:
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 1/2
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 2/2
 	$(PYTHON) -m tests.hang_draws --count 100 --seed $(SEED)
+	$(PYTHON) -m tests.straggler_draws --count 10 --seed $(SEED)

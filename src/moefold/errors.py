@@ -130,12 +130,13 @@ class TrainingError(MoefoldError):
 class CorruptionError(TrainingError):
     """Parameters or optimizer states that changed where nothing may change them; the message names tensor and ranks.
 
-    ``newest_good``: checkpoints up to this step are not affected.
+    ``newest_good``: checkpoints up to this step are not affected. ``culprits``: the ranks that are wrong, if known.
     """
 
-    def __init__(self, message: str, newest_good: int) -> None:
+    def __init__(self, message: str, newest_good: int, culprits: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.newest_good = newest_good
+        self.culprits = culprits
 
 
 class ExclusionError(TrainingError):

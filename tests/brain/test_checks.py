@@ -39,7 +39,7 @@ from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, Op
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.config.train import TrainConfig
+from moefold.config.train import StragglersConfig, TrainConfig
 from moefold.recipes.catalog import RECIPES
 
 
@@ -316,6 +316,18 @@ CASES = [
         _in_phases(LRPhaseConfig(0.8, 1.0), LRPhaseConfig(0.2, 0.1, "cosine")),
         _in_phases(LRPhaseConfig(0.8, 1.0), LRPhaseConfig(0.1, 0.1, "cosine")),
         "optim.lr_schedule.phases",
+    ),
+    (
+        train.slow_ranks_are_slower,
+        RunConfig(),
+        RunConfig(train=TrainConfig(stragglers=StragglersConfig(ratio=1.0))),
+        "train.stragglers.ratio",
+    ),
+    (
+        train.excluded_ranks_are_looked_for,
+        RunConfig(train=TrainConfig(stragglers=StragglersConfig(on_found="exclude"))),
+        RunConfig(train=TrainConfig(stragglers=StragglersConfig(window=0, on_found="exclude"))),
+        "train.stragglers.on_found",
     ),
     (
         train.momentum_decays,

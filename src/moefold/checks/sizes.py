@@ -32,6 +32,7 @@ MAY_BE_ZERO = frozenset(
         "train.saving.every",
         "train.saving.keep_every",
         "train.steps",
+        "train.stragglers.window",
         "train.validate_every",
     }
 )
@@ -48,6 +49,7 @@ MUST_BE_POSITIVE = frozenset(
         "model.moe.router.scale",
         "optim.eps",
         "train.dpo.beta",
+        "train.stragglers.ratio",
         "optim.clip_norm",
         "optim.muon.rms",
         "optim.qk_clip",

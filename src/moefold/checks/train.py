@@ -222,6 +222,25 @@ def clipped_weights_are_whole(run: RunConfig) -> Problem | None:
     )
 
 
+def slow_ranks_are_slower(run: RunConfig) -> Problem | None:
+    ratio = run.train.stragglers.ratio
+    if ratio < 1:
+        return None
+    return Problem("train.stragglers.ratio", f"peers that take {ratio:g} times as long are not faster", "use below 1")
+
+
+def excluded_ranks_are_looked_for(run: RunConfig) -> list[Problem]:
+    """A policy for what nothing looks for."""
+    found = []
+    if run.train.stragglers.on_found == "exclude" and not run.train.stragglers.window:
+        fix = "use a window of some steps, such as 20"
+        found.append(Problem("train.stragglers.on_found", "is exclude, and train.stragglers.window is 0", fix))
+    if run.train.corruption.on_mismatch == "exclude" and not run.train.corruption.every:
+        fix = "compare every so many steps, such as 100"
+        found.append(Problem("train.corruption.on_mismatch", "is exclude, and train.corruption.every is 0", fix))
+    return found
+
+
 RULES = (
     name_is_one_word,
     lr_phases_are_a_whole_run,
@@ -236,6 +255,8 @@ RULES = (
     clipped_logits_follow_from_weights,
     clipped_layers_have_logits,
     clipped_weights_are_whole,
+    slow_ranks_are_slower,
+    excluded_ranks_are_looked_for,
 )
 # A run without tokens, a length or an lr can still be planned, dry-run and proved.
 RULES_TO_TRAIN = (training_has_tokens, validation_is_of_the_trained_kind, training_has_an_end, training_has_an_lr)

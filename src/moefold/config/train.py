@@ -68,8 +68,23 @@ class CorruptionConfig:
 
     # Steps between comparisons, which are also made before every checkpoint; 0: never.
     every: int = 100
-    # What follows if replicas differ or memory changed: train again from the last checkpoint that agreed, or stop.
-    on_mismatch: Literal["roll_back", "stop"] = "roll_back"
+    # What follows if replicas differ or memory changed: train again from the last checkpoint that agreed, or stop;
+    # exclude: also take the ranks out of the run that are known to be wrong.
+    on_mismatch: Literal["roll_back", "stop", "exclude"] = "roll_back"
+
+
+@dataclass(frozen=True)
+class StragglersConfig:
+    """When a rank is taken to be slow: its peers take less than `ratio` of its own work, `windows` times in a row."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # Steps over which ranks measure their own work before they compare it; 0: never.
+    window: int = 20
+    ratio: float = 0.75
+    windows: int = 3
+    # What follows: it is named, or also taken out of the run.
+    on_found: Literal["warn", "exclude"] = "warn"
 
 
 @dataclass(frozen=True)
@@ -96,3 +111,4 @@ class TrainConfig:
     health: HealthConfig = field(default_factory=HealthConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
+    stragglers: StragglersConfig = field(default_factory=StragglersConfig)

@@ -211,6 +211,11 @@ class Callback:
     def on_roll_back(self, step: int, reason: str) -> None:
         """When training continues from the checkpoint of an earlier step, as after silent corruption. Rank 0."""
 
+    def on_straggler(self, step: int, rank: int, slow: bool, seconds: Mapping[str, float]) -> None:
+        """When a rank is found to be slow, or, with `slow` False, no longer to be (`train.stragglers`). `seconds` per
+        step: its "own" work, the median "peers_own" of those that do the same, and its "waited", "queued", "data" and
+        "step". Rank 0."""
+
     def on_error(self, error: BaseException) -> None:
         """When the run fails, before `on_end`. Rank 0, if that is where the error is seen."""
 
@@ -251,6 +256,10 @@ class Callbacks(Callback):
     def on_roll_back(self, step: int, reason: str) -> None:
         for member in self.members:
             member.on_roll_back(step, reason)
+
+    def on_straggler(self, step: int, rank: int, slow: bool, seconds: Mapping[str, float]) -> None:
+        for member in self.members:
+            member.on_straggler(step, rank, slow, seconds)
 
     def on_error(self, error: BaseException) -> None:
         for member in self.members:

@@ -11,6 +11,7 @@ on, and a resumed run reads from there. (Executed on fake CUDA tensors, `dryrun/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -42,11 +43,14 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._pending: dict[int, Future[ReadAhead]] = {}
+        # Seconds that the last step was blocked until its samples were read.
+        self.blocked = 0.0
 
     def take(self, first: int, following: Iterable[int] = ()) -> StepData:
         """The step that starts at sample ``first``; ``following`` are the first samples of steps to read meanwhile."""
-        pending = self._pending.pop(first, None)
+        pending, began, computed = self._pending.pop(first, None), time.perf_counter(), time.thread_time()
         read = self._wait(self._start(first) if pending is None else pending.result())
+        self.blocked = max(time.perf_counter() - began - (time.thread_time() - computed), 0.0)
         ahead = tuple(following)
         for number in [number for number in self._pending if number not in ahead]:
             self._pending.pop(number).cancel()

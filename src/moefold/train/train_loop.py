@@ -17,23 +17,22 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
-from moefold.checkpoint.load import from_rank_0, load_into
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
-from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.comm.collectives import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.config.run import RunConfig
-from moefold.errors import CorruptionError, DataError
+from moefold.errors import CorruptionError, DataError, ExclusionError
 from moefold.optim.lr_schedule import lr_at
 from moefold.pipeline.step import StepResult, StepSums, evaluate, run_step
 from moefold.train.batches import LocalStep, read_step, step_batches
 from moefold.train.callback import Callback, Callbacks, Control, Evaluation, RunInfo, StepRecord
-from moefold.train.fault_tolerance.corruption import StateWatch
+from moefold.train.fault_tolerance.corruption import StateWatch, roll_back
 from moefold.train.fault_tolerance.non_finite import where_not_finite
 from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
+from moefold.train.fault_tolerance.stragglers import StragglerWatch
 from moefold.train.prefetch import Prefetcher
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
-from moefold.train.train_context import TrainContext, position_of
+from moefold.train.train_context import TrainContext
 
 
 def train(
@@ -112,14 +111,16 @@ def _loop(
     """The last state and the reason to end. `after_step` comes before the save, so a resumed run does not repeat it."""
     steps = context.run.train.steps
     watch = StateWatch(context.local_model, context.optimizer, context.run.train.corruption.every, context.directory)
+    pace = StragglerWatch(context.run.train.stragglers, context.local_model)
     rolled_back: list[int] = []
     ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
         metrics = hooks.control.begin_record()
         context.heartbeat.enter("before step", state.step + 1)
+        pace.begin()
         hooks.before_step(state.step + 1, hooks.control)
         try:
-            state, record = take_step(context, state, time.perf_counter(), hooks, batches, watch)
+            state, record = take_step(context, state, time.perf_counter(), hooks, batches, watch, pace)
         except CorruptionError as found:
             state = roll_back(context, found, hooks, watch, rolled_back)
             continue
@@ -128,6 +129,10 @@ def _loop(
         seconds = record.seconds | {"save": saved, "total": now - ended}
         hooks.after_step(replace(record, seconds=seconds, metrics=metrics), hooks.control)
         ended = now
+        for change in pace.verdict(state.step):
+            if context.leads:
+                print_stderr(f"step {state.step}: {change}")
+            hooks.on_straggler(state.step, change.rank, change.slow, change.seconds)
         due = _saves_after(context.run, state.step) and state.step < steps
         if due:
             context.heartbeat.enter("checkpoint", state.step)
@@ -143,53 +148,28 @@ def _loop(
             ended = time.perf_counter() - saved
         context.heartbeat.enter("agreement", state.step)
         save, reason = agreed_requests(context, hooks.control, stop)
-        if (save or reason is not None) and watch.needs_comparison(state.step):
+        excluding = exclusion(context.run, watch, pace) if state.step < steps else None
+        if (save or reason is not None or excluding is not None) and watch.needs_comparison(state.step):
             try:
                 watch.after_update(state.step)
             except CorruptionError as found:
                 state = roll_back(context, found, hooks, watch, rolled_back)
         if reason is not None and state.step < steps:
             return state, reason
+        if excluding is not None:
+            # The others go on from here.
+            _save_last(context, state, hooks)
+            raise excluding
         if save and not due and state.step < steps:
             context.heartbeat.enter("checkpoint at the end", state.step)
             begin_save(context, state)
     return state, "finished"
 
 
-# To the same checkpoint; a fault that comes back there is not cured by training again.
-_MAX_ROLL_BACKS = 3
-
-
-def roll_back(
-    context: TrainContext, found: CorruptionError, hooks: Callback, watch: StateWatch, before: list[int]
-) -> TrainState:
-    """Load the newest checkpoint that the corruption has not reached, on all ranks; raise if there is none.
-
-    A flip may have come between the comparison of a step and its copy for the checkpoint, so what was loaded is
-    compared again with what was hashed then. ``before`` are the steps of earlier ones, to which this one is added.
-    """
-    if context.run.train.corruption.on_mismatch == "stop":
-        raise found
-    context.heartbeat.enter("checkpoint", found.newest_good)
-    _report_committed(context, hooks, context.saver.finish())
-    root, world, newest = context.directory / "checkpoints", context.groups["world"], found.newest_good
-    while True:
-        good = [step for step in committed_steps(root) if step <= newest] if context.leads else []
-        step = from_rank_0(max(good, default=-1), world)
-        if step < 0:
-            raise CorruptionError(f"{found}\nthere is no checkpoint from before it to go back to", newest)
-        if before.count(step) >= _MAX_ROLL_BACKS:
-            raise CorruptionError(f"{found}\ngone back to step {step} {_MAX_ROLL_BACKS} times already", newest)
-        loaded = load_into(final_path(root, step), context.local_model, context.optimizer)
-        if watch.agrees(step):
-            break
-        newest = step - 1
-    before.append(step)
-    watch.forget_after(step)
-    if context.leads:
-        print_stderr(f"{found}\ntraining again from step {step}")
-    hooks.on_roll_back(step, str(found))
-    return position_of(context, final_path(root, step), loaded)
+def exclusion(run: RunConfig, watch: StateWatch, pace: StragglerWatch) -> ExclusionError | None:
+    """The ranks that the run is to go on without, the same on all ranks; None if there are none."""
+    wrong = watch.exclusion() if run.train.corruption.on_mismatch == "exclude" else None
+    return wrong or (pace.exclusion() if run.train.stragglers.on_found == "exclude" else None)
 
 
 def agreed_requests(context: TrainContext, control: LoopControl, stop: StopRequest) -> tuple[bool, str | None]:
@@ -209,7 +189,13 @@ def read_local_step(context: TrainContext, first_sample: int) -> LocalStep:
 
 
 def take_step(
-    context: TrainContext, state: TrainState, began: float, hooks: Hooks, batches: Prefetcher, watch: StateWatch
+    context: TrainContext,
+    state: TrainState,
+    began: float,
+    hooks: Hooks,
+    batches: Prefetcher,
+    watch: StateWatch,
+    pace: StragglerWatch,
 ) -> tuple[TrainState, StepRecord]:
     run, number = context.run, state.step + 1
     context.heartbeat.enter("data", number)
@@ -223,6 +209,7 @@ def take_step(
     pairs = None if context.preferences is None else context.preferences.prepare(data)
 
     def on_gradients(gradients: dict[str, Tensor]) -> None:
+        pace.computed()
         context.heartbeat.enter("after backward", number)
         hooks.after_backward(gradients, hooks.control)
         context.heartbeat.enter("update", number)
@@ -248,6 +235,7 @@ def take_step(
         on_gradients,
         reason_to_skip,
     )
+    pace.ended(result.sums.kept_ME, batches.blocked)
     if pairs is not None:
         # The objective of the step has the gradient of this loss, and another value.
         result = result._replace(sums=result.sums._replace(loss=pairs.losses.loss))

@@ -73,6 +73,10 @@ class ConsoleLines(Callback):
         self._pending = []
         self._print(f"roll_back step={step} reason={_one_word(reason)}")
 
+    def on_straggler(self, step: int, rank: int, slow: bool, seconds: Mapping[str, float]) -> None:
+        numbers = " ".join(f"{name}={value * 1e3:.1f}ms" for name, value in seconds.items())
+        self._print(f"straggler step={step} rank={rank} slow={str(slow).lower()} {numbers}")
+
     def on_end(self, reason: str) -> None:
         self._print(f"stopped reason={_one_word(reason)}")
 

@@ -2,7 +2,7 @@
 
     {"kind": "start", "step": 0, ...}
     {"kind": "step", "step": 1, ...}
-    {"kind": "validation" | "save" | "stop", "step": ..., ...}
+    {"kind": "validation" | "save" | "straggler" | "stop", "step": ..., ...}
 
 Lines are written whole and flushed, so a killed run loses at most the line it was writing. A run that resumes from step
 N first removes the lines of later steps, which it will write again, reading backwards from the end: the cost is in
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -86,6 +86,9 @@ class JsonLines(Callback):
         self._last_step, self._counts, self._counts_steps = step, None, 0
         forget_after(self._path, step)
         self._write("roll_back", step, reason=reason)
+
+    def on_straggler(self, step: int, rank: int, slow: bool, seconds: Mapping[str, float]) -> None:
+        self._write("straggler", step, rank=rank, slow=slow, seconds=dict(seconds))
 
     def on_end(self, reason: str) -> None:
         if self._file is None:

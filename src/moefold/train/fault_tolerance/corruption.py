@@ -15,7 +15,8 @@ training again from the last checkpoint decides: at the same step the right one 
 What this cannot find: an error of computation before gradients are summed is the same on all replicas; a shard without
 replicas that changes in a step which no comparison guards, or in the update itself. `every: 1` guards every step.
 
-A finding is the same on all ranks, and all of them raise it. The loop then stops, or goes back to a checkpoint.
+A finding is the same on all ranks, and all of them raise it. The loop then stops, goes back to a checkpoint, or has the
+ranks excluded that are wrong.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ from typing import NamedTuple
 import torch
 
 from moefold.checkpoint.files import FILE_MODE
+from moefold.checkpoint.load import from_rank_0, load_into
+from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints, all_reduce_max, device_of
 from moefold.comm.process_groups import Group
-from moefold.errors import CorruptionError, name_ranks
+from moefold.errors import CorruptionError, ExclusionError, name_ranks
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel
+from moefold.train.callback import Callback
 from moefold.train.fault_tolerance.signals import print_stderr
 from moefold.train.fault_tolerance.state_hash import BitHash, Held, gathered_weights, hashes_of, held_state
+from moefold.train.state import TrainState
+from moefold.train.train_context import TrainContext, position_of
 
 FILE_NAME = "corruption.jsonl"
 # Findings that name a tensor; more are counted.
@@ -87,6 +93,8 @@ class StateWatch:
     hash_bits: BitHash = field(init=False)
     # Findings without a culprit, by step; training that step again decides.
     undecided: list[Finding] = field(default_factory=list)
+    # Those for which it did.
+    decided: list[Finding] = field(default_factory=list)
     # By step: the hash of all ranks' states, of the steps that were compared since the start.
     digests: dict[int, str] = field(default_factory=dict)
     _baseline: tuple[int, list[str], list[int]] | None = None
@@ -224,7 +232,18 @@ class StateWatch:
         self.undecided += [finding for finding in findings if not finding.culprits]
         self._write(findings)
         named = "\n  ".join(map(str, findings)) + (f"\n  and {more} more tensors" if more else "")
-        return CorruptionError(f"step {step}: silent corruption of the training state:\n  {named}", newest_good)
+        said = f"step {step}: silent corruption of the training state:\n  {named}"
+        return CorruptionError(said, newest_good, self._minority(findings))
+
+    def _minority(self, findings: Iterable[Finding]) -> tuple[int, ...]:
+        """The ranks that are wrong; none if they are half of the world: a wrong grad norm is wrong on many ranks."""
+        culprits = {rank for finding in findings for rank in finding.culprits}
+        return tuple(sorted(culprits)) if 2 * len(culprits) <= self.world.size else ()
+
+    def exclusion(self) -> ExclusionError | None:
+        """Once training a step again has said which of two replicas was wrong: what excludes it."""
+        culprits = self._minority(self.decided)
+        return ExclusionError(f"silent corruption: {self.decided[0]}", culprits) if culprits else None
 
     def _decide(self, step: int, hashes: Mapping[str, int]) -> None:
         """Replicas agree at a step where they once did not: the hash that came out again is the right one."""
@@ -234,6 +253,7 @@ class StateWatch:
         self.undecided = [finding for finding in self.undecided if finding.step != step]
         right = [(finding, self._agreed(hashes.get(finding.tensor))) for finding in again]
         known = [decided(finding, value) for finding, value in right if value is not None]
+        self.decided += known
         self._write(known)
         if self.world.index == 0:
             for finding in known:
@@ -251,6 +271,52 @@ class StateWatch:
         with os.fdopen(os.open(self.directory / FILE_NAME, flags, FILE_MODE), "a") as file:
             for finding in findings:
                 file.write(json.dumps(asdict(finding), separators=(",", ":")) + "\n")
+
+
+# To the same checkpoint; a fault that comes back there is not cured by training again.
+_MAX_ROLL_BACKS = 3
+
+
+def roll_back(
+    context: TrainContext, found: CorruptionError, hooks: Callback, watch: StateWatch, before: list[int]
+) -> TrainState:
+    """Load the newest checkpoint that the corruption has not reached, on all ranks; raise if there is none.
+
+    A flip may have come between the comparison of a step and its copy for the checkpoint, so what was loaded is
+    compared again with what was hashed then. ``before`` are the steps of earlier ones, to which this one is added.
+    """
+    policy = context.run.train.corruption.on_mismatch
+    if policy == "stop":
+        raise found
+    excluding = ExclusionError(str(found), found.culprits) if policy == "exclude" and found.culprits else None
+    context.heartbeat.enter("checkpoint", found.newest_good)
+    if (done := context.saver.finish()) is not None:
+        hooks.on_save(done, context.saver.path_of(done))
+    root, world, newest = context.directory / "checkpoints", context.groups["world"], found.newest_good
+    while True:
+        good = [step for step in committed_steps(root) if step <= newest] if context.leads else []
+        step = from_rank_0(max(good, default=-1), world)
+        if step < 0:
+            raise excluding or CorruptionError(f"{found}\nthere is no checkpoint from before it to go back to", newest)
+        if before.count(step) >= _MAX_ROLL_BACKS:
+            raise CorruptionError(f"{found}\ngone back to step {step} {_MAX_ROLL_BACKS} times already", newest)
+        loaded = load_into(final_path(root, step), context.local_model, context.optimizer)
+        if watch.agrees(step):
+            break
+        newest = step - 1
+        if context.leads:
+            # Another start would load it.
+            final_path(root, step).rename(root / f"{final_path(root, step).name}.corrupt")
+    if excluding is not None:
+        if context.leads:
+            print_stderr(str(found))
+        raise excluding
+    before.append(step)
+    watch.forget_after(step)
+    if context.leads:
+        print_stderr(f"{found}\ntraining again from step {step}")
+    hooks.on_roll_back(step, str(found))
+    return position_of(context, final_path(root, step), loaded)
 
 
 def decided(finding: Finding, right: str) -> Finding:

@@ -24,11 +24,13 @@ import torch
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.config.run import RunConfig
+from moefold.config.train import StragglersConfig
 from moefold.errors import MoefoldError
 from moefold.parallel.parallelize import groups_of
 from moefold.train.callback import StepRecord
 from moefold.train.callbacks.jsonl import FILE_NAME
 from moefold.train.fault_tolerance.corruption import StateWatch, read_findings
+from moefold.train.fault_tolerance.stragglers import StragglerWatch
 from moefold.train.metrics import finite
 from moefold.train.prefetch import Prefetcher
 from moefold.train.train_context import first_state, open_context, position_of
@@ -90,12 +92,12 @@ def replay_rank(
         watch.undecided = [
             each for each in read_findings(directory) if each.step in recorded.steps and not each.culprits
         ]
-        hooks = Hooks((), context)
+        hooks, pace = Hooks((), context), StragglerWatch(StragglersConfig(window=0), context.local_model)
         records = []
         with Prefetcher(partial(read_local_step, context), groups, device) as batches:
             while state.step < max(recorded.steps):
                 hooks.control.begin_record()
-                state, record = take_step(context, state, time.perf_counter(), hooks, batches, watch)
+                state, record = take_step(context, state, time.perf_counter(), hooks, batches, watch, pace)
                 records.append(as_recorded(record))
         return {"steps": records, "decided": [asdict(each) for each in read_findings(Path(scratch))]}
 
