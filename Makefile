@@ -51,3 +51,6 @@ nightly:
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 2/2
 	$(PYTHON) -m tests.hang_draws --count 100 --seed $(SEED)
 	$(PYTHON) -m tests.straggler_draws --count 10 --seed $(SEED)
+	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 1/2
+	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 2/2
+	$(PYTHON) -m tests.soak --minutes 90 --between 60 --seed $(SEED)

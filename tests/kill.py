@@ -5,7 +5,8 @@ that ends the process at that call. Which kill of the plan is due is the number 
 files, so every start of the run knows it without being told.
 
 Every planned kill happens: for each point it is known how many checkpoints a start may commit before it dies there, and
-the run is made as long as the whole plan may need.
+the run is made as long as the whole plan may need. Which points a layout passes, and how often, is counted in the run
+that nobody kills.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
 import moefold.checkpoint.files
 import moefold.comm.collectives
@@ -112,21 +115,27 @@ class Point(NamedTuple):
     """``arm`` breaks the n-th occurrence, of ``choices``; up to ``commits`` checkpoints are committed on the way there.
 
     Up to three occurrences once per step, 40 exchanges, 20 sums and 9 sends all come before the first save ends.
+    ``calls`` is the function that is passed there, if some layouts do not pass it, or less often.
     """
 
     arm: Callable[[int, Callable[[], NoReturn]], None]
     choices: int
     commits: int
+    calls: tuple[Any, str] | None = None
+
+
+def _call(owner: Any, name: str, choices: int) -> Point:
+    return Point(lambda n, die: _before(owner, name, n, die), choices, 0, (owner, name))
 
 
 POINTS = {
     "reading data": Point(lambda n, die: _before(moefold.train.train_loop, "read_step", n, die), 3, 0),
-    "inside an exchange": Point(lambda n, die: _before(moefold.comm.collectives, "_all_to_all", n, die), 40, 0),
-    "inside a sum": Point(lambda n, die: _before(moefold.comm.collectives, "_all_reduce", n, die), 20, 0),
+    "inside an exchange": _call(moefold.comm.collectives, "_all_to_all", 40),
+    "inside a sum": _call(moefold.comm.collectives, "_all_reduce", 20),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
-    "mid-optimizer": Point(_mid_optimizer, 3, 0),
-    "before the bias moves": Point(lambda n, die: _before(moefold.pipeline.step, "move_expert_biases", n, die), 3, 0),
-    "mid-shard": Point(_mid_write, 12, 0),
+    "mid-optimizer": Point(_mid_optimizer, 3, 0, (moefold.optim.optimizer.TorchAdamW, "step")),
+    "before the bias moves": _call(moefold.pipeline.step, "move_expert_biases", 3),
+    "mid-shard": Point(_mid_write, 12, 0, (moefold.checkpoint.files, "_write_all")),
     "before a file is durable": Point(lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 3, 1),
     "between manifest and commit": Point(lambda n, die: _before(moefold.checkpoint.files, "rename", n, die), 2, 1),
     "just after commit": Point(lambda n, die: _after(moefold.checkpoint.files, "rename", n, die), 2, 2),
@@ -134,10 +143,10 @@ POINTS = {
     "any time": Point(_alarm, 3000, 2),
 }
 # Between the stages of a pipeline.
-PIPE_POINTS = {
-    "inside a send": Point(lambda n, die: _before(moefold.comm.p2p.P2PChannels, "send", n, die), 9, 0),
-}
+PIPE_POINTS = {"inside a send": _call(moefold.comm.p2p.P2PChannels, "send", 9)}
 ALL_POINTS = POINTS | PIPE_POINTS
+# It commits and deletes.
+ONLY_RANK_0 = ("between manifest and commit", "just after commit", "during retention")
 
 
 def steps_for(kills: list[Kill]) -> int:
@@ -146,20 +155,52 @@ def steps_for(kills: list[Kill]) -> int:
 
 
 def plan_kills(count: int, world: int, seed: int, *, pipeline: bool = False) -> list[Kill]:
-    """Points in turn, so that each comes equally often; only rank 0 commits and deletes."""
+    """Points in turn, so that each comes equally often."""
     dice = random.Random(seed)
     names = [*POINTS, *(PIPE_POINTS if pipeline else ())]
     dice.shuffle(names)
     kills = []
     for number in range(count):
         point = names[number % len(names)]
-        rank = (
-            0
-            if point in ("between manifest and commit", "just after commit", "during retention")
-            else dice.randrange(world)
-        )
+        rank = 0 if point in ONLY_RANK_0 else dice.randrange(world)
         kills.append(Kill(rank, point, dice.randint(1, ALL_POINTS[point].choices)))
     return kills
+
+
+def plan_possible_kills(count: int, passed: Sequence[Mapping[str, int]], seed: int) -> list[Kill]:
+    """As `plan_kills`, of the points that a layout passes; ``passed`` is by rank how often, as `count_points` says."""
+    dice, kills = random.Random(seed), []
+    names = [name for name in ALL_POINTS if any(_choices(name, each) for each in passed)]
+    dice.shuffle(names)
+    for number in range(count):
+        point = names[number % len(names)]
+        ranks = [rank for rank, each in enumerate(passed) if _choices(point, each)]
+        rank = 0 if point in ONLY_RANK_0 else dice.choice(ranks)
+        kills.append(Kill(rank, point, dice.randint(1, _choices(point, passed[rank]))))
+    return kills
+
+
+def _choices(point: str, passed: Mapping[str, int]) -> int:
+    return min(ALL_POINTS[point].choices, passed.get(point, ALL_POINTS[point].choices))
+
+
+def count_points() -> dict[str, int]:
+    """Counts, from now on, how often this process passes the points that not all layouts pass alike."""
+    passed = {name: 0 for name, point in ALL_POINTS.items() if point.calls is not None}
+    for name, point in ALL_POINTS.items():
+        if point.calls is not None:
+            _count(passed, name, *point.calls)
+    return passed
+
+
+def _count(passed: dict[str, int], point: str, owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **words: Any) -> Any:
+        passed[point] += 1
+        return original(*args, **words)
+
+    setattr(owner, name, counted)
 
 
 class Diary(Callback):
@@ -179,22 +220,24 @@ class Diary(Callback):
         kept = asdict(record)
         for changing in ("seconds", "memory_bytes"):
             del kept[changing]
-        self._write(kind="step", **kept | {"loss": record.loss.hex(), "grad_norm": record.grad_norm.hex()})
+        self._write(
+            kind="step", at=time.monotonic(), **kept | {"loss": record.loss.hex(), "grad_norm": record.grad_norm.hex()}
+        )
 
     def on_save(self, step: int, path: Path) -> None:
         self._write(kind="save", step=step)
 
 
 def digest(context: TrainContext) -> str:
-    """Of every number this rank holds: parameters, moments, statistics, random state."""
+    """Of every number that this rank holds or saves: parameters, optimizer states, buffers, random state."""
     found = hashlib.sha256()
     parameters = [piece.parameter for piece in context.local_model.pieces()]
-    state = context.optimizer.state
-    tensors = [local_part(p) for p in parameters]
-    tensors += [local_part(state[p][m]) for p in parameters for m in ("exp_avg", "exp_avg_sq", "step")]
+    tensors = [local_part(parameter) for parameter in parameters]
+    stored = [state for p in parameters for state in context.optimizer.stored_state(p).values()]
+    tensors += [state if isinstance(state, Tensor) else torch.tensor(state) for state in stored]
     tensors += [*context.local_model.model.buffers(), torch.get_rng_state()]
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(local_part(tensor.detach()).contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -213,11 +256,11 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
     happened.mkdir()
 
     def work(rank: int) -> int:
-        number = len(list(happened.iterdir()))
+        number, passed = len(list(happened.iterdir())), {} if kills else count_points()
         if number < len(kills) and kills[number].rank == rank:
 
             def die() -> NoReturn:
-                (happened / f"{number}").touch()
+                (happened / f"{number}").write_text(repr(time.monotonic()))
                 os.kill(os.getpid(), signal.SIGKILL)
                 raise AssertionError("unreachable")
 
@@ -226,6 +269,7 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
         code = train(context, state, [Diary(directory / "diary.jsonl")])
         signal.setitimer(signal.ITIMER_REAL, 0)
         (directory / f"digest_{rank}").write_text(digest(context))
+        (directory / f"passed_{rank}.json").write_text(json.dumps(passed))
         return code
 
     code = supervise(work, world, directory / "checkpoints", 30.0, max_fruitless=len(kills) + 3)
@@ -233,3 +277,22 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
     diary = [json.loads(line) for line in (directory / "diary.jsonl").read_text().splitlines()]
     digests = [(directory / f"digest_{rank}").read_text() for rank in range(world)]
     return diary, digests, len(list(happened.iterdir()))
+
+
+def assert_same_steps(peaceful: list[dict[str, Any]], killed: list[dict[str, Any]], steps: int) -> None:
+    """Every step, and every repetition of one, has the loss, norm, counts and samples it had in peace."""
+    expected = {entry["step"]: entry for entry in peaceful if entry["kind"] == "step"}
+    assert sorted(expected) == list(range(1, steps + 1))
+    done = [entry for entry in killed if entry["kind"] == "step"]
+    assert {entry["step"] for entry in done} == set(expected)
+    for entry in done:
+        assert entry | {"at": 0} == expected[entry["step"]] | {"at": 0}
+
+
+def assert_nothing_committed_was_lost(diary: list[dict[str, Any]]) -> None:
+    newest = 0
+    for entry in diary:
+        if entry["kind"] == "start":
+            assert entry["step"] >= newest, diary
+        if entry["kind"] == "save":
+            newest = max(newest, entry["step"])

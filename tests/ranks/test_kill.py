@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.kill import plan_kills, run_with_kills, small_run, steps_for
+from tests.kill import (
+    assert_nothing_committed_was_lost,
+    assert_same_steps,
+    plan_kills,
+    run_with_kills,
+    small_run,
+    steps_for,
+)
 
 from moefold.config.parallel import ParallelConfig
 from moefold.optim.optimizer import TorchAdamW
@@ -90,22 +96,3 @@ def assert_killing_changes_nothing(name: str, kills: int, seed: int, folder: Pat
     assert_same_steps(peaceful, killed, steps)
     assert_nothing_committed_was_lost(killed)
     return happened
-
-
-def assert_same_steps(peaceful: list[dict[str, Any]], killed: list[dict[str, Any]], steps: int) -> None:
-    """Every step, and every repetition of one, has the loss, norm, counts and samples it had in peace."""
-    expected = {entry["step"]: entry for entry in peaceful if entry["kind"] == "step"}
-    assert sorted(expected) == list(range(1, steps + 1))
-    done = [entry for entry in killed if entry["kind"] == "step"]
-    assert {entry["step"] for entry in done} == set(expected)
-    for entry in done:
-        assert entry == expected[entry["step"]]
-
-
-def assert_nothing_committed_was_lost(diary: list[dict[str, Any]]) -> None:
-    newest = 0
-    for entry in diary:
-        if entry["kind"] == "start":
-            assert entry["step"] >= newest, diary
-        if entry["kind"] == "save":
-            newest = max(newest, entry["step"])
