@@ -11,10 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moefold.checkpoint.chunk_index import PAGES, ROWS
 from moefold.checkpoint.manifest import MANIFEST, canonical
 
 Damage = Callable[[Path], None]
-FILES = (MANIFEST, *(f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")))
+RANKS = "ranks_00000"
+FILES = (
+    MANIFEST,
+    *(f"{RANKS}/rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")),
+    ROWS,
+    PAGES,
+)
 
 
 def random_damage(dice: random.Random) -> tuple[str, Damage]:
@@ -51,25 +60,31 @@ def file_damages(older: Path, stranger: Path) -> Iterator[tuple[str, Damage]]:
         yield f"{name} a directory", lambda at, name=name: _replace(at / name, lambda path: path.mkdir())
         yield f"{name} a pipe", lambda at, name=name: _replace(at / name, os.mkfifo)
         yield f"{name} a link", lambda at, name=name: _link(at / name)
-        yield f"{name} of an older step", lambda at, name=name: _copy(older / name, at / name)
-        # Tables of two runs of the same model and layout are equal, and may be.
+        # Tables of two runs of the same model and layout are equal, and may be; so are indexes of any steps.
+        if name not in (ROWS, PAGES):
+            yield f"{name} of an older step", lambda at, name=name: _copy(older / name, at / name)
         if name == MANIFEST or name.endswith("safetensors"):
             yield f"{name} of another run", lambda at, name=name: _copy(stranger / name, at / name)
 
 
 def directory_damages(older: Path) -> Iterator[tuple[str, Damage]]:
     yield "nothing in it", _empty
-    yield "a rank too many", lambda at: _copy(at / FILES[1], at / "rank_00002.json")
+    yield "a rank too many", lambda at: _copy(at / FILES[1], at / RANKS / "rank_00002.json")
     yield "data of two ranks exchanged", lambda at: _exchange(at / FILES[2], at / FILES[4])
     yield "tables of two ranks exchanged", lambda at: _exchange(at / FILES[1], at / FILES[3])
     yield "another step under this name", lambda at: _become(at, older)
     yield "the directory is a link", _link_directory
+    yield "the ranks' directory is a link", lambda at: _link(at / RANKS)
+    yield "a directory too many", lambda at: (at / "ranks_00512").mkdir()
 
 
 def forged_manifests() -> Iterator[tuple[str, Damage]]:
     """Wrong contents under a right hash, and text that no JSON reader should be trusted with."""
     edits: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "version 2": lambda m: m.update(version=2),
+        "version 3": lambda m: m.update(version=3),
+        "version 1": lambda m: m.update(version=1),
+        "no index": lambda m: m.pop("index"),
+        "a huge index": lambda m: m["index"]["pages"].update(bytes=1 << 60),
         "another format": lambda m: m.update(format="else"),
         "another step": lambda m: m.update(step=m["step"] + 1),
         "a negative step": lambda m: m.update(step=-1),
@@ -128,6 +143,81 @@ def forged_tables() -> Iterator[tuple[str, Damage]]:
         yield f"table: {name}", lambda at, edit=edit: sign_table(at, edit)
 
 
+def forged_indexes() -> Iterator[tuple[str, Damage]]:
+    """Wrong rows under right hashes. The rows of a page: rank, offset, first indices, last plus one."""
+    edits: dict[str, Callable[[Any], Any]] = {
+        "another rank": lambda rows: rows[0].__setitem__(0, 1 - rows[0, 0]),
+        "an unknown rank": lambda rows: rows[0].__setitem__(0, 2),
+        "a negative rank": lambda rows: rows[0].__setitem__(0, -1),
+        "a negative offset": lambda rows: rows[0].__setitem__(1, -8),
+        "an offset off by a number": lambda rows: rows[0].__setitem__(1, rows[0, 1] + 4),
+        "an odd offset": lambda rows: rows[0].__setitem__(1, rows[0, 1] + 1),
+        "an offset beyond the end": lambda rows: rows[0].__setitem__(1, 1 << 40),
+        "a box outside": lambda rows: rows[0].__setitem__(-1, rows[0, -1] + 1),
+        "a box turned around": lambda rows: rows[0].__setitem__(2, rows[0, 4] + 1),
+        "a smaller box": lambda rows: rows[0].__setitem__(-1, rows[0, -1] - 1),
+        "ranks exchanged": lambda rows: rows[:, :2].__setitem__(slice(None), rows[::-1, :2].copy()),
+    }
+    for name, edit in edits.items():
+        yield f"index: {name}", lambda at, edit=edit: sign_index(at, edit)
+    yield "index: pages of no tensor", lambda at: sign_pages(at, lambda pages: pages[0].__setitem__(0, 1 << 40))
+    yield (
+        "index: pages out of order",
+        lambda at: sign_pages(at, lambda pages: pages.__setitem__(slice(None), pages[::-1].copy())),
+    )
+    yield "index: a page less", lambda at: sign_pages(at, lambda pages: pages[1:])
+    yield "index: half a page", lambda at: sign_pages(at, lambda pages: pages.reshape(-1)[:-1])
+    yield "index: pages without end", lambda at: sign_pages(at, lambda pages: pages[0].__setitem__(2, 1 << 40))
+
+
+def sign_index(directory: Path, edit: Callable[[Any], Any]) -> None:
+    """Change the rows of the first tensor that has two chunks, and repair every hash above them."""
+    names = sorted(json.loads((directory / MANIFEST).read_bytes())["tensors"])
+    tensors = json.loads((directory / MANIFEST).read_bytes())["tensors"]
+    content = bytearray((directory / ROWS).read_bytes())
+
+    def repair(pages: Any) -> None:
+        page = next(page for page in pages if page[2] == 2 and len(tensors[names[page[0]]]["shape"]) == 2)
+        at, size = int(page[1]), int(page[2]) * 6 * 8
+        rows = np.frombuffer(bytes(content[at : at + size]), "<i8").reshape(-1, 6).copy()
+        edit(rows)
+        content[at : at + size] = rows.tobytes()
+        page[5:] = np.frombuffer(hashlib.sha256(rows.tobytes()).digest(), "<i8")
+
+    sign_pages(directory, repair)
+    (directory / ROWS).write_bytes(content)
+    sign(directory, lambda manifest: manifest["index"].update(rows=_record(directory / ROWS)))
+
+
+def sign_pages(directory: Path, edit: Callable[[Any], Any]) -> None:
+    path = directory / PAGES
+    pages = np.frombuffer(path.read_bytes(), "<i8").reshape(-1, 9).copy()
+    edited = edit(pages)
+    path.write_bytes((pages if edited is None else edited).tobytes())
+    sign(directory, lambda manifest: manifest["index"].update(pages=_record(path)))
+
+
+def version_1(directory: Path) -> None:
+    """What moefold 0.1 would have written: flat, and without an index. Not a damage."""
+    manifest = json.loads((directory / MANIFEST).read_bytes())
+    for name in (ROWS, PAGES):
+        (directory / name).unlink()
+    for path in sorted((directory / RANKS).iterdir()):
+        path.rename(directory / path.name)
+    (directory / RANKS).rmdir()
+    for rank, files in enumerate(manifest["files"]):
+        path = directory / f"rank_{rank:05d}.json"
+        path.write_bytes(canonical(json.loads(path.read_bytes()) | {"version": 1}))
+        files["table"] = _record(path)
+    del manifest["index"]
+    (directory / MANIFEST).write_bytes(canonical(manifest))
+    sign(directory, lambda content: content.update(version=1))
+
+
+def _record(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
 def sign(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """Change the manifest and give it the hash that it then needs."""
     path = directory / MANIFEST
@@ -139,12 +229,11 @@ def sign(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def sign_table(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    path = directory / "rank_00000.json"
+    path = directory / RANKS / "rank_00000.json"
     table = json.loads(path.read_bytes())
     edit(table)
     path.write_bytes(canonical(table))
-    record = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    sign(directory, lambda manifest: manifest["files"][0].update(table=record))
+    sign(directory, lambda manifest: manifest["files"][0].update(table=_record(path)))
 
 
 def _first(manifest: dict[str, Any]) -> Any:
@@ -162,8 +251,8 @@ def _replace(path: Path, make: Callable[[Path], None]) -> None:
 
 
 def _link(path: Path) -> None:
-    aside = path.parent.parent / f"aside_{path.name}"
-    shutil.move(path, aside)
+    aside = path.with_name(f"aside_{path.name}")
+    path.rename(aside)
     path.symlink_to(aside)
 
 
@@ -174,8 +263,8 @@ def _link_directory(directory: Path) -> None:
 
 
 def _empty(directory: Path) -> None:
-    for file in directory.iterdir():
-        file.unlink()
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _copy(source: Path, target: Path) -> None:

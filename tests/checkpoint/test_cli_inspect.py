@@ -47,7 +47,7 @@ def test_damage_is_shown_and_what_is_no_checkpoint_is_refused(
 ) -> None:
     copy = tmp_path / "step_00000008"
     shutil.copytree(run_dir / "checkpoints" / "step_00000008", copy)
-    path = copy / "rank_00000.safetensors"
+    path = copy / "ranks_00000/rank_00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

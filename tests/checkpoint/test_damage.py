@@ -14,6 +14,7 @@ from tests.checkpoint.damages import (
     Damage,
     directory_damages,
     file_damages,
+    forged_indexes,
     forged_manifests,
     forged_tables,
     random_damage,
@@ -126,6 +127,7 @@ def structural(originals: tuple[Path, Path]) -> Iterator[tuple[str, Damage]]:
     yield from directory_damages(older)
     yield from forged_manifests()
     yield from forged_tables()
+    yield from forged_indexes()
 
 
 def test_every_structural_damage(patient: Patient, originals: tuple[Path, Path]) -> None:
@@ -133,8 +135,8 @@ def test_every_structural_damage(patient: Patient, originals: tuple[Path, Path])
     assert len(reasons) >= 50
     assert "lacks" in reasons["table: a chunk less"] or "bytes" in reasons["table: a chunk less"]
     assert "not in the manifest" in reasons["a rank too many"]
-    assert "regular file" in reasons["rank_00000.safetensors a pipe"]
-    assert "damaged" in reasons["rank_00001.safetensors of another run"]
+    assert "regular file" in reasons["ranks_00000/rank_00000.safetensors a pipe"]
+    assert "damaged" in reasons["ranks_00000/rank_00001.safetensors of another run"]
 
 
 def test_the_newest_that_passes_quickly_is_found_and_ruins_are_not_built_on(
@@ -164,7 +166,7 @@ def test_ranks_that_see_different_damage_choose_the_same_checkpoint(
     """Only rank 1 hashes the damaged file; both must go back."""
     root = tmp_path / "root"
     shutil.copytree(originals[0], root)
-    path = root / f"step_{NEWER:08d}" / "rank_00001.safetensors"
+    path = root / f"step_{NEWER:08d}" / "ranks_00000/rank_00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-100] ^= 4
     path.write_bytes(content)
@@ -174,7 +176,7 @@ def test_ranks_that_see_different_damage_choose_the_same_checkpoint(
         optimizer = make_optimizer(local_model)
         before = everything(local_model, optimizer)
         with pytest.raises(CheckpointError, match="damaged" if groups.rank == 1 else "refused by rank 1"):
-            load_into(path.parent, local_model, optimizer)
+            load_into(root / f"step_{NEWER:08d}", local_model, optimizer)
         assert same(before, everything(local_model, optimizer))
         found = load_latest(root, local_model, optimizer, lambda _: None)
         assert found is not None

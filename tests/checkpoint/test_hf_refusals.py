@@ -299,10 +299,10 @@ def test_conversion_needs_less_than_twice_the_largest_tensor(
 ) -> None:
     view = ShardReader.view
 
-    def uncounted(reader: ShardReader, name: str, box: Box) -> Tensor:
+    def uncounted(reader: ShardReader, dtype: torch.dtype, offset: int, chunk: Box, part: Box) -> Tensor:
         """A view into a mapped file is not memory of the process."""
         with _disable_current_modes():
-            return view(reader, name, box)
+            return view(reader, dtype, offset, chunk, part)
 
     monkeypatch.setattr(ShardReader, "view", uncounted)
     source = Imagined(model)

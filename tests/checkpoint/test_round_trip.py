@@ -55,10 +55,10 @@ def test_a_parameter_that_never_had_a_gradient_starts_from_zeros(tmp_path: Path)
 def test_any_safetensors_tool_can_read_the_file(tmp_path: Path) -> None:
     local_model, optimizer = trained(seed=1)
     path = save_step(tmp_path, local_model, optimizer, 7)
-    found = load_file(path / "rank_00000.safetensors")
+    found = load_file(path / "ranks_00000/rank_00000.safetensors")
     found.pop("rng/0")
     assert same(found, everything(local_model, optimizer))
-    assert all(file.stat().st_mode & 0o077 == 0 for file in (path, *path.iterdir()))
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (path, *path.rglob("*")))
 
 
 def test_a_box_is_read_by_itself(tmp_path: Path) -> None:

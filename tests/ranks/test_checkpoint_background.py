@@ -82,7 +82,8 @@ def write_half(write: Callable[..., None], descriptor: int, part: memoryview) ->
 
 
 def remove_one(remove: Callable[..., None], path: Path) -> None:
-    min(path.iterdir()).unlink()
+    for file in sorted(file for file in path.rglob("*") if file.is_file())[:1]:
+        file.unlink()
     die()
 
 

@@ -1,49 +1,78 @@
 """Find the newest valid checkpoint and read this rank's shards of it, whatever layout wrote it.
 
-No live tensor changes before all checks have passed on every rank: first the quick checks, then names, shapes and
-dtypes are compared with the live model; then the ranks hash all files, each file once; then each reads its boxes into
-new memory; then they agree. Only then are values copied into the live tensors.
+No live tensor changes before all checks have passed on every rank:
+
+1. Rank 0 reads and checks the manifest and the pages of the index, lists the directories, and broadcasts what it read.
+2. Each rank compares names, shapes and dtypes with the live model, and looks at the sizes of its share of the files, as
+   many as a rank wrote. The ranks agree.
+3. Each rank hashes its share and reads its boxes into new memory; the index says from which files. The ranks agree.
+
+Only then are values copied into the live tensors. So the files of N ranks are looked at once, not N times.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.manifest import Manifest, data_name, read_table
-from moefold.checkpoint.shard_file import ShardReader
+from moefold.checkpoint.chunk_index import open_index, read_pages
+from moefold.checkpoint.manifest import MANIFEST, Manifest, packed, read_table, unpacked
+from moefold.checkpoint.shard_file import ShardReader, shard_offsets
 from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, needed_tensors
-from moefold.checkpoint.step_dirs import check_files, committed_steps, final_path, quick_check
-from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, volume, whole
-from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints
+from moefold.checkpoint.step_dirs import (
+    check_cover,
+    check_files,
+    check_names,
+    check_sizes,
+    committed_steps,
+    final_path,
+    quick_check,
+)
+from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, whole
+from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints, broadcast_bytes
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel
 
 Log = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 def _log_to_stderr(message: str) -> None:
     print(f"moefold: {message}", file=sys.stderr, flush=True)
 
 
-class Checkpoint:
-    """A committed checkpoint, to read boxes of global tensors from. Rank tables are opened on demand."""
+# A file that is mapped keeps a descriptor.
+_OPEN_FILES = 64
+_REFUSED, _READ = b"\0", b"\1"
 
-    def __init__(self, path: Path, first: int = 0) -> None:
-        """``first`` is the rank whose files are opened first: the same rank's, when a run resumes."""
+
+class Checkpoint:
+    """A committed checkpoint, to read boxes of global tensors from. Data files are opened on demand."""
+
+    def __init__(self, path: Path, manifest: Manifest | None = None, pages: bytes | None = None) -> None:
+        """Of one process, which checks names and sizes of all files; or with what another has read and checked."""
         self.path = path
-        self.manifest: Manifest = quick_check(path)
-        world = self.manifest.world
-        self._unread = [rank for rank in dict.fromkeys([first, *range(world)]) if rank < world]
-        self._shards: dict[int, ShardReader] = {}
-        self._chunks: dict[str, list[tuple[int, ChunkSpec]]] = {}
+        self.manifest: Manifest = quick_check(path) if manifest is None else manifest
+        self.index = open_index(path, self.manifest, read_pages(path, self.manifest) if pages is None else pages)
+        self._shards: OrderedDict[int, ShardReader] = OrderedDict()
+        self._tables: dict[int, list[ChunkSpec]] = {}
+
+    @classmethod
+    def shared(cls, path: Path, world: Group) -> Checkpoint:
+        """The same on all ranks: rank 0 reads and checks the manifest and the index's pages, the others get them."""
+        content = broadcast_bytes(_read_head(path) if world.index == 0 else b"", world)
+        if content[:1] == _REFUSED:
+            raise CheckpointError(content[1:].decode())
+        split = 9 + int.from_bytes(content[1:9], "little")
+        return cls(path, unpacked(path / MANIFEST, content[9:split]), content[split:])
 
     def names(self) -> Sequence[str]:
         return list(self.manifest.tensors)
@@ -59,47 +88,54 @@ class Checkpoint:
         spec = self.manifest.spec(name)
         box = whole(spec.shape) if box is None else box
         values = torch.empty(sizes_of(box), dtype=spec.dtype)
-        for rank, part in self._parts(name, box):
-            values[inside(part, box)] = self._shards[rank].view(name, part)
+        chunks = list(self.index.find(name, box))
+        check_cover(self.path, name, box, chunks)
+        for chunk in chunks:
+            part = intersection(box, chunk.box)
+            assert part is not None
+            values[inside(part, box)] = self._shard(chunk.rank).view(spec.dtype, chunk.offset, chunk.box, part)
         return values
 
     def rank_record(self, name: str, rank: int) -> Tensor | None:
         """A record of one rank, such as its random state."""
-        while rank in self._unread:
-            self._open(rank)
-        for _, chunk in (found for found in self._chunks.get(name, ()) if found[0] == rank):
-            return self._shards[rank].view(name, chunk.box).clone()
+        chunks = self._table(rank)
+        for chunk, offset in zip(chunks, shard_offsets(chunks), strict=False):
+            if chunk.name == name:
+                return self._shard(rank).view(chunk.dtype, offset, chunk.box, chunk.box).clone()
         return None
 
-    def check_files(self, ranks: range) -> None:
-        check_files(self.path, self.manifest, ranks)
+    def check_share(self, index: int, size: int) -> None:
+        """The part of the ``size`` ranks that load together for rank ``index``: the hashes of every ``size``-th rank's
+        two files, that table, header and index agree there, and every ``size``-th page of the index."""
+        for rank in range(index, self.manifest.world, size):
+            check_files(self.path, self.manifest, [rank])
+            self._shard(rank).check_header(self._table(rank))
+            self.index.check_rank(rank, self._table(rank))
+        self.index.check_pages(range(index, len(self.index.pages), size))
 
-    def _parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Files and sub-boxes that hold the elements of a box; opens tables until all are found."""
-        parts: list[tuple[int, Box]] = []
-        looked, missing = 0, volume(box)
-        while missing:
-            known = self._chunks.get(name, [])
-            for rank, chunk in known[looked:]:
-                part = intersection(box, chunk.box)
-                if part is not None:
-                    if any(intersection(part, other) is not None for _, other in parts):
-                        raise CheckpointError(f"{self.path}: two chunks of {name} overlap")
-                    parts.append((rank, part))
-                    missing -= volume(part)
-            looked = len(known)
-            if missing:
-                if not self._unread:
-                    raise CheckpointError(f"{self.path}: {name} lacks {missing:,} of {volume(box):,} elements")
-                self._open(self._unread[0])
-        return parts
+    def _table(self, rank: int) -> list[ChunkSpec]:
+        if rank not in self._tables:
+            self._tables[rank] = read_table(self.path, self.manifest, rank)
+        return self._tables[rank]
 
-    def _open(self, rank: int) -> None:
-        chunks = read_table(self.path, self.manifest, rank)
-        self._shards[rank] = ShardReader(self.path / data_name(rank), chunks)
-        self._unread.remove(rank)
-        for chunk in chunks:
-            self._chunks.setdefault(chunk.name, []).append((rank, chunk))
+    def _shard(self, rank: int) -> ShardReader:
+        if rank not in self._shards:
+            size = self.manifest.files[rank].data.bytes
+            self._shards[rank] = ShardReader(self.manifest.data_path(self.path, rank), size)
+            if len(self._shards) > _OPEN_FILES:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(rank)
+        return self._shards[rank]
+
+
+def _read_head(path: Path) -> bytes:
+    """For `Checkpoint.shared`: the manifest and the index's pages, or why they cannot be had."""
+    try:
+        manifest = check_names(path)
+        head = packed(manifest)
+        return _READ + len(head).to_bytes(8, "little") + head + read_pages(path, manifest)
+    except CheckpointError as error:
+        return _REFUSED + str(error).encode()
 
 
 def latest(root: Path, world: Group | None = None, log: Log | None = None) -> Path | None:
@@ -137,15 +173,9 @@ def load_into(path: Path, local_model: LocalModel, optimizer: ModelOptimizer | N
     step and its rank.
     """
     world = local_model.groups["world"]
-    checkpoint: Checkpoint | None = None
-    values: dict[str, Tensor] = {}
-    error: CheckpointError | None = None
-    try:
-        checkpoint, values = _staged(path, local_model, optimizer)
-    except CheckpointError as found:
-        error = found
-    _agree(path, error, world, _device(local_model))
-    assert checkpoint is not None
+    checkpoint = Checkpoint.shared(path, world)
+    needed = _on_all(path, local_model, lambda: _compared(checkpoint, local_model, optimizer))
+    values = _on_all(path, local_model, lambda: _staged(checkpoint, world, needed))
     copy_into_live(local_model, optimizer, values)
     _restore_random_state(checkpoint, local_model)
     return checkpoint.manifest.state
@@ -161,14 +191,7 @@ def load_latest(
     world = local_model.groups["world"]
     steps = committed_steps(root) if world.index == 0 else []
     tried = False
-    while True:
-        step = from_rank_0(_newest_valid(root, steps, log) if world.index == 0 else 0, world)
-        if step == _NO_STEP and not tried:
-            return None
-        if step < 0:
-            raise CheckpointError(
-                f"{root}: there are checkpoints, but none that verifies; move them away to start over"
-            )
+    while (step := from_rank_0(steps.pop() if steps else _NO_STEP, world)) != _NO_STEP:
         try:
             return final_path(root, step), load_into(final_path(root, step), local_model, optimizer)
         except MismatchError:
@@ -177,19 +200,36 @@ def load_latest(
             if world.index == 0:
                 (log or _log_to_stderr)(f"passing over the checkpoint of step {step}: {error}")
         tried = True
-        steps = [older for older in steps if older < step]
+    if tried:
+        raise CheckpointError(f"{root}: there are checkpoints, but none that verifies; move them away to start over")
+    return None
 
 
-def _staged(
-    path: Path, local_model: LocalModel, optimizer: ModelOptimizer | None
-) -> tuple[Checkpoint, dict[str, Tensor]]:
-    """All values this rank needs, read and checked; live tensors are unchanged."""
-    world = local_model.groups["world"]
-    checkpoint = Checkpoint(path, first=world.index)
+def _compared(checkpoint: Checkpoint, local_model: LocalModel, optimizer: ModelOptimizer | None) -> list[NeededTensor]:
+    """What this rank needs, of a checkpoint of this model, in which its share of the files have the right sizes."""
     offered = {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
     needed = needed_tensors(local_model, optimizer, offered)
-    checkpoint.check_files(range(world.index, checkpoint.manifest.world, world.size))
-    return checkpoint, {want.name: _read_needed(checkpoint, want) for want in needed}
+    world = local_model.groups["world"]
+    check_sizes(checkpoint.path, checkpoint.manifest, range(world.index, checkpoint.manifest.world, world.size))
+    return needed
+
+
+def _staged(checkpoint: Checkpoint, world: Group, needed: Sequence[NeededTensor]) -> dict[str, Tensor]:
+    """All values this rank needs, read and checked; live tensors are unchanged."""
+    checkpoint.check_share(world.index, world.size)
+    return {want.name: _read_needed(checkpoint, want) for want in needed}
+
+
+def _on_all(path: Path, local_model: LocalModel, work: Callable[[], Result]) -> Result:
+    """The work's result; if it fails on one rank, it is refused on every one."""
+    result: list[Result] = []
+    error: CheckpointError | None = None
+    try:
+        result.append(work())
+    except CheckpointError as found:
+        error = found
+    _agree(path, error, local_model.groups["world"], local_model.device)
+    return result[0]
 
 
 def _read_needed(checkpoint: Checkpoint, want: NeededTensor) -> Tensor:
@@ -227,7 +267,3 @@ def _agree(path: Path, error: CheckpointError | None, world: Group, device: torc
 def from_rank_0(value: int, world: Group) -> int:
     """Rank 0's number on every rank."""
     return all_reduce_ints((value if world.index == 0 else 0,), world)[0]
-
-
-def _device(local_model: LocalModel) -> torch.device:
-    return local_model.device

@@ -2,43 +2,62 @@
 
 The manifest holds its own hash and those of every rank's table and data file; a table lists the boxes in its data file.
 Both are written in one canonical form and must have it when read, so that a change of any byte is detected. The
-manifest lists every global tensor once, whatever the number of ranks, and every rank's two files.
+manifest lists every global tensor once, whatever the number of ranks, every rank's two files, and those of the index
+(`chunk_index.py`).
+
+One process reads and checks the manifest; the others get it from there, packed: its JSON without the files, and the
+files as numbers, of which a rank looks at a few.
+
+Version 1, of moefold 0.1, had all files in one directory and no index. It can still be read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, overload
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from moefold.checkpoint.files import FileRecord, read_bounded, read_recorded, write_file
-from moefold.checkpoint.tensor_spec import DTYPE_NAMES, DTYPES, Box, ChunkSpec, TensorSpec, intersection, is_rank_record
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, DTYPES, ChunkSpec, TensorSpec, is_rank_record
 from moefold.config.strict import STRICT
 from moefold.errors import CheckpointError
 
-FORMAT, TABLE_FORMAT, VERSION = "moefold-checkpoint", "moefold-rank-table", 1
+FORMAT, TABLE_FORMAT, VERSION = "moefold-checkpoint", "moefold-rank-table", 2
+_FLAT = 1
 MANIFEST = "manifest.json"
+# Of one directory; each has two files.
+RANKS_PER_DIRECTORY = 512
 # Generous: 10,000 ranks and 100,000 tensors take some 20 MB.
 MAX_JSON_BYTES = 1 << 28
 _MAX_DIM_SIZE = 1 << 48
-_MAX_DIMS = 16
+_MAX_FILE_BYTES = 1 << 62
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MAX_DIMS = 8
 _MAX_NAME = 512
 
 Parsed = TypeVar("Parsed")
 
 
-def data_name(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
+def ranks_directory(rank: int) -> str:
+    return f"ranks_{rank - rank % RANKS_PER_DIRECTORY:05d}"
 
 
-def table_name(rank: int) -> str:
-    return f"rank_{rank:05d}.json"
+def data_name(rank: int, version: int = VERSION) -> str:
+    """Relative to the checkpoint's directory."""
+    return f"{'' if version == _FLAT else ranks_directory(rank) + '/'}rank_{rank:05d}.safetensors"
+
+
+def table_name(rank: int, version: int = VERSION) -> str:
+    return f"{'' if version == _FLAT else ranks_directory(rank) + '/'}rank_{rank:05d}.json"
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,52 @@ class RankFiles:
     data: FileRecord
     table: FileRecord
 
+    def as_numbers(self) -> list[int]:
+        """Of fixed length, so that ranks can send it as a tensor; a hash is four signed 64-bit numbers."""
+        numbers: list[int] = []
+        for record in (self.data, self.table):
+            numbers += [record.bytes, *np.frombuffer(bytes.fromhex(record.sha256), _HASH_WORD).tolist()]
+        return numbers
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> RankFiles:
+        words = np.array(numbers, np.int64).astype(_HASH_WORD)
+        return cls(*(FileRecord(int(numbers[at]), words[at + 1 : at + 5].tobytes().hex()) for at in (0, 5)))
+
+
+_HASH_WORD = np.dtype(">i8")
+
+
+class FileNumbers(Sequence[RankFiles]):
+    """Every rank's files, as numbers; an entry is made when it is asked for."""
+
+    def __init__(self, numbers: NDArray[np.int64]) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, rank: int) -> RankFiles: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[RankFiles]: ...
+
+    def __getitem__(self, rank: int | slice) -> RankFiles | Sequence[RankFiles]:
+        if isinstance(rank, slice):
+            return FileNumbers(self._numbers[rank])
+        return RankFiles.from_numbers(self._numbers[rank].tolist())
+
+
+@dataclass(frozen=True)
+class IndexFiles:
+    """Of `chunk_index.py`."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    pages: FileRecord
+    rows: FileRecord
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -97,14 +162,22 @@ class Manifest:
     config: str
     code: str
     tensors: dict[str, TensorEntry]
-    files: tuple[RankFiles, ...]
+    files: Sequence[RankFiles]
     # The trainer's state.
     state: dict[str, Any]
     sha256: str
+    # None in version 1.
+    index: IndexFiles | None = None
 
     def spec(self, name: str) -> TensorSpec:
         entry = self.tensors[name]
         return TensorSpec(DTYPES[entry.dtype], entry.shape)
+
+    def data_path(self, directory: Path, rank: int) -> Path:
+        return directory / data_name(rank, self.version)
+
+    def table_path(self, directory: Path, rank: int) -> Path:
+        return directory / table_name(rank, self.version)
 
 
 def canonical(data: object) -> bytes:
@@ -136,6 +209,23 @@ def write_manifest(path: Path, fields: Mapping[str, object]) -> None:
     write_file(path, [canonical(content | {"sha256": hashlib.sha256(canonical(content)).hexdigest()})])
 
 
+# ---- from the process that read it to the others ----
+
+
+def packed(manifest: Manifest) -> bytes:
+    files = np.array([files.as_numbers() for files in manifest.files], "<i8")
+    text = canonical(asdict(replace(manifest, files=())))
+    return len(text).to_bytes(8, "little") + text + files.tobytes()
+
+
+def unpacked(path: Path, content: bytes) -> Manifest:
+    """What `packed` made of a manifest that was checked."""
+    split = 8 + int.from_bytes(content[:8], "little")
+    manifest = _parsed(path, content[8:split], _manifest_adapter)
+    files = np.frombuffer(content[split:], "<i8").astype(np.int64).reshape(manifest.world, -1)
+    return replace(manifest, files=FileNumbers(files))
+
+
 # ---- reading ----
 
 
@@ -147,36 +237,50 @@ def read_manifest(directory: Path) -> Manifest:
     claimed = data.pop("sha256", None)
     if claimed != hashlib.sha256(canonical(data)).hexdigest():
         raise CheckpointError(f"{path}: damaged, it does not have the hash it says")
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
+    if data.get("format") != FORMAT or data.get("version") not in (_FLAT, VERSION):
         raise CheckpointError(
             f"{path}: is {data.get('format')!r} version {data.get('version')!r}, not {FORMAT} {VERSION}"
         )
     manifest = _parsed(path, content, _manifest_adapter)
+    if (manifest.index is None) != (manifest.version == _FLAT):
+        raise CheckpointError(
+            f"{path}: version {manifest.version} {'without' if manifest.index is None else 'with'} index"
+        )
     if manifest.world != len(manifest.files) or not manifest.files:
         raise CheckpointError(f"{path}: lists the files of {len(manifest.files)} ranks for a world of {manifest.world}")
     if manifest.step < 0 or manifest.incarnation < 0:
         raise CheckpointError(f"{path}: step {manifest.step} of incarnation {manifest.incarnation}")
+    _check_records(path, manifest)
     for name, entry in manifest.tensors.items():
         _check_tensor(path, name, entry.dtype, entry.shape)
     return manifest
 
 
+def _check_records(path: Path, manifest: Manifest) -> None:
+    records = [record for files in manifest.files for record in (files.data, files.table)]
+    if manifest.index is not None:
+        records += [manifest.index.pages, manifest.index.rows]
+    for record in records:
+        if not 0 <= record.bytes < _MAX_FILE_BYTES or not _SHA256.fullmatch(record.sha256):
+            raise CheckpointError(f"{path}: lists a file of {record.bytes} bytes with sha256 {record.sha256[:64]!r}")
+
+
 def read_table(directory: Path, manifest: Manifest, rank: int) -> list[ChunkSpec]:
     """A rank's chunks, each checked against the tensor it is a part of."""
-    path = directory / table_name(rank)
+    path = manifest.table_path(directory, rank)
     content = read_recorded(path, manifest.files[rank].table, MAX_JSON_BYTES)
     _canonical_object(path, content)
     table = _parsed(path, content, _table_adapter)
-    if (table.format, table.version, table.step, table.rank) != (TABLE_FORMAT, VERSION, manifest.step, rank):
+    if (table.format, table.version, table.step, table.rank) != (TABLE_FORMAT, manifest.version, manifest.step, rank):
         raise CheckpointError(f"{path}: is {table.format} {table.version} of rank {table.rank} at step {table.step}")
     chunks: list[ChunkSpec] = []
-    boxes: dict[str, list[Box]] = {}
+    seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
     for entry in table.chunks:
         _check_chunk(path, entry, manifest)
         box = tuple(slice(start, stop) for start, stop in entry.box)
-        if any(intersection(box, other) is not None for other in boxes.get(entry.name, ())):
+        if (entry.name, entry.box) in seen:
             raise CheckpointError(f"{path}: {entry.name} is listed twice")
-        boxes.setdefault(entry.name, []).append(box)
+        seen.add((entry.name, entry.box))
         chunks.append(ChunkSpec(entry.name, DTYPES[entry.dtype], entry.shape, box))
     return chunks
 

@@ -4,8 +4,9 @@
 2. In its thread (`writer_thread.py`), each rank writes its data file and its table, flushes them, and reads the data
    back from the disk.
 3. ``advance``, called by every rank once per step, counts the ranks that have written. When all have, they all-gather
-   sizes and hashes, so no rank reads another's files.
-4. In its thread, rank 0 writes the manifest, gives the directory its final name, and deletes outdated checkpoints.
+   sizes, hashes and tables, so no rank reads another's files.
+4. In its thread, rank 0 writes the index and the manifest, gives the directory its final name, and deletes outdated
+   checkpoints.
 5. ``advance`` returns the committed step on every rank.
 
 A rank that fails in 1, 2 or 4, for lack of memory or of a thread among others, fails the save on all ranks, in the
@@ -26,50 +27,45 @@ from torch import Tensor
 
 from moefold import __version__
 from moefold.checkpoint import files
-from moefold.checkpoint.files import FileRecord, fsync_directory, make_directory
+from moefold.checkpoint.chunk_index import received_rows, sent_rows, write_index
+from moefold.checkpoint.files import fsync_directory, make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
     RankFiles,
     TensorEntry,
     as_plain,
     data_name,
+    ranks_directory,
     table_name,
     write_manifest,
     write_table,
 )
 from moefold.checkpoint.run_lock import may_write, read_incarnation
 from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
-from moefold.checkpoint.step_dirs import clean_up, committed_steps, final_path, quick_check, temp_path
+from moefold.checkpoint.step_dirs import check_names, clean_up, committed_steps, final_path, quick_check, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.writer_thread import Job, Result, WriterThread
-from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
+from moefold.comm.collectives import all_gather_bytes, all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files of one rank, and the number of elements in them."""
+    """The files of one rank, and what is in them."""
 
     files: RankFiles
     elements: int
+    # Its table, for the index.
+    rows: bytes
 
     def as_numbers(self) -> list[int]:
-        """Of fixed length, so that ranks can all_gather it; a hash is four signed 64-bit numbers."""
-        numbers = [self.elements]
-        for record in (self.files.data, self.files.table):
-            digest = bytes.fromhex(record.sha256)
-            words = (digest[i : i + 8] for i in range(0, 32, 8))
-            numbers += [record.bytes, *(int.from_bytes(word, "big", signed=True) for word in words)]
-        return numbers
+        """Of fixed length, so that ranks can all_gather it."""
+        return [self.elements, *self.files.as_numbers()]
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> Written:
-        records = []
-        for at in (1, 6):
-            words = (word.to_bytes(8, "big", signed=True) for word in numbers[at + 1 : at + 5])
-            records.append(FileRecord(numbers[at], b"".join(words).hex()))
-        return cls(RankFiles(*records), numbers[0])
+    def from_numbers(cls, numbers: Sequence[int], rows: bytes) -> Written:
+        return cls(RankFiles.from_numbers(numbers[1:]), numbers[0], rows)
 
 
 @dataclass
@@ -221,8 +217,8 @@ class Saver:
 
     def _gather_written(self, own: Written) -> list[Written]:
         row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=self.device)
-        rows = all_gather_no_grad(row, (1,) * self.world.size, self.world)
-        return [Written.from_numbers(numbers) for numbers in rows.tolist()]
+        rows = all_gather_no_grad(row, (1,) * self.world.size, self.world).tolist()
+        return list(map(Written.from_numbers, rows, all_gather_bytes(own.rows, self.world)))
 
     def _commit(self, save: _Save, by_rank: Sequence[Written]) -> None:
         """Rank 0 only, in its thread."""
@@ -235,7 +231,8 @@ class Saver:
         fields |= {"step": save.step, "world": self.world.size}
         fields |= {"tensors": {name: asdict(entry) for name, entry in tensors.items()}}
         fields |= {"files": [asdict(written.files) for written in by_rank]}
-        write_manifest(temporary / MANIFEST, fields)
+        index = write_index(temporary, tensors, [received_rows(written.rows) for written in by_rank])
+        write_manifest(temporary / MANIFEST, fields | {"index": asdict(index)})
         commit(self.root, save.step, self.run_dir, self.incarnation)
         quick_check(final_path(self.root, save.step))
         delete_outdated(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
@@ -257,10 +254,12 @@ class Saver:
 def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec], tensors: Sequence[Tensor]) -> Written:
     """A rank's data and table; the data is read back from the disk."""
     make_directory(temporary)
+    make_directory(temporary / ranks_directory(rank))
     data = write_shard(temporary / data_name(rank), specs, tensors)
     table = write_table(temporary / table_name(rank), step, rank, specs)
     read_back(temporary / data_name(rank), specs, tensors)
-    return Written(RankFiles(data, table), sum(spec.num_elements for spec in specs if not is_rank_record(spec.name)))
+    elements = sum(spec.num_elements for spec in specs if not is_rank_record(spec.name))
+    return Written(RankFiles(data, table), elements, sent_rows(specs))
 
 
 def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -> dict[str, TensorEntry]:
@@ -282,6 +281,8 @@ def commit(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
     final = final_path(root, step)
     temporary = temp_path(root, step, incarnation, "tmp")
     replaced = temp_path(root, step, incarnation, "replaced")
+    for folder in sorted(temporary.glob("ranks_*")):
+        fsync_directory(folder)
     fsync_directory(temporary)
     with may_write(run_dir, incarnation):
         again = final.exists()
@@ -331,7 +332,8 @@ def delete_checkpoint(root: Path, step: int, run_dir: Path, incarnation: int) ->
 
 def _is_valid(directory: Path) -> bool:
     try:
-        quick_check(directory)
+        # The sizes were checked when it was committed; thousands of files are not looked at again at every save.
+        check_names(directory)
     except CheckpointError:
         return False
     return True

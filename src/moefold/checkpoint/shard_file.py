@@ -12,13 +12,15 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from moefold.checkpoint.files import FileRecord, check_written, naming, opened, write_file
-from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Box, ChunkSpec, inside, intersection
+from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Box, ChunkSpec, inside, sizes_of
 from moefold.errors import CheckpointError
 
 
@@ -68,31 +70,38 @@ def _contents(path: Path, chunks: Sequence[ChunkSpec], tensors: Iterable[Tensor]
             yield memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
+def shard_offsets(chunks: Sequence[ChunkSpec]) -> list[int]:
+    """Where each chunk starts in the file, and at last the file's length; for chunks in shard order."""
+    return list(accumulate((chunk.num_bytes for chunk in chunks), initial=len(shard_header(chunks))))
+
+
 class ShardReader:
     """Reads boxes out of a shard; only their pages are read."""
 
-    def __init__(self, path: Path, chunks: Sequence[ChunkSpec]) -> None:
-        """``chunks`` come from the rank's table, whose hash was checked; the file's length was too."""
-        self.path = path
-        header = shard_header(chunks)
-        self.offsets: dict[str, list[tuple[int, ChunkSpec]]] = {}
-        offset = len(header)
-        for chunk in chunks:
-            self.offsets.setdefault(chunk.name, []).append((offset, chunk))
-            offset += chunk.num_bytes
+    def __init__(self, path: Path, size: int) -> None:
+        """``size`` is what the manifest says, where the file's hash is."""
+        self.path, self.size = path, size
         with opened(path) as descriptor, naming(path):
-            size = os.fstat(descriptor).st_size
-            if size != offset:
-                raise CheckpointError(f"{path}: has {size:,} bytes, its table says {offset:,}")
+            found = os.fstat(descriptor).st_size
+            if found != size:
+                raise CheckpointError(f"{path}: has {found:,} bytes, the manifest says {size:,}")
             # A private mapping: torch needs writable memory, and the file must not change.
             self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-        if self._map[: len(header)] != header:
-            raise CheckpointError(f"{path}: its header does not say what its table says")
 
-    def view(self, name: str, box: Box) -> Tensor:
-        """A box that lies inside one of the chunks, as a view into the file."""
-        offset, chunk = next(found for found in self.offsets[name] if intersection(box, found[1].box) == box)
-        if not chunk.num_elements:
-            return torch.empty(chunk.sizes, dtype=chunk.dtype)
-        flat = torch.frombuffer(self._map, dtype=chunk.dtype, count=chunk.num_elements, offset=offset)
-        return flat.view(chunk.sizes)[inside(box, chunk.box)]
+    def check_header(self, chunks: Sequence[ChunkSpec]) -> None:
+        """Raise unless the file is of these chunks, which are those of the rank's table."""
+        header, size = shard_header(chunks), shard_offsets(chunks)[-1]
+        if self.size != size:
+            raise CheckpointError(f"{self.path}: has {self.size:,} bytes, its table says {size:,}")
+        if self._map[: len(header)] != header:
+            raise CheckpointError(f"{self.path}: its header does not say what its table says")
+
+    def view(self, dtype: torch.dtype, offset: int, chunk: Box, part: Box) -> Tensor:
+        """``part`` of the chunk that starts at ``offset``, as a view into the file."""
+        sizes = sizes_of(chunk)
+        if not prod(sizes):
+            return torch.empty(sizes_of(part), dtype=dtype)
+        if offset % dtype.itemsize or offset + prod(sizes) * dtype.itemsize > self.size:
+            raise CheckpointError(f"{self.path}: the index has a chunk at byte {offset:,}, where none can be")
+        flat = torch.frombuffer(self._map, dtype=dtype, count=prod(sizes), offset=offset)
+        return flat.view(sizes)[inside(part, chunk)]

@@ -13,12 +13,15 @@ from pathlib import Path
 from torch import Tensor
 
 from moefold import __version__
+from moefold.checkpoint.chunk_index import rows_of, write_index
 from moefold.checkpoint.files import fsync_directory, make_directory, remove_tree, rename
 from moefold.checkpoint.load import Checkpoint
 from moefold.checkpoint.manifest import (
     MANIFEST,
     RankFiles,
+    TensorEntry,
     data_name,
+    ranks_directory,
     table_name,
     write_manifest,
     write_table,
@@ -46,6 +49,7 @@ def write_whole(
     if temporary.exists():
         remove_tree(temporary)
     make_directory(temporary)
+    make_directory(temporary / ranks_directory(0))
     chunks = shard_order(_whole_chunk(source, name) for name in source.names())
     try:
         data = write_shard(temporary / data_name(0), chunks, _read_all(source, chunks, progress))
@@ -53,6 +57,8 @@ def write_whole(
         remove_tree(temporary)
         raise
     table = write_table(temporary / table_name(0), 0, 0, chunks)
+    tensors = {chunk.name: TensorEntry(DTYPE_NAMES[chunk.dtype], chunk.shape) for chunk in chunks}
+    index = write_index(temporary, tensors, [rows_of(chunks)])
     fields = {
         "run": run.name,
         "incarnation": 0,
@@ -61,11 +67,13 @@ def write_whole(
         "layout": dict.fromkeys(("tp", "cp", "pp", "ep", "etp", "dp", "edp"), 1),
         "config": dump_run(run),
         "code": __version__,
-        "tensors": {c.name: {"dtype": DTYPE_NAMES[c.dtype], "shape": list(c.shape)} for c in chunks},
+        "tensors": {name: asdict(entry) for name, entry in tensors.items()},
         "files": [asdict(RankFiles(data, table))],
+        "index": asdict(index),
         "state": {"origin": dict(origin)},
     }
     write_manifest(temporary / MANIFEST, fields)
+    fsync_directory(temporary / ranks_directory(0))
     fsync_directory(temporary)
     rename(temporary, final)
     fsync_directory(root)

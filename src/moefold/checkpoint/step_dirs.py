@@ -7,25 +7,27 @@
 
 Only the first kind is ever read. A name changes in one atomic step, so a crash leaves one of these and nothing between.
 
-A directory is validated quickly, by names, sizes and the manifest's own hash, or by every byte. The quick check costs
-the same for any size and is what `latest` uses. The full one reads everything once; when ranks load together, each file
-is read by one of them.
+In a committed directory, ranks' files lie in directories of 512 ranks each, because file systems become slow where
+100,000 names lie together.
+
+A directory is validated by names and the manifest's own hash; quickly, by the sizes of all files too; or by every byte.
+When ranks load together, one looks at names, and each file's size and bytes are checked by one of them.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from moefold.checkpoint import files
+from moefold.checkpoint.chunk_index import Located, check_index
 from moefold.checkpoint.files import check_content, check_size, fsync_directory, naming
-from moefold.checkpoint.manifest import MANIFEST, Manifest, data_name, read_manifest, read_table, table_name
+from moefold.checkpoint.manifest import MANIFEST, Manifest, read_manifest, read_table
 from moefold.checkpoint.shard_file import ShardReader
-from moefold.checkpoint.tensor_spec import ChunkSpec, intersection
-from moefold.errors import CheckpointError
+from moefold.checkpoint.tensor_spec import Box, ChunkSpec, cover_fault, intersection, whole
+from moefold.errors import CheckpointError, name_ranks
 
 _COMMITTED = re.compile(r"step_([0-9]{8,15})")
 _TEMPORARY = re.compile(r"step_([0-9]{8,15})\.([0-9]{1,15})\.(tmp|replaced|deleting)")
@@ -79,11 +81,18 @@ def clean_up(root: Path, incarnation: int, *, alone: bool) -> None:
             files.remove_tree(root / name)
 
 
-_RANK_FILE = re.compile(r"rank_.*")
+_RANK_FILE = re.compile(r"ranks?_.*")
 
 
 def quick_check(directory: Path) -> Manifest:
     """The manifest of a directory in which everything is there, named right and as long as it should be."""
+    manifest = check_names(directory)
+    check_sizes(directory, manifest, range(manifest.world))
+    return manifest
+
+
+def check_names(directory: Path) -> Manifest:
+    """The manifest of a directory in which every file is there; it lists directories, and looks at no file but this."""
     if directory.is_symlink() or not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory; give runs/NAME, or one of its checkpoints/step_...")
     if is_temporary(directory.name):
@@ -94,22 +103,39 @@ def quick_check(directory: Path) -> Manifest:
         raise CheckpointError(
             f"{directory / MANIFEST}: is of step {manifest.step}, which is not what the directory says"
         )
-    for rank, entry in enumerate(manifest.files):
-        check_size(directory / table_name(rank), entry.table.bytes)
-        check_size(directory / data_name(rank), entry.data.bytes)
-    expected = {name(rank) for rank in range(manifest.world) for name in (data_name, table_name)}
-    with naming(directory):
-        for name in os.listdir(directory):
-            if _RANK_FILE.fullmatch(name) and name not in expected:
-                raise CheckpointError(f"{directory / name}: not in the manifest")
+    expected: dict[Path, set[str]] = {directory: set()}
+    for rank in range(manifest.world):
+        for path in (manifest.data_path(directory, rank), manifest.table_path(directory, rank)):
+            expected.setdefault(path.parent, set()).add(path.name)
+    expected[directory] |= {folder.name for folder in expected if folder != directory}
+    for folder, names in expected.items():
+        _check_listed(folder, names)
     return manifest
+
+
+def _check_listed(folder: Path, names: set[str]) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a directory")
+    with naming(folder):
+        found = {name for name in os.listdir(folder) if _RANK_FILE.fullmatch(name)}
+    for name in sorted(found - names):
+        raise CheckpointError(f"{folder / name}: not in the manifest")
+    for name in sorted(names - found):
+        raise CheckpointError(f"{folder / name}: is missing")
+
+
+def check_sizes(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
+    """Of the two files of each of these ranks."""
+    for rank in ranks:
+        check_size(manifest.table_path(directory, rank), manifest.files[rank].table.bytes)
+        check_size(manifest.data_path(directory, rank), manifest.files[rank].data.bytes)
 
 
 def check_files(directory: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
     """Hash the two files of each of these ranks."""
     for rank in ranks:
-        check_content(directory / table_name(rank), manifest.files[rank].table)
-        check_content(directory / data_name(rank), manifest.files[rank].data)
+        check_content(manifest.table_path(directory, rank), manifest.files[rank].table)
+        check_content(manifest.data_path(directory, rank), manifest.files[rank].data)
 
 
 def verify(directory: Path) -> Manifest:
@@ -121,22 +147,29 @@ def verify(directory: Path) -> Manifest:
 
 
 def check_structure(directory: Path, manifest: Manifest) -> None:
-    """Headers match tables, and the chunks of every tensor cover each element once."""
-    found: dict[str, list[ChunkSpec]] = {}
+    """Headers match tables, the index matches them too, and the chunks of every tensor cover each element once."""
+    index = check_index(directory, manifest, _tables(directory, manifest))
+    for name, entry in manifest.tensors.items():
+        box = whole(entry.shape)
+        check_cover(directory, name, box, list(index.find(name, box)))
+
+
+def _tables(directory: Path, manifest: Manifest) -> Iterator[list[ChunkSpec]]:
     for rank in range(manifest.world):
         chunks = read_table(directory, manifest, rank)
-        ShardReader(directory / data_name(rank), chunks)
-        for chunk in chunks:
-            found.setdefault(chunk.name, []).append(chunk)
-    for name, entry in manifest.tensors.items():
-        _check_covered(directory, name, prod(entry.shape), found.get(name, []))
+        ShardReader(manifest.data_path(directory, rank), manifest.files[rank].data.bytes).check_header(chunks)
+        yield chunks
 
 
-def _check_covered(directory: Path, name: str, elements: int, chunks: Sequence[ChunkSpec]) -> None:
-    covered = sum(chunk.num_elements for chunk in chunks)
-    if covered != elements:
-        raise CheckpointError(f"{directory}: {name} has {elements:,} elements, its chunks have {covered:,}")
-    for i, chunk in enumerate(chunks):
-        for other in chunks[:i]:
-            if intersection(chunk.box, other.box) is not None:
-                raise CheckpointError(f"{directory}: two chunks of {name} overlap")
+def check_cover(directory: Path, name: str, box: Box, chunks: Sequence[Located]) -> None:
+    """Raise unless each element of the box is in one of the chunks, which all meet the box, and in no other."""
+    fault = cover_fault(box, [part for chunk in chunks if (part := intersection(box, chunk.box)) is not None])
+    if fault is None:
+        return
+    point, excess = fault
+    at = tuple(slice(index, index + 1) for index in point)
+    ranks = sorted({chunk.rank for chunk in chunks if not point or intersection(at, chunk.box) is not None})
+    place = f"element {list(point)} of {name}" if point else name
+    if excess < 0:
+        raise CheckpointError(f"{directory}: lacks {place}: no rank has written it")
+    raise CheckpointError(f"{directory}: two chunks of {name} overlap: {place} is in files of {name_ranks(ranks)}")

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ class ChunkSpec:
     @property
     def corner(self) -> tuple[int, ...]:
         """Of several boxes of one tensor, it tells which."""
-        return tuple(part.start for part in self.box)
+        return _corner(self.box)
 
     @property
     def num_elements(self) -> int:
@@ -125,6 +127,43 @@ def intersection(a: Box, b: Box) -> Box | None:
 def inside(part: Box, outer: Box) -> Box:
     """``part`` in coordinates relative to the corner of ``outer``."""
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in zip(part, outer, strict=True))
+
+
+def cover_fault(outer: Box, boxes: Sequence[Box]) -> tuple[tuple[int, ...], int] | None:
+    """None if every element of ``outer`` is in exactly one box and none is outside of it; else the first that is not,
+    and in how many boxes too many it is: -1 if it is in none.
+
+    Count the boxes that an element is in, minus one inside ``outer``: a step function, zero everywhere if and only if
+    its mixed difference over all dims is. That difference is +1 or -1 at each box's corners and 0 elsewhere, so the
+    corners are sorted and their signs added up: O(n log n) for n boxes, where comparing pairs is quadratic. At the
+    first corner that is left, the function has its sign's value.
+    """
+    boxes = [box for box in boxes if volume(box)]
+    if not volume(outer):
+        return None if not boxes else (_corner(boxes[0]), 1)
+    bounds = np.array([[(part.start, part.stop) for part in box] for box in (outer, *boxes)], np.int64)
+    bounds = bounds.reshape(len(boxes) + 1, len(outer), 2)
+    weights = np.array([-1] + [1] * len(boxes), np.int64)
+    # Dims in which every box is as long as ``outer`` tell nothing.
+    cut = np.flatnonzero((bounds != bounds[:1]).any(axis=(0, 2)))
+    sides = list(product((0, 1), repeat=len(cut)))
+    corners = np.concatenate([bounds[:, cut, side] for side in sides])
+    signs = np.concatenate([weights * (-1) ** sum(side) for side in sides])
+    order = np.lexsort(corners.T[::-1]) if len(cut) else np.arange(len(corners))
+    corners, signs = corners[order], signs[order]
+    starts = np.flatnonzero(np.append(True, (corners[1:] != corners[:-1]).any(axis=1)))
+    sums = np.add.reduceat(signs, starts)
+    left = np.flatnonzero(sums)
+    if not len(left):
+        return None
+    point = list(_corner(outer))
+    for dim, index in zip(cut, corners[starts[left[0]]], strict=True):
+        point[dim] = int(index)
+    return tuple(point), int(sums[left[0]])
+
+
+def _corner(box: Box) -> tuple[int, ...]:
+    return tuple(part.start for part in box)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ collectives in the same order.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -288,6 +289,47 @@ def all_reduce_ints(values: Sequence[int], group: Group) -> list[int]:
     if group.alone:
         return list(values)
     return [int(x) for x in all_reduce_no_grad(torch.tensor(values, device=device_of(group)), group).tolist()]
+
+
+# Of one rank in one all-gather of bytes: bounds the memory of its result.
+_BYTES_AT_ONCE = 1 << 10
+
+
+def all_gather_bytes(content: bytes, group: Group) -> list[bytes]:
+    """Every rank's bytes, of any length."""
+    if group.alone:
+        return [content]
+    device = device_of(group)
+    length = torch.tensor([len(content)], device=device)
+    lengths = all_gather_no_grad(length, (1,) * group.size, group).tolist()
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else 0
+    rounds = [
+        all_gather_no_grad(part.to(device).unsqueeze(0), (1,) * group.size, group).cpu()
+        for part in mine.split(_BYTES_AT_ONCE)
+    ]
+    whole = torch.cat(rounds, dim=1).numpy() if rounds else [b""] * group.size
+    return [bytes(row[:length]) for row, length in zip(whole, lengths, strict=True)]
+
+
+def broadcast_bytes(content: bytes, group: Group) -> bytes:
+    """The first rank's bytes, on every rank, which need not know their length; a hash tells that they arrived whole."""
+    if group.alone:
+        return content
+    device = device_of(group)
+    sent = hashlib.sha256(content).digest() + content if group.index == 0 else b""
+    buffer = torch.zeros(all_reduce_ints((len(sent),), group)[0], dtype=torch.uint8)
+    if sent:
+        buffer.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
+    buffer = buffer.to(device)
+    group.ledger.record("broadcast", group.name, buffer)
+    dist.broadcast(buffer, group.ranks[0], group=group.handle)
+    received = buffer.cpu().numpy().tobytes()
+    if hashlib.sha256(received[32:]).digest() != received[:32]:
+        raise ExchangeError(
+            f"broadcast over {group.name}: {len(received):,} bytes arrived otherwise than they were sent"
+        )
+    return received[32:]
 
 
 def device_of(group: Group) -> torch.device:

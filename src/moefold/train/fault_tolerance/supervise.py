@@ -243,4 +243,5 @@ def _named(checkpoint: str) -> str:
 def _newest(checkpoints: Path) -> str:
     """The newest committed step's name; committing is a rename, so a name is enough."""
     names = [path.name for path in checkpoints.glob("step_*") if path.suffix == ""]
-    return max(names, default="")
+    # As numbers: from step 100,000,000 on, a name has more than eight digits.
+    return max(names, key=lambda name: (len(name), name), default="")
