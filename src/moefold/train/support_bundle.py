@@ -176,7 +176,7 @@ def _last_metrics(path: Path, redactor: Redactor) -> Iterator[str]:
 
 
 def _checkpoints(folder: Path) -> Iterator[dict[str, object]]:
-    for path in sorted(folder.glob("step_*")):
+    for path in sorted(folder.glob("step_*"), key=lambda path: (len(path.name), path.name)):
         if path.is_dir() and _STEP.fullmatch(path.name):
             files = [file for file in path.rglob("*") if file.is_file()]
             yield {"name": path.name, "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
