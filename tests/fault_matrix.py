@@ -1,0 +1,212 @@
+"""The fault matrix: what can go wrong, what must hold then, which test shows it, and what was measured.
+
+Rows are data. A figure is read from the file that the row's command wrote (docs/measured), so the table says no more
+than what was run; a row without a figure has its tests alone.
+
+    python -m tests.fault_matrix --write      # the table of docs/reliability.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, MEASURED = DOCS / "reliability.md", DOCS / "measured"
+BEGIN, END = "<!-- fault matrix: python -m tests.fault_matrix --write -->", "<!-- end of the fault matrix -->"
+
+
+class Row(NamedTuple):
+    """``tests`` are files below tests/, or modules that `python -m tests.NAME` runs; ``figure`` reads ``file``."""
+
+    number: str
+    fault: str
+    holds: str
+    tests: tuple[str, ...]
+    file: str = ""
+    figure: Callable[[Any], str] | None = None
+
+
+def _pieces(name: str, *counts: str) -> Callable[[Any], str]:
+    """The sum over pieces of the number of cases, and of each count of what must not happen."""
+
+    def figure(found: Any) -> str:
+        total = [sum(piece[count] for piece in found["pieces"]) for count in (name, *counts)]
+        bad = ", ".join(f"{number} {count.replace('_', ' ')}" for count, number in zip(counts, total[1:], strict=True))
+        return f"{total[0]:,} {name}: {bad}"
+
+    return figure
+
+
+def _hangs(found: Any) -> str:
+    draws = found["draws"]
+    count, bound, named = (
+        sum(draw[name] for draw in draws) for name in ("hangs", "noticed_in_1.5_bounds", "culprit_named")
+    )
+    return f"{count} hangs: {bound} noticed within 1.5 bounds, {named} named"
+
+
+def _flips(found: Any) -> str:
+    flips, must, seen = (
+        sum(layout[name] for layout in found["layouts"]) for name in ("flips", "must_be_found", "found")
+    )
+    return f"{flips} flips: {seen} found of {must} that have a replica or fall into a framed step"
+
+
+def _soak(found: Any) -> str:
+    share = found["effective_training_time"]
+    return (
+        f"{found['minutes']:g} min, {found['faults']} faults: {share:.1%} effective training time, "
+        f"{found['steps_that_differ']} of {found['steps_compared']:,} losses differ"
+    )
+
+
+MATRIX = (
+    Row(
+        "F1",
+        "a rank is killed at any point of a step or a save",
+        "every number on every rank, and every loss, to the last bit",
+        ("ranks/test_kill.py", "ranks/test_checkpoint_background.py"),
+    ),
+    Row(
+        "F1n",
+        "the same over drawn layouts on 2 to 8 ranks, context parallelism among them",
+        "as F1, random state of every rank",
+        ("kill_draws",),
+        "kills.json",
+        _pieces("kills", "failures"),
+    ),
+    Row(
+        "F2",
+        "the launcher or torchrun's agent is killed",
+        "ranks gone within 1 s, the same command resumes",
+        ("ranks/test_signals.py",),
+    ),
+    Row(
+        "F3",
+        "SIGTERM, SIGINT, once or again, to a rank, the launcher or the group; crashes, exceptions",
+        "saved, exit code 75, never started again; a crash is named and restarted",
+        ("ranks/test_signals.py", "signal_draws"),
+        "signals.json",
+        _pieces("draws", "unsaved", "restarts_after_a_stop", "tracebacks", "failures"),
+    ),
+    Row(
+        "F4",
+        "a rank hangs: stopped, GIL held, endless loop, blocked read, left-out or different collective",
+        "noticed in bound, the rank and its phase named, stacks of all ranks kept, restarted",
+        ("ranks/test_hangs.py", "train/test_watchdog.py", "hang_draws"),
+        "hangs.json",
+        _hangs,
+    ),
+    Row(
+        "F8",
+        "two launchers on one run; a writer of an earlier start wakes up",
+        "the second is refused and told who holds it; the old one cannot commit",
+        ("checkpoint/test_run_lock.py",),
+    ),
+    Row(
+        "F9",
+        "checkpoints torn, flipped, truncated, swapped, renamed, linked",
+        "refused with file and reason before a tensor changes; all ranks choose the same older one",
+        ("checkpoint/test_damage.py",),
+    ),
+    Row(
+        "F12",
+        "NaN or Inf in a loss, a gradient, one expert, one rank",
+        "skipped on all ranks, no state changes, tensor and rank named",
+        ("ranks/test_train.py",),
+    ),
+    Row(
+        "F13",
+        "a bit flips in a weight, a moment or a gradient",
+        "found at the next comparison, tensor and rank named, rolled back",
+        ("ranks/test_corruption.py", "body/test_state_hash.py"),
+        "bit_flips.json",
+        _flips,
+    ),
+    Row(
+        "F16",
+        "a run resumes on another layout or number of ranks",
+        "every global tensor to the last bit",
+        ("ranks/test_checkpoint_layouts.py",),
+    ),
+    Row(
+        "F17",
+        "a kill or a failure in the background of a save; saves that overlap",
+        "no checkpoint without verified data, the failure is known on all ranks",
+        ("ranks/test_checkpoint_background.py", "checkpoint/test_writer_thread.py"),
+    ),
+    Row(
+        "F19",
+        "the wall clock jumps by an hour",
+        "no alarm",
+        ("ranks/test_hangs.py",),
+    ),
+    Row(
+        "F20",
+        "the same fault after every start",
+        "ends after three starts without a new checkpoint, with the last cause",
+        ("ranks/test_hangs.py",),
+    ),
+    Row(
+        "F21",
+        "random faults for hours",
+        "effective training time of 95 %, losses to the last bit",
+        ("soak",),
+        "soak.json",
+        _soak,
+    ),
+    Row(
+        "B2",
+        "malformed Hugging Face directories",
+        "refused with file and tensor, nothing loaded, little memory",
+        ("checkpoint/test_hf_hostile.py", "checkpoint/test_hf_refusals.py"),
+    ),
+    Row(
+        "B4",
+        "poisoned files for every loader",
+        "nothing of them runs",
+        ("checkpoint/test_hf_poison.py",),
+    ),
+)
+
+
+def table() -> str:
+    lines = ["| | fault | must hold | shown by | measured |", "|---|---|---|---|---|"]
+    lines += [f"| {row.number} | {row.fault} | {row.holds} | {_shown(row)} | {_measured(row)} |" for row in MATRIX]
+    return "\n".join(lines)
+
+
+def _shown(row: Row) -> str:
+    return ", ".join(f"`tests/{name}`" if "/" in name else f"`python -m tests.{name}`" for name in row.tests)
+
+
+def _measured(row: Row) -> str:
+    if row.figure is None:
+        return "by its tests"
+    path = MEASURED / row.file
+    return row.figure(json.loads(path.read_text())) if path.exists() else "not yet"
+
+
+def with_table(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The fault matrix as a table.")
+    parser.add_argument("--write", action="store_true", help="into docs/reliability.md")
+    args = parser.parse_args()
+    if args.write:
+        PAGE.write_text(with_table(PAGE.read_text()))
+    else:
+        print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
