@@ -2,7 +2,7 @@
 
 An error says what happened, where in the configuration, with the actual numbers, and what would work. All problems of a
 configuration are reported at once. The command line prints these errors without a traceback; any other exception is a
-bug in moefold.
+bug in moefold. No message has the login of an address in it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from moefold.redaction import without_login
 
 # Longer words are not typing mistakes, and comparing them takes time.
 _LONGEST_WORD = 64
@@ -32,6 +34,10 @@ class Problem:
     message: str
     fix: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("path", "message", "fix"):
+            object.__setattr__(self, name, without_login(getattr(self, name)))
+
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" + (f"; {self.fix}" if self.fix else "")
 
@@ -46,6 +52,10 @@ class MoefoldError(Exception):
     ...     print(str(error)[:64])
     model.moe.topk: unknown key; did you mean 'top_k'? known here: n
     """
+
+    def __init__(self, *args: object) -> None:
+        # Errors are printed and logged, and addresses of data may have a login in them.
+        super().__init__(*(without_login(each) if isinstance(each, str) else each for each in args))
 
 
 class ProblemsError(MoefoldError):

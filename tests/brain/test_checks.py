@@ -348,6 +348,12 @@ CASES = [
         "optim.qk_clip",
     ),
     (train.clipped_weights_are_whole, _clipped(MLAConfig()), _clipped(MLAConfig(), "remainder"), "optim.qk_clip"),
+    (
+        train.addresses_are_whole,
+        RunConfig(data=DataConfig(train="s3://alice:secret@bucket/x")),
+        RunConfig(data=DataConfig(train="s3://[redacted]@bucket/x")),
+        "data.train",
+    ),
     (train.name_is_one_word, RunConfig(name="a-1"), RunConfig(name="../a"), "name"),
     (
         train.lr_schedule_fits_into_the_run,

@@ -16,8 +16,8 @@ from moefold.api.runs import load_run
 from moefold.cli.main import main
 from moefold.config.loading import dump_run
 from moefold.errors import MoefoldError
+from moefold.redaction import REDACTED, Redactor
 from moefold.train.fault_tolerance.flight_recorder import dump_files, plain_pickle, read_dump, recorder_environment
-from moefold.train.redaction import REDACTED, Redactor
 from moefold.train.support_bundle import LAST_METRICS, collect, write_bundle
 
 # By the name of the variable that has it; all must be gone, wherever they were planted.

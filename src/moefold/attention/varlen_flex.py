@@ -24,6 +24,7 @@ from moefold.attention.packed_mask import PackedMask, whole_documents
 from moefold.attention.partial_attention import sink_gradients
 from moefold.attention.sdpa import nothing_seen
 from moefold.attention.varlen import VarlenAttention, VarlenGradients
+from moefold.ops.compiled_cache import use_private_compiler_caches
 from moefold.ops.fp32_linear import upcast
 
 # Rows of a block; flex_attention's default.
@@ -152,4 +153,5 @@ def _listed(chosen_XY: Tensor) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
+    use_private_compiler_caches()
     return torch.compile(flex_attention)

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,12 +62,23 @@ class Incarnation:
 def take_incarnation(run_dir: Path) -> int:
     """Become the run's only writer, for as long as this process lives, and take the next number."""
     make_directory(run_dir)
+    refuse_open_directory(run_dir)
     hold_run(run_dir)
     with commit_gate(run_dir):
         before = read_incarnation(run_dir)
         now = Incarnation(before.run if before else secrets.token_hex(8), before.number + 1 if before else 1)
         _write_incarnation(run_dir, now)
     return now.number
+
+
+def refuse_open_directory(run_dir: Path) -> None:
+    """Whoever can write there can give the run another checkpoint to resume from; sharing with a group is a choice."""
+    mode = stat.S_IMODE(os.stat(run_dir).st_mode)
+    if mode & stat.S_IWOTH:
+        raise CheckpointError(
+            f"{run_dir}: can be written by everybody (mode {mode:04o}), so that anybody can replace its checkpoints; "
+            f"`chmod o-w {run_dir}`, after a look at what is in it"
+        )
 
 
 def hold_run(run_dir: Path) -> int:

@@ -6,18 +6,46 @@ from math import isfinite, isnan
 
 from moefold.blueprint.param_groups import unmatched
 from moefold.blueprint.parameters import parameters
-from moefold.checks.sizes import divides, divisors
+from moefold.checks.sizes import divides, divisors, leaves
 from moefold.config.attention import GQAConfig
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
+from moefold.redaction import REDACTED
 from moefold.topology.folded_layout import FoldedLayout
+
+_LONGEST_NAME = 100
 
 
 def name_is_one_word(run: RunConfig) -> Problem | None:
-    """The name becomes a directory and must not point outside of `train.directory`."""
-    if run.name and not run.name.startswith(".") and not set(run.name) & set("/\\\0"):
-        return None
-    return Problem("name", f"{run.name!r} is not the name of a directory", "use letters, digits, _ and -")
+    return name_problem(run.name, "name")
+
+
+def name_problem(name: str, path: str) -> Problem | None:
+    """A run's name becomes a directory: it must not point outside of `train.directory`, be taken for an option, or
+    change what a terminal shows."""
+    wrong = {
+        "is empty": not name,
+        "begins with a dot or a dash": name.startswith((".", "-")),
+        "has a path separator": bool(set(name) & set("/\\")),
+        "has control characters": not name.isprintable(),
+        f"has more than {_LONGEST_NAME} bytes": len(name.encode(errors="replace")) > _LONGEST_NAME,
+    }
+    found = " and ".join(what for what, is_so in wrong.items() if is_so)
+    fix = f"use at most {_LONGEST_NAME} letters, digits, _ and -, of which a letter comes first"
+    shown = repr(name) if len(name) <= _LONGEST_NAME else f"{name[:20]!r}..."
+    return Problem(path, f"{shown} is not the name of a directory: it {found}", fix) if found else None
+
+
+def addresses_are_whole(run: RunConfig) -> list[Problem]:
+    """Logins of addresses are left out of config.yaml; whoever starts from it gives the address again."""
+    found = [(path, value) for path, value in leaves(run) if isinstance(value, str)]
+    found += [(f"data.mixture.{number}.path", source.path) for number, source in enumerate(run.data.mixture)]
+    fix = "give the whole address again, as when the run was first started"
+    return [
+        Problem(path, f"{value}: its login was left out when it was written down", fix)
+        for path, value in found
+        if REDACTED in value
+    ]
 
 
 def lr_phases_are_a_whole_run(run: RunConfig) -> Problem | None:
@@ -259,5 +287,11 @@ RULES = (
     excluded_ranks_are_looked_for,
 )
 # A run without tokens, a length or an lr can still be planned, dry-run and proved.
-RULES_TO_TRAIN = (training_has_tokens, validation_is_of_the_trained_kind, training_has_an_end, training_has_an_lr)
+RULES_TO_TRAIN = (
+    training_has_tokens,
+    addresses_are_whole,
+    validation_is_of_the_trained_kind,
+    training_has_an_end,
+    training_has_an_lr,
+)
 RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)

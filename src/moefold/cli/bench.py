@@ -201,13 +201,14 @@ def calibrate(args: argparse.Namespace) -> int:
     from moefold.bench.calibrate import calibrate as measure
     from moefold.bench.calibrate import calibration_report
     from moefold.hardware.machine import machine_json
+    from moefold.private_files import replace_file
 
     if args.out is not None and not args.out.parent.is_dir():
         raise MoefoldError(f"--out {args.out}: {args.out.parent} is no directory")
     found = measure(args.world, args.rounds, progress_line())
     if args.out is not None:
         try:
-            args.out.write_text(machine_json(found.machine), encoding="utf-8")
+            replace_file(args.out, machine_json(found.machine))
         except OSError as error:
             raise MoefoldError(f"{args.out}: cannot be written: {error.strerror}; choose another --out") from error
     print(json.dumps(asdict(found.machine)) if args.json else calibration_report(found))

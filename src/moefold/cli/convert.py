@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moefold.checks.train import name_problem
 from moefold.errors import ConfigError, ConversionError, Problem
 from moefold.units import format_bytes, parse_bytes
 
@@ -250,8 +251,8 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _check_name(name: str) -> None:
-    if not name or name in (".", "..") or "/" in name or not name.isprintable():
-        raise ConfigError(Problem("--name", f"{name[:60]!r} cannot be the name of a directory"))
+    if (problem := name_problem(name, "--name")) is not None:
+        raise ConfigError(problem)
 
 
 def _size(source: TensorSource) -> int:

@@ -18,6 +18,7 @@ TYPE_CHECKING = False  # true for a type checker; `typing` is slow to import
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
+    from types import TracebackType
     from typing import NoReturn
 
 VERBS = {
@@ -61,6 +62,8 @@ STOPPED_BY_REQUEST = ("train", "sft", "dpo")
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit code. Without ``argv`` it owns the process and its signal handlers."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        sys.excepthook = _print_traceback
     if words and words[0] in STOPPED_BY_REQUEST:
         with stop_on_signals(until_exit=argv is None) as stop:
             return _dispatch(words, stop)
@@ -95,6 +98,15 @@ def _dispatch(words: list[str], stop: StopRequest | None) -> int:
         return 2
     args.stop, args.verb = stop, verb
     return _run(args)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Of a bug. An exception of a library may have an address with its login in it."""
+    import traceback
+
+    from moefold.redaction import without_login
+
+    sys.stderr.write(without_login("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _explain_unknown(word: str, verb: str, parser: argparse.ArgumentParser) -> str:

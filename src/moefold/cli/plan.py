@@ -14,6 +14,7 @@ from typing import Any
 from moefold.cli.run_argument import add_run_argument
 from moefold.errors import MoefoldError
 from moefold.hardware.cluster import GPUS
+from moefold.private_files import replace_file
 from moefold.units import parse_bytes, parse_count
 
 EXAMPLES = """examples:
@@ -164,7 +165,7 @@ def _write_files(plan: Any, html: Path | None, trace: Path | None) -> None:
 
 def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise MoefoldError(f"{path}: cannot be written: {error.strerror}; choose another {option}") from error
     print(f"wrote {path}", file=sys.stderr)

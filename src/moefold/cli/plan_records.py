@@ -16,6 +16,7 @@ from moefold.plan.published.error_page import error_page, summary
 from moefold.plan.published.fit import fitted_source
 from moefold.plan.published.points import nearest_record, record_words
 from moefold.plan.published.predict_records import Unread, predict_lines
+from moefold.private_files import replace_file
 from moefold.recipes.catalog import recipe, tuned_layouts
 from moefold.tables import text_table
 
@@ -61,7 +62,7 @@ def _read(path: Path) -> list[str]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise MoefoldError(f"{path}: cannot be written: {error.strerror}; choose another --predictions") from error
 
@@ -77,11 +78,11 @@ def run_score(
     """Prints the error per set of runs; writes predictions, page and fitted constants where paths are given."""
     result = assess(folder, progress)
     if predictions is not None:
-        predictions.write_text("".join(json.dumps(line) + "\n" for line in prediction_lines(result)), "utf-8")
+        replace_file(predictions, "".join(json.dumps(line) + "\n" for line in prediction_lines(result)))
     if page is not None:
-        page.write_text(error_page(result), "utf-8")
+        replace_file(page, error_page(result))
     if constants is not None:
-        constants.write_text(fitted_source(result.fitted.constants, result.intervals), "utf-8")
+        replace_file(constants, fitted_source(result.fitted.constants, result.intervals))
     print(json.dumps(_data(result), indent=2) if as_json else _text(result))
     return 0
 

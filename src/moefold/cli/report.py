@@ -92,8 +92,9 @@ def _opened(path: Path, mode: str) -> AbstractContextManager[IO[bytes]]:
 
 def _write(path: Path, text: str) -> None:
     from moefold.errors import MoefoldError
+    from moefold.private_files import replace_file
 
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text)
     except OSError as error:
         raise MoefoldError(f"{path}: cannot be written: {error.strerror}; choose another file with --out") from error

@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moefold.errors import ConfigError, Problem
+from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.private_files import replace_file
 from moefold.schedule.actions import Order
 from moefold.schedule.names import SCHEDULES, schedule_named
 from moefold.schedule.passes import add_transfers, split_backward
@@ -72,14 +73,21 @@ def run(args: argparse.Namespace) -> int:
     timeline = _timeline(args, args.name)
     if args.svg:
         _refuse_large_pictures(timeline.order)
-        Path(args.svg).write_text(svg(timeline))
+        _write(args.svg, svg(timeline))
     if args.trace:
-        Path(args.trace).write_text(json.dumps(chrome_trace(timeline)))
+        _write(args.trace, json.dumps(chrome_trace(timeline)))
     if args.json:
         print(json.dumps(_data(timeline), indent=2))
     else:
         print(_report(timeline, args.width or shutil.get_terminal_size((160, 24)).columns))
     return 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        replace_file(Path(path), text)
+    except OSError as error:
+        raise MoefoldError(f"{path}: cannot be written: {error.strerror}; choose another file") from error
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ mode accepts a mapping for a dataclass only from JSON. Whether sizes fit togethe
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -33,6 +34,8 @@ from moefold.config.strict import (
     shown,
 )
 from moefold.errors import ConfigError, Problem, UnknownNameError, did_you_mean
+from moefold.private_files import by_everybody
+from moefold.redaction import without_login
 
 _MAX_PROBLEMS = 50
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,9 +60,12 @@ def load_run_file(path: str | Path, recipe: FindRecipe | None = None) -> RunConf
         with open(path, "rb") as file:
             # One byte more than allowed is enough to know.
             content = file.read(MAX_BYTES + 1)
+            everybody = by_everybody(Path(path), os.fstat(file.fileno()))
     except OSError as error:
         fix = f"give the path of a run file; `moefold init RECIPE > {Path(path).name}` writes one"
         raise ConfigError(Problem(str(path), f"cannot be read: {error.strerror}", fix)) from None
+    if everybody is not None:
+        raise ConfigError(Problem(str(path), f"{everybody}, so anybody can have changed it", "`chmod o-w` it"))
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -147,14 +153,28 @@ def _put_all(tree: dict[str, Any], leaves: Sequence[tuple[list[str], object]], p
             problems.append(Problem(shown(".".join(parts)), str(error)))
 
 
+def plain_data(run: RunConfig) -> dict[str, Any]:
+    """The run as nested dicts to be written down: without the logins of its addresses."""
+    found: dict[str, Any] = _without_logins(asdict(run))
+    return found
+
+
+def _without_logins(value: Any) -> Any:
+    if isinstance(value, str):
+        return without_login(value)
+    if isinstance(value, dict):
+        return {key: _without_logins(inner) for key, inner in value.items()}
+    return type(value)(map(_without_logins, value)) if isinstance(value, list | tuple) else value
+
+
 def dump_run(run: RunConfig) -> str:
-    """YAML text that `parse_run` reads back as the same run."""
-    return yaml.dump(asdict(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """YAML text that `parse_run` reads back as the same run, but for logins in addresses, which are left out."""
+    return yaml.dump(plain_data(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def dump_value(value: object) -> str:
-    """One value on one line, as `parse_run` reads it."""
-    plain = list(value) if isinstance(value, tuple) else value
+    """One value on one line, as `parse_run` reads it; without the logins of addresses."""
+    plain = _without_logins(list(value) if isinstance(value, tuple) else value)
     text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
     return text.removesuffix("...\n").strip()
 

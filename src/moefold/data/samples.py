@@ -26,6 +26,7 @@ from moefold.data.packing import Piece, Pieces, starts_in_window
 from moefold.data.sample_order import ItemOrder, Mixture
 from moefold.data.sources import Source
 from moefold.errors import ConfigError, DataError, Problem
+from moefold.redaction import without_login
 
 Split = Literal["train", "validation"]
 # Increment when the order changes for unchanged inputs of the fingerprint.
@@ -93,7 +94,7 @@ class SplitSources:
             "sources": [
                 {
                     "end_of_document": config.end_of_document,
-                    "files": [[os.path.basename(f.name), f.num_tokens, f.digest] for f in source.files],
+                    "files": [[os.path.basename(without_login(f.name)), f.num_tokens, f.digest] for f in source.files],
                 }
                 for config, source in zip(self._configs, self.sources)
             ],

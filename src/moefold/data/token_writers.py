@@ -27,6 +27,7 @@ import numpy as np
 from moefold.data.megatron_index import HEADER, MAGIC, MAX_SEQUENCE_LENGTH, type_code
 from moefold.data.token_files import LOSS_MASK, ORIGIN
 from moefold.errors import DataError
+from moefold.private_files import own_opener, replace_file
 
 _RUN = 1 << 20
 
@@ -65,9 +66,7 @@ class TokenWriter:
             return
         for file in self._files():
             _flush_to_disk(file)
-        temporary = self._mark_path.with_suffix(".new.tmp")
-        temporary.write_text(json.dumps([self._resume_key, num_tasks, self.num_documents, self.num_tokens]))
-        os.replace(temporary, self._mark_path)
+        replace_file(self._mark_path, json.dumps([self._resume_key, num_tasks, self.num_documents, self.num_tokens]))
         self.num_marked = num_tasks
 
     @property
@@ -93,7 +92,7 @@ class TokenWriter:
 
     def _open_temporary(self, path: Path) -> IO[bytes]:
         """Opened for appending, which keeps what is there; closed on leaving the context."""
-        return open(self._temporary(path), "a+b")
+        return open(self._temporary(path), "a+b", opener=own_opener)
 
     def _cut(self, file: IO[bytes], size: int) -> None:
         if os.fstat(file.fileno()).st_size < size:
@@ -172,9 +171,7 @@ class TokenWriter:
         for path in (self._origin_path, *self._companions()):
             path.unlink(missing_ok=True)
         if self.origin is not None:
-            with open(self._temporary(self._origin_path), "wb") as file:
-                file.write(self.origin.encode())
-                _flush_to_disk(file)
+            replace_file(self._temporary(self._origin_path), self.origin)
         first = [] if self.origin is None else [self._origin_path]
         _publish([(self._temporary(path), path) for path in [*first, *self.targets]])
 
@@ -237,7 +234,7 @@ class MegatronWriter(TokenWriter):
 
     def _finish(self) -> None:
         self._sizes.flush()
-        with open(self._temporary(self.targets[-1]), "wb") as index:
+        with open(self._temporary(self.targets[-1]), "wb", opener=own_opener) as index:
             write_index(index, self._sizes, self.num_documents, self._code, self.dtype.itemsize)
             _flush_to_disk(index)
         super()._finish()

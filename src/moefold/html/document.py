@@ -1,9 +1,16 @@
-"""One self-contained HTML document: its frame, cards, figures, and the CSS that all pages share, light and dark."""
+"""One self-contained HTML document: its frame, cards, figures, and the CSS that all pages share, light and dark.
+
+A page has a Content-Security-Policy in itself, because it is mostly opened as a file: it loads nothing, sends nothing,
+and runs no script but its own, which are named by their hashes. So text of a run that slipped into a page as HTML could
+not run either. Styles may be inline; no style is made from text of a run.
+"""
 
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from html import escape
 
 
@@ -18,11 +25,24 @@ def document(
         f'<script type="application/json" data-file="{escape(name)}">{_script_json(data)}</script>'
         for name, data in (downloads or {}).items()
     )
-    code = "".join(f"<script>{each}</script>" for each in (script, DOWNLOAD if kept else "") if each)
+    scripts = [each for each in (script, DOWNLOAD if kept else "") if each]
+    code = "".join(f"<script>{each}</script>" for each in scripts)
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy(*scripts)}">'
+        f'<meta name="referrer" content="no-referrer"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<style>{css}</style></head><body><main>{''.join(sections)}</main>{kept}{code}</body></html>\n"
+    )
+
+
+def content_policy(*scripts: str) -> str:
+    """Of a page that has these scripts and loads nothing; pictures are in the page itself."""
+    hashes = [f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts]
+    named = " ".join(hashes) or "'none'"
+    return (
+        f"default-src 'none'; script-src {named}; style-src 'unsafe-inline'; img-src data:; "
+        "form-action 'self'; base-uri 'none'"
     )
 
 

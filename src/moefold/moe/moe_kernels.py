@@ -29,6 +29,7 @@ from moefold.moe.load_balancing import BalanceTerm, balance_term
 from moefold.ops import backends
 from moefold.ops.activations import weighted_activation_reference
 from moefold.ops.backends import JOBS, Kernels, resolve
+from moefold.ops.compiled_cache import use_private_compiler_caches
 from moefold.ops.host_probe import HostInfo, probe_host
 from moefold.ops.native.glu import native_activation, native_glu
 
@@ -44,6 +45,7 @@ class Region(Generic[P, R]):
 
     def __init__(self, plain: Callable[P, R], backend: str | Callable[..., object] = "inductor") -> None:
         self.plain = plain
+        use_private_compiler_caches()
         self.compiled: Callable[P, R] = torch.compile(plain, fullgraph=True, backend=backend, **_LIMIT)  # type: ignore[call-overload]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

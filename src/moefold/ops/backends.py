@@ -19,6 +19,7 @@ from moefold.errors import BackendError, did_you_mean
 from moefold.ops import activations as swiglu
 from moefold.ops import cross_entropy, rmsnorm, rope
 from moefold.ops.activations import GLU, glu_named
+from moefold.ops.compiled_cache import use_private_compiler_caches
 from moefold.ops.engines import OPTIONAL
 from moefold.ops.host_probe import HostInfo
 
@@ -185,6 +186,7 @@ IN_TORCH = torch_kernels()
 
 
 def triton_kernels() -> Kernels:
+    use_private_compiler_caches()
     # Imported here because triton is an optional dependency.
     from moefold.ops.kernels import (
         cross_entropy_triton,

@@ -26,6 +26,7 @@ from torch import Tensor
 from moefold.checkpoint.hf.gather_weights import WeightBucket
 from moefold.checkpoint.tensor_spec import DTYPES
 from moefold.errors import ExchangeError
+from moefold.private_files import open_own, who_else
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NUMBERS, _MAX_HEADER = 4, 4 << 20
@@ -136,9 +137,14 @@ class SharedChannel:
     def __init__(self, path: Path, bucket_bytes: int | None = None, seconds: float = 600.0) -> None:
         self.path, self.seconds, self.ahead = path, seconds, 8 * _NUMBERS + _MAX_HEADER
         if bucket_bytes is not None:
-            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "wb") as file:
+            with open(open_own(path, os.O_CREAT | os.O_EXCL | os.O_RDWR), "wb") as file:
                 file.truncate(self.ahead + bucket_bytes)
-        memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        with open(open_own(path, os.O_RDONLY), "rb") as file:
+            # Whoever made the file sends the weights.
+            status = os.fstat(file.fileno())
+            if (who := who_else(status)) is not None or status.st_size < self.ahead:
+                raise ExchangeError(f"{path}: {who or 'is too short for a channel'}; make a new channel")
+            memory = torch.from_file(str(path), shared=True, size=status.st_size, dtype=torch.uint8)
         self._numbers = memory[: 8 * _NUMBERS].view(torch.int64)
         self._header, self._payload = memory[8 * _NUMBERS : self.ahead], memory[self.ahead :]
         self._in_use = False

@@ -22,7 +22,7 @@ from torch import Tensor
 from moefold.blueprint.param_counts import count_parameters
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import parameters
-from moefold.checkpoint.files import write_file
+from moefold.checkpoint.files import naming
 from moefold.checkpoint.hf.hf_config import HfConfig, run_for
 from moefold.checkpoint.hf.hf_conversion import TOKENIZER, copy_tokenizer
 from moefold.checkpoint.hf.hf_directory import HfDirectory
@@ -39,6 +39,7 @@ from moefold.config.run import RunConfig
 from moefold.config.train import DpoConfig
 from moefold.data.samples import PairSamples, open_samples
 from moefold.errors import ConfigError, Problem
+from moefold.private_files import OWN_MODE, replace_file
 from moefold.train.dpo import reference_run
 
 Balance = Literal["off", "keep"]
@@ -186,7 +187,8 @@ def prepare(source: Path, asked: Finetuning, progress: Progress | None = None) -
         if run.train.dpo is not None and run.train.dpo.reference is not None:
             still = reference_run(run)
             write_whole(root / REFERENCE, WithAdapters(directory, still), still, origin, progress)
-        write_file(root / "config.yaml", [dump_run(run).encode()])
+        with naming(root / "config.yaml"):
+            replace_file(root / "config.yaml", dump_run(run), OWN_MODE)
         copy_tokenizer(directory.path, root / TOKENIZER)
         return replace(prepared, notes=(*prepared.notes, *directory.notes))
     finally:

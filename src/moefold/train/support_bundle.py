@@ -28,9 +28,9 @@ from moefold.errors import MoefoldError
 from moefold.ops.backends import as_rows
 from moefold.ops.gpu_probe import GpuReport, probe_gpus
 from moefold.ops.host_probe import HostInfo, probe_host
+from moefold.redaction import Redactor
 from moefold.train.callbacks.jsonl import FILE_NAME
 from moefold.train.fault_tolerance.flight_recorder import dump_files, read_dump
-from moefold.train.redaction import Redactor
 
 PACKAGES = (
     *("moefold", "torch", "triton", "numpy", "pydantic", "safetensors", "transformers", "tokenizers", "torchao"),

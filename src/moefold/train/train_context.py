@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.files import read_bounded, write_file
+from moefold.checkpoint.files import naming, read_bounded
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
@@ -27,6 +28,7 @@ from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
+from moefold.private_files import OWN_MODE, replace_file, who_else
 from moefold.train.dpo import Preferences, load_preferences
 from moefold.train.fault_tolerance.signals import print_stderr
 from moefold.train.state import TrainState
@@ -128,6 +130,8 @@ def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
     former values are kept in config_history.jsonl, and later starts name the settings that differ from the first.
     """
     path, history = directory / SETTINGS, directory / HISTORY
+    if (who := who_else(os.stat(directory))) is not None:
+        yield f"{directory} {who}, who can replace its checkpoints"
     kept = read_bounded(history, _MAX_HISTORY) if history.exists() else b""
     changed: dict[str, list[str]] = {}
     if path.exists():
@@ -139,7 +143,7 @@ def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
     if changed:
         line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed}
         kept += (json.dumps(line) + "\n").encode()
-        write_file(history, [kept])
+        _write_own(history, kept)
     if changed and SETTINGS not in changed:
         said = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
         yield f"settings changed since the last start, and kept in {path}: {said}"
@@ -155,7 +159,12 @@ def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
     )
     if said:
         yield f"settings that differ from those this run began with ({history.name}): {said}"
-    write_file(path, [dump_run(run).encode()])
+    _write_own(path, dump_run(run).encode())
+
+
+def _write_own(path: Path, content: bytes) -> None:
+    with naming(path):
+        replace_file(path, content, OWN_MODE)
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ from moefold.checkpoint.files import (
     SHARED_FILE_MODE,
     fsync_directory,
     make_directory,
+    naming,
     remove_tree,
     rename,
     write_file,
@@ -47,6 +48,7 @@ from moefold.config.precision import Format
 from moefold.config.run import RunConfig
 from moefold.errors import ConversionError, Problem
 from moefold.precision.dtypes import TORCH_FORMATS
+from moefold.private_files import OWN_MODE, replace_file
 
 DEFAULT_SHARD = 5 * 10**9
 TOKENIZER = "tokenizer"
@@ -127,7 +129,8 @@ def _new_run(
     params = names[source.dtype("parameter/embedding.weight")]
     run = replace(run, precision=replace(run.precision, params=params), train=replace(run.train, directory=str(runs)))
     path = write_whole(runs / run.name / "checkpoints", source, run, origin, progress)
-    write_file(runs / run.name / "config.yaml", [dump_run(run).encode()])
+    with naming(runs / run.name / "config.yaml"):
+        replace_file(runs / run.name / "config.yaml", dump_run(run), OWN_MODE)
     return path, run
 
 

@@ -12,11 +12,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 from moefold.errors import BackendError
+from moefold.ops.compiled_cache import load_library
 
 FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC")
 _LOADED: list[ctypes.CDLL] = []
@@ -29,7 +29,7 @@ def load_guard() -> ctypes.CDLL:
             raise BackendError("fake CUDA must be loaded before torch is imported; start it in a process of its own")
         for name in ("libc10.so", "libtorch_cpu.so"):
             ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-        _LOADED.append(_typed(ctypes.CDLL(str(_built()), mode=ctypes.RTLD_GLOBAL)))
+        _LOADED.append(_typed(load_library(_stem(), _compile, ctypes.RTLD_GLOBAL)))
     return _LOADED[0]
 
 
@@ -44,16 +44,10 @@ def _torch() -> Path:
     return Path(found.origin).parent
 
 
-def _built() -> Path:
+def _stem() -> str:
     source = Path(__file__).with_name("guard.cpp").read_bytes()
     said = b"\0".join((source, version("torch").encode(), " ".join(FLAGS).encode()))
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moefold" / "native"
-    # Writable by this user only, because its files are executed.
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    made = folder / f"fake-cuda-{hashlib.sha256(said).hexdigest()[:24]}.so"
-    if not made.exists():
-        _compile(made)
-    return made
+    return f"fake-cuda-{hashlib.sha256(said).hexdigest()[:24]}"
 
 
 def _compile(made: Path) -> None:
@@ -61,15 +55,12 @@ def _compile(made: Path) -> None:
     if compiler is None:
         raise BackendError("fake CUDA needs a C++ compiler, and there is none (no g++, no $CXX)")
     include = _torch() / "include"
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        out = Path(folder) / "out.so"
-        words = [compiler, *FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", "-o", str(out)]
-        words += [str(Path(__file__).with_name("guard.cpp")), f"-L{_torch() / 'lib'}", "-lc10", "-ltorch_cpu"]
-        done = subprocess.run(words, capture_output=True, check=False)
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            raise BackendError(f"{compiler} cannot compile the CUDA guard for torch {version('torch')}: {said[:400]}")
-        out.replace(made)
+    words = [compiler, *FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", "-o", str(made)]
+    words += [str(Path(__file__).with_name("guard.cpp")), f"-L{_torch() / 'lib'}", "-lc10", "-ltorch_cpu"]
+    done = subprocess.run(words, capture_output=True, check=False)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()
+        raise BackendError(f"{compiler} cannot compile the CUDA guard for torch {version('torch')}: {said[:400]}")
 
 
 def _typed(guard: ctypes.CDLL) -> ctypes.CDLL:

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from moefold.moe import kernels as moe_kernels
 from moefold.ops import kernels as op_kernels
 from moefold.ops.kernels.aot_specs import Build
+from moefold.private_files import replace_file
 from moefold.tables import markdown_table, text_table
 
 # Hopper (H100, H200, H800) and Blackwell (B200, GB200), by the name of the architecture and its compute capability.
@@ -167,7 +168,7 @@ def main() -> int:
     if args.into is None:
         print("\n\n".join(text_table(*table) for table in tables))
     else:
-        args.into.write_text(with_tables(args.into.read_text(), *(markdown_table(*table) for table in tables)))
+        replace_file(args.into, with_tables(args.into.read_text(), *(markdown_table(*table) for table in tables)))
     too_much = [one.over_budget for one in built if one.over_budget]
     print("\n".join(["", *too_much]) if too_much else "", end="")
     return 1 if too_much else 0

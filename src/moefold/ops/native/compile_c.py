@@ -1,8 +1,7 @@
 """Compile a C file of this package for this machine's CPU, once, and load it.
 
 Kernels are compiled on the machine where they run, for its vector instructions. The library is kept in the user's cache
-under a hash of source, compiler, flags and CPU. It is written to a temporary file and renamed when complete, so that
-ranks that start at the same time do not disturb each other.
+(`ops/compiled_cache.py`) under a hash of source, compiler, flags and CPU.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from moefold.errors import BackendError
+from moefold.ops.compiled_cache import load_library
 
 # Sums may be reassociated for vectors; NaN and infinities keep their meaning.
 FLAGS = (
@@ -38,17 +37,7 @@ def load(name: str) -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise BackendError("kernels.backend: native needs a C compiler, and there is none (no cc, no $CC); use torch")
-    made = _cache() / f"{name}-{_fingerprint(source, command)}.so"
-    if not made.exists():
-        _compile(command, source, made)
-    return ctypes.CDLL(str(made))
-
-
-def _cache() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moefold" / "native"
-    # Writable by this user only, because its files are executed.
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
+    return load_library(f"{name}-{_fingerprint(source, command)}", lambda made: _compile(command, name, source, made))
 
 
 def _fingerprint(source: bytes, command: str) -> str:
@@ -64,14 +53,12 @@ def _cpu() -> bytes:
     return b"".join(flags[:2]) or platform.processor().encode()
 
 
-def _compile(command: str, source: bytes, made: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=made.parent) as folder:
-        text, out = Path(folder) / "source.c", Path(folder) / "out.so"
-        text.write_bytes(source)
-        words = [command, *FLAGS, "-o", str(out), str(text), "-lm"]
-        # In its own process group: a signal that stops the run must not reach the compiler.
-        done = subprocess.run(words, capture_output=True, check=False, process_group=0)
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
-            raise BackendError(f"kernels.backend: {command} cannot compile {made.stem}: {said[:400]}; use torch")
-        out.replace(made)
+def _compile(command: str, name: str, source: bytes, made: Path) -> None:
+    text = made.with_name("source.c")
+    text.write_bytes(source)
+    words = [command, *FLAGS, "-o", str(made), str(text), "-lm"]
+    # In its own process group: a signal that stops the run must not reach the compiler.
+    done = subprocess.run(words, capture_output=True, check=False, process_group=0)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()
+        raise BackendError(f"kernels.backend: {command} cannot compile {name}: {said[:400]}; use torch")

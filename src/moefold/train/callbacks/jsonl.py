@@ -17,15 +17,16 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 
-from moefold.checkpoint.files import FILE_MODE, make_directory
+from moefold.checkpoint.files import make_directory, naming
 from moefold.checks.kernels import experts_in_use
+from moefold.config.loading import plain_data
+from moefold.private_files import open_own
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
 from moefold.train.metrics import Meter, as_data, device_name, finite, router_stats
 
@@ -50,9 +51,9 @@ class JsonLines(Callback):
         make_directory(info.directory)
         self._path = info.directory / FILE_NAME
         self._last_step = info.resumed_from or 0
-        forget_after(self._path, self._last_step)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._file = os.fdopen(os.open(self._path, flags, FILE_MODE), "ab")
+        with naming(self._path):
+            forget_after(self._path, self._last_step)
+            self._file = os.fdopen(open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         self._meter = Meter(info, self._device or device_name(info.device))
         self._every = max(info.run.train.log_every, 1)
         self._write("start", self._last_step, **_about(info, self._meter))
@@ -115,7 +116,7 @@ def forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept: list[bytes] = []
-    with path.open("r+b") as file:
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
         end = 0
         for start, line in _lines_backwards(file):
             about = _read(line)
@@ -170,5 +171,5 @@ def _about(info: RunInfo, meter: Meter) -> dict[str, object]:
         "device": meter.device,
         "experts": None if info.run.model.moe is None else experts_in_use(info.run, info.device),
         "mfu_note": meter.mfu_note,
-        "config": asdict(info.run),
+        "config": plain_data(info.run),
     }

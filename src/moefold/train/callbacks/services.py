@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moefold.config.loading import dump_run
+from moefold.config.loading import dump_run, plain_data
 from moefold.errors import BackendError
 from moefold.ops.engines import load_engine
+from moefold.private_files import OWN_MODE, replace_file
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord, finite_metrics
 from moefold.train.metrics import Meter, Speed, device_name, router_stats
 
@@ -82,7 +82,7 @@ class WeightsAndBiases(Callback):
             id=_kept(info.directory / ID_FILE, info, lambda: secrets.token_hex(8)),
             resume="allow",
             dir=str(info.directory),
-            config=asdict(info.run) | {"world": info.world, "parameters": info.parameters.total},
+            config=plain_data(info.run) | {"world": info.world, "parameters": info.parameters.total},
         )
         # An own step axis: the service refuses to log a step twice, and a resumed run repeats some.
         self._run.define_metric("*", step_metric="step")
@@ -160,8 +160,8 @@ def _kept(path: Path, info: RunInfo, make: Callable[[], str]) -> str:
     if info.resumed_from is not None and path.exists():
         return path.read_text().strip()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(make() + "\n")
-    return path.read_text().strip()
+    replace_file(path, made := make(), OWN_MODE)
+    return made
 
 
 def scalars(record: StepRecord, speed: Speed) -> dict[str, float]:

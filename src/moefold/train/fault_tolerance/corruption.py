@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import torch
 
-from moefold.checkpoint.files import FILE_MODE
 from moefold.checkpoint.load import from_rank_0, load_into
 from moefold.checkpoint.step_dirs import committed_steps, final_path
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints, all_reduce_max, device_of
@@ -40,6 +39,7 @@ from moefold.comm.process_groups import Group
 from moefold.errors import CorruptionError, ExclusionError, name_ranks
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel
+from moefold.private_files import open_own
 from moefold.train.callback import Callback
 from moefold.train.fault_tolerance.signals import print_stderr
 from moefold.train.fault_tolerance.state_hash import BitHash, Held, gathered_weights, hashes_of, held_state
@@ -267,8 +267,8 @@ class StateWatch:
     def _write(self, findings: Iterable[Finding]) -> None:
         if self.world.index != 0:
             return
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        with os.fdopen(os.open(self.directory / FILE_NAME, flags, FILE_MODE), "a") as file:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_own(self.directory / FILE_NAME, flags), "a") as file:
             for finding in findings:
                 file.write(json.dumps(asdict(finding), separators=(",", ":")) + "\n")
 

@@ -1,9 +1,13 @@
-"""Remove secrets from text and data that leave the machine.
+"""Remove secrets from text and data that leave the machine, and logins from whatever is written down.
 
-Three rules, all applied to every string: the value of any variable whose name sounds like a secret is removed wherever
-it occurs; so is text of the form of a known kind of key, of a login in an address, of an address's query, and of an
-assignment to a name that sounds like a secret; and the home directory becomes `~`. Of the environment only variables of
-an allow-list are kept at all.
+`without_login` is for all that a run writes and prints: configurations, metrics, manifests, error messages. It removes
+the login of an address and what follows its question mark, where object stores put signatures. `Redactor` is for what
+is sent to others.
+
+It has three rules, all applied to every string: the value of any variable whose name sounds like a secret is removed
+wherever it occurs; so is text of the form of a known kind of key, of a login in an address, of an address's query, and
+of an assignment to a name that sounds like a secret; and the home directory becomes `~`. Of the environment only
+variables of an allow-list are kept at all.
 """
 
 from __future__ import annotations
@@ -18,10 +22,15 @@ _SECRET_NAME = re.compile(
 )
 # Shorter values occur by chance.
 _SHORTEST_VALUE = 6
-_PATTERNS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
-    # A login in an address, and what follows its question mark.
-    (re.compile(r"(?<=://)[^/\s@]+@"), f"{REDACTED}@"),
+# A login in an address, and what follows its question mark.
+_ADDRESS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<=://)[^/\s]*@"), f"{REDACTED}@"),
+    # A password with a slash in it; host:port/ is none.
+    (re.compile(r"(?<=://)(?![^/\s:@]*:\d+/)[^/\s:@]+:[^\s\"'@]*@"), f"{REDACTED}@"),
     (re.compile(r"(://[^\s?\"']*)\?[^\s\"']+"), rf"\1?{REDACTED}"),
+)
+_PATTERNS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    *_ADDRESS,
     # Keys of Hugging Face, OpenAI, GitHub, GitLab, AWS, Google, Slack; JSON web tokens; private keys.
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), REDACTED),
     (re.compile(r"\bsk-[A-Za-z0-9_-]{16,}"), REDACTED),
@@ -52,6 +61,15 @@ _KEPT_NAMES = {
     *("PYTORCH_ALLOC_CONF", "MKL_NUM_THREADS", "LD_PRELOAD"),
 }
 _KEPT_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "UCX_", "FI_", "TRITON_")
+
+
+def without_login(text: str) -> str:
+    """The same text, without logins and queries of the addresses in it."""
+    if "://" not in text:
+        return text
+    for pattern, by in _ADDRESS:
+        text = pattern.sub(by, text)
+    return text
 
 
 class Redactor:
