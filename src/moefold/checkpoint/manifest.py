@@ -328,6 +328,12 @@ def _parsed(path: Path, content: bytes, adapter: Callable[[], TypeAdapter[Parsed
         raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))[:200]}: {first['msg']}") from None
 
 
+def build_validators() -> None:
+    """Build what reading a manifest needs; once per process, and processes that are forked from it have it already."""
+    _manifest_adapter()
+    _table_adapter()
+
+
 @cache
 def _manifest_adapter() -> TypeAdapter[Manifest]:
     return TypeAdapter(Manifest)

@@ -71,6 +71,8 @@ _MEANING: dict[int, str] = {
 }
 _POLL_SECONDS = 1.0  # the deadline may change between two polls
 _WATCH_SECONDS = 0.2
+# A rank that died is the cause, whatever its peers would say; others that died with it are seen within this time.
+_DIED_SECONDS = 0.05
 
 
 @dataclass
@@ -294,7 +296,8 @@ def _collect_results(
                     rank.done_at = time.monotonic()
                     waiting.unregister(rank.pipe)
                     if rank.failed:
-                        grace_ends = min(grace_ends, time.monotonic() + grace)
+                        left = min(grace, _DIED_SECONDS) if rank.died else grace
+                        grace_ends = min(grace_ends, time.monotonic() + left)
     return None
 
 

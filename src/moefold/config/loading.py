@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -167,6 +167,7 @@ def _without_logins(value: Any) -> Any:
     return type(value)(map(_without_logins, value)) if isinstance(value, list | tuple) else value
 
 
+@lru_cache(maxsize=8)  # Every rank needs it at every start; those that are forked inherit it.
 def dump_run(run: RunConfig) -> str:
     """YAML text that `parse_run` reads back as the same run, but for logins in addresses, which are left out."""
     return yaml.dump(plain_data(run), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
@@ -187,6 +188,7 @@ def source_paths(path: str) -> list[str]:
     return [f"{path.rstrip('/')}/{name}" for name in found]
 
 
+@cache
 def builtin_corpus(validation: bool, root: Path | None = None) -> MemoryFile:
     """A corpus that every machine has: the source of Python's standard library, one token per byte.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
@@ -135,7 +136,9 @@ def load_engine(name: str) -> ModuleType:
         raise BackendError(f"{name}: {problem or broken}") from error
 
 
+@cache
 def installed_version(package: str) -> str | None:
+    """Does not change while a process runs, and reading the metadata of a package takes milliseconds."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -270,7 +270,18 @@ SAVED_KINDS: dict[str, Callable[[RunConfig], dict[str, SavedKind]]] = {
 
 
 class TorchAdamW(optim.AdamW, SavingOptimizer):
-    """torch's AdamW, with states for checkpoints."""
+    """torch's AdamW, with states for checkpoints.
+
+    The update is of every number by itself, so it is made on local shards: torch would infer for the list of all
+    parameters how its result is sharded, which takes a quarter of a restart's time in the first step.
+    """
+
+    def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
+        """Fills the lists of parameters, gradients and states that the update reads and writes."""
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_of, tensors)
+        return has_complex
 
     def saved_kinds(self, parameter: nn.Parameter) -> dict[str, SavedKind]:
         moment = SavedKind(parameter.dtype, single=False)

@@ -117,6 +117,7 @@ class Trainer:
         import torch
 
         from moefold.train.fault_tolerance.supervise import supervise
+        from moefold.train.fault_tolerance.warm_up import warm_up
         from moefold.train.fault_tolerance.watchdog import Watchdog
         from moefold.train.train_context import run_directory
 
@@ -126,6 +127,7 @@ class Trainer:
         def work(rank: int) -> int:
             return self._fit_rank(rank, self.world, torch.device("cpu"), stop, watchdog.enter(rank))
 
+        warm_up(self.run, self.world)
         if stop:
             print_stderr(nothing_to_save())
             return Outcome.INTERRUPTED

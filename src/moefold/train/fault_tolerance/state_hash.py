@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -54,11 +55,17 @@ def signed(word: int) -> int:
     return word - 2**64 if word >> 63 else word
 
 
+@cache
+def multipliers() -> Tensor:
+    """Odd numbers, on the host; who copies them to a device does not write to them."""
+    return torch.tensor([signed(splitmix64(index) | 1) for index in range(BLOCK)])
+
+
 class BitHash:
     """`hash_bits` with its table of multipliers on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.table = torch.tensor([signed(splitmix64(index) | 1) for index in range(BLOCK)], device=device)
+        self.table = multipliers().to(device)
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
