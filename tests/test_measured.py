@@ -133,3 +133,21 @@ def test_bit_flips_are_found() -> None:
     for each in found["cost"]:
         assert each["fraction_of_step"] <= 0.01
         assert f"{each['comparison_seconds']:.4f} s" in page and f"{each['step_seconds']:.4f} s" in page
+
+
+def straggler_rows(found: Mapping[str, Any]) -> list[str]:
+    """One row per factor."""
+    names = ("draws", "named_in_bound", "ended", "others_named")
+    return [f"| {row['factor']:g} | {' | '.join(str(row[name]) for name in names)} |" for row in found["rows"]]
+
+
+def test_slow_ranks_are_named() -> None:
+    """Twice as slow: within three windows, ten of ten; no false alarm in thirty clean windows."""
+    found, page = json.loads((DOCS / "measured/stragglers.json").read_text()), (DOCS / "reliability.md").read_text()
+    missing = [row for row in straggler_rows(found) if row not in page]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    twice, *_ = found["rows"]
+    assert twice["factor"] == 2 and twice["draws"] == twice["named_in_bound"] == twice["ended"] == 10
+    assert not any(row["others_named"] for row in found["rows"])
+    assert found["clean_windows"] >= 30 and found["false_alarms"] == 0
+    assert f"{found['clean_windows']} windows without a slow rank had {found['false_alarms']} alarms" in page
