@@ -39,6 +39,7 @@ from moefold.errors import RankError
 from moefold.recipes.catalog import RECIPES
 from moefold.train.callback import Callback, Control, StepRecord
 from moefold.train.fault_tolerance.supervise import supervise
+from moefold.train.fault_tolerance.warm_up import warm_up
 from moefold.train.fault_tolerance.watchdog import Watchdog
 from moefold.train.train_context import build_train_context, run_directory
 from moefold.train.train_loop import train
@@ -238,6 +239,8 @@ def run_with_hangs(
             noticed.append((time.monotonic(), bound, watchdog, watchdog.verdict, str(error).splitlines()[0]))
             raise
 
+    # As `Trainer` does before it starts ranks.
+    warm_up(run, world)
     with closing(watchdog):
         code = supervise(work, world, directory / "checkpoints", 60.0, max_fruitless=len(hangs) + 1, spawn=spawn)
     assert code == 0 and len(noticed) == len(hangs) == len(list(happened.iterdir())), noticed
