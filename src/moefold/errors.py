@@ -121,6 +121,10 @@ class CheckpointError(MoefoldError):
     """A checkpoint that must not be loaded, or could not be written; the message names file and reason."""
 
 
+class FencedError(CheckpointError):
+    """The run has been started again, so this start may not write any more; it must end."""
+
+
 class MismatchError(CheckpointError):
     """A checkpoint that is intact, but of another model, so that an older one does not help either."""
 

@@ -39,7 +39,7 @@ from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, Op
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.config.train import StragglersConfig, TrainConfig
+from moefold.config.train import SavingConfig, StragglersConfig, TrainConfig
 from moefold.recipes.catalog import RECIPES
 
 
@@ -328,6 +328,12 @@ CASES = [
         RunConfig(train=TrainConfig(stragglers=StragglersConfig(on_found="exclude"))),
         RunConfig(train=TrainConfig(stragglers=StragglersConfig(window=0, on_found="exclude"))),
         "train.stragglers.on_found",
+    ),
+    (
+        train.saves_are_retried_in_time,
+        RunConfig(train=TrainConfig(saving=SavingConfig(retries=20))),
+        RunConfig(train=TrainConfig(saving=SavingConfig(retries=21))),
+        "train.saving.retries",
     ),
     (
         train.momentum_decays,

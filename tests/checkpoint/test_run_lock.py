@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import moefold.checkpoint.commit as commit
 import moefold.checkpoint.files as files
 import moefold.checkpoint.run_lock as fence
 import moefold.checkpoint.save as save
@@ -121,7 +122,7 @@ FROZEN_AT = {
     "before its manifest": (save, "write_manifest"),
     "before a file is durable": (files, "fsync"),
     "before committing": (save, "commit"),
-    "before asking whether it may": (save, "may_write"),
+    "before asking whether it may": (commit, "may_write"),
     "before asking for the number": (fence, "check_incarnation"),
 }
 

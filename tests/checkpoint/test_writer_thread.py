@@ -124,8 +124,8 @@ def test_lack_of_memory_on_one_rank_is_a_failed_save_on_both(tmp_path: Path, fau
             else:
                 patch.setattr(Saver, "_copy", die)
         saver = Saver(tmp_path, groups["world"], 0)
-        saver.begin(1, chunks(groups.rank, 2), {})
-        with pytest.raises(CheckpointError, match="step 1 was not written"):
+        with pytest.raises(CheckpointError, match="step 1 was not written: rank 1"):
+            saver.begin(1, chunks(groups.rank, 2), {})
             saver.finish()
         patch.undo()
         saver.begin(2, chunks(groups.rank, 2), {})
@@ -146,8 +146,8 @@ def test_a_real_limit_on_memory_fails_the_save_and_not_the_rank(tmp_path: Path) 
         if groups.rank == 0:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (1 << 24), before[1]))
-        saver.begin(1, held, {})
-        with pytest.raises(CheckpointError, match="step 1 was not written"):
+        with pytest.raises(CheckpointError, match="step 1 was not written: rank 0"):
+            saver.begin(1, held, {})
             saver.finish()
         resource.setrlimit(resource.RLIMIT_AS, before)
         saver.begin(2, held, {})

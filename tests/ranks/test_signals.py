@@ -443,7 +443,7 @@ def test_signals_before_during_and_after_the_last_save_change_nothing(tmp_path: 
             done[0] += 1
             return signalled(step)(*args) if rank == 1 and done[0] == SAVE_EVERY + 1 else step(*args)
 
-        train_loop.take_step, train_loop._save_last = counted, signalled(train_loop._save_last)
+        train_loop.take_step, train_loop.save_last = counted, signalled(train_loop.save_last)
         return signalled(lambda code: code)(train_loop.train(context, state, [], stop))
 
     assert supervise(work, 2, checkpoints, 30.0, stop=stop) == INTERRUPTED

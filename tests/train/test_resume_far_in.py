@@ -13,9 +13,10 @@ from tests.kill import Diary
 
 from moefold.config.data import SourceConfig
 from moefold.recipes.catalog import RECIPES
+from moefold.train.saving import begin_save
 from moefold.train.state import TrainState
 from moefold.train.train_context import build_train_context
-from moefold.train.train_loop import begin_save, train
+from moefold.train.train_loop import train
 
 
 @pytest.mark.timing

@@ -31,7 +31,7 @@ from moefold.checkpoint.files import (
     read_bounded,
     write_file,
 )
-from moefold.errors import CheckpointError, RunBusyError
+from moefold.errors import CheckpointError, FencedError, RunBusyError
 
 LOCK, GATE, NUMBER = "run.lock", "commit.lock", "incarnation.json"
 _TIMEOUT_SECONDS = 10.0
@@ -123,7 +123,7 @@ def check_incarnation(run_dir: Path, own: int) -> None:
     """Raise unless this start is still the run's last; called inside the gate."""
     now = read_incarnation(run_dir)
     if now is None or now.number != own:
-        raise CheckpointError(
+        raise FencedError(
             f"{run_dir}: incarnation {own} may not write any more: "
             + (f"the run has been started again as incarnation {now.number}" if now else f"{NUMBER} is gone")
         )

@@ -10,13 +10,15 @@
 5. ``advance`` returns the committed step on every rank.
 
 A rank that fails in 1, 2 or 4, for lack of memory or of a thread among others, fails the save on all ranks, in the
-loop, at the next ``advance``. All collectives happen in the loop; none in a thread.
+loop; `save_failures.py` says what follows. All collectives happen in the loop; none in a thread.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -28,7 +30,8 @@ from torch import Tensor
 from moefold import __version__
 from moefold.checkpoint import files
 from moefold.checkpoint.chunk_index import received_rows, sent_rows, write_index
-from moefold.checkpoint.files import fsync_directory, make_directory
+from moefold.checkpoint.commit import commit, delete_outdated
+from moefold.checkpoint.files import make_directory
 from moefold.checkpoint.manifest import (
     MANIFEST,
     RankFiles,
@@ -40,14 +43,18 @@ from moefold.checkpoint.manifest import (
     write_manifest,
     write_table,
 )
-from moefold.checkpoint.run_lock import may_write, read_incarnation
+from moefold.checkpoint.run_lock import read_incarnation
+from moefold.checkpoint.save_failures import FailedSave, FailureCount, FailurePolicy, agreed_reason, agreed_room
 from moefold.checkpoint.shard_file import read_back, shard_order, write_shard
-from moefold.checkpoint.step_dirs import check_names, clean_up, committed_steps, final_path, quick_check, temp_path
+from moefold.checkpoint.step_dirs import clean_up, final_path, quick_check, temp_path
 from moefold.checkpoint.tensor_spec import DTYPE_NAMES, Chunk, ChunkSpec, TensorSpec, is_rank_record
 from moefold.checkpoint.writer_thread import Job, Result, WriterThread
 from moefold.comm.collectives import all_gather_bytes, all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
-from moefold.errors import CheckpointError
+from moefold.errors import CheckpointError, FencedError
+
+# Before the first retry where the loop waits for the save; each further one waits twice as long.
+_RETRY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,15 @@ class _Save:
     specs: list[ChunkSpec]
     elsewhere: dict[str, TensorSpec]
     state: dict[str, object]
-    writing: Job[Written]
-    committing: Job[None] | None = None
+    writing: Job[Written] | None = None
+    committing: Job[str] | None = None
     all_written: bool = False
+    attempts: int = 1
+    # After a failed attempt: calls of `advance` until the next one, and why it failed.
+    waits: int = 0
+    reason: str = ""
+    # The loop waits for it, so it needs no thread.
+    in_loop: bool = False
 
 
 class Saver:
@@ -96,6 +109,7 @@ class Saver:
         about: Mapping[str, object] | None = None,
         run_dir: Path | None = None,
         device: torch.device | None = None,
+        policy: FailurePolicy | None = None,
     ) -> None:
         """``about`` goes into every manifest (see `state_dict.run_record`). ``run_dir`` is where the incarnation was
         taken, by default the root's parent; incarnation 0 is a single writer that needs none. ``device`` is that of
@@ -109,6 +123,10 @@ class Saver:
         self._copies: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._save: _Save | None = None
         self._committed: list[int] = []
+        self.policy = policy or FailurePolicy()
+        self._count = FailureCount(self.policy)
+        self._failed: list[FailedSave] = []
+        self._warnings: list[str] = []
         self._thread = WriterThread() if background else None
         if self._thread is not None:
             weakref.finalize(self, self._thread.close).atexit = False
@@ -131,47 +149,83 @@ class Saver:
         state: Mapping[str, object],
         elsewhere: Mapping[str, TensorSpec] = MappingProxyType({}),
     ) -> None:
-        """Copy everything and start writing; a save in progress is finished first.
+        """Copy everything and start writing; a save in progress is finished first, or given up if it waits for another
+        attempt.
 
         ``elsewhere``: the tensors of which rank 0 has no part, because they belong to other pipeline stages.
         """
         plain = as_plain(state, "the trainer's state")
-        self._complete()
+        self._complete(retry=False)
         specs = shard_order(chunk.spec for chunk in chunks)
-        temporary = temp_path(self.root, step, self.incarnation, "tmp")
-        job = Job(self._writing(temporary, step, specs))
+        self._save = _Save(step, specs, dict(elsewhere), plain, in_loop=not self.background)
+        error: BaseException | None = None
         try:
             self._copy(chunks)
-        except (MemoryError, RuntimeError) as error:
-            # torch raises RuntimeError for lack of memory. The peers have their copies, and are told in `advance`.
-            job.fail(error)
-        else:
-            self._start(job)
-        self._save = _Save(step, specs, dict(elsewhere), plain, job)
+        except (MemoryError, RuntimeError) as without_memory:
+            # torch raises RuntimeError for lack of memory. The peers have their copies, and are told.
+            error = without_memory
+        self._attempt(self._save, error)
         if not self.background:
-            self._complete()
+            self._run_attempt()
 
     def advance(self) -> int | None:
         """One step of the save in progress; returns a training step when it has been committed."""
         self._poll()
+        if not self.background:
+            self._run_attempt()
         return self._committed.pop(0) if self._committed else None
 
-    def finish(self) -> int | None:
-        """Wait for the save in progress; returns the last committed step that ``advance`` has not returned yet."""
-        self._complete()
+    def finish(self, *, retry: bool = True) -> int | None:
+        """Wait for the save in progress; returns the last committed step that ``advance`` has not returned yet.
+
+        A save that fails is tried again here, as often as the policy says, or else given up.
+        """
+        self._complete(retry)
         last = self._committed[-1] if self._committed else None
         self._committed.clear()
         return last
 
-    def _complete(self) -> None:
-        while self._save is not None:
+    def take_failures(self) -> tuple[list[FailedSave], list[str]]:
+        """Attempts that have failed since the last call, on all ranks; and other warnings, on rank 0."""
+        taken = self._failed, self._warnings
+        self._failed, self._warnings = [], []
+        return taken
+
+    def _complete(self, retry: bool) -> None:
+        """Until no save is in progress."""
+        self._run_attempt()
+        while (save := self._save) is not None:
+            if not retry:
+                self._give_up(save)
+                return
+            time.sleep(_RETRY_SECONDS * 2 ** (save.attempts - 2))
+            save.waits, save.in_loop = 1, True
+            self._poll()
+            self._run_attempt()
+
+    def _run_attempt(self) -> None:
+        """Until the save in progress is committed, given up, or waits for another attempt."""
+        while self._save is not None and not self._save.waits:
             for job in (self._save.writing, self._save.committing):
                 if job is not None:
                     job.wait()
             self._poll()
 
-    def _start(self, job: Job[Result]) -> None:
-        if self._thread is None:
+    def _attempt(self, save: _Save, error: BaseException | None = None) -> None:
+        """Start writing on all ranks, or on none: if one has no copy (``error``), or the disk no room."""
+        needed = sum(spec.num_bytes for spec in save.specs)
+        room = agreed_room(self.root, needed, error is None, self.world, self.device)
+        if room.without_copy:
+            self._fail(save, *agreed_reason(error, self.world, self.device), has_copies=False)
+        elif (lack := room.lack(self.root, self.policy.free_space)) is not None:
+            self._fail(save, lack)
+        else:
+            temporary = temp_path(self.root, save.step, self.incarnation, "tmp")
+            save.writing, save.committing, save.all_written = Job(self._writing(temporary, save)), None, False
+            self._start(save, save.writing)
+
+    def _start(self, save: _Save, job: Job[Result]) -> None:
+        if self._thread is None or save.in_loop:
             job.run()
         else:
             self._thread.submit(job)
@@ -185,10 +239,10 @@ class Saver:
                 copy = self._copies[key] = torch.empty(chunk.tensor.shape, dtype=chunk.tensor.dtype)
             copy.copy_(chunk.tensor.detach())
 
-    def _writing(self, temporary: Path, step: int, specs: list[ChunkSpec]) -> Callable[[], Written]:
+    def _writing(self, temporary: Path, save: _Save) -> Callable[[], Written]:
         def work() -> Written:
-            tensors = [self._copies[spec.name, spec.corner] for spec in specs]
-            return write_rank(temporary, step, self.world.index, specs, tensors)
+            tensors = [self._copies[spec.name, spec.corner] for spec in save.specs]
+            return write_rank(temporary, save.step, self.world.index, save.specs, tensors)
 
         return work
 
@@ -197,31 +251,41 @@ class Saver:
         save = self._save
         if save is None:
             return
-        job = save.committing if save.all_written else save.writing
+        if save.waits:
+            save.waits -= 1
+            if not save.waits:
+                self._attempt(save)
+            return
+        job: Job[str] | Job[Written] | None = save.committing if save.all_written else save.writing
         failed = job is not None and job.ended and job.error is not None
         done = job is None or (job.ended and not failed)
         counts = all_reduce_no_grad(torch.tensor([int(done), int(failed)], device=self.device), self.world).tolist()
         if sum(counts) < self.world.size:
             return
         if counts[1]:
-            self._fail(save, job.error if job is not None else None)
-        if save.all_written:
+            self._fail(save, *agreed_reason(job.error if job is not None else None, self.world, self.device))
+        elif save.all_written:
             self._save = None
+            self._count.committed()
             self._committed.append(save.step)
-            return
-        by_rank = self._gather_written(save.writing.result)
-        save.all_written = True
-        if self.world.index == 0:
-            save.committing = Job(lambda: self._commit(save, by_rank))
-            self._start(save.committing)
+            if save.committing is not None and save.committing.result:
+                self._warnings.append(save.committing.result)
+        else:
+            assert save.writing is not None
+            by_rank = self._gather_written(save.writing.result)
+            save.all_written = True
+            if self.world.index == 0:
+                save.committing = Job(lambda: self._commit(save, by_rank))
+                self._start(save, save.committing)
 
     def _gather_written(self, own: Written) -> list[Written]:
         row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=self.device)
         rows = all_gather_no_grad(row, (1,) * self.world.size, self.world).tolist()
         return list(map(Written.from_numbers, rows, all_gather_bytes(own.rows, self.world)))
 
-    def _commit(self, save: _Save, by_rank: Sequence[Written]) -> None:
-        """Rank 0 only, in its thread."""
+    def _commit(self, save: _Save, by_rank: Sequence[Written]) -> str:
+        """Rank 0 only, in its thread. Returns what went wrong after the commit: an old checkpoint that stays is no
+        failed save."""
         temporary = temp_path(self.root, save.step, self.incarnation, "tmp")
         incarnation = read_incarnation(self.run_dir) if self.incarnation else None
         tensors = catalogue(save.specs, save.elsewhere)
@@ -235,20 +299,39 @@ class Saver:
         write_manifest(temporary / MANIFEST, fields | {"index": asdict(index)})
         commit(self.root, save.step, self.run_dir, self.incarnation)
         quick_check(final_path(self.root, save.step))
-        delete_outdated(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
+        try:
+            delete_outdated(self.root, self.run_dir, self.incarnation, self.keep, self.keep_every)
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            return f"an old checkpoint was not deleted: {error}"
+        return ""
 
-    def _fail(self, save: _Save, error: BaseException | None) -> None:
-        """Raise on every rank; the next save is independent."""
-        self._save = None
-        row = torch.tensor([[int(error is not None)]], device=self.device)
-        failed = all_gather_no_grad(row, (1,) * self.world.size, self.world).flatten().nonzero().flatten().tolist()
+    def _fail(self, save: _Save, reason: str, fatal: bool = False, has_copies: bool = True) -> None:
+        """On every rank: wait for the next attempt, or give up."""
         temporary = temp_path(self.root, save.step, self.incarnation, "tmp")
         if self.world.index == 0 and temporary.exists():
-            files.remove_tree(temporary)
-        if error is not None:
-            raise CheckpointError(f"the checkpoint of step {save.step} was not written: {error}") from error
-        ranks = ", ".join(map(str, failed[:8]))
-        raise CheckpointError(f"the checkpoint of step {save.step} was not written: it failed on rank {ranks}")
+            # What cannot be removed is overwritten by the next attempt, or removed at the next start.
+            with suppress(CheckpointError):
+                files.remove_tree(temporary)
+        save.writing = save.committing = None
+        save.reason = reason
+        if fatal:
+            self._save = None
+            raise FencedError(f"the checkpoint of step {save.step} was not written: {reason}")
+        left = self.policy.retries + 1 - save.attempts if has_copies else 0
+        if not left:
+            self._give_up(save)
+            return
+        save.waits = self.policy.wait_before(save.attempts)
+        self._failed.append(FailedSave(save.step, reason, left, save.waits))
+        save.attempts += 1
+
+    def _give_up(self, save: _Save) -> None:
+        """Raises if the policy says so; the next save is independent."""
+        self._save = None
+        self._failed.append(FailedSave(save.step, save.reason, 0, None))
+        self._count.given_up(save.step, save.reason, save.attempts - (save.waits > 0))
 
 
 def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec], tensors: Sequence[Tensor]) -> Written:
@@ -274,66 +357,3 @@ def check_complete(step: int, tensors: Mapping[str, TensorEntry], by_rank: Seque
     written = sum(written.elements for written in by_rank)
     if written != expected:
         raise CheckpointError(f"step {step}: the ranks wrote {written:,} elements of {expected:,}")
-
-
-def commit(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
-    """Give the finished directory its final name, unless a later start has taken over."""
-    final = final_path(root, step)
-    temporary = temp_path(root, step, incarnation, "tmp")
-    replaced = temp_path(root, step, incarnation, "replaced")
-    for folder in sorted(temporary.glob("ranks_*")):
-        fsync_directory(folder)
-    fsync_directory(temporary)
-    with may_write(run_dir, incarnation):
-        again = final.exists()
-        if again:
-            # The run resumed from an older step and reached this one again. Until the new one has its name, `clean_up`
-            # would restore this one.
-            files.rename(final, replaced)
-        files.rename(temporary, final)
-    fsync_directory(root)
-    if again:
-        files.remove_tree(replaced)
-
-
-# ---- which are kept ----
-#
-# An old one is deleted only after a newer one was committed, and that only after every rank read back what it wrote.
-# The newest `keep` valid ones are kept, and those at multiples of `keep_every` for good. Invalid ones are not counted,
-# so that a damaged checkpoint never displaces a valid one.
-
-
-def delete_outdated(root: Path, run_dir: Path, incarnation: int, keep: int, keep_every: int) -> list[int]:
-    """Returns the steps that were deleted."""
-    deleted = [step for step in outdated(root, keep) if not (keep_every and step % keep_every == 0)]
-    for step in deleted:
-        delete_checkpoint(root, step, run_dir, incarnation)
-    return deleted
-
-
-def outdated(root: Path, keep: int) -> list[int]:
-    """Steps that are older than the newest ``keep`` that verify, oldest first."""
-    kept, steps = 0, committed_steps(root)
-    for index in range(len(steps) - 1, -1, -1):
-        if kept >= max(keep, 1):
-            return steps[: index + 1]
-        kept += _is_valid(final_path(root, steps[index]))
-    return []
-
-
-def delete_checkpoint(root: Path, step: int, run_dir: Path, incarnation: int) -> None:
-    """Renames first, so that a crash leaves nothing that looks like a checkpoint."""
-    temporary = temp_path(root, step, incarnation, "deleting")
-    with may_write(run_dir, incarnation):
-        files.rename(final_path(root, step), temporary)
-    fsync_directory(root)
-    files.remove_tree(temporary)
-
-
-def _is_valid(directory: Path) -> bool:
-    try:
-        # The sizes were checked when it was committed; thousands of files are not looked at again at every save.
-        check_names(directory)
-    except CheckpointError:
-        return False
-    return True

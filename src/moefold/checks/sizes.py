@@ -31,6 +31,8 @@ MAY_BE_ZERO = frozenset(
         "train.corruption.every",
         "train.saving.every",
         "train.saving.keep_every",
+        "train.saving.max_failures",
+        "train.saving.retries",
         "train.steps",
         "train.stragglers.window",
         "train.validate_every",

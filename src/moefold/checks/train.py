@@ -190,6 +190,21 @@ def training_has_an_lr(run: RunConfig) -> Problem | None:
     return Problem("optim.lr", "names no learning rate", "use --optim.lr X, such as 3e-4")
 
 
+# Each waits twice as long as the one before.
+_MAX_RETRIES = 20
+
+
+def saves_are_retried_in_time(run: RunConfig) -> Problem | None:
+    retries = run.train.saving.retries
+    if retries <= _MAX_RETRIES:
+        return None
+    return Problem(
+        "train.saving.retries",
+        f"is {retries}, and the last of them would wait {run.train.saving.retry_after:,} * 2^{retries - 1} steps",
+        f"use 0 to {_MAX_RETRIES}",
+    )
+
+
 # ---- Muon and QK-clip ----
 
 
@@ -278,6 +293,7 @@ RULES = (
     parameter_groups_have_usable_numbers,
     microbatches_fill_the_batch,
     mixture_weights_are_positive,
+    saves_are_retried_in_time,
     momentum_decays,
     momentum_is_kept_as_it_is,
     clipped_logits_follow_from_weights,

@@ -22,7 +22,7 @@ class DpoConfig:
 
 @dataclass(frozen=True)
 class SavingConfig:
-    """How often checkpoints are saved, how many are kept, and whether training waits for them."""
+    """How often checkpoints are saved, how many are kept, whether training waits for them, and what if one fails."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -34,6 +34,16 @@ class SavingConfig:
     keep_every: int = 0
     # Write in a thread while training continues.
     background: bool = True
+    # A save that failed is tried again this often, from the copies that it made, while training continues.
+    retries: int = 3
+    # Steps to the first retry; each further one waits twice as long.
+    retry_after: int = 1
+    # After the last retry, or if the next save is due before: train without this checkpoint, or stop the run.
+    on_failure: Literal["skip", "stop"] = "skip"
+    # Stop after this many skipped checkpoints in a row; 0: never.
+    max_failures: int = 10
+    # A save is not begun unless the disk has this many times its bytes free; 0: not checked.
+    free_space: float = 1.0
 
 
 @dataclass(frozen=True)

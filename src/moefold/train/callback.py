@@ -208,6 +208,9 @@ class Callback:
     def on_save(self, step: int, path: Path) -> None:
         """After a checkpoint was committed. Rank 0."""
 
+    def on_save_failed(self, step: int, reason: str, retries_left: int) -> None:
+        """When the checkpoint of `step` could not be written; it is tried again if `retries_left` is not 0. Rank 0."""
+
     def on_roll_back(self, step: int, reason: str) -> None:
         """When training continues from the checkpoint of an earlier step, as after silent corruption. Rank 0."""
 
@@ -252,6 +255,10 @@ class Callbacks(Callback):
     def on_save(self, step: int, path: Path) -> None:
         for member in self.members:
             member.on_save(step, path)
+
+    def on_save_failed(self, step: int, reason: str, retries_left: int) -> None:
+        for member in self.members:
+            member.on_save_failed(step, reason, retries_left)
 
     def on_roll_back(self, step: int, reason: str) -> None:
         for member in self.members:

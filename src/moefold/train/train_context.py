@@ -15,6 +15,7 @@ from moefold.checkpoint.files import naming, read_bounded
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
+from moefold.checkpoint.save_failures import FailurePolicy
 from moefold.checkpoint.state_dict import fresh_seed, run_record
 from moefold.checks.sizes import leaves
 from moefold.comm.heartbeat import Heartbeat
@@ -185,6 +186,9 @@ def make_saver(local_model: LocalModel, checkpoints: Path, incarnation: int, dev
         saving.background,
         about=run_record(local_model),
         device=device,
+        policy=FailurePolicy(
+            saving.retries, saving.retry_after, saving.on_failure, saving.max_failures, saving.free_space
+        ),
     )
 
 

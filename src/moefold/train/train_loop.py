@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from moefold.blueprint.param_counts import count_parameters
-from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
 from moefold.comm.collectives import all_reduce_ints
 from moefold.comm.process_groups import Group
 from moefold.config.run import RunConfig
@@ -31,6 +30,7 @@ from moefold.train.fault_tolerance.non_finite import where_not_finite
 from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.fault_tolerance.stragglers import StragglerWatch
 from moefold.train.prefetch import Prefetcher
+from moefold.train.saving import begin_save, report_committed, report_failures, save_last
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
 
@@ -56,12 +56,13 @@ def train(
     try:
         with Prefetcher(partial(read_local_step, context), context.groups, context.device) as batches:
             state, reason = _loop(context, state, hooks, stop, batches)
-        _save_last(context, state, hooks)
+        save_last(context, state, hooks)
         if reason == "finished":
             return Outcome.FINISHED
         return Outcome.INTERRUPTED if reason == "interrupted" else Outcome.STOPPED
     except BaseException as error:
         reason = "failed"
+        report_failures(context, hooks)
         hooks.on_error(error)
         raise
     finally:
@@ -138,7 +139,7 @@ def _loop(
             context.heartbeat.enter("checkpoint", state.step)
             begin_save(context, state)
         context.heartbeat.enter("commit", state.step)
-        _report_committed(context, hooks, context.saver.advance())
+        report_committed(context, hooks, context.saver.advance())
         saved = time.perf_counter() - now
         if _time_to_validate(context, state.step):
             context.heartbeat.enter("validation", state.step)
@@ -158,7 +159,7 @@ def _loop(
             return state, reason
         if excluding is not None:
             # The others go on from here.
-            _save_last(context, state, hooks)
+            save_last(context, state, hooks)
             raise excluding
         if save and not due and state.step < steps:
             context.heartbeat.enter("checkpoint at the end", state.step)
@@ -318,29 +319,6 @@ def _time_to_validate(context: TrainContext, step: int) -> bool:
     if context.validation is None:
         return False
     return step == train.steps or (train.validate_every > 0 and step % train.validate_every == 0)
-
-
-def begin_save(context: TrainContext, state: TrainState) -> None:
-    chunks = chunks_of(context.local_model, context.optimizer)
-    elsewhere = tensors_elsewhere(context.local_model, context.optimizer)
-    position = {"train": state.to_json(), "data": context.samples.fingerprint}
-    context.saver.begin(state.step, chunks, position, elsewhere)
-
-
-def _save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None:
-    """Wait for a save in progress, then write this step if that save was of an earlier one."""
-    context.heartbeat.enter("checkpoint at the end", state.step)
-    done = context.saver.finish()
-    _report_committed(context, hooks, done)
-    if done != state.step:
-        begin_save(context, state)
-        _report_committed(context, hooks, context.saver.finish())
-
-
-def _report_committed(context: TrainContext, hooks: Callback, step: int | None) -> None:
-    if step is not None:
-        context.heartbeat.enter("on save")
-        hooks.on_save(step, context.saver.path_of(step))
 
 
 def asked_to_stop(context: TrainContext, stop: StopRequest) -> bool:

@@ -69,6 +69,9 @@ class ConsoleLines(Callback):
     def on_save(self, step: int, path: Path) -> None:
         self._print(f"saved step={step} path={path}")
 
+    def on_save_failed(self, step: int, reason: str, retries_left: int) -> None:
+        self._print(f"save_failed step={step} retries_left={retries_left} reason={_one_word(reason)}")
+
     def on_roll_back(self, step: int, reason: str) -> None:
         self._pending = []
         self._print(f"roll_back step={step} reason={_one_word(reason)}")

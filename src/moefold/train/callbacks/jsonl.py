@@ -2,7 +2,7 @@
 
     {"kind": "start", "step": 0, ...}
     {"kind": "step", "step": 1, ...}
-    {"kind": "validation" | "save" | "straggler" | "stop", "step": ..., ...}
+    {"kind": "validation" | "save" | "save_failed" | "roll_back" | "straggler" | "stop", "step": ..., ...}
 
 Lines are written whole and flushed, so a killed run loses at most the line it was writing. A run that resumes from step
 N first removes the lines of later steps, which it will write again, reading backwards from the end: the cost is in
@@ -81,6 +81,9 @@ class JsonLines(Callback):
 
     def on_save(self, step: int, path: Path) -> None:
         self._write("save", step, path=path.name)
+
+    def on_save_failed(self, step: int, reason: str, retries_left: int) -> None:
+        self._write("save_failed", step, reason=reason, retries_left=retries_left)
 
     def on_roll_back(self, step: int, reason: str) -> None:
         """Lines of later steps are written again."""

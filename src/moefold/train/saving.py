@@ -1,0 +1,58 @@
+"""The loop's side of checkpoints: what goes into one, who is told of it, and the last one of a run.
+
+A save that fails is a warning on stderr and a call of `on_save_failed`, and training continues (see
+`checkpoint/save_failures.py`), except for the last one, at the end or on a signal: if that cannot be written, the run
+ends with an error.
+"""
+
+from __future__ import annotations
+
+from moefold.checkpoint.save_failures import FailedSave
+from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
+from moefold.errors import CheckpointError
+from moefold.train.callback import Callback
+from moefold.train.fault_tolerance.signals import print_stderr
+from moefold.train.state import TrainState
+from moefold.train.train_context import TrainContext
+
+
+def begin_save(context: TrainContext, state: TrainState) -> None:
+    chunks = chunks_of(context.local_model, context.optimizer)
+    elsewhere = tensors_elsewhere(context.local_model, context.optimizer)
+    position = {"train": state.to_json(), "data": context.samples.fingerprint}
+    context.saver.begin(state.step, chunks, position, elsewhere)
+
+
+def save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None:
+    """Wait for a save in progress, then write this step if that save was of an earlier one, or failed."""
+    context.heartbeat.enter("checkpoint at the end", state.step)
+    done = context.saver.finish(retry=context.saver.in_progress == state.step)
+    report_committed(context, hooks, done)
+    if done != state.step:
+        begin_save(context, state)
+        done = context.saver.finish()
+        failed = report_committed(context, hooks, done)
+        if done != state.step:
+            why = failed[-1].reason if failed else "the reason is not known"
+            raise CheckpointError(
+                f"the last checkpoint, of step {state.step}, could not be written: {why}; "
+                f"steps after the newest one in {context.saver.root} are lost"
+            )
+
+
+def report_committed(context: TrainContext, hooks: Callback, step: int | None) -> list[FailedSave]:
+    """Failed attempts first, which are returned."""
+    failed = report_failures(context, hooks)
+    if step is not None:
+        context.heartbeat.enter("on save")
+        hooks.on_save(step, context.saver.path_of(step))
+    return failed
+
+
+def report_failures(context: TrainContext, hooks: Callback) -> list[FailedSave]:
+    failed, warnings = context.saver.take_failures()
+    for warning in (*map(str, failed), *warnings) if context.leads else ():
+        print_stderr(f"warning: {warning}")
+    for each in failed:
+        hooks.on_save_failed(each.step, each.reason, each.retries_left)
+    return failed
