@@ -50,6 +50,7 @@ WORLD = 2
 SETTINGS = {
     # Replicas: a flipped bit has something to be compared with.
     "parallel.dp_replicate": 2,
+    "parallel.edp_replicate": 2,
     "data.seq_len": 64,
     "data.global_batch": 8,
     "data.micro_batch": 2,
@@ -173,6 +174,7 @@ class Soak:
     peaceful: Side
     dice: random.Random
     between: float
+    kinds: list[str]
     happened: list[tuple[float, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -185,7 +187,7 @@ class Soak:
             time.sleep(max(0.0, min(pause, end - time.monotonic())))
             if time.monotonic() >= end or self.problems:
                 break
-            self._disturb(self.dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
+            self._disturb(self.dice.choices(self.kinds, [WEIGHTS[kind] for kind in self.kinds])[0])
         stopped = time.monotonic()
         for name, side in (("disturbed", self.disturbed), ("peaceful", self.peaceful)):
             code = side.stop()
@@ -242,6 +244,7 @@ def compare(soak: Soak, stopped: float) -> dict[str, Any]:
         "steps_done_twice": len(disturbed) - len(done),
         "steps_compared": len(common),
         "steps_that_differ": len(differing),
+        "first_that_differs": min(differing, default=None),
         "next_step_s": {name: round(of(recovered or [inf]), 2) for name, of in _SPREAD.items()},
         "problems": soak.problems,
     }
@@ -256,6 +259,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--between", type=float, default=60.0, help="mean seconds between faults (default 60)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
+    parser.add_argument("--kinds", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS), metavar="KIND")
     parser.add_argument("--json", type=Path, help="write the figures into this file")
     args = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
@@ -264,11 +268,11 @@ def main() -> int:
         for name, core in (("disturbed", cores[0]), ("peaceful", cores[-1])):
             run = moefold.load_run("debug_small", SETTINGS | {"train.directory": f"{folder}/{name}"})
             sides.append(Side(run, Path(folder) / name / run.name, core))
-        soak = Soak(sides[0], sides[1], random.Random(args.seed), args.between)
+        soak = Soak(sides[0], sides[1], random.Random(args.seed), args.between, args.kinds)
         stopped = soak.train(args.minutes * 60)
-        if soak.problems:
-            print((sides[0].directory / "log").read_text()[-4000:], *soak.problems, sep="\n")
         found = {"seed": args.seed, "between_s": args.between} | compare(soak, stopped)
+        if soak.problems or found["steps_that_differ"]:
+            print((sides[0].directory / "log").read_text()[-8000:], *soak.problems, sep="\n")
     print(json.dumps(found, indent=1))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

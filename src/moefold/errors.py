@@ -145,12 +145,16 @@ class CorruptionError(TrainingError):
     """Parameters or optimizer states that changed where nothing may change them; the message names tensor and ranks.
 
     ``newest_good``: checkpoints up to this step are not affected. ``culprits``: the ranks that are wrong, if known.
+    ``from_the_beginning``: there is no such checkpoint, and a launcher starts the run again.
     """
 
-    def __init__(self, message: str, newest_good: int, culprits: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, newest_good: int, culprits: tuple[int, ...] = (), from_the_beginning: bool = False
+    ) -> None:
         super().__init__(message)
         self.newest_good = newest_good
         self.culprits = culprits
+        self.from_the_beginning = from_the_beginning
 
 
 class ExclusionError(TrainingError):

@@ -138,6 +138,15 @@ def test_stop_ends_the_run_and_a_replay_says_which_replica_is_wrong(
     assert "wrong on rank 0" in said
 
 
+def test_the_first_step_is_framed_and_without_a_checkpoint_the_run_starts_again(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"(?s)step 1.*final_norm.weight changed.*no checkpoint from before it"
+    ) as found:
+        trained(tmp_path, FlipOnce(1, 1, "weight"))
+    # A launcher starts the ranks again.
+    assert not found.value.mendable
+
+
 @pytest.mark.slow
 def test_a_fault_that_comes_back_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="gone back to step 4 3 times already"):

@@ -42,7 +42,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from moefold.comm.launchers import die_with_parent, place_of
 from moefold.comm.rendezvous import agree_on_start, store_at
-from moefold.errors import BackendError, ExclusionError, MoefoldError, RankError
+from moefold.errors import BackendError, CorruptionError, ExclusionError, MoefoldError, RankError
 
 # glibc's malloc.h
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -263,7 +263,8 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
     except BaseException as error:
         failure = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc(), "met": met}
         exclude = list(error.exclude) if isinstance(error, ExclusionError) else []
-        mendable = isinstance(error, MoefoldError) and not exclude
+        again = bool(exclude) or (isinstance(error, CorruptionError) and error.from_the_beginning)
+        mendable = isinstance(error, MoefoldError) and not again
         result = json.dumps(failure | {"mendable": mendable, "exclude": exclude})
     with os.fdopen(pipe, "wb") as out:
         out.write(result.encode())

@@ -112,6 +112,8 @@ def _loop(
     """The last state and the reason to end. `after_step` comes before the save, so a resumed run does not repeat it."""
     steps = context.run.train.steps
     watch = StateWatch(context.local_model, context.optimizer, context.run.train.corruption.every, context.directory)
+    if watch.every:
+        watch.agrees(state.step)
     pace = StragglerWatch(context.run.train.stragglers, context.local_model)
     rolled_back: list[int] = []
     ended, saved = time.perf_counter(), 0.0

@@ -129,9 +129,14 @@ class StateWatch:
         self.digests = {compared: digest for compared, digest in self.digests.items() if compared <= step}
 
     def agrees(self, step: int) -> bool:
-        """Whether the state is now what it was when ``step`` was compared; True if it was not."""
+        """Whether the state that was loaded is what it was when ``step`` was compared; True if it was not.
+
+        The next step is framed.
+        """
         held = list(held_state(self.local_model, self.optimizer))
-        now = self._compare(step, held, hashes_of(held, self.hash_bits))
+        hashes = hashes_of(held, self.hash_bits)
+        now = self._compare(step, held, hashes)
+        self._baseline = (step, [each.name for each in held], hashes)
         return self.digests.get(step, now) == now
 
     def before_update(self, step: int, excused: bool = False) -> None:
@@ -297,7 +302,8 @@ def roll_back(
         good = [step for step in committed_steps(root) if step <= newest] if context.leads else []
         step = from_rank_0(max(good, default=-1), world)
         if step < 0:
-            raise excluding or CorruptionError(f"{found}\nthere is no checkpoint from before it to go back to", newest)
+            none = f"{found}\nthere is no checkpoint from before it to go back to"
+            raise excluding or CorruptionError(none, newest, from_the_beginning=True)
         if before.count(step) >= _MAX_ROLL_BACKS:
             raise CorruptionError(f"{found}\ngone back to step {step} {_MAX_ROLL_BACKS} times already", newest)
         loaded = load_into(final_path(root, step), context.local_model, context.optimizer)
