@@ -54,6 +54,7 @@ UNITS = {
     "_gib": "GiB",
     "_us": "microseconds",
     "_gb_s": "1e9 bytes per second",
+    "mb_per_s": "1e6 bytes per second",
     "vocab_size": "tokens",
     "_dim": "elements",
     "dim": "elements",

@@ -172,6 +172,10 @@ class DataError(MoefoldError):
     """Token files or their data mixture cannot be used; the message names file, field and numbers."""
 
 
+class DamagedDataError(DataError):
+    """Tokens that were read are not what was written: another hash, or values that no tokenizer writes."""
+
+
 # torch is an extra of the package, so that plans need no torch and each machine has the build for its GPU.
 WITHOUT_TORCH = 'pip install "moefold[torch]", or first the build of torch for your GPU'
 

@@ -12,6 +12,8 @@ from torch import Tensor
 import moefold
 from moefold.config.moe import BalanceConfig
 from moefold.errors import ConfigError, UnknownNameError
+from moefold.model.generation import generate_reference
+from moefold.model.scoring import score
 from moefold.nn.batch import whole_batch
 
 
@@ -58,6 +60,23 @@ def test_sequences_do_not_see_each_other() -> None:
         torch.testing.assert_close(model(sequence).logits, logits)
     with pytest.raises(ValueError, match=r"labels have the shape \(2, 6\)"):
         model(tokens, tokens[:, 1:])
+
+
+@pytest.mark.parametrize("token", [256, 10**6, -1])
+def test_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
+    model = moefold.build_model(moefold.load_run("debug_tiny"))
+    good, bad = torch.tensor([[1, 2, 3]]), torch.tensor([[1, token, 3]])
+    with pytest.raises(moefold.MoefoldError, match=f"tokens: from .*{token}.*256"):
+        model(bad)
+    with pytest.raises(moefold.MoefoldError, match=f"labels: from .*{token}.*256"):
+        model(good, labels=bad)
+    for write in (lambda: generate_reference(model.decoder, [[1], [2, token]], 1), lambda: score_one(model, token)):
+        with pytest.raises(moefold.MoefoldError, match=r"position 1: token .* is outside the vocabulary of 256"):
+            write()
+
+
+def score_one(model: moefold.LanguageModel, token: int) -> object:
+    return score(model.decoder, [[1, token, 2]], [1])
 
 
 def test_the_layout_of_the_run_does_not_matter() -> None:

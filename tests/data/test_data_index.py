@@ -16,7 +16,7 @@ from tests.data.token_files import documents, megatron
 from moefold.data.byte_ranges import LocalFile
 from moefold.data.megatron_index import HEADER, MAGIC, MegatronIndex, open_index, parse_index
 from moefold.data.token_files import MegatronFile
-from moefold.data.token_writers import write_index
+from moefold.data.token_writers import index_pieces
 from moefold.errors import DataError
 
 FIELDS = (
@@ -34,7 +34,7 @@ INTERESTING = (0, 1, 2, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62
 
 def index_bytes(sizes: list[int], code: int = 8, item: int = 2) -> tuple[bytes, int]:
     out, held = io.BytesIO(), io.BytesIO(np.array(sizes, "<i4").tobytes())
-    write_index(out, held, len(sizes), code, item)
+    out.write(b"".join(index_pieces(held, len(sizes), code, item)))
     return out.getvalue(), sum(sizes) * item
 
 

@@ -169,7 +169,7 @@ def test_another_key_starts_anew(tmp_path: Path) -> None:
         assert (writer.num_marked, writer.num_documents, writer.num_tokens) == (2, 2, 6)
     file = MegatronFile(str(tmp_path / "x"))
     assert [file.document(i).tolist() for i in range(2)] == [[0, 1, 2]] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.hashes.json", "x.idx"]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from moefold.config.model import ModelConfig
 from moefold.config.moe import MoEConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
-from moefold.errors import ConfigError
+from moefold.errors import ConfigError, DataError
 from moefold.model.build import build_moe_layer, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.model.mtp import loss_scales
@@ -86,6 +86,12 @@ class LanguageModel(nn.Module):
             raise ValueError(f"labels have the shape {tuple(labels.shape)}, but tokens {tuple(tokens.shape)}")
         flat = tokens.reshape(-1)
         labels = torch.full_like(flat, IGNORED) if labels is None else labels.reshape(-1)
+        for name, ids in (("tokens", flat), ("labels", labels[labels != IGNORED])):
+            vocab_size = self.run.model.vocab_size
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+                raise DataError(
+                    f"{name}: from {ids.min()} to {ids.max()}, but the vocabulary has {vocab_size:,} tokens"
+                )
         lengths = _lengths(tokens.shape)
         num_mtp = self.run.model.num_mtp
         starts = range(0, len(flat), max(tokens.shape[-1], 1))

@@ -1,11 +1,13 @@
-"""`moefold data inspect`: what is in token files or rows: samples with their loss masks, lengths, what counts."""
+"""`moefold data`: what is in token files or rows (`inspect`), and whether files are what was written (`verify`)."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from moefold.cli.run_argument import Subparsers, with_progress
 from moefold.errors import DataError
@@ -22,6 +24,13 @@ EXAMPLES = """examples:
 
 Tokens that count in the loss are green, the others grey; of a preference pair both answers stand side by side. A file
 of rows is tokenized in memory, its first 1,000 rows, as `moefold tokenize` would: nothing is written."""
+VERIFY_EXAMPLES = """examples:
+  moefold data verify data/books
+  moefold data verify data/ --json
+  moefold data verify megatron/web_text_document --write
+
+Every block of four megabytes is compared with PREFIX.hashes.json, which `moefold tokenize` writes. Files of other
+programs have none: --write makes it from what the files are now. Exit code 1: a block differs."""
 _BAR = 40
 
 
@@ -49,6 +58,17 @@ def add_to(commands: Subparsers) -> None:
     inspect.add_argument("--loss-on", default="assistant", metavar="ROLES", help="roles that count, of rows")
     inspect.add_argument("--json", action="store_true", help="print one JSON object")
     inspect.set_defaults(run=run)
+    verify = verbs.add_parser(
+        "verify",
+        help="compare token files with the hashes they were written with",
+        description="Compare whole token files with the hashes they were written with, block by block.",
+        epilog=VERIFY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument("path", metavar="PREFIX", help="a pair without its suffix, an .npy file, or a folder")
+    verify.add_argument("--write", action="store_true", help="write hashes for files that have none")
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
+    verify.set_defaults(run=run_verify)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,6 +80,48 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(args.path, report, others)
     return 0
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    from moefold.data.block_hashes import BlockHashes, compare_part, hashes_path, hashes_text, read_hashes
+    from moefold.data.byte_ranges import is_url
+    from moefold.data.sources import source_paths
+    from moefold.data.token_files import open_token_file
+    from moefold.private_files import replace_file
+
+    if args.write and is_url(args.path):
+        raise DataError(f"{args.path}: hashes are written beside local files; copy them there, or tokenize there")
+    found: list[VerifiedFile] = []
+    for path in source_paths(args.path):
+        parts, expected = open_token_file(path, 1 << 31).parts, read_hashes(path)
+        now: dict[str, BlockHashes] = {}
+        for part in parts:
+            known = None if expected is None else expected.get(part.ending)
+            now[part.ending], wrong = compare_part(part, known, partial(with_progress, what=f"comparing {part.name}"))
+            state = "damaged" if wrong else "no hashes" if known is None else "same"
+            found.append(VerifiedFile(part.name, part.size, state, [part.describe(block) for block in wrong]))
+        if args.write and expected is None:
+            replace_file(Path(hashes_path(parts[0].name)), hashes_text(now))
+            found[-len(parts) :] = [each._replace(state="hashes written") for each in found[-len(parts) :]]
+    damaged = any(each.damaged for each in found)
+    if args.json:
+        print(json.dumps({"files": [each._asdict() for each in found], "damaged": damaged}))
+        return int(damaged)
+    for each in found:
+        hint = "; make them with --write" if each.state == "no hashes" else ""
+        print(f"{each.file}: {each.state}{hint}")
+        for where in each.damaged:
+            print(f"  {where}: is not what was written")
+    return int(damaged)
+
+
+class VerifiedFile(NamedTuple):
+    """``state``: same, damaged, no hashes, or hashes written; ``damaged`` has the places."""
+
+    file: str
+    bytes: int
+    state: str
+    damaged: list[str]
 
 
 def _inspect_tokens(args: argparse.Namespace) -> tuple[Report, dict[str, object]]:

@@ -71,6 +71,15 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
+def is_first_of_host(environment: Mapping[str, str], rank: int, world: int) -> bool:
+    """Whether this rank does what one per host does; where no launcher of these ranks says so, rank 0 does it."""
+    for launcher in LAUNCHERS:
+        # Ranks that were forked inside a job inherit the variables of its one process.
+        if environment.get(launcher.rank) == str(rank) and environment.get(launcher.world) == str(world):
+            return environment.get(launcher.local_rank, str(rank)) == "0"
+    return rank == 0
+
+
 def _read(launcher: Launcher, environment: Mapping[str, str]) -> Place:
     numbers: dict[str, int] = {}
     problems: list[Problem] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from moefold.config.strict import STRICT
@@ -29,6 +29,22 @@ class SourceConfig:
 
 
 @dataclass(frozen=True)
+class VerificationConfig:
+    """Token files are compared with the hashes they were written with while the run trains."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # What follows if a block of a file has another hash, or a token is outside the vocabulary. stop: the run ends.
+    # skip: blocks are checked before they are read, and samples in damaged ones count in no loss. warn: a wrong hash is
+    # told, and training goes on.
+    on_damage: Literal["stop", "skip", "warn"] = "stop"
+    # How much of the files one process per host reads and hashes in the background; 0: files are not compared.
+    mb_per_s: float = 100.0
+    # A resumed run compares files whose time of change is another for at most this long before its first step.
+    start_seconds: float = 10.0
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """A step's global batch is split into microbatches of `micro_batch` whole sequences, the same in every layout."""
 
@@ -49,6 +65,7 @@ class DataConfig:
     mixture: tuple[SourceConfig, ...] = ()
     # Validation tokens; the builtin corpus holds some of its files out. None: no validation.
     validation: str | None = None
+    verification: VerificationConfig = field(default_factory=VerificationConfig)
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

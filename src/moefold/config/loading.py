@@ -175,7 +175,10 @@ def dump_run(run: RunConfig) -> str:
 
 def dump_value(value: object) -> str:
     """One value on one line, as `parse_run` reads it; without the logins of addresses."""
-    plain = _without_logins(list(value) if isinstance(value, tuple) else value)
+    plain = list(value) if isinstance(value, tuple) else value
+    if isinstance(plain, list):
+        plain = [asdict(each) if is_dataclass(each) and not isinstance(each, type) else each for each in plain]
+    plain = _without_logins(plain)
     text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
     return text.removesuffix("...\n").strip()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from moefold.config.data import DataConfig, SourceConfig
 from moefold.data.packing import Piece, Pieces, starts_in_window
 from moefold.data.sample_order import ItemOrder, Mixture
 from moefold.data.sources import Source
-from moefold.errors import ConfigError, DataError, Problem
+from moefold.errors import ConfigError, DamagedDataError, DataError, Problem
 from moefold.redaction import without_login
 
 Split = Literal["train", "validation"]
@@ -57,6 +58,10 @@ class SplitSources:
         self._configs = _source_configs(data, split)
         self.vocab_size, self._seq_len, self._packing = vocab_size, data.seq_len, data.packing
         self.seed, self.split = seed, split
+        # With `skip`: raises if tokens that will be read are damaged; and is told of a sample that was left out.
+        self.skips = data.verification.on_damage == "skip"
+        self.check: Callable[[int, int, int], None] | None = None
+        self.on_skip: Callable[[str, str], None] | None = None
         self.mixture = Mixture([config.weight for config in self._configs], seed, split, "mixture")
         self.sources = tuple(Source(config, vocab_size, split) for config in self._configs)
 
@@ -66,7 +71,21 @@ class SplitSources:
 
     @property
     def has_loss_mask(self) -> bool:
-        return any(source.has_loss_mask for source in self.sources)
+        """Whether a sample's labels may not all count: by a mask, or because it may be left out."""
+        return self.skips or any(source.has_loss_mask for source in self.sources)
+
+    def take(self, source: int, start: int, length: int, sample: str) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens and loss mask of a sample. One that is damaged is left out, if the run says so: nothing counts."""
+        try:
+            if self.check is not None:
+                self.check(source, start, length)
+            return self.read(source, start, length), self.loss_mask(source, start, length)
+        except DamagedDataError as error:
+            if not self.skips:
+                raise
+            if self.on_skip is not None:
+                self.on_skip(sample, str(error))
+            return np.zeros(length, np.int64), np.zeros(length, bool)
 
     def loss_mask(self, source: int, start: int, length: int) -> np.ndarray | None:
         found = self.sources[source]
@@ -77,7 +96,7 @@ class SplitSources:
         tokens = self.sources[source].window(start, length).astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             at = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
-            raise DataError(
+            raise DamagedDataError(
                 f"{self.sources[source].describe(start + at)}: token {int(tokens[at]):,} is outside the vocabulary of "
                 f"{self.vocab_size:,}"
             )
@@ -118,11 +137,19 @@ class Samples:
 
     def sample(self, index: int) -> Sample:
         source, epoch, window = self._items[index]
-        start = window * self.seq_len
-        tokens = self._split_sources.read(source, start, self.seq_len + 1)
+        start, name = window * self.seq_len, f"{source}:{epoch}:{window}"
+        tokens, mask = self._split_sources.take(source, start, self.seq_len + 1, name)
         starts = self.sources[source].document_starts_in(start, self.seq_len + 1)
-        mask = self._split_sources.loss_mask(source, start, self.seq_len + 1)
-        return Sample(tokens, starts_in_window(starts, start), f"{source}:{epoch}:{window}", mask)
+        return Sample(tokens, starts_in_window(starts, start), name, mask)
+
+    def location(self, index: int) -> tuple[int, int, int]:
+        """Source, first token and number of tokens of a sample."""
+        source, _, window = self._items[index]
+        return source, window * self.seq_len, self.seq_len + 1
+
+    def on_read(self, check: Callable[[int, int, int], None], on_skip: Callable[[str, str], None]) -> None:
+        """What `data.verification.on_damage: skip` needs: a check of tokens, and whom to tell of what is left out."""
+        self._split_sources.check, self._split_sources.on_skip = check, on_skip
 
     def length(self, index: int) -> int:
         """Number of input tokens of a sample; reads no tokens."""
@@ -162,8 +189,17 @@ class DocumentSamples:
 
     def sample(self, index: int) -> Sample:
         found = self._find(index)
-        where = found.source, found.piece.start, found.piece.length + 1
-        return Sample(self._split_sources.read(*where), (0,), found.id, self._split_sources.loss_mask(*where))
+        tokens, mask = self._split_sources.take(found.source, found.piece.start, found.piece.length + 1, found.id)
+        return Sample(tokens, (0,), found.id, mask)
+
+    def location(self, index: int) -> tuple[int, int, int]:
+        """Source, first token and number of tokens of a sample."""
+        found = self._find(index)
+        return found.source, found.piece.start, found.piece.length + 1
+
+    def on_read(self, check: Callable[[int, int, int], None], on_skip: Callable[[str, str], None]) -> None:
+        """As for `Samples`."""
+        self._split_sources.check, self._split_sources.on_skip = check, on_skip
 
     def length(self, index: int) -> int:
         """Number of input tokens of a sample, from the index; reads no tokens."""

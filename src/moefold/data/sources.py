@@ -22,6 +22,7 @@ from threading import Lock
 import numpy as np
 
 from moefold.config.data import BUILTIN, SourceConfig
+from moefold.data.block_hashes import FilePart
 from moefold.data.byte_ranges import exists, list_folder
 from moefold.data.token_files import LOSS_MASK, MemoryFile, TokenFile, open_token_file
 from moefold.errors import DataError
@@ -68,19 +69,19 @@ class Source:
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the stream."""
-        parts = [self._file(number).window(at, count) for number, at, count in self._parts(start, length)]
+        parts = [self._file(number).window(at, count) for number, at, count in self.split_window(start, length)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
     def loss_mask(self, start: int, length: int) -> np.ndarray:
         """bool[length]: which of these tokens count in the loss."""
-        parts = [self._file(number).loss_mask(at, count) for number, at, count in self._parts(start, length)]
+        parts = [self._file(number).loss_mask(at, count) for number, at, count in self.split_window(start, length)]
         return np.concatenate([np.empty(0, bool), *parts])
 
     def document_starts_in(self, start: int, length: int) -> np.ndarray:
         """Positions of the stream where a document begins; every file begins one."""
         parts = [
             self._file(number).document_starts_in(at, count) + self._bounds[number]
-            for number, at, count in self._parts(start, length)
+            for number, at, count in self.split_window(start, length)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
@@ -101,13 +102,17 @@ class Source:
 
     def describe(self, position: int) -> str:
         """File, document and offset of a token, for error messages."""
-        ((number, at, _),) = self._parts(position, 1)
+        ((number, at, _),) = self.split_window(position, 1)
         file = self._file(number)
         document = file.document_at(at)
         first, _ = file.document_span(document)
         return f"{file.name}: document {document:,}, offset {at - first:,} (token {at:,} of the file)"
 
-    def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
+    def file_parts(self, number: int) -> tuple[FilePart, ...]:
+        """The files on disk of one token file."""
+        return self._file(number).parts
+
+    def split_window(self, start: int, length: int) -> list[tuple[int, int, int]]:
         """(file, first token in it, number of tokens) of every file that a window overlaps."""
         end = start + length
         if start < 0 or length < 0 or end > self.num_tokens:

@@ -18,9 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
+from moefold.data.block_hashes import FilePart
 from moefold.data.byte_ranges import ByteFile, exists, is_url, open_byte_file, sampled_digest
 from moefold.data.megatron_index import open_index
-from moefold.errors import DataError
+from moefold.errors import DamagedDataError, DataError
 
 LOSS_MASK = ".loss_mask.bin"
 ORIGIN = ".origin.json"
@@ -44,6 +45,8 @@ class TokenFile(Protocol):
     has_index: bool
     # Whether some of its tokens may not count in the loss.
     has_loss_mask: bool
+    # The files that are read, whose blocks have hashes; none for tokens in memory.
+    parts: tuple[FilePart, ...]
 
     @property
     def num_tokens(self) -> int: ...
@@ -85,6 +88,10 @@ class MegatronFile:
         self.has_loss_mask = self._loss_mask is not None
         samples = 2 if is_url(prefix) else 4
         files = [index, self._tokens, *([] if self._loss_mask is None else [self._loss_mask])]
+        endings = ((".idx", 0), (".bin", self.index.dtype.itemsize), (LOSS_MASK, 1))
+        self.parts = tuple(
+            FilePart(ending, file.name, file.size, 0, item) for (ending, item), file in zip(endings, files)
+        )
         self.digest = sha256("".join(sampled_digest(file, samples) for file in files).encode()).hexdigest()
 
     @property
@@ -104,7 +111,9 @@ class MegatronFile:
         found = _read(self._loss_mask, np.dtype(np.uint8), 0, start, length)
         if length and found.max() > 1:
             at = int(np.argmax(found > 1))
-            raise DataError(f"{self._loss_mask.name}: token {start + at:,} has {found[at]}; a loss mask holds 0 or 1")
+            raise DamagedDataError(
+                f"{self._loss_mask.name}: token {start + at:,} has {found[at]}; a loss mask holds 0 or 1"
+            )
         return found.astype(bool)
 
     def _open_loss_mask(self, path: str) -> ByteFile | None:
@@ -140,6 +149,7 @@ class _UnindexedFile:
 
     has_index = False
     has_loss_mask = False
+    parts: tuple[FilePart, ...] = ()
     name: str
     num_tokens: int
     end_of_document: int | None
@@ -204,6 +214,7 @@ class ArrayFile(_UnindexedFile):
         else:
             self._dtype, self._offset = np.dtype(dtype or raw_dtype(vocab_size)).newbyteorder("<"), 0
             self.num_tokens = self._count_raw(given=dtype is not None)
+        self.parts = (FilePart(".npy", path, self._tokens.size, self._offset, self._dtype.itemsize),)
         self.digest = sampled_digest(self._tokens, 2 if is_url(path) else 4)
 
     def window(self, start: int, length: int) -> np.ndarray:

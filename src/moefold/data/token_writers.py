@@ -8,6 +8,8 @@ With a `resume_key`, these can be continued: `mark` stores how much was written 
 and the next writer with the same key cuts the files to these lengths. Another key starts anew. A lock keeps a second
 process from writing the same files.
 
+What is written is hashed on the way, and `PREFIX.hashes.json` gets its name with the tokens (`block_hashes.py`).
+
 A pair may have a loss mask (`token_files.py`), which is written and published with it. A mask that was left by the pair
 that is overwritten is removed.
 """
@@ -20,10 +22,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, BinaryIO, Self
+from typing import IO, Self
 
 import numpy as np
 
+from moefold.data.block_hashes import HASHES, BlockHasher, BlockHashes, hashes_text
 from moefold.data.megatron_index import HEADER, MAGIC, MAX_SEQUENCE_LENGTH, type_code
 from moefold.data.token_files import LOSS_MASK, ORIGIN
 from moefold.errors import DataError
@@ -53,10 +56,12 @@ class TokenWriter:
         try:
             self.targets[0].parent.mkdir(parents=True, exist_ok=True)
             self._tokens = self._open_temporary(self.targets[0])
+            self._hashed: dict[str, list[str]] = {}
             if resume_key is not None:
                 self._lock()
                 self._read_mark(resume_key)
             self._cut(self._tokens, self.num_tokens * self.dtype.itemsize)
+            self._hasher = self._continued_hasher(self._tokens, "tokens")
         except OSError as error:
             raise DataError(f"{self.targets[0]}: cannot be written: {error.strerror}") from error
 
@@ -66,7 +71,9 @@ class TokenWriter:
             return
         for file in self._files():
             _flush_to_disk(file)
-        replace_file(self._mark_path, json.dumps([self._resume_key, num_tasks, self.num_documents, self.num_tokens]))
+        hashed = {name: hasher.done for name, hasher in self._hashers().items()}
+        mark = [self._resume_key, num_tasks, self.num_documents, self.num_tokens, hashed]
+        replace_file(self._mark_path, json.dumps(mark))
         self.num_marked = num_tasks
 
     @property
@@ -78,8 +85,23 @@ class TokenWriter:
             found = json.loads(self._mark_path.read_text())
         except (OSError, ValueError):
             return
-        if isinstance(found, list) and len(found) == 4 and found[0] == key:
-            _, self.num_marked, self.num_documents, self.num_tokens = found
+        if isinstance(found, list) and len(found) == 5 and found[0] == key:
+            _, self.num_marked, self.num_documents, self.num_tokens, self._hashed = found
+
+    def _continued_hasher(self, file: IO[bytes], name: str) -> BlockHasher:
+        """Goes on after the blocks of the mark; what was written after them is read again."""
+        hasher = BlockHasher(self._hashed.get(name, ()))
+        file.seek(hasher.bytes)
+        while piece := file.read(_RUN):
+            hasher.update(piece)
+        return hasher
+
+    def _hashers(self) -> dict[str, BlockHasher]:
+        return {"tokens": self._hasher}
+
+    def _hashes(self) -> dict[str, BlockHashes]:
+        """By ending, of every target."""
+        return {self.targets[0].suffix: self._hasher.hashes()}
 
     def _lock(self) -> None:
         try:
@@ -131,7 +153,9 @@ class TokenWriter:
                 f"{self.targets[0]}: tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}"
             )
         try:
-            self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+            data = tokens.astype(self.dtype, copy=False).tobytes()
+            self._tokens.write(data)
+            self._hasher.update(data)
             self._record_sizes(lengths)
             self._record_loss_mask(loss_mask, len(tokens))
         except OSError as error:
@@ -168,19 +192,25 @@ class TokenWriter:
     def _finish(self) -> None:
         for file in self._files():
             _flush_to_disk(file)
-        for path in (self._origin_path, *self._companions()):
+        for path in (self._origin_path, self._hashes_path, *self._companions()):
             path.unlink(missing_ok=True)
+        texts = {self._hashes_path: hashes_text(self._hashes())}
         if self.origin is not None:
-            replace_file(self._temporary(self._origin_path), self.origin)
-        first = [] if self.origin is None else [self._origin_path]
-        _publish([(self._temporary(path), path) for path in [*first, *self.targets]])
+            texts[self._origin_path] = self.origin
+        for path, text in texts.items():
+            replace_file(self._temporary(path), text)
+        _publish([(self._temporary(path), path) for path in [*texts, *self.targets]])
 
     @property
     def _origin_path(self) -> Path:
         return self.targets[0].with_suffix(ORIGIN)
 
+    @property
+    def _hashes_path(self) -> Path:
+        return self.targets[0].with_suffix(HASHES)
+
     def _temporary_paths(self) -> list[Path]:
-        return [*map(self._temporary, [*self.targets, self._origin_path]), self._mark_path]
+        return [*map(self._temporary, [*self.targets, self._origin_path, self._hashes_path]), self._mark_path]
 
 
 class ArrayWriter(TokenWriter):
@@ -210,6 +240,7 @@ class MegatronWriter(TokenWriter):
         self._mask = self._open_temporary(self.targets[1]) if with_loss_mask else None
         if self._mask is not None:
             self._cut(self._mask, self.num_tokens)
+            self._mask_hasher = self._continued_hasher(self._mask, "mask")
 
     def _target_paths(self, target: str) -> list[Path]:
         prefix = target.removesuffix(".bin").removesuffix(".idx")
@@ -230,12 +261,24 @@ class MegatronWriter(TokenWriter):
             raise DataError(
                 f"{self._mask_path}: a loss mask of {len(mask):,} entries for {num_tokens:,} tokens; use a 0 or 1 each"
             )
-        self._mask.write(mask.astype(np.uint8).tobytes())
+        data = mask.astype(np.uint8).tobytes()
+        self._mask.write(data)
+        self._mask_hasher.update(data)
+
+    def _hashers(self) -> dict[str, BlockHasher]:
+        return super()._hashers() | ({} if self._mask is None else {"mask": self._mask_hasher})
+
+    def _hashes(self) -> dict[str, BlockHashes]:
+        found = super()._hashes() | {".idx": self._index_hasher.hashes()}
+        return found | ({} if self._mask is None else {LOSS_MASK: self._mask_hasher.hashes()})
 
     def _finish(self) -> None:
         self._sizes.flush()
+        self._index_hasher = BlockHasher()
         with open(self._temporary(self.targets[-1]), "wb", opener=own_opener) as index:
-            write_index(index, self._sizes, self.num_documents, self._code, self.dtype.itemsize)
+            for piece in index_pieces(self._sizes, self.num_documents, self._code, self.dtype.itemsize):
+                index.write(piece)
+                self._index_hasher.update(piece)
             _flush_to_disk(index)
         super()._finish()
 
@@ -246,18 +289,18 @@ class MegatronWriter(TokenWriter):
         return [*super()._temporary_paths(), self._temporary(self._sizes_path)]
 
 
-def write_index(index: BinaryIO, sizes: IO[bytes], count: int, code: int, item: int) -> None:
+def index_pieces(sizes: IO[bytes], count: int, code: int, item: int) -> Iterator[bytes]:
     """An index of `count` documents from a file of their lengths (int32), in three passes with little memory."""
-    index.write(HEADER.pack(MAGIC, 1, code, count, count + 1))
+    yield HEADER.pack(MAGIC, 1, code, count, count + 1)
     for run in _size_runs(sizes, count):
-        index.write(run.tobytes())
+        yield run.tobytes()
     byte = 0
     for run in _size_runs(sizes, count):
         ends = byte + np.cumsum(run.astype(np.int64) * item)
-        index.write(np.concatenate([[byte], ends[:-1]]).astype("<i8").tobytes())
+        yield np.concatenate([[byte], ends[:-1]]).astype("<i8").tobytes()
         byte = int(ends[-1])
     for first in range(0, count + 1, _RUN):
-        index.write(np.arange(first, min(first + _RUN, count + 1), dtype="<i8").tobytes())
+        yield np.arange(first, min(first + _RUN, count + 1), dtype="<i8").tobytes()
 
 
 def _size_runs(sizes: IO[bytes], count: int) -> Iterator[np.ndarray]:

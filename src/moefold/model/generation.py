@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moefold.attention.kv_cache import KVCache
+from moefold.errors import DataError
 from moefold.model.decoder import Decoder
 from moefold.nn.batch import Batch, whole_batch
 
@@ -57,6 +58,7 @@ def generate(
     on_step: OnStep | None = None,
 ) -> list[Continuation]:
     """At most ``max_new`` tokens after each prompt; a token of ``stop`` ends a sequence."""
+    refuse_unknown_tokens(prompts, len(decoder.head_weight))
     cache.begin(len(prompts), max(map(len, prompts)) + max_new)
     try:
         return _draw(_CachedLogits(decoder, cache, prompts), len(prompts), max_new, sampling, stop, on_step)
@@ -73,6 +75,7 @@ def generate_reference(
     on_step: OnStep | None = None,
 ) -> list[Continuation]:
     """The same without a cache: the whole text again for every token."""
+    refuse_unknown_tokens(prompts, len(decoder.head_weight))
     return _draw(_LogitsOfTexts(decoder, prompts), len(prompts), max_new, sampling, stop, on_step)
 
 
@@ -172,6 +175,17 @@ def last_logits(decoder: Decoder, texts: Prompts) -> Tensor:
     batch = batch_of(texts, decoder.head_weight.device)
     ends = torch.tensor([len(text) for text in texts], device=batch.tokens_S.device).cumsum(0) - 1
     return decoder.logits(batch, ends)
+
+
+def refuse_unknown_tokens(texts: Prompts, vocab_size: int) -> None:
+    """The embedding would take any number as zeros, since a rank may hold another part of the vocabulary."""
+    for number, text in enumerate(texts):
+        for at, token in enumerate(text):
+            if not 0 <= token < vocab_size:
+                raise DataError(
+                    f"text {number}, position {at}: token {token:,} is outside the vocabulary of {vocab_size:,}; use "
+                    "the tokenizer that the model was trained with"
+                )
 
 
 def batch_of(texts: Prompts, device: torch.device) -> Batch:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moefold.model.decoder import Decoder
-from moefold.model.generation import batch_of
+from moefold.model.generation import batch_of, refuse_unknown_tokens
 
 # Tokens [start, start + length) of a text.
 Read = Callable[[int, int], Sequence[int]]
@@ -63,6 +63,7 @@ class Perplexity:
 def score(decoder: Decoder, texts: Sequence[Sequence[int]], firsts: Sequence[int]) -> list[Scored]:
     """For each text: its tokens from ``firsts`` on, which is at least 1, each predicted by those before it."""
     device = decoder.head_weight.device
+    refuse_unknown_tokens(texts, len(decoder.head_weight))
     batch = batch_of([text[:-1] for text in texts], device)
     starts = [sum(len(text) - 1 for text in texts[:number]) for number in range(len(texts))]
     rows = [start + row for start, text, first in zip(starts, texts, firsts) for row in range(first - 1, len(text) - 1)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +18,16 @@ from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.save_failures import FailurePolicy
 from moefold.checkpoint.state_dict import fresh_seed, run_record
+from moefold.checkpoint.step_dirs import committed_steps
 from moefold.checks.sizes import leaves
 from moefold.comm.heartbeat import Heartbeat
+from moefold.comm.launchers import is_first_of_host
 from moefold.comm.process_groups import Groups
 from moefold.config.loading import dump_run, dump_value, load_run_file
 from moefold.config.run import RunConfig
 from moefold.data.samples import AnySamples, PairSamples, open_samples
 from moefold.data.token_origin import problems_of_run
+from moefold.data.verification import DamageLog, Verifier
 from moefold.errors import CheckpointError, ConfigError, MoefoldError, TrainingError
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
@@ -54,6 +58,8 @@ class TrainContext:
     preferences: Preferences | None = None
     # Where this rank is; a launcher on this host reads it.
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    # Compares token files with their hashes, on one rank of each host.
+    verifier: Verifier = field(default_factory=Verifier)
 
     @property
     def groups(self) -> Groups:
@@ -88,6 +94,8 @@ def build_train_context(
     incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
     root = directory / "checkpoints"
     context = open_context(run, directory, groups, device, incarnation, root, routing_policy, heartbeat)
+    # Before the fingerprint is compared, which does not say where a file was changed.
+    context = replace(context, verifier=open_verifier(context))
     state = _resume(context)
     # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
     if rank == 0:
@@ -122,6 +130,33 @@ def open_context(
     return TrainContext(
         run, directory, device, local_model, optimizer, samples, validation, saver, preferences, heartbeat
     )
+
+
+def open_verifier(context: TrainContext) -> Verifier:
+    """The comparison of this rank: on the first of each host in the background; on all where damage is skipped."""
+    data, rank, world = context.run.data, context.groups.rank, context.groups["world"]
+    steps = committed_steps(context.directory / "checkpoints") if rank == 0 else []
+    newest = from_rank_0(max(steps, default=0), world)
+    background, skips = is_first_of_host(os.environ, rank, world.size), data.verification.on_damage == "skip"
+    if data.verification.mb_per_s <= 0 or not (background or skips):
+        return Verifier()
+    splits = {"train": context.samples} | ({} if context.validation is None else {"validation": context.validation})
+    log = DamageLog(context.directory, rank, print_stderr)
+    verifier = Verifier(
+        splits,
+        context.directory,
+        data.verification,
+        keeps_record=rank == 0,
+        resumed=newest > 0,
+        background=background,
+        say=print_stderr,
+        on_damage=lambda damage: log.write(str(damage)),
+    )
+    verifier.compare_with_record()
+    if skips:
+        for split, samples in splits.items():
+            samples.on_read(partial(verifier.check_now, split), log.skipped)
+    return verifier
 
 
 def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:

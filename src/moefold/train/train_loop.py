@@ -53,9 +53,12 @@ def train(
     hooks = Hooks(callbacks, context)
     hooks.on_start(_info(context, state))
     reason = "failed"
+    context.verifier.start(state.samples, context.run.data.global_batch)
     try:
         with Prefetcher(partial(read_local_step, context), context.groups, context.device) as batches:
             state, reason = _loop(context, state, hooks, stop, batches)
+        context.heartbeat.enter("checkpoint at the end", state.step)
+        context.verifier.finish(state.samples, wait=reason == "finished")
         save_last(context, state, hooks)
         if reason == "finished":
             return Outcome.FINISHED
@@ -66,6 +69,7 @@ def train(
         hooks.on_error(error)
         raise
     finally:
+        context.verifier.close()
         hooks.on_end(reason)
 
 
@@ -119,6 +123,7 @@ def _loop(
     ended, saved = time.perf_counter(), 0.0
     while state.step < steps:
         metrics = hooks.control.begin_record()
+        context.verifier.advance(state.samples)
         context.heartbeat.enter("before step", state.step + 1)
         pace.begin()
         hooks.before_step(state.step + 1, hooks.control)
