@@ -39,6 +39,7 @@ from moefold.data.byte_ranges import LocalFile, is_url, open_byte_file
 from moefold.data.samples import AnySamples
 from moefold.errors import DamagedDataError, DataError
 from moefold.private_files import replace_file
+from moefold.redaction import without_login
 
 RECORD, DAMAGE = "data_hashes.json", "data_damage.jsonl"
 _MOST_TOLD = 20
@@ -156,7 +157,7 @@ class Verifier:
                     "or tokenize again"
                 )
             blocks = (None,) * num_blocks(part.size) if stated is None else stated.blocks
-            yield PartState(f"{prefix}:{os.path.basename(part.name)}", part, blocks)
+            yield PartState(f"{prefix}:{os.path.basename(without_login(part.name))}", part, blocks)
 
     # ---- before the first step ----
 
@@ -241,7 +242,7 @@ class Verifier:
         """Raise if a block that these tokens lie in is damaged; blocks are hashed once. On any thread."""
         for each, block in self._blocks(split, source, start, length):
             if each.found[block] == _DAMAGED or (each.found[block] == _UNCHECKED and not each.check(block)):
-                raise DamagedDataError(str(Damage(each.part.name, each.part.describe(block), None)))
+                raise DamagedDataError(str(Damage(without_login(each.part.name), each.part.describe(block), None)))
 
     # ---- the thread ----
 
@@ -252,7 +253,7 @@ class Verifier:
         try:
             for each, block, sample in self._order():
                 if not each.check(block, self._pause):
-                    self.damage.append(Damage(each.part.name, each.part.describe(block), sample))
+                    self.damage.append(Damage(without_login(each.part.name), each.part.describe(block), sample))
                     self._on_damage(self.damage[-1])
                 self.verified += min(BLOCK_BYTES, each.part.size - block * BLOCK_BYTES)
                 now = time.monotonic()
