@@ -17,7 +17,7 @@ from tests.run_records import CONTROL, info_of, record_of, tell
 from moefold.errors import BackendError
 from moefold.train.callback import Callbacks, Evaluation
 from moefold.train.callbacks.console import ConsoleLines, ProgressBar
-from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines, forget_after
+from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines, cut_after
 from moefold.train.callbacks.registry import default_callbacks, services
 
 
@@ -116,7 +116,7 @@ def test_any_cut_leaves_whole_lines(tmp_path: Path, cut: int, monkeypatch: pytes
     text = b"".join(b'{"kind":"step","step":%d,"x":"%s"}\n' % (i, b"y" * (i % 40)) for i in range(1, 31))
     path.write_bytes(text[:cut])
     whole = text[:cut].count(b"\n")
-    forget_after(path, 12)
+    cut_after(path, 12)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(1, min(whole, 12) + 1))
 
 
@@ -125,7 +125,7 @@ def test_walking_back_does_not_read_the_whole_file(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.seek(1 << 40)  # a terabyte of earlier steps, not really there
         file.write(b'\n{"kind":"step","step":7}\n{"kind":"step","step":8}\n')
-    forget_after(path, 7)
+    cut_after(path, 7)
     assert path.stat().st_size == (1 << 40) + len(b'\n{"kind":"step","step":7}\n')
 
 

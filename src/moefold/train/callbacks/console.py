@@ -100,6 +100,9 @@ def print_unless_closed(line: str, out: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, out.fileno())
         os.close(null)
+    except OSError:
+        # A full disk under a log: the line is in the stream's buffer, or lost; training goes on.
+        return
 
 
 def interval_line(records: Sequence[StepRecord], meter: Meter, eta: float) -> str:

@@ -8,15 +8,21 @@ Lines are written whole and flushed, so a killed run loses at most the line it w
 N first removes the lines of later steps, which it will write again, reading backwards from the end: the cost is in
 proportion to what is repeated and not to the length of the run. Metrics that callbacks added are under `metrics`.
 
+Writing never stops training. Lines that the disk refuses are kept in memory, up to a bound, and written when it has
+room again; half a line is cut off. The first refusal is a warning, and lines that are lost are counted.
+
 Tokens per expert are summed over the steps of an interval and written at its end: `counts`, over `counts_steps` steps.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +34,7 @@ from moefold.checks.kernels import experts_in_use
 from moefold.config.loading import plain_data
 from moefold.private_files import open_own
 from moefold.train.callback import Callback, Control, Evaluation, RunInfo, StepRecord
+from moefold.train.fault_tolerance.signals import print_stderr
 from moefold.train.metrics import Meter, as_data, device_name, finite, router_stats
 
 FILE_NAME = "metrics.jsonl"
@@ -39,8 +46,7 @@ class JsonLines(Callback):
 
     def __init__(self, device: str | None = None) -> None:
         self._device = device
-        self._file: IO[bytes] | None = None
-        self._path = Path(FILE_NAME)
+        self._file: LineFile | None = None
         self._meter: Meter | None = None
         self._every = 1
         self._last_step = 0
@@ -49,11 +55,9 @@ class JsonLines(Callback):
 
     def on_start(self, info: RunInfo) -> None:
         make_directory(info.directory)
-        self._path = info.directory / FILE_NAME
         self._last_step = info.resumed_from or 0
-        with naming(self._path):
-            forget_after(self._path, self._last_step)
-            self._file = os.fdopen(open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+        self._file = LineFile(info.directory / FILE_NAME)
+        self._file.forget_after(self._last_step)
         self._meter = Meter(info, self._device or device_name(info.device))
         self._every = max(info.run.train.log_every, 1)
         self._write("start", self._last_step, **_about(info, self._meter))
@@ -88,7 +92,8 @@ class JsonLines(Callback):
     def on_roll_back(self, step: int, reason: str) -> None:
         """Lines of later steps are written again."""
         self._last_step, self._counts, self._counts_steps = step, None, 0
-        forget_after(self._path, step)
+        assert self._file is not None, "on_start comes first"
+        self._file.forget_after(step)
         self._write("roll_back", step, reason=reason)
 
     def on_straggler(self, step: int, rank: int, slow: bool, seconds: Mapping[str, float]) -> None:
@@ -110,30 +115,122 @@ class JsonLines(Callback):
 
     def _line(self, data: dict[str, object]) -> None:
         assert self._file is not None, "on_start comes first"
-        self._file.write(json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+        self._file.add(json.dumps(data, allow_nan=False, separators=(",", ":")).encode() + b"\n")
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, and an incomplete last line."""
+# What a disk says that is full, damaged or gone for a while. Another error of the first attempt is the user's to mend.
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+MAX_PENDING_BYTES = 16 << 20
+
+
+class LineFile:
+    """Appends whole lines; those that the disk refuses wait in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        # Where the last whole line ends.
+        self._end = 0
+        self._forget: int | None = None
+        self._pending: deque[bytes] = deque()
+        self._bytes = self.lost = 0
+        self._refused: OSError | None = None
+
+    def forget_after(self, step: int) -> None:
+        """Remove the lines of steps after `step`, and an incomplete last line."""
+        kept = [line for line in self._pending if (about := _read(line)) is not None and about[1] <= step]
+        self._pending, self._bytes = deque(kept), sum(map(len, kept))
+        self._forget = step
+        self._flush()
+
+    def add(self, line: bytes) -> None:
+        self._append(line)
+        self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        lost = self.lost + len(self._pending)
+        if lost:
+            print_stderr(f"warning: {lost} lines of {self.path} are lost: {self._refused or 'the disk was full'}")
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _append(self, line: bytes) -> None:
+        self._pending.append(line)
+        self._bytes += len(line)
+        while self._bytes > MAX_PENDING_BYTES:
+            self._bytes -= len(self._pending.popleft())
+            self.lost += 1
+
+    def _flush(self) -> None:
+        try:
+            self._write_pending()
+        except OSError as error:
+            if self._refused is None:
+                if self._descriptor is None and error.errno not in _DISK:
+                    with naming(self.path):
+                        raise
+                print_stderr(f"warning: {self.path}: {error.strerror or error}; lines are kept in memory meanwhile")
+            self._refused = error
+            return
+        if self._refused is not None:
+            self._refused = None
+            print_stderr(f"{self.path} is written again" + (f"; {self.lost} lines are lost" if self.lost else ""))
+
+    def _write_pending(self) -> None:
+        if self._forget is not None:
+            # To make a file shorter needs no room; what stood after the cut is written like any other line.
+            kept = cut_after(self.path, self._forget)
+            self._pending.extendleft(reversed(kept))
+            self._bytes += sum(map(len, kept))
+            self._forget = None
+            if self._descriptor is not None:
+                self._end = os.fstat(self._descriptor).st_size
+        if self._descriptor is None:
+            self._descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._end = os.fstat(self._descriptor).st_size
+        if self._refused is not None:
+            os.ftruncate(self._descriptor, self._end)
+        while self._pending:
+            rest = memoryview(self._pending[0])
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError:
+                # A process that ends now must not leave half a line; if this fails, the next attempt begins with it.
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, self._end)
+                raise
+            line = self._pending.popleft()
+            self._end += len(line)
+            self._bytes -= len(line)
+
+
+def cut_after(path: Path, step: int) -> list[bytes]:
+    """Cut a file before the lines of steps after `step`, and before an incomplete last line.
+
+    Returns lines of earlier steps that stood behind the cut, to be written again.
+    """
     if not path.exists():
-        return
+        return []
     kept: list[bytes] = []
     with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
-        end = 0
+        end, removed = 0, False
         for start, line in _lines_backwards(file):
             about = _read(line)
-            if about is not None and about[1] <= step:
-                if about[0] == "step":
-                    end = start + len(line)
-                    break
+            if about is None or about[1] > step:
+                removed = True
+            elif about[0] == "step":
+                end = start + len(line)
+                break
+            else:
                 # The line of an earlier checkpoint or start may stand after lines of later steps.
                 kept.append(line)
-        file.seek(end)
-        file.truncate()
-        file.write(b"".join(reversed(kept)))
-        file.flush()
-        os.fsync(file.fileno())
+        if not removed:
+            return []
+        os.ftruncate(file.fileno(), end)
+    return kept[::-1]
 
 
 def _read(line: bytes) -> tuple[str, int] | None:
