@@ -151,3 +151,12 @@ def test_slow_ranks_are_named() -> None:
     assert not any(row["others_named"] for row in found["rows"])
     assert found["clean_windows"] >= 30 and found["false_alarms"] == 0
     assert f"{found['clean_windows']} windows without a slow rank had {found['false_alarms']} alarms" in page
+
+
+def test_a_step_redone_by_the_living_replicas() -> None:
+    """A study: exact, and not soon."""
+    found, page = json.loads((DOCS / "measured/replica_loss.json").read_text()), (DOCS / "reliability.md").read_text()
+    assert found["largest_relative_difference"] < 1e-9 and found["worlds"] == [4, 4, 4, 4, 2, 2, 2, 2]
+    assert f"within {found['largest_relative_difference']:.1e} (relative)" in page
+    assert f"takes {found['new_world_s']:.2f} s" in page
+    assert f"{found['from_the_kill_to_the_redone_step_s']:.1f} s after the kill" in page
