@@ -70,7 +70,7 @@ def make_server(question: Question, port: int) -> HTTPServer:
 class PlanServer(ThreadingHTTPServer):
     """At most ``MAX_CONNECTIONS`` at a time."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 128
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._free = BoundedSemaphore(MAX_CONNECTIONS)

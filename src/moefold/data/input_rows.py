@@ -34,6 +34,8 @@ TASK_BYTES = 4 << 20
 _TASK_FILES = 256
 _LINES = (".jsonl", ".ndjson")
 _PACKED = (".gz", ".zst")
+# Bytes of one document, unpacked.
+MAX_UNPACKED = 256 << 20
 PARQUET = ".parquet"
 _PACKED_LINES = tuple(ending + packed for ending in _LINES for packed in _PACKED)
 _ROWS = (*_LINES, *_PACKED_LINES, PARQUET)
@@ -204,11 +206,19 @@ def _blocks(lines: Iterator[bytes], name: str, limit: int, position: Callable[[]
 def _unpacked_lines(raw: BinaryIO, path: str) -> Iterator[bytes]:
     number = 0
     try:
-        for line in _unpacked(raw, path):
+        unpacked = _unpacked(raw, path)
+        while line := unpacked.readline(MAX_UNPACKED + 1):
             number += 1
+            _check_unpacked(line, f"{path}: line {number:,}")
             yield line if line.endswith(b"\n") else line + b"\n"
     except (OSError, EOFError, zlib.error, load_error(path)) as error:
         raise DataError(f"{path}: cannot be unpacked after line {number:,}: {error}") from error
+
+
+def _check_unpacked(document: bytes, where: str) -> None:
+    """A small file can unpack to any size; what is not packed is as large as its file."""
+    if len(document) > MAX_UNPACKED:
+        raise DataError(f"{where}: unpacks to more than {MAX_UNPACKED:,} bytes for one document; unpack it yourself")
 
 
 def load_error(path: str) -> type[Exception]:
@@ -272,7 +282,9 @@ def rows_of(chunk: Chunk, columns: Sequence[str]) -> Iterator[Row]:
             yield from _lines_of_range(chunk)
         else:
             with open(path, "rb") as raw:
-                yield Row(lambda: path, _utf8(_unpacked(raw, path).read(), path))
+                text = _unpacked(raw, path).read(MAX_UNPACKED + 1 if path.endswith(_PACKED) else -1)
+                _check_unpacked(text if path.endswith(_PACKED) else b"", path)
+                yield Row(lambda: path, _utf8(text, path))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

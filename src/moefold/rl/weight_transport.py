@@ -30,6 +30,7 @@ from moefold.private_files import open_own, who_else
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NUMBERS, _MAX_HEADER = 4, 4 << 20
+_KEYS = {"name", "dtype", "shape", "offset", "first_row", "full_shape"}
 
 
 class ReceivedPart(NamedTuple):
@@ -74,10 +75,20 @@ def receive_weights(channel: Channel) -> Iterator[ReceivedPart]:
     """Every part of every bucket; a view, to be copied before the next one is asked for."""
     while True:
         header, payload = channel.receive()
-        message = json.loads(header)
-        if not message["parts"]:
+        if not (parts := _parts(header)):
             return
-        yield from (_received(part, payload) for part in message["parts"])
+        yield from (_received(part, payload) for part in parts)
+
+
+def _parts(header: bytes) -> list[dict[str, object]]:
+    try:
+        message = json.loads(header)
+    except (ValueError, RecursionError) as error:
+        raise ExchangeError(f"the header of a bucket is not JSON: {str(error)[:100]}") from None
+    parts = message.get("parts") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and set(part) >= _KEYS for part in parts):
+        raise ExchangeError(f"the header of a bucket does not list parts with {', '.join(sorted(_KEYS))}")
+    return parts
 
 
 def _received(part: dict[str, object], payload: Tensor) -> ReceivedPart:

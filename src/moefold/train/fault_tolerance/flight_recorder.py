@@ -23,6 +23,7 @@ Stack = list[object]
 T = TypeVar("T")
 _MARK = object()
 MAX_BYTES = 64 << 20
+_MAX_VALUES, _MAX_DEPTH = 2_000_000, 64
 # Opcodes whose argument is the value.
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -74,9 +75,24 @@ def read_dump(path: Path) -> object:
     if len(data) > MAX_BYTES:
         raise MoefoldError(f"{path.name}: {len(data):,} bytes, and dumps have at most {MAX_BYTES:,}")
     try:
-        return plain_pickle(data)
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        found = plain_pickle(data)
+        _check_size(found)
+        return found
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, StopIteration) as error:
         raise MoefoldError(f"{path.name}: not plain data: {error}") from None
+
+
+def _check_size(value: object) -> None:
+    """A pickle can refer to a value again and again, so that a small one has no end of values; and be nested deeply."""
+    waiting, count = [(value, 0)], 0
+    while waiting:
+        each, depth = waiting.pop()
+        count += 1
+        if count > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise ValueError(f"has more than {_MAX_VALUES:,} values or {_MAX_DEPTH} levels")
+        inner = [*each, *each.values()] if isinstance(each, dict) else each
+        if isinstance(inner, list | tuple):
+            waiting += ((one, depth + 1) for one in inner)
 
 
 def plain_pickle(data: bytes) -> object:
