@@ -54,3 +54,5 @@ nightly:
 	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 1/2
 	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 2/2
 	$(PYTHON) -m tests.soak --minutes 90 --between 60 --seed $(SEED)
+	$(PYTHON) -m tests.security.exploit_table
+	$(PYTHON) -m tests.fuzz --cases 10000 --seed $(SEED)
