@@ -161,7 +161,8 @@ class ChunkIndex:
         self.path, self._manifest, self.rows = path, manifest, rows
         self._names = sorted(manifest.tensors)
         self.pages = pages
-        self._read: dict[int, Numbers] = {}
+        # Pages that were read, and are right.
+        self.checked: dict[int, Numbers] = {}
 
     @classmethod
     def of_tables(cls, directory: Path, manifest: Manifest, tables: Iterable[Sequence[ChunkSpec]]) -> ChunkIndex:
@@ -206,9 +207,9 @@ class ChunkIndex:
                 yield self._page(page)
 
     def _page(self, number: int) -> Numbers:
-        if number not in self._read:
-            self._read[number] = self._checked(self.pages[number])
-        return self._read[number]
+        if number not in self.checked:
+            self.checked[number] = self._checked(self.pages[number])
+        return self.checked[number]
 
     def _checked(self, place: Numbers) -> Numbers:
         tensor, at, count = place[:_LOWEST].tolist()

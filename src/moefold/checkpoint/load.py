@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moefold.checkpoint.chunk_index import open_index, read_pages
+from moefold.checkpoint.chunk_index import Located, open_index, read_pages
 from moefold.checkpoint.manifest import MANIFEST, Manifest, packed, read_table, unpacked
 from moefold.checkpoint.shard_file import ShardReader, shard_offsets
 from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, needed_tensors
@@ -68,11 +68,7 @@ class Checkpoint:
     @classmethod
     def shared(cls, path: Path, world: Group) -> Checkpoint:
         """The same on all ranks: rank 0 reads and checks the manifest and the index's pages, the others get them."""
-        content = broadcast_bytes(_read_head(path) if world.index == 0 else b"", world)
-        if content[:1] == _REFUSED:
-            raise CheckpointError(content[1:].decode())
-        split = 9 + int.from_bytes(content[1:9], "little")
-        return cls(path, unpacked(path / MANIFEST, content[9:split]), content[split:])
+        return head_from(path, broadcast_bytes(head_for_all(path) if world.index == 0 else b"", world))
 
     def names(self) -> Sequence[str]:
         return list(self.manifest.tensors)
@@ -88,20 +84,24 @@ class Checkpoint:
         spec = self.manifest.spec(name)
         box = whole(spec.shape) if box is None else box
         values = torch.empty(sizes_of(box), dtype=spec.dtype)
-        chunks = list(self.index.find(name, box))
-        check_cover(self.path, name, box, chunks)
-        for chunk in chunks:
+        for chunk in self.locate(name, box):
             part = intersection(box, chunk.box)
             assert part is not None
-            values[inside(part, box)] = self._shard(chunk.rank).view(spec.dtype, chunk.offset, chunk.box, part)
+            values[inside(part, box)] = self.shard(chunk.rank).view(spec.dtype, chunk.offset, chunk.box, part)
         return values
+
+    def locate(self, name: str, box: Box) -> list[Located]:
+        """The chunks that have elements of the box; each is in one of them."""
+        chunks = list(self.index.find(name, box))
+        check_cover(self.path, name, box, chunks)
+        return chunks
 
     def rank_record(self, name: str, rank: int) -> Tensor | None:
         """A record of one rank, such as its random state."""
         chunks = self._table(rank)
         for chunk, offset in zip(chunks, shard_offsets(chunks), strict=False):
             if chunk.name == name:
-                return self._shard(rank).view(chunk.dtype, offset, chunk.box, chunk.box).clone()
+                return self.shard(rank).view(chunk.dtype, offset, chunk.box, chunk.box).clone()
         return None
 
     def check_share(self, index: int, size: int) -> None:
@@ -109,16 +109,22 @@ class Checkpoint:
         two files, that table, header and index agree there, and every ``size``-th page of the index."""
         for rank in range(index, self.manifest.world, size):
             check_files(self.path, self.manifest, [rank])
-            self._shard(rank).check_header(self._table(rank))
-            self.index.check_rank(rank, self._table(rank))
+            self.check_table(rank)
         self.index.check_pages(range(index, len(self.index.pages), size))
+
+    def check_table(self, rank: int) -> None:
+        """That a rank's table, its data file's header and the index agree."""
+        chunks = self._table(rank)
+        self.shard(rank).check_header(chunks)
+        self.index.check_rank(rank, chunks)
 
     def _table(self, rank: int) -> list[ChunkSpec]:
         if rank not in self._tables:
             self._tables[rank] = read_table(self.path, self.manifest, rank)
         return self._tables[rank]
 
-    def _shard(self, rank: int) -> ShardReader:
+    def shard(self, rank: int) -> ShardReader:
+        """A rank's data file; the last few stay open."""
         if rank not in self._shards:
             size = self.manifest.files[rank].data.bytes
             self._shards[rank] = ShardReader(self.manifest.data_path(self.path, rank), size)
@@ -128,14 +134,21 @@ class Checkpoint:
         return self._shards[rank]
 
 
-def _read_head(path: Path) -> bytes:
-    """For `Checkpoint.shared`: the manifest and the index's pages, or why they cannot be had."""
+def head_for_all(path: Path) -> bytes:
+    """What one rank reads for all: the manifest and the index's pages, checked; or why they cannot be had."""
     try:
         manifest = check_names(path)
         head = packed(manifest)
         return _READ + len(head).to_bytes(8, "little") + head + read_pages(path, manifest)
     except CheckpointError as error:
         return _REFUSED + str(error).encode()
+
+
+def head_from(path: Path, content: bytes) -> Checkpoint:
+    if content[:1] == _REFUSED:
+        raise CheckpointError(content[1:].decode())
+    split = 9 + int.from_bytes(content[1:9], "little")
+    return Checkpoint(path, unpacked(path / MANIFEST, content[9:split]), content[split:])
 
 
 def latest(root: Path, world: Group | None = None, log: Log | None = None) -> Path | None:

@@ -213,9 +213,14 @@ def write_manifest(path: Path, fields: Mapping[str, object]) -> None:
 
 
 def packed(manifest: Manifest) -> bytes:
-    files = np.array([files.as_numbers() for files in manifest.files], "<i8")
-    text = canonical(asdict(replace(manifest, files=())))
-    return len(text).to_bytes(8, "little") + text + files.tobytes()
+    """The numbers are those of `RankFiles.as_numbers`, of all ranks at once."""
+    records = [record for files in manifest.files for record in (files.data, files.table)]
+    words = np.frombuffer(bytes.fromhex("".join(record.sha256 for record in records)), _HASH_WORD).reshape(-1, 4)
+    sizes = np.array([[record.bytes] for record in records], np.int64)
+    content = vars(manifest) | {"files": [], "index": manifest.index and asdict(manifest.index)}
+    content["tensors"] = {name: vars(entry) for name, entry in manifest.tensors.items()}
+    text = canonical(content)
+    return len(text).to_bytes(8, "little") + text + np.hstack([sizes, words]).astype("<i8").tobytes()
 
 
 def unpacked(path: Path, content: bytes) -> Manifest:

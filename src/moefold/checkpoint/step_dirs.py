@@ -24,7 +24,7 @@ from pathlib import Path
 from moefold.checkpoint import files
 from moefold.checkpoint.chunk_index import Located, check_index
 from moefold.checkpoint.files import check_content, check_size, fsync_directory, naming
-from moefold.checkpoint.manifest import MANIFEST, Manifest, read_manifest, read_table
+from moefold.checkpoint.manifest import MANIFEST, Manifest, data_name, read_manifest, read_table, table_name
 from moefold.checkpoint.shard_file import ShardReader
 from moefold.checkpoint.tensor_spec import Box, ChunkSpec, cover_fault, intersection, whole
 from moefold.errors import CheckpointError, name_ranks
@@ -103,13 +103,15 @@ def check_names(directory: Path) -> Manifest:
         raise CheckpointError(
             f"{directory / MANIFEST}: is of step {manifest.step}, which is not what the directory says"
         )
-    expected: dict[Path, set[str]] = {directory: set()}
+    # By text: two paths for each of thousands of ranks would cost a second.
+    expected: dict[str, set[str]] = {"": set()}
     for rank in range(manifest.world):
-        for path in (manifest.data_path(directory, rank), manifest.table_path(directory, rank)):
-            expected.setdefault(path.parent, set()).add(path.name)
-    expected[directory] |= {folder.name for folder in expected if folder != directory}
+        for name in (data_name(rank, manifest.version), table_name(rank, manifest.version)):
+            folder, _, file = name.rpartition("/")
+            expected.setdefault(folder, set()).add(file)
+    expected[""] |= {folder for folder in expected if folder}
     for folder, names in expected.items():
-        _check_listed(folder, names)
+        _check_listed(directory / folder, names)
     return manifest
 
 

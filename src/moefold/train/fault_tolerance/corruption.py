@@ -50,8 +50,6 @@ FILE_NAME = "corruption.jsonl"
 # Findings that name a tensor; more are counted.
 MAX_NAMED = 8
 _NAME_BYTES = 256
-# Of every rank in a comparison: one row for everything it holds, and one for each set of ranks with replicas of it.
-_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ class StateWatch:
             by_replicas.setdefault(each.ranks, []).append(value)
         everything = _Row(_key("rank", self.world.index), self._combined(hashes))
         classes = [_Row(_key(ranks), self._combined(values)) for ranks, values in sorted(by_replicas.items())]
-        table = self._gather([everything, *classes], _ROWS)
+        table = self._gather([everything, *classes])
         if _differing(table):
             rows = [
                 _Row(_key(each.ranks, each.name), value)
@@ -183,12 +181,11 @@ class StateWatch:
         """Of many hashes one, which changes if one of them does."""
         return int(self.hash_bits(torch.tensor(hashes, dtype=torch.int64, device=self.hash_bits.table.device)))
 
-    def _gather(self, rows: Sequence[_Row], most: int | None = None) -> list[list[_Row]]:
-        """Every rank's rows, on every rank. ``most``: that a rank may have; ranks agree on it first if it is None."""
+    def _gather(self, rows: Sequence[_Row]) -> list[list[_Row]]:
+        """Every rank's rows, on every rank; ranks may have unequal numbers of them, and agree on the largest first."""
         device = None if self.world.alone else device_of(self.world)
         own = torch.tensor(rows, dtype=torch.int64, device=device).view(-1, 2)
-        if most is None:
-            most = int(all_reduce_max(torch.tensor([len(rows)], device=device), self.world))
+        most = int(all_reduce_max(torch.tensor([len(rows)], device=device), self.world))
         # A row of zeros is none: a key of 0 is as likely as a hash of 0.
         padded = torch.cat([own, own.new_zeros(most - len(rows), 2)])
         everyone = all_gather_no_grad(padded, (most,) * self.world.size, self.world).view(self.world.size, most, 2)
