@@ -66,7 +66,6 @@ RANKS_PER_HOST = 8
 STEP = 1000
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _RNG_BYTES = 5056
-_TRIES = 3
 
 
 def large_run() -> RunConfig:
@@ -224,10 +223,10 @@ def load_as_rank(path: Path, head: bytes, loading: Simulation, rank: int) -> tup
     return len(files), sum(rows.nbytes for rows in checkpoint.index.checked.values())
 
 
-def measure_host(path: Path, loading: Simulation, ranks: range, head: bytes | None) -> dict[str, Any]:
-    """Without ``head``, the first rank reads it. The least of three times: other processes share the cores' caches."""
-    tries = []
-    for _ in range(_TRIES):
+def measure_host(path: Path, loading: Simulation, ranks: range, head: bytes | None, tries: int) -> dict[str, Any]:
+    """Without ``head``, the first rank reads it. The least of several times: others use the cores too."""
+    found = []
+    for _ in range(tries):
         # A rank that starts has no heap of a simulation to be searched for garbage.
         gc.collect()
         gc.freeze()
@@ -236,20 +235,20 @@ def measure_host(path: Path, loading: Simulation, ranks: range, head: bytes | No
             files, index_bytes = zip(*(load_as_rank(path, shared, loading, rank) for rank in ranks), strict=True)
             counts["bytes_read"] = sum(index_bytes)
         gc.unfreeze()
-        tries.append(counts | {"data_files_per_rank": max(files), "broadcast_bytes": len(shared)})
-    return min(tries, key=lambda each: float(each["cpu_s"]))
+        found.append(counts | {"data_files_per_rank": max(files), "broadcast_bytes": len(shared)})
+    return min(found, key=lambda each: float(each["cpu_s"]))
 
 
-def measure(root: Path, run: RunConfig, world: int) -> dict[str, Any]:
+def measure(root: Path, run: RunConfig, world: int, tries: int = 3) -> dict[str, Any]:
     shutil.rmtree(root, ignore_errors=True)
     path, save = write_simulated(root, run, world)
     same = Simulation(run, world)
     other = Simulation(replace(run, parallel=replace(run.parallel, ep=run.parallel.ep // 2)), world)
     hosts, head = hosts_of(world), head_for_all(path)
     found: dict[str, Any] = {"world": world, "tensors": len(same.tensors()), "save": save}
-    found["first host"] = measure_host(path, same, hosts["first host"], None)
-    found["other host"] = measure_host(path, same, hosts["other host"], head)
-    found["resharded"] = measure_host(path, other, hosts["other host"], head)
+    found["first host"] = measure_host(path, same, hosts["first host"], None, tries)
+    found["other host"] = measure_host(path, same, hosts["other host"], head, tries)
+    found["resharded"] = measure_host(path, other, hosts["other host"], head, tries)
     return found | {"groups_per_rank": groups_per_rank(same.layout, world // 2)}
 
 

@@ -115,6 +115,29 @@ def test_drawn_signals() -> None:
     assert not any(piece["failures"] for piece in pieces)
 
 
+def scale_rows(found: Mapping[str, Any]) -> list[str]:
+    """One row per number of ranks, and one of exponents."""
+    hosts = ("first host", "other host", "resharded")
+    rows = []
+    for row in found["rows"]:
+        calls = (f"{row[host]['stats']} + {row[host]['listings']} + {row[host]['opens']}" for host in hosts)
+        cells = (f"{call} | {row[host]['cpu_s']:.2f}" for host, call in zip(hosts, calls, strict=True))
+        rows.append(f"| {row['world']:,} | {' | '.join(cells)} | {row['save']['index_cpu_s']:.2f} |")
+    exponents = (f"N^{found['exponents'][name]:.2f}" for name in (*hosts, "save"))
+    return [*rows, f"| grows as | | {' | | '.join(list(exponents)[:3])} | N^{found['exponents']['save']:.2f} |"]
+
+
+def test_resuming_on_simulated_ranks() -> None:
+    """16,384 ranks: at most 2 s of metadata work per host, and no faster growth than n log n."""
+    found = json.loads((DOCS / "measured/checkpoint_scale.json").read_text())
+    missing = [row for row in scale_rows(found) if row not in (DOCS / "reliability.md").read_text()]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert [row["world"] for row in found["rows"]] == [1024, 2048, 4096, 8192, 16384]
+    largest = found["rows"][-1]
+    assert max(largest[host]["cpu_s"] for host in ("first host", "other host", "resharded")) <= 2
+    assert max(found["exponents"].values()) == found["exponents"]["n log n"]
+
+
 def flip_rows(found: Mapping[str, Any]) -> list[str]:
     """One row per layout."""
     names = ("layout", "flips", "must_be_found", "found", "named", "without_replica", "skipped", "false_alarms")
