@@ -59,16 +59,21 @@ class Incarnation:
     number: int
 
 
-def take_incarnation(run_dir: Path) -> int:
-    """Become the run's only writer, for as long as this process lives, and take the next number."""
+def take_incarnation(run_dir: Path, elsewhere: Incarnation | None = None) -> int:
+    """Become the run's only writer, for as long as this process lives, and take the next number.
+
+    ``elsewhere``: the last start of this run that is known from another place (`upload_log.py`).
+    """
     make_directory(run_dir)
     refuse_open_directory(run_dir)
     hold_run(run_dir)
     with commit_gate(run_dir):
-        before = read_incarnation(run_dir)
-        now = Incarnation(before.run if before else secrets.token_hex(8), before.number + 1 if before else 1)
-        _write_incarnation(run_dir, now)
-    return now.number
+        before = read_incarnation(run_dir) or elsewhere
+        # Of another run: `UploadLog.start` refuses it.
+        later = elsewhere if before and elsewhere and elsewhere.run == before.run else None
+        number = max(before.number if before else 0, later.number if later else 0) + 1
+        _write_incarnation(run_dir, Incarnation(before.run if before else secrets.token_hex(8), number))
+    return number
 
 
 def refuse_open_directory(run_dir: Path) -> None:

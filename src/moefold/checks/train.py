@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from math import isfinite, isnan
+from urllib.parse import unquote, urlsplit
 
 from moefold.blueprint.param_groups import unmatched
 from moefold.blueprint.parameters import parameters
@@ -172,6 +174,31 @@ def validation_is_of_the_trained_kind(run: RunConfig) -> Problem | None:
     )
 
 
+def uploads_have_another_place(run: RunConfig) -> Problem | None:
+    """Its text is printed and kept in config.yaml, so a login in it would be too; it is not repeated here."""
+    url = run.train.saving.upload
+    if url is None:
+        return None
+    path, fix = "train.saving.upload", "use file:///DIRECTORY, or s3://BUCKET/PREFIX"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return Problem(path, "is not a URL", fix)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        wrong = "has a login, a query or a fragment, which would be written into config.yaml"
+        return Problem(path, wrong, "leave it out: the storage library reads logins from AWS_... variables or ~/.aws")
+    if parts.scheme == "file":
+        own = os.path.abspath(run.train.directory)
+        if parts.netloc or not parts.path.strip("/"):
+            return Problem(path, f"{url!r} names no directory", fix)
+        if os.path.abspath(unquote(parts.path)) == own:
+            return Problem(
+                path, f"is the directory of the runs themselves, {own}", "choose one on another disk or machine"
+            )
+        return None
+    return None if parts.scheme and parts.netloc else Problem(path, f"{url!r} is not a URL of a storage", fix)
+
+
 def training_has_an_end(run: RunConfig) -> Problem | None:
     if run.train.steps > 0:
         return None
@@ -301,6 +328,7 @@ RULES = (
     clipped_weights_are_whole,
     slow_ranks_are_slower,
     excluded_ranks_are_looked_for,
+    uploads_have_another_place,
 )
 # A run without tokens, a length or an lr can still be planned, dry-run and proved.
 RULES_TO_TRAIN = (

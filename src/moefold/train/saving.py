@@ -46,6 +46,10 @@ def report_committed(context: TrainContext, hooks: Callback, step: int | None) -
     if step is not None:
         context.heartbeat.enter("on save")
         hooks.on_save(step, context.saver.path_of(step))
+    if context.uploads is not None:
+        if step is not None:
+            context.uploads.begin(context.saver.path_of(step))
+        context.uploads.advance()
     return failed
 
 

@@ -14,11 +14,14 @@ import torch
 
 from moefold.checkpoint.files import naming, read_bounded
 from moefold.checkpoint.load import from_rank_0, load_latest
+from moefold.checkpoint.object_store import open_store
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
 from moefold.checkpoint.save_failures import FailurePolicy
 from moefold.checkpoint.state_dict import fresh_seed, run_record
 from moefold.checkpoint.step_dirs import committed_steps
+from moefold.checkpoint.upload import Uploader, fetch_newer, take_uploading_incarnation
+from moefold.checkpoint.upload_log import UploadLog
 from moefold.checks.sizes import leaves
 from moefold.comm.heartbeat import Heartbeat
 from moefold.comm.launchers import is_first_of_host
@@ -34,6 +37,7 @@ from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
 from moefold.private_files import OWN_MODE, replace_file, who_else
+from moefold.redaction import Redactor
 from moefold.train.dpo import Preferences, load_preferences
 from moefold.train.fault_tolerance.signals import print_stderr
 from moefold.train.state import TrainState
@@ -54,6 +58,8 @@ class TrainContext:
     samples: AnySamples
     validation: AnySamples | None
     saver: Saver
+    # With `train.saving.upload`.
+    uploads: Uploader | None = None
     # With `train.dpo`: the reference, and the loss of pairs.
     preferences: Preferences | None = None
     # Where this rank is; a launcher on this host reads it.
@@ -91,9 +97,17 @@ def build_train_context(
     groups = groups_of(run, world, rank, timedelta(seconds=seconds))
     heartbeat.attach(groups.communicators())
     groups["world"].ledger.on_record = heartbeat.collective
-    incarnation = from_rank_0(take_incarnation(directory) if rank == 0 else 0, groups["world"])
+    log = None if run.train.saving.upload is None else UploadLog(open_store(run.train.saving.upload, run.name))
+    incarnation = from_rank_0(_take_incarnation(directory, log) if rank == 0 else 0, groups["world"])
     root = directory / "checkpoints"
     context = open_context(run, directory, groups, device, incarnation, root, routing_policy, heartbeat)
+    if log is not None:
+        saving = run.train.saving
+        uploads = Uploader(
+            log, directory, groups["world"], incarnation, saving.keep, saving.keep_every, say=print_redacted
+        )
+        context = replace(context, uploads=uploads)
+        fetch_newer(log, root, groups["world"], incarnation, print_redacted)
     # Before the fingerprint is compared, which does not say where a file was changed.
     context = replace(context, verifier=open_verifier(context))
     state = _resume(context)
@@ -102,6 +116,17 @@ def build_train_context(
         for line in record_settings(run, directory):
             print_stderr(line)
     return context, state
+
+
+def _take_incarnation(directory: Path, log: UploadLog | None) -> int:
+    if log is None:
+        return take_incarnation(directory)
+    return take_uploading_incarnation(log, directory, print_redacted)
+
+
+def print_redacted(sentence: str) -> None:
+    """Messages of a storage library may have addresses and keys in them."""
+    print_stderr(Redactor(os.environ).text(sentence))
 
 
 def open_context(
@@ -128,7 +153,16 @@ def open_context(
     # Before the policy: what is loaded last decides the random state.
     preferences = load_preferences(run, local_model)
     return TrainContext(
-        run, directory, device, local_model, optimizer, samples, validation, saver, preferences, heartbeat
+        run,
+        directory,
+        device,
+        local_model,
+        optimizer,
+        samples,
+        validation,
+        saver,
+        preferences=preferences,
+        heartbeat=heartbeat,
     )
 
 
@@ -229,7 +263,11 @@ def make_saver(local_model: LocalModel, checkpoints: Path, incarnation: int, dev
 
 def _resume(context: TrainContext) -> TrainState:
     found = load_latest(context.directory / "checkpoints", context.local_model, context.optimizer)
-    return first_state(context) if found is None else position_of(context, *found)
+    if found is None:
+        return first_state(context)
+    if context.uploads is not None:
+        context.uploads.begin_if_missing(found[0])
+    return position_of(context, *found)
 
 
 def first_state(context: TrainContext) -> TrainState:

@@ -60,6 +60,8 @@ def train(
         context.heartbeat.enter("checkpoint at the end", state.step)
         context.verifier.finish(state.samples, wait=reason == "finished")
         save_last(context, state, hooks)
+        if context.uploads is not None:
+            context.uploads.finish()
         if reason == "finished":
             return Outcome.FINISHED
         return Outcome.INTERRUPTED if reason == "interrupted" else Outcome.STOPPED

@@ -170,3 +170,7 @@ def _require_services(run: RunConfig) -> None:
     from moefold.train.callbacks.registry import services
 
     services(run.train)
+    if run.train.saving.upload is not None:
+        from moefold.checkpoint.object_store import require_store
+
+        require_store(run.train.saving.upload)
