@@ -79,7 +79,7 @@ def test_cpu_ranks_are_not_told_to_use_their_own_host() -> None:
 
 
 def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    from moefold.cli.train import available_host_bytes
+    from moefold.ops.host_probe import available_host_bytes
 
     (tmp_path / "memory.current").write_text("3000000\n")
     (tmp_path / "memory.stat").write_text("anon 2000000\nfile 1000000\n")
@@ -90,7 +90,7 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
 
 
 def test_available_memory_of_this_host_is_read() -> None:
-    from moefold.cli.train import available_host_bytes
+    from moefold.ops.host_probe import available_host_bytes
 
     found = available_host_bytes()
     assert found is None or 2**20 < found < 2**50

@@ -311,6 +311,14 @@ def excluded_ranks_are_looked_for(run: RunConfig) -> list[Problem]:
     return found
 
 
+def fewest_ranks_are_there(run: RunConfig, layout: FoldedLayout) -> Problem | None:
+    fewest, world = run.train.elastic.min_world, layout.world
+    if fewest is None or fewest <= world:
+        return None
+    message = f"is {fewest}, and here are {world} ranks"
+    return Problem("train.elastic.min_world", message, f"use at most {world}, or start {fewest} ranks")
+
+
 RULES = (
     name_is_one_word,
     lr_phases_are_a_whole_run,
@@ -338,4 +346,4 @@ RULES_TO_TRAIN = (
     training_has_an_end,
     training_has_an_lr,
 )
-RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches,)
+RULES_WITH_LAYOUT = (every_rank_gets_as_many_microbatches, fewest_ranks_are_there)

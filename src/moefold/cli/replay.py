@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from moefold.train.fault_tolerance.replay import differences, read_recorded
 
     recorded = read_recorded(args.directory, args.step)
-    asked = load_run(str(args.directory / "config.yaml"))
+    asked = recorded.in_its_layout(load_run(str(args.directory / "config.yaml")))
     count = len(recorded.steps)
     print(
         f"replaying {count} step{'s' if count > 1 else ''} from step {recorded.start} on {recorded.world} rank"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
-from pathlib import Path
 
 from moefold.api.runs import load_run
 from moefold.cli.run_argument import Subparsers, add_device_option, add_run_argument, launched_ranks
@@ -21,6 +20,9 @@ The run lives in train.directory/NAME; the same command resumes from its newest 
 Ctrl-C and SIGTERM, to any rank, the launcher or the whole process group, finish the step under way, save, then stop.
 A second one, 1 to 10 s after the first, stops at once without saving. Ranks started by --nproc that have not stopped
 --patience seconds later are ended. Once asked to stop, ranks are never started again.
+A place that fails three starts in a row while the others do not is lost: a spare takes over, or the run goes on with
+fewer ranks in the best legal layout, on the same batches (train.elastic.min_world: at least half of them by default).
+A run that has checkpoints may also be started with another number of ranks than its layout folds over.
 A run whose predicted memory is more than the GPU, or for CPU ranks the host, has is refused with the nearest setting
 that fits; --force starts it.
 Exits with 0 when the run is finished, 75 when it was interrupted (saved, unless no step had been done yet), 2 when the
@@ -38,6 +40,13 @@ def add_to(commands: Subparsers) -> None:
     add_run_argument(parser)
     parser.add_argument("--name", dest="called", metavar="NAME", help="call the run NAME, in a directory of its own")
     parser.add_argument("--nproc", type=int, metavar="N", help="CPU ranks to start on this machine (default 1)")
+    parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="K",
+        help="places beside those of --nproc that take over where one is lost for good (default 0)",
+    )
     add_device_option(parser)
     parser.add_argument(
         "--patience",
@@ -61,14 +70,17 @@ def run(args: argparse.Namespace) -> int:
     from moefold.train.trainer import Trainer
 
     reporters = default_callbacks(args.json)
-    trainer = Trainer(asked, reporters=reporters, nproc=args.nproc, patience=args.patience, device=args.device)
+    trainer = Trainer(
+        asked, reporters=reporters, nproc=args.nproc, spares=args.spares, patience=args.patience, device=args.device
+    )
     if not args.force:
-        _check_memory(asked, trainer.world, args.device)
+        _check_memory(trainer.layout.run, trainer.layout.world, args.device)
     return INTERRUPTED if trainer.fit(args.stop) == "interrupted" else 0
 
 
 def _check_memory(run: RunConfig, world: int, device: str | None) -> None:
     """The predicted peak against what this process' device has, before anything is built."""
+    from moefold.ops.host_probe import available_host_bytes
     from moefold.plan.preflight import Device, refuse_if_too_large
 
     if (size := _gpu_bytes(device)) is not None:
@@ -94,33 +106,3 @@ def _ranks_here(world: int) -> int:
     if local.isdecimal():
         return int(local)
     return 1 if launched_ranks() > 1 else world
-
-
-def available_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """What can be allocated without swapping, as the kernel says, and no more than a container's limit leaves.
-
-    None where neither is known.
-    """
-    found = [free for free in (_free_of_host(), _free_of_container(cgroup)) if free is not None]
-    return min(found, default=None)
-
-
-def _free_of_host() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
-    return float(found[1]) * 1024 if found is not None and len(found) > 1 and found[1].isdecimal() else None
-
-
-def _free_of_container(cgroup: Path) -> float | None:
-    """Of cgroup v2; pages that cache files can be dropped, so they do not count as used."""
-    try:
-        limit, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
-    except (OSError, UnicodeDecodeError, ValueError):
-        return None
-    if not (limit.isdecimal() and used.isdecimal()):
-        return None
-    return float(limit) - max(0.0, float(used) - float(stat.get("file", "0")))

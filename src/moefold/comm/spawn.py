@@ -39,8 +39,9 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from moefold.comm.launchers import die_with_parent, place_of
+from moefold.comm.launchers import Place, die_with_parent, place_of
 from moefold.comm.rendezvous import agree_on_start, store_at
 from moefold.errors import BackendError, CorruptionError, ExclusionError, MoefoldError, RankError
 
@@ -164,9 +165,12 @@ def spawn_ranks(
     return [json.loads(rank.result)["result"] for rank in ranks]
 
 
-def join_world(seconds: float, device_type: str | None = None) -> tuple[int, int]:
+def join_world(
+    seconds: float, device_type: str | None = None, store: Store | None = None, world: int | None = None
+) -> tuple[int, int]:
     """Join the ranks that torchrun, srun or mpirun has started; returns (rank, world). ``device_type``: see
-    ``this_device``.
+    ``this_device``. ``world``: the first so many of them, which meet in ``store`` (`meeting_store`); the others must
+    not call this.
 
     Without a launcher the world is this process, and no process group is made. On a GPU the rank's device becomes the
     current one and every group's communicators are made at once: FSDP, Triton and events use the current device, and
@@ -180,21 +184,37 @@ def join_world(seconds: float, device_type: str | None = None) -> tuple[int, int
         disable_malloc_trim()
     if place is None:
         return 0, 1
+    world = place.world if world is None else world
     # A script may train several runs, one after the other.
     if not dist.is_initialized():
-        timeout = timedelta(seconds=seconds)
         # Without a store, torch's own rendezvous reads address, rank and world from the variables.
-        store: Store | None = None
-        if place.address is not None:
-            store = store_at(place, timeout)
-        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            shared = TCPStore(address, port, place.world, False, timeout=timeout)
-            store = agree_on_start(shared, place.rank, place.world, seconds)
-        rank, world = (-1, -1) if store is None else (place.rank, place.world)
+        store = _launchers_store(place, seconds) if store is None else store
+        rank, size = (-1, -1) if store is None else (place.rank, world)
         backend, where = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=where)
-    return place.rank, place.world
+        timeout = timedelta(seconds=seconds)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=where)
+    return place.rank, world
+
+
+def meeting_store(place: Place, seconds: float) -> Store:
+    """The store of this start, for all ranks of the launcher, also those that take no part in the run."""
+    store = _launchers_store(place, seconds)
+    if store is not None:
+        return store
+    wait = timedelta(seconds=seconds)
+    found: Store = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world, timeout=wait)))[0]
+    return found
+
+
+def _launchers_store(place: Place, seconds: float) -> Store | None:
+    timeout = timedelta(seconds=seconds)
+    if place.address is not None:
+        return store_at(place, timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = TCPStore(address, port, place.world, False, timeout=timeout)
+    return agree_on_start(shared, place.rank, place.world, seconds)
 
 
 def this_device(device_type: str | None = None) -> torch.device:

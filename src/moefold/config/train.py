@@ -100,6 +100,17 @@ class StragglersConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """Ranks that are gone for good: the run goes on with fewer of them, in another layout, on the same batches."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    # The fewest ranks to go on with. null: half of those that --nproc started, and under torchrun as few as it starts.
+    # As many as the run has: never with fewer.
+    min_world: int | None = None
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The run's length and what it writes into `directory/NAME`."""
 
@@ -124,3 +135,4 @@ class TrainConfig:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)

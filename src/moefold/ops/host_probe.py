@@ -144,3 +144,33 @@ def _allocator() -> tuple[str, bool]:
     other = next((name for name in _ALLOCATORS if name in mapped), None)
     library, number = platform.libc_ver()
     return (other, False) if other else (f"{library} {number}".strip() or "unknown", library == "glibc")
+
+
+def available_host_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """What can be allocated without swapping, as the kernel says, and no more than a container's limit leaves.
+
+    None where neither is known.
+    """
+    found = [free for free in (_free_of_host(), _free_of_container(cgroup)) if free is not None]
+    return min(found, default=None)
+
+
+def _free_of_host() -> float | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    found = next((line.split() for line in lines if line.startswith("MemAvailable:")), None)
+    return float(found[1]) * 1024 if found is not None and len(found) > 1 and found[1].isdecimal() else None
+
+
+def _free_of_container(cgroup: Path) -> float | None:
+    """Of cgroup v2; pages that cache files can be dropped, so they do not count as used."""
+    try:
+        limit, used = ((cgroup / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+    except (OSError, UnicodeDecodeError, ValueError):
+        return None
+    if not (limit.isdecimal() and used.isdecimal()):
+        return None
+    return float(limit) - max(0.0, float(used) - float(stat.get("file", "0")))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from moefold.plan.elastic_layout import ElasticLayout
+
 
 @dataclass(frozen=True)
 class RunInfo:
@@ -47,6 +49,8 @@ class RunInfo:
     parameters: Counts
     # cpu or cuda.
     device: str = "cpu"
+    # The run and its ranks as they were asked for, where ranks are gone and `run` has another layout.
+    asked: ElasticLayout | None = None
 
 
 @dataclass(frozen=True)

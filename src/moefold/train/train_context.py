@@ -36,6 +36,7 @@ from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights
 from moefold.pipeline.step import make_optimizer
+from moefold.plan.elastic_layout import ElasticLayout
 from moefold.private_files import OWN_MODE, replace_file, who_else
 from moefold.redaction import Redactor
 from moefold.train.dpo import Preferences, load_preferences
@@ -66,6 +67,8 @@ class TrainContext:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     # Compares token files with their hashes, on one rank of each host.
     verifier: Verifier = field(default_factory=Verifier)
+    # The run and its ranks as they were asked for, where it goes on with fewer.
+    asked: ElasticLayout | None = None
 
     @property
     def groups(self) -> Groups:
@@ -88,8 +91,13 @@ def build_train_context(
     seconds: float,
     routing_policy: PolicyOrName | None = None,
     heartbeat: Heartbeat | None = None,
+    asked: ElasticLayout | None = None,
 ) -> tuple[TrainContext, TrainState]:
-    """Build this rank's part, and load the newest checkpoint that verifies, if there is one."""
+    """Build this rank's part, and load the newest checkpoint that verifies, if there is one.
+
+    ``asked``: the run and its ranks as they were asked for, where ``run`` and ``world`` are others. The run's
+    configuration remains what was asked for, so that the next start with all ranks has the layout of the first.
+    """
     heartbeat = Heartbeat() if heartbeat is None else heartbeat
     directory = run_directory(run)
     if problems := problems_of_run(run):
@@ -109,11 +117,11 @@ def build_train_context(
         context = replace(context, uploads=uploads)
         fetch_newer(log, root, groups["world"], incarnation, print_redacted)
     # Before the fingerprint is compared, which does not say where a file was changed.
-    context = replace(context, verifier=open_verifier(context))
+    context = replace(context, verifier=open_verifier(context), asked=asked)
     state = _resume(context)
     # After the checkpoint was loaded: settings that do not belong to it are refused, and change nothing.
     if rank == 0:
-        for line in record_settings(run, directory):
+        for line in record_settings(run if asked is None else asked.run, directory):
             print_stderr(line)
     return context, state
 

@@ -343,4 +343,5 @@ def _info(context: TrainContext, state: TrainState) -> RunInfo:
         resumed_from=state.step or None,
         parameters=count_parameters(context.run.model),
         device=context.device.type,
+        asked=context.asked,
     )

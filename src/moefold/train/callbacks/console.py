@@ -45,8 +45,9 @@ class ConsoleLines(Callback):
         chosen = f" dispatcher=adaptive:{dispatcher_in_use(info.run)}" * _is_adaptive(info)
         if info.run.model.moe is not None and info.run.kernels.experts == "auto":
             chosen += f" experts=auto:{experts_in_use(info.run, info.device)}"
+        fewer = "" if info.asked is None else f" of={info.asked.world}"
         self._print(
-            f"run={info.run.name} world={info.world} device={info.device} {size}{chosen} "
+            f"run={info.run.name} world={info.world}{fewer} device={info.device} {size}{chosen} "
             f"directory={info.directory}{resumed}"
         )
         flops = format_count(self._meter.flops_per_token)

@@ -259,7 +259,9 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _about(info: RunInfo, meter: Meter) -> dict[str, object]:
-    return {
+    asked = info.asked
+    changed = {} if asked is None else {"asked": {"world": asked.world, "parallel": asdict(asked.run.parallel)}}
+    return changed | {
         "run": info.run.name,
         "world": info.world,
         "resumed_from": info.resumed_from,

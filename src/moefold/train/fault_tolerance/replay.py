@@ -23,6 +23,7 @@ import torch
 
 from moefold.checkpoint.load import load_into
 from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.config.loading import run_from_mapping
 from moefold.config.run import RunConfig
 from moefold.config.train import StragglersConfig
 from moefold.errors import MoefoldError
@@ -47,11 +48,16 @@ class Recorded:
     world: int
     steps: dict[int, dict[str, object]]
     start: int
+    # The configuration's section at that time: a run that has lost ranks goes on in another layout.
+    parallel: Mapping[str, object] | None = None
+
+    def in_its_layout(self, run: RunConfig) -> RunConfig:
+        return run if self.parallel is None else run_from_mapping({**asdict(run), "parallel": self.parallel})
 
 
 def read_recorded(directory: Path, last: int) -> Recorded:
     """Up to step ``last``; refuses a step that is not recorded."""
-    path, world = directory / FILE_NAME, 0
+    path, world, parallel = directory / FILE_NAME, 0, None
     steps: dict[int, dict[str, object]] = {}
     if not path.exists():
         raise MoefoldError(f"{path}: not found; give the directory of a run, such as runs/debug_small")
@@ -62,7 +68,7 @@ def read_recorded(directory: Path, last: int) -> Recorded:
             # The last line of a killed run.
             continue
         if data.get("kind") == "start" and data["step"] < last:
-            world = int(data["world"])
+            world, parallel = int(data["world"]), data.get("config", {}).get("parallel")
         elif data.get("kind") == "step":
             steps[int(data["step"])] = data
     if last not in steps or not world:
@@ -72,7 +78,7 @@ def read_recorded(directory: Path, last: int) -> Recorded:
     missing = [step for step in range(start + 1, last) if step not in steps]
     if missing:
         raise MoefoldError(f"{path}: step {missing[0]}, between the checkpoint of step {start} and {last}, is missing")
-    return Recorded(world, {step: steps[step] for step in range(start + 1, last + 1)}, start)
+    return Recorded(world, {step: steps[step] for step in range(start + 1, last + 1)}, start, parallel)
 
 
 def replay_rank(
