@@ -115,6 +115,8 @@ class RankError(MoefoldError):
         self.mendable = mendable
         self.exclude = exclude
         self.ranks = tuple(sorted(ranks))
+        # No rank had ended a step of this start.
+        self.at_once = False
 
 
 class CheckpointError(MoefoldError):

@@ -4,10 +4,10 @@ The supervising process has imported everything and computes nothing, so a resta
 of a second. A fault that recurs on every start is not cured by restarting, so a few starts in a row without a new
 checkpoint end the run; unless it is the same place that failed each time, while the others did not.
 
-Ranks run at places. A place is lost for good when it has failed that often in a row, or when a `RankError` says that
-its rank is excluded. Lost places are not used again by this launcher. Spare places take over first, in the same layout;
-when there are none, ``shrink`` chooses a layout for the places that are left. A fault that follows a rank to another
-place is the run's own, and ends it.
+Ranks run at places. A place is lost for good when it has failed that often in a row, or once less if no step was done
+in the last start, or when a `RankError` says that its rank is excluded. Lost places are not used again by this
+launcher. Spare places take over first, in the same layout; when there are none, ``shrink`` chooses a layout for the
+places that are left. A fault that follows a rank to another place is the run's own, and ends it.
 
 Once SIGINT or SIGTERM has asked for a stop, of this process or of a rank, ranks are never started again. The signal is
 passed on to them, since it may have come to this process alone; they stop after the same step, save, and their exit
@@ -70,7 +70,9 @@ class Places:
             return tuple(sorted(rank for rank in error.exclude if rank < self.world))
         blamed = self.of(error.ranks) if len(error.ranks) < self.world else []
         self._failed = {place: self._failed.get(place, 0) + (not progressed) for place in blamed}
-        ranks = tuple(rank for rank in error.ranks if self._failed.get(self.left[rank], 0) >= max_failed)
+        # Before the first step, the data and most of the code are not yet to blame, so one failure less is enough.
+        enough = max_failed - error.at_once
+        ranks = tuple(rank for rank in error.ranks if self._failed.get(self.left[rank], 0) >= enough)
         if self._given_up.intersection(ranks):
             return ()
         self._given_up.update(ranks)

@@ -126,7 +126,9 @@ class Watchdog:
                 interface=interface,
             )
         except RankError as error:
-            raise self.explain(error) from None
+            explained = self.explain(error)
+            explained.at_once = not slowest_step([heartbeat.pulse() for heartbeat in self.heartbeats])
+            raise explained from None
 
     def _reset(self) -> None:
         for heartbeat, descriptor in zip(self.heartbeats, self._stacks, strict=True):
