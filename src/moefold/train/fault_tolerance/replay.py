@@ -57,7 +57,7 @@ class Recorded:
 
 def read_recorded(directory: Path, last: int) -> Recorded:
     """Up to step ``last``; refuses a step that is not recorded."""
-    path, world, parallel = directory / FILE_NAME, 0, None
+    path, starts = directory / FILE_NAME, list[tuple[int, int, Mapping[str, object] | None]]()
     steps: dict[int, dict[str, object]] = {}
     if not path.exists():
         raise MoefoldError(f"{path}: not found; give the directory of a run, such as runs/debug_small")
@@ -68,17 +68,24 @@ def read_recorded(directory: Path, last: int) -> Recorded:
             # The last line of a killed run.
             continue
         if data.get("kind") == "start" and data["step"] < last:
-            world, parallel = int(data["world"]), data.get("config", {}).get("parallel")
+            starts.append((int(data["step"]), int(data["world"]), data.get("config", {}).get("parallel")))
         elif data.get("kind") == "step":
             steps[int(data["step"])] = data
-    if last not in steps or not world:
+    if last not in steps or not starts:
         known = f"has steps {min(steps)} to {max(steps)}" if steps else "has no step"
         raise MoefoldError(f"{path}: step {last} is not recorded; the file {known}")
     start = max((step for step in committed_steps(directory / "checkpoints") if step < last), default=0)
     missing = [step for step in range(start + 1, last) if step not in steps]
     if missing:
         raise MoefoldError(f"{path}: step {missing[0]}, between the checkpoint of step {start} and {last}, is missing")
-    return Recorded(world, {step: steps[step] for step in range(start + 1, last + 1)}, start, parallel)
+    first = next((each for each in reversed(starts) if each[0] <= start), starts[0])
+    if any(each[1:] != first[1:] for each in starts if each[0] > start):
+        began, world, _ = starts[-1]
+        raise MoefoldError(
+            f"{path}: after step {start}, the newest checkpoint before step {last}, steps were taken in one layout and "
+            f"from step {began} on in another, by {world} ranks; train.saving.keep keeps more checkpoints"
+        )
+    return Recorded(first[1], {step: steps[step] for step in range(start + 1, last + 1)}, start, first[2])
 
 
 def replay_rank(

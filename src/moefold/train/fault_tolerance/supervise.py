@@ -2,12 +2,13 @@
 
 The supervising process has imported everything and computes nothing, so a restart is a fork, not an import: a fraction
 of a second. A fault that recurs on every start is not cured by restarting, so a few starts in a row without a new
-checkpoint end the run; unless it is the same place that failed each time, while the others did not.
+checkpoint end the run; unless it is the same places that failed, while the others did not.
 
-Ranks run at places. A place is lost for good when it has failed that often in a row, or once less if no step was done
-in the last start, or when a `RankError` says that its rank is excluded. Lost places are not used again by this
-launcher. Spare places take over first, in the same layout; when there are none, ``shrink`` chooses a layout for the
-places that are left. A fault that follows a rank to another place is the run's own, and ends it.
+Ranks run at places. A place is lost for good when it has failed that often, while at least half of them have not, or
+once less if no step was done in the last start, or when a `RankError` says that its rank is excluded. Lost places are
+not used again by this launcher. Spare places take over first, in the same layout; when there are none, ``shrink``
+chooses a layout for the places that are left. A fault that follows a rank to another place is the run's own, and ends
+it.
 
 Once SIGINT or SIGTERM has asked for a stop, of this process or of a rank, ranks are never started again. The signal is
 passed on to them, since it may have come to this process alone; they stop after the same step, save, and their exit
@@ -54,7 +55,9 @@ class Places:
     def __init__(self, world: int, spares: int = 0) -> None:
         self.world, self.left = world, list(range(world + spares))
         self._failed: dict[int, int] = {}
+        # Ranks whose place was lost, and places that have failed at all, since the last checkpoint.
         self._given_up: set[int] = set()
+        self._suspects: set[int] = set()
 
     def of(self, ranks: Iterable[int]) -> list[int]:
         return [self.left[rank] for rank in ranks if rank < self.world]
@@ -65,11 +68,17 @@ class Places:
         The same rank of the same layout lost twice without progress in between is not the fault of its places.
         """
         if progressed:
-            self._failed, self._given_up = {}, set()
+            self._failed, self._given_up, self._suspects = {}, set(), set()
+        if len(error.ranks) < self.world:
+            self._suspects.update(self.of(error.ranks))
         if error.exclude:
             return tuple(sorted(rank for rank in error.exclude if rank < self.world))
-        blamed = self.of(error.ranks) if len(error.ranks) < self.world else []
-        self._failed = {place: self._failed.get(place, 0) + (not progressed) for place in blamed}
+        if not progressed and len(error.ranks) < self.world:
+            for place in self.of(error.ranks):
+                self._failed[place] = self._failed.get(place, 0) + 1
+        # What fails everywhere is not the fault of places.
+        if not self._few_failed:
+            return ()
         # Before the first step, the data and most of the code are not yet to blame, so one failure less is enough.
         enough = max_failed - error.at_once
         ranks = tuple(rank for rank in error.ranks if self._failed.get(self.left[rank], 0) >= enough)
@@ -77,6 +86,15 @@ class Places:
             return ()
         self._given_up.update(ranks)
         return ranks
+
+    @property
+    def _few_failed(self) -> bool:
+        return 2 * len(self._failed) <= self.world
+
+    @property
+    def more_starts(self) -> int:
+        """Of several places that are lost at the same time, a start may show but one."""
+        return max(0, len(self._failed) - 1) if self._few_failed else 0
 
     def take_out(self, ranks: Iterable[int]) -> None:
         """Spares take over from the last on, so that all other ranks stay where they are, as long as there are any."""
@@ -88,7 +106,8 @@ class Places:
                 self.world -= 1
 
     def resize(self, world: int) -> None:
-        """Another layout, in which ranks have other work."""
+        """Another layout, in which ranks have other work; places that have failed as well are the last to be used."""
+        self.left.sort(key=lambda place: place in self._suspects)
         self.world, self._failed, self._given_up = world, {}, set()
 
 
@@ -208,7 +227,7 @@ def _keep_alive(
                 going_on = _without(places, lost, shrink, error)
                 fruitless = 0
                 print_stderr(f"{said}; {going_on} from {_named(seen)}")
-            elif fruitless >= max_fruitless:
+            elif fruitless >= max_fruitless + (0 if shrink is None else places.more_starts):
                 raise TrainingError(
                     f"given up after {fruitless} starts without a new checkpoint; the last failure: {error}"
                 ) from None
