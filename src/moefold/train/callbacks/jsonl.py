@@ -260,7 +260,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def _about(info: RunInfo, meter: Meter) -> dict[str, object]:
     asked = info.asked
-    changed = {} if asked is None else {"asked": {"world": asked.world, "parallel": asdict(asked.run.parallel)}}
+    changed = {} if asked is None else {"asked": {"world": asked.world, "parallel": plain_data(asked.run)["parallel"]}}
     return changed | {
         "run": info.run.name,
         "world": info.world,
