@@ -50,6 +50,7 @@ nightly:
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 1/2
 	$(PYTHON) -m tests.signal_draws --draws 500 --seed $(SEED) --piece 2/2
 	$(PYTHON) -m tests.hang_draws --count 100 --seed $(SEED)
+	$(PYTHON) -m tests.loss_of_ranks
 	$(PYTHON) -m tests.straggler_draws --count 10 --seed $(SEED)
 	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 1/2
 	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 2/2

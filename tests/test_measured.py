@@ -183,3 +183,17 @@ def test_a_step_redone_by_the_living_replicas() -> None:
     assert f"within {found['largest_relative_difference']:.1e} (relative)" in page
     assert f"takes {found['new_world_s']:.2f} s" in page
     assert f"{found['from_the_kill_to_the_redone_step_s']:.1f} s after the kill" in page
+
+
+def test_lost_ranks() -> None:
+    """Losses of a run that has lost ranks for good are those of the run in peace."""
+    rows = json.loads((DOCS / "measured/loss_of_ranks.json").read_text())["rows"]
+    page, bounds = (DOCS / "reliability.md").read_text(), {"float64": 1e-9, "float32": 5e-6}
+    shown = [
+        f"| {row['layout']} | {row['dtype']} | {row['lost']} | {row['new_layout']} | {row['difference']:.1e} | "
+        f"{row['seconds']:.1f} |"
+        for row in rows
+    ]
+    missing = [row for row in shown if row not in page]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert all(row["difference"] <= bounds[row["dtype"]] and row["world"] == 4 for row in rows)
