@@ -57,3 +57,4 @@ nightly:
 	$(PYTHON) -m tests.soak --minutes 90 --between 60 --seed $(SEED)
 	$(PYTHON) -m tests.security.exploit_table
 	$(PYTHON) -m tests.fuzz --cases 10000 --seed $(SEED)
+	$(PYTHON) -m tests.save_faults --count 60 --seed $(SEED)

@@ -197,3 +197,11 @@ def test_lost_ranks() -> None:
     missing = [row for row in shown if row not in page]
     assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
     assert all(row["difference"] <= bounds[row["dtype"]] and row["world"] == 4 for row in rows)
+
+
+def test_failed_saves_end_no_run() -> None:
+    found = json.loads((DOCS / "measured/save_faults.json").read_text())
+    names = ("failed_saves", "runs", "failed_attempts", "skipped", "runs_ended", "runs_that_differ")
+    row = f"| {' | '.join(str(found[name]) for name in names)} |"
+    assert row in (DOCS / "reliability.md").read_text(), f"write this row into docs/reliability.md:\n{row}"
+    assert found["runs_ended"] == found["runs_that_differ"] == 0 and min(found["kinds"].values()) > 0

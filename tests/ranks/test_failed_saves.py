@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.test_checkpoint_background import ALONE, check_all, chunks
+from tests.save_faults import measure
 from tests.support import on_ranks
 
 import moefold
@@ -291,3 +293,28 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     assert found == [f"train.saving.{name}" for name in wrong]
     (problem,) = moefold.check(small(Path("runs"), retries=64))
     assert problem.fix == "use 0 to 20"
+
+
+def test_drawn_faults_end_no_run_and_change_no_bit() -> None:
+    """Six kinds in one run of one rank; `python -m tests.save_faults` draws more of them, over more ranks."""
+    found = measure(6, seed=7)
+    assert found["failed_saves"] == 6 and found["runs_ended"] == found["runs_that_differ"] == 0
+
+
+class NoMemory(Callback):
+    """The address space ends a little above what the rank has."""
+
+    def after_backward(self, gradients: Any, control: Control) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (1 << 24), before[1]))
+        try:
+            torch.ones(1 << 28)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_rank_without_memory_says_where_it_was_and_what_it_held(tmp_path: Path) -> None:
+    wanted = r"rank 0 is out of memory in step 1, after backward, with a peak of [\d.]+ .?i?B resident: .*allocate"
+    with pytest.raises(MemoryError, match=wanted):
+        Trainer(small(tmp_path), callbacks=[NoMemory()], reporters=[]).fit()

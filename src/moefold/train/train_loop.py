@@ -33,6 +33,7 @@ from moefold.train.prefetch import Prefetcher
 from moefold.train.saving import begin_save, report_committed, report_failures, save_last
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
+from moefold.units import format_bytes
 
 
 def train(
@@ -69,6 +70,8 @@ def train(
         reason = "failed"
         report_failures(context, hooks)
         hooks.on_error(error)
+        if (said := out_of_memory(context, error)) is not None:
+            raise MemoryError(said) from error
         raise
     finally:
         context.verifier.close()
@@ -307,6 +310,18 @@ def memory_used(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def out_of_memory(context: TrainContext, error: BaseException) -> str | None:
+    """Where this rank was and how much it held, if host memory is what it lacks; torch raises RuntimeError then."""
+    if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        return None
+    pulse, peak = context.heartbeat.pulse(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    why = " ".join(str(error).split())
+    return (
+        f"rank {context.groups.rank} is out of memory in step {pulse.step}, {pulse.phase}, with a peak of "
+        f"{format_bytes(peak)} resident" + (f": {why}" if why else "")
+    )
 
 
 def validate(context: TrainContext) -> float:
