@@ -129,6 +129,12 @@ MATRIX = (
         _flips,
     ),
     Row(
+        "F14",
+        "token files damaged, truncated, missing, replaced; tokens outside the vocabulary; another list of files",
+        "file, document or block and tokens named; stopped, or left out of the loss with a record; resume refused",
+        ("data/test_data_faults.py", "data/test_verification.py", "data/test_data_resume.py"),
+    ),
+    Row(
         "F16",
         "a run resumes on another layout or number of ranks",
         "every global tensor to the last bit",
