@@ -25,7 +25,7 @@ from moefold.data.token_writers import MegatronWriter
 from moefold.errors import MoefoldError
 from moefold.ops import compiled_cache
 from moefold.private_files import replace_file
-from moefold.train.callbacks.jsonl import forget_after
+from moefold.train.callbacks.jsonl import cut_after
 from moefold.train.train_context import record_settings
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +167,7 @@ def links_in_a_run(place: Path) -> str | None:
         {
             "config.yaml": lambda link: list(record_settings(run, link.parent)),
             "config_history.jsonl": lambda link: replace_file(link, "{}"),
-            "metrics.jsonl": lambda link: forget_after(link, 0),
+            "metrics.jsonl": lambda link: cut_after(link, 0),
             "run.lock": lambda link: take_incarnation(link.parent),
             "commit.lock": lambda link: take_incarnation(link.parent),
             "incarnation.json.tmp": lambda link: take_incarnation(link.parent),
