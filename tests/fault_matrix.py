@@ -57,6 +57,10 @@ def _flips(found: Any) -> str:
     return f"{flips} flips: {seen} found of {must} that have a replica or fall into a framed step"
 
 
+def _resumes(found: Any) -> str:
+    return f"{found['runs']} runs, {found['kills']} kills, {found['samples']:,} samples: {found['bad']} bad"
+
+
 def _soak(found: Any) -> str:
     share = found["effective_training_time"]
     return (
@@ -133,6 +137,14 @@ MATRIX = (
         "token files damaged, truncated, missing, replaced; tokens outside the vocabulary; another list of files",
         "file, document or block and tokens named; stopped, or left out of the loss with a record; resume refused",
         ("data/test_data_faults.py", "data/test_verification.py", "data/test_data_resume.py"),
+    ),
+    Row(
+        "F15",
+        "kills within an epoch and at its border, then 2, 4 and 1 ranks, or 4, 2 and 1",
+        "the samples of a calm run: none twice, none left out",
+        ("data/test_data_resume.py", "data_resume_draws"),
+        "data_resume.json",
+        _resumes,
     ),
     Row(
         "F16",

@@ -1,16 +1,47 @@
-"""A run is not resumed on other data, and says why its reader failed (F14)."""
+"""Resumes read the samples that were not read yet, and refuse other data (F14, F15)."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.data.token_files import documents, megatron
+from tests.data_resume_draws import BATCH, Draw, compare, run_all
 from tests.train.test_trainer import tiny
 
 import moefold
 from moefold.errors import MoefoldError
+
+
+@pytest.mark.slow
+@pytest.mark.every_commit
+def test_samples_after_kills_and_with_other_ranks_are_those_of_a_calm_run() -> None:
+    found = run_all(1, seed=16)
+    assert found["runs"] == 1 and found["kills"] >= 2 and not found["bad"], found["each"]
+
+
+PLAN = Draw((4,), "concat", 2, (2, 4, 1), (1, 2, 3), (2,), 0)
+CALM = {
+    step: {index: [f"0:{index // 4}:{index % 4}"] for index in range((step - 1) * BATCH, step * BATCH)}
+    for step in (1, 2, 3)
+}
+WRONG: dict[str, Callable[[dict[int, dict[int, list[str]]]], object]] = {
+    "left out": lambda seen: seen[2][5].clear(),
+    "read twice": lambda seen: seen[2][5].append("0:1:1"),
+    "another sample": lambda seen: seen[3].update({8: ["0:2:3"]}),
+    "a step missing": lambda seen: seen.pop(3),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_comparison_notices(name: str) -> None:
+    other = copy.deepcopy(CALM)
+    assert not compare(CALM, other, PLAN)
+    WRONG[name](other)
+    assert compare(CALM, other, PLAN)
+
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a file more": lambda folder: megatron(folder / "e", documents(20, 5)),
