@@ -11,7 +11,9 @@ import pytest
 
 SRC = Path(__file__).parents[2] / "src"
 BRAIN = (
+    "redaction",
     "errors",
+    "private_files",
     "units",
     "tables",
     "html",

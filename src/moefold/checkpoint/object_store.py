@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from moefold.checkpoint import files
@@ -153,7 +153,7 @@ class FsspecStore:
         import fsspec
 
         scheme = urlsplit(url).scheme
-        self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+        self._files = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
         self.root = f"{str(self._files._strip_protocol(url)).rstrip('/')}/{below}"
 
     def put(self, name: str, source: Path) -> None:
