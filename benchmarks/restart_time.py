@@ -4,7 +4,7 @@ Runs with and without what the launcher prepares for its ranks (`train/fault_tol
 both meet the same load. Processor seconds of rank 0, from its fork to the end of its first step, depend less on what
 else the machine does than the time on the wall.
 
-    python -m benchmarks.restart_time --kills 5 --turns 3 --json docs/measured/restarts.json
+    python -m benchmarks.restart_time --kills 5 --turns 3 --json restarts.json
 """
 
 from __future__ import annotations

@@ -205,3 +205,10 @@ def test_failed_saves_end_no_run() -> None:
     row = f"| {' | '.join(str(found[name]) for name in names)} |"
     assert row in (DOCS / "reliability.md").read_text(), f"write this row into docs/reliability.md:\n{row}"
     assert found["runs_ended"] == found["runs_that_differ"] == 0 and min(found["kinds"].values()) > 0
+
+
+def test_host_faults() -> None:
+    page, found = (DOCS / "reliability.md").read_text(), json.loads((DOCS / "measured/host_faults.json").read_text())
+    for one in found["each"]:
+        seconds = f"{one['noticed']:.1f} | {one['next_step']:.1f} | {one['steps_redone']}"
+        assert f"| {one['fault']} | {'ab'[one['host']]} | {seconds} | yes |" in page and one["same_losses"]

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_NAMES = ("moefold-host-a", "moefold-host-b")
+HOSTS = ("moefold-host-a", "moefold-host-b")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
@@ -30,13 +30,13 @@ def possible() -> bool:
 def two_hosts(rate: str) -> Iterator[None]:
     _remove()
     try:
-        for name in _NAMES:
+        for name in HOSTS:
             _run("ip", "netns", "add", name)
         _run(
-            *("ip", "-n", _NAMES[0], "link", "add", "cable", "type", "veth"),
-            *("peer", "name", "cable", "netns", _NAMES[1]),
+            *("ip", "-n", HOSTS[0], "link", "add", "cable", "type", "veth"),
+            *("peer", "name", "cable", "netns", HOSTS[1]),
         )
-        for number, name in enumerate(_NAMES):
+        for number, name in enumerate(HOSTS):
             _run("ip", "-n", name, "addr", "add", f"10.99.0.{number + 1}/24", "dev", "cable")
             _run("ip", "-n", name, "link", "set", "cable", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -49,7 +49,7 @@ def two_hosts(rate: str) -> Iterator[None]:
 
 def move_to(host: int) -> str:
     """Put this process on a host; returns the interface that leads to the other one."""
-    namespace = os.open(f"/var/run/netns/{_NAMES[host]}", os.O_RDONLY)
+    namespace = os.open(f"/var/run/netns/{HOSTS[host]}", os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(namespace, _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
@@ -59,7 +59,7 @@ def move_to(host: int) -> str:
 
 
 def _remove() -> None:
-    for name in _NAMES:
+    for name in HOSTS:
         subprocess.run(("ip", "netns", "del", name), capture_output=True, check=False)
 
 

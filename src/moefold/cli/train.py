@@ -8,12 +8,15 @@ from dataclasses import replace
 
 from moefold.api.runs import load_run
 from moefold.cli.run_argument import Subparsers, add_device_option, add_run_argument, launched_ranks
+from moefold.comm.launchers import Hosts
 from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, Problem
 from moefold.train.fault_tolerance.signals import INTERRUPTED
 
 EXAMPLES = """examples:
   moefold train debug_small
   moefold train debug_small --nproc 4 --parallel.ep 4 --train.steps 300
+  moefold train my_run.yaml --nproc 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1
   torchrun --master-port 29500 --nproc-per-node 8 -m moefold.cli.main train my_run.yaml
 
 The run lives in train.directory/NAME; the same command resumes from its newest checkpoint.
@@ -47,6 +50,10 @@ def add_to(commands: Subparsers) -> None:
         metavar="K",
         help="places beside those of --nproc that take over where one is lost for good (default 0)",
     )
+    parser.add_argument("--nnodes", type=int, metavar="N", help="hosts that train together, each started by hand")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is (default 0)")
+    parser.add_argument("--master-addr", metavar="A", help="address of host 0, which listens there and nowhere else")
+    parser.add_argument("--master-port", type=int, default=29500, metavar="P", help="its port (default 29500)")
     add_device_option(parser)
     parser.add_argument(
         "--patience",
@@ -70,12 +77,39 @@ def run(args: argparse.Namespace) -> int:
     from moefold.train.trainer import Trainer
 
     reporters = default_callbacks(args.json)
+    hosts = _hosts(args)
     trainer = Trainer(
-        asked, reporters=reporters, nproc=args.nproc, spares=args.spares, patience=args.patience, device=args.device
+        asked,
+        reporters=reporters,
+        nproc=None if hosts is not None else args.nproc,
+        spares=args.spares,
+        patience=args.patience,
+        device=args.device,
+        hosts=hosts,
     )
     if not args.force:
         _check_memory(trainer.layout.run, trainer.layout.world, args.device)
     return INTERRUPTED if trainer.fit(args.stop) == "interrupted" else 0
+
+
+def _hosts(args: argparse.Namespace) -> Hosts | None:
+    """None without --nnodes."""
+    if args.nnodes is None:
+        return None
+    problems = []
+    if args.nnodes < 2:
+        problems.append(Problem("--nnodes", f"{args.nnodes} is not several hosts", "leave it out for one host"))
+    if not 0 <= args.node_rank < args.nnodes:
+        problems.append(Problem("--node-rank", f"{args.node_rank} is no host of {args.nnodes}", "count from 0"))
+    if args.master_addr is None:
+        problems.append(Problem("--master-addr", "is missing", "give the address of host 0 on the hosts' network"))
+    if not 0 < args.master_port < 1 << 16:
+        problems.append(Problem("--master-port", f"{args.master_port} is no port", "29500 is the default"))
+    if args.device == "cuda":
+        problems.append(Problem("--nnodes", "starts ranks on CPUs", "on GPUs use torchrun"))
+    if problems:
+        raise ConfigError(*problems)
+    return Hosts(args.nnodes, args.node_rank, args.nproc or 1, args.master_addr, args.master_port)
 
 
 def _check_memory(run: RunConfig, world: int, device: str | None) -> None:

@@ -58,6 +58,28 @@ class Place:
     port: int | None = None
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """`moefold train --nnodes`: this host among those of a job, each of which starts ``ranks`` ranks.
+
+    Host 0 has ``address`` and serves the store there, and nowhere else.
+    """
+
+    count: int
+    index: int
+    ranks: int
+    address: str
+    port: int = DEFAULT_PORT
+
+    @property
+    def world(self) -> int:
+        return self.count * self.ranks
+
+    @property
+    def first_rank(self) -> int:
+        return self.index * self.ranks
+
+
 def place_of(environment: Mapping[str, str]) -> Place | None:
     """None if no launcher started this process; a `ConfigError` if one did and did not say enough."""
     for launcher in LAUNCHERS:

@@ -13,17 +13,22 @@ host has started its ranks, which differs when an agent was lost and came back.
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
+import os
 import socket
+import struct
 import time
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from moefold.comm.launchers import Place
+from moefold.comm.launchers import Hosts, Place
 from moefold.errors import TrainingError
 
 _POLL_SECONDS = 0.02
+_CONNECT_SECONDS = 2.0
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 def store_at(place: Place, timeout: timedelta) -> Store:
@@ -40,6 +45,56 @@ def store_at(place: Place, timeout: timedelta) -> Store:
     return TCPStore(
         place.address, place.port, place.world, place.rank == 0, timeout=timeout, master_listen_fd=listening
     )
+
+
+class HostStore:
+    """The store of a job whose hosts each have a launcher of ours; a launcher makes it once, and its ranks join.
+
+    The launcher of host 0 serves it for as long as it lives, over all starts of the ranks. Ranks of every host wait for
+    it: a host that comes back, or a link that heals, is found by the next attempt to connect.
+    """
+
+    def __init__(self, hosts: Hosts, seconds: float) -> None:
+        self.hosts, self.seconds = hosts, seconds
+        self._served: Store | None = None
+        if hosts.index == 0:
+            number = socket.getaddrinfo(hosts.address, hosts.port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(number[4][:2], family=number[0])
+            self._served = TCPStore(
+                hosts.address, hosts.port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+
+    def join(self, local_rank: int) -> tuple[Store, int, int]:
+        """In a rank: the store of this start, its rank and the world."""
+        hosts, ends = self.hosts, time.monotonic() + self.seconds
+        rank = hosts.first_rank + local_rank
+        while True:
+            try:
+                with socket.create_connection((hosts.address, hosts.port), timeout=_CONNECT_SECONDS) as reached:
+                    own = reached.getsockname()[0]
+                break
+            except OSError as error:
+                if time.monotonic() > ends:
+                    where = f"{hosts.address}:{hosts.port}"
+                    raise TrainingError(f"rank {rank}: host 0 was not reached at {where}: {error}") from None
+                time.sleep(_CONNECT_SECONDS / 4)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own))
+        left = timedelta(seconds=max(1.0, ends - time.monotonic()))
+        shared = TCPStore(hosts.address, hosts.port, None, False, timeout=left, wait_for_workers=False)
+        return agree_on_start(shared, rank, hosts.world, left.total_seconds()), rank, hosts.world
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    raise TrainingError(f"no network interface has the address {address}; name it in GLOO_SOCKET_IFNAME")
 
 
 def as_number(address: str) -> str | None:

@@ -61,6 +61,8 @@ def disable_malloc_trim() -> bool:
     return all(mallopt(name, value) for name, value in settings)
 
 
+# From the number of a rank on this host: the store, the rank among all hosts' ranks, and their number.
+Join = Callable[[int], tuple[Store, int, int]]
 _BLOCKED_WHILE_FORKING = (signal.SIGINT, signal.SIGTERM)
 # What a signal that ended a rank usually means.
 _MEANING: dict[int, str] = {
@@ -88,6 +90,7 @@ class _RankSpec:
     in_rank: Callable[[], None] | None
     mask: set[int]
     launcher: int
+    join: Join | None = None
 
 
 @dataclass
@@ -127,6 +130,7 @@ def spawn_ranks(
     in_rank: Callable[[], None] | None = None,
     started: Callable[[list[int]], None] | None = None,
     interface: Callable[[int], str] | None = None,
+    join: Join | None = None,
 ) -> list[Any]:
     """Run ``work(rank)`` on ``world`` gloo processes; its JSON-serialisable results come back in rank order.
 
@@ -135,7 +139,8 @@ def spawn_ranks(
     a few times per second; the error that it returns ends all ranks at once and is raised here. A collective waits
     ``collective_timeout`` seconds for its peers. ``in_rank`` is called first in a rank, before it can receive SIGINT or
     SIGTERM. ``started`` receives the process ids, and an empty list before they become invalid. ``interface`` returns a
-    rank's network interface (default: loopback), and is called in the rank before the process group is made.
+    rank's network interface (default: loopback), and is called in the rank before the process group is made. With
+    ``join`` these are some of the ranks of several hosts: it is called in the rank instead, and chooses the interface.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -145,7 +150,7 @@ def spawn_ranks(
         ranks: list[_Rank] = []
         try:
             with _signals_blocked() as mask:
-                spec = _RankSpec(work, world, Path(directory), wait, interface, in_rank, mask, os.getpid())
+                spec = _RankSpec(work, world, Path(directory), wait, interface, in_rank, mask, os.getpid(), join)
                 ranks.extend(_fork(spec, rank) for rank in range(world))
                 if started is not None:
                     started([rank.pid for rank in ranks])
@@ -270,10 +275,14 @@ def _rank_main(spec: _RankSpec, rank: int, reading: int, pipe: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, spec.mask)
         die_with_parent(spec.launcher)
         torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if spec.interface is None else spec.interface(rank)
-        store = FileStore(str(spec.directory / "store"), spec.world)
         wait = timedelta(seconds=spec.collective_timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world, timeout=wait)
+        store: Store
+        if spec.join is None:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if spec.interface is None else spec.interface(rank)
+            store, number, world = FileStore(str(spec.directory / "store"), spec.world), rank, spec.world
+        else:
+            store, number, world = spec.join(rank)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=world, timeout=wait)
         met = True
         result = json.dumps({"result": spec.work(rank)})
         # A rank that exits closes its connections, so all must be done first.

@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moefold.checks.run_all import problems_to_train
-from moefold.comm.launchers import die_with_agent, place_of
+from moefold.comm.launchers import Hosts, die_with_agent, place_of
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, LayoutError, MoefoldError, Problem, TrainingError
 from moefold.plan.elastic_layout import ElasticLayout, layout_for_world, what_layouts_change
@@ -47,7 +48,8 @@ class Trainer:
     `callbacks` run first and `reporters` after them, so that reporters see the metrics that callbacks add. `reporters`
     are those of `moefold train` unless given: `metrics.jsonl`, console lines, a progress bar on a terminal,
     TensorBoard and Weights & Biases as the run says. A collective waits `patience` seconds for its peers.
-    `routing_policy` is as for `build_model`. `device` is "cpu" or "cuda"; by default cuda if there is a GPU.
+    `routing_policy` is as for `build_model`. `device` is "cpu" or "cuda"; by default cuda if there is a GPU. With
+    `hosts` this process is the launcher of one of several hosts, whose ranks train together.
 
     Raises `ConfigError` with every problem of the run if it has any.
 
@@ -68,9 +70,10 @@ class Trainer:
         patience: float = 600.0,
         routing_policy: PolicyOrName | None = None,
         device: str | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         # With nproc, this process starts its ranks itself, also inside a job that counts more tasks.
-        place = place_of(os.environ) if nproc is None or "RANK" in os.environ else None
+        place = place_of(os.environ) if (nproc is None and hosts is None) or "RANK" in os.environ else None
         self.launched = place is not None
         die_with_agent()
         if self.launched and nproc is not None:
@@ -85,7 +88,15 @@ class Trainer:
         if spares < 0 or (spares and nproc is None):
             problem = f"is {spares}" if spares < 0 else "are places for ranks that nproc starts, and there is no nproc"
             raise ConfigError(Problem("spares", problem, "use nproc as well, or leave spares out"))
+        if self.launched and hosts is not None:
+            raise MoefoldError("nnodes starts ranks itself, but a launcher has started this one already; leave it out")
         self.world = nproc or 1 if place is None else place.world
+        if hosts is not None:
+            self.world = hosts.world
+            # Which hosts would have fewer ranks is not known to a launcher of one of them.
+            if found := problems_to_train(run, self.world):
+                raise ConfigError(*found)
+        self.hosts = hosts
         self.run, self.patience, self.routing_policy = run, patience, routing_policy
         self.device, self.spares = device, spares
         # What the ranks run; another than `run` where some of them are gone.
@@ -167,16 +178,20 @@ class Trainer:
         from moefold.train.fault_tolerance.watchdog import Watchdog
 
         directory = _directory(self.run)
+        hosts = Hosts(1, 0, self.layout.world, "") if self.hosts is None else self.hosts
         enter: Callable[[int], Heartbeat] | None = None
 
         def work(rank: int) -> int:
             assert enter is not None
-            return self._fit_rank(rank, self.layout.world, torch.device("cpu"), stop, enter(rank))
+            number = hosts.first_rank + rank
+            return self._fit_rank(number, self.layout.world, torch.device("cpu"), stop, enter(rank))
 
         def spawn(at_place: Callable[[int], int], world: int, **words: object) -> list[int]:
             """Watched by a watchdog of so many ranks."""
             nonlocal enter
-            with closing(Watchdog(world, self.run.train.watchdog, self.patience, directory)) as watchdog:
+            with closing(
+                Watchdog(world, self.run.train.watchdog, self.patience, directory, hosts.first_rank)
+            ) as watchdog:
                 enter = watchdog.enter
                 return watchdog.spawn(at_place, world, **words)  # type: ignore[arg-type]
 
@@ -188,11 +203,17 @@ class Trainer:
         if stop:
             print_stderr(nothing_to_save())
             return Outcome.INTERRUPTED
+        checkpoints = _checkpoints(self.run)
+        if self.hosts is not None:
+            from moefold.comm.rendezvous import HostStore
+
+            over_hosts = partial(spawn, join=HostStore(self.hosts, self.patience).join)
+            return supervise(work, hosts.ranks, checkpoints, self.patience, stop=stop, spawn=over_hosts)
         idle = self.world - self.layout.world
         return supervise(
             work,
             self.layout.world,
-            _checkpoints(self.run),
+            checkpoints,
             self.patience,
             stop=stop,
             spawn=spawn,

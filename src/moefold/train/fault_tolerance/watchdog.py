@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moefold.comm.heartbeat import STEP_PHASES, Heartbeat, Pulse
-from moefold.comm.spawn import spawn_ranks
+from moefold.comm.spawn import Join, spawn_ranks
 from moefold.config.train import WatchdogConfig
 from moefold.errors import RankError
 from moefold.train.fault_tolerance.hang_diagnosis import RankEvidence, Verdict, diagnose, mismatch
@@ -72,8 +72,10 @@ def _below_bound(config: WatchdogConfig, step: float) -> float:
 class Watchdog:
     """Of the ranks of one launcher. ``enter`` is called in a rank, everything else in the launcher."""
 
-    def __init__(self, world: int, config: WatchdogConfig, patience: float, directory: Path) -> None:
-        self.config, self.patience, self.directory = config, patience, directory
+    def __init__(
+        self, world: int, config: WatchdogConfig, patience: float, directory: Path, first_rank: int = 0
+    ) -> None:
+        self.config, self.patience, self.directory, self.first_rank = config, patience, directory, first_rank
         self.heartbeats = [Heartbeat() for _ in range(world)]
         self._stacks = [os.memfd_create(f"moefold-stacks-{rank}") for rank in range(world)]
         self._pids: list[int] = []
@@ -104,6 +106,7 @@ class Watchdog:
         in_rank: Callable[[], None],
         started: Callable[[list[int]], None],
         interface: Callable[[int], str] | None = None,
+        join: Join | None = None,
     ) -> list[int]:
         """`spawn_ranks`, watched: a hang is a `RankError`, and one that comes of a mismatch names who is to blame."""
 
@@ -124,6 +127,7 @@ class Watchdog:
                 in_rank=in_rank,
                 started=also,
                 interface=interface,
+                join=join,
             )
         except RankError as error:
             explained = self.explain(error)
@@ -165,7 +169,7 @@ class Watchdog:
         return self._differ
 
     def _recorded(self) -> list[RankEvidence]:
-        return [RankEvidence(rank, heartbeat.read()) for rank, heartbeat in enumerate(self.heartbeats)]
+        return [RankEvidence(rank, beat.read()) for rank, beat in enumerate(self.heartbeats, self.first_rank)]
 
     def explain(self, error: RankError) -> RankError:
         """A failure that came of different collectives, with the rank that called another one than its peers.
