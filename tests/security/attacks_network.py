@@ -259,6 +259,7 @@ def lying_header(place: Path) -> str | None:
     good = {"name": "w", "dtype": "F32", "shape": [4], "offset": 0, "first_row": 0, "full_shape": [4]}
     lies = (
         {"offset": 60},
+        {"offset": 1},
         {"offset": -4},
         {"shape": [2**40]},
         {"shape": [2, 2]},

@@ -96,7 +96,8 @@ def _received(part: dict[str, object], payload: Tensor) -> ReceivedPart:
     shape, full = (_sizes(part[key]) for key in ("shape", "full_shape"))
     (offset, first_row) = _sizes([part["offset"], part["first_row"]])
     nbytes = prod(shape) * dtype.itemsize if dtype is not None else 0
-    fits = offset + nbytes <= payload.numel() and shape[1:] == full[1:] and len(shape) == len(full)
+    aligned = dtype is not None and offset % dtype.itemsize == 0
+    fits = aligned and offset + nbytes <= payload.numel() and shape[1:] == full[1:] and len(shape) == len(full)
     if dtype is None or not fits or (full and first_row + shape[0] > full[0]):
         raise ExchangeError(f"{name}: {part} is not inside of a bucket of {payload.numel():,} bytes")
     return ReceivedPart(name, payload[offset : offset + nbytes].view(dtype).view(shape), first_row, full)

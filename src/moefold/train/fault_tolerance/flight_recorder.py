@@ -23,7 +23,7 @@ Stack = list[object]
 T = TypeVar("T")
 _MARK = object()
 MAX_BYTES = 64 << 20
-_MAX_VALUES, _MAX_DEPTH = 2_000_000, 64
+_MAX_VALUES, _MAX_DEPTH = 500_000, 64
 # Opcodes whose argument is the value.
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
