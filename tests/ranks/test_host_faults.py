@@ -37,6 +37,7 @@ def _listening(port: int) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_host_saves_and_ends_both_with_75(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
