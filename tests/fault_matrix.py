@@ -69,6 +69,42 @@ def _soak(found: Any) -> str:
     )
 
 
+def _slow(found: Any) -> str:
+    rows = [f"{row['factor']:g} times: {row['named_in_bound']} of {row['draws']} named" for row in found["rows"]]
+    return f"{', '.join(rows)}; {found['false_alarms']} false alarms in {found['clean_windows']} clean windows"
+
+
+def _hosts(found: Any) -> str:
+    longest = found["next_step_s"]["max"]
+    return f"{found['recovered']} of {found['faults']} recovered, next step after {longest:.1f} s at most"
+
+
+def _lost(found: Any) -> str:
+    rows = found["rows"]
+    differ = {row["dtype"]: max(each["difference"] for each in rows if each["dtype"] == row["dtype"]) for row in rows}
+    said = ", ".join(f"{difference:.1g} in {dtype}" for dtype, difference in differ.items())
+    longest = max(row["seconds"] for row in rows)
+    return f"{len(rows)} cases: next step after {longest:.1f} s at most; losses differ by {said}"
+
+
+def _saves(found: Any) -> str:
+    kinds, ended, differ = len(found["kinds"]), found["runs_ended"], found["runs_that_differ"]
+    return f"{found['failed_saves']} failed saves of {kinds} kinds: {ended} runs ended, {differ} differ"
+
+
+def _fuzz(*parsers: str) -> Callable[[Any], str]:
+    def figure(found: Any) -> str:
+        chosen = [found["parsers"][name] for name in parsers] if parsers else list(found["parsers"].values())
+        cases, failed = (sum(each[name] for each in chosen) for name in ("cases", "failed"))
+        return f"{cases:,} damaged inputs for {len(chosen)} parsers: {failed} failed"
+
+    return figure
+
+
+def _exploits(found: Any) -> str:
+    return f"{found['exploits']} exploits: {found['succeeded']} succeeded"
+
+
 MATRIX = (
     Row(
         "F1",
@@ -107,6 +143,30 @@ MATRIX = (
         _hangs,
     ),
     Row(
+        "F5",
+        "a rank is slow",
+        "named within three windows, none else",
+        ("ranks/test_stragglers.py", "straggler_draws"),
+        "stragglers.json",
+        _slow,
+    ),
+    Row(
+        "F6",
+        "the link between two hosts is cut, or cut one way; a host is killed and comes back",
+        "both sides stop, never two writers, they go on when it is mended",
+        ("ranks/test_host_faults.py", "host_faults"),
+        "host_faults.json",
+        _hosts,
+    ),
+    Row(
+        "F7",
+        "1, 2 or half of 8 ranks are lost for good",
+        "goes on with the next legal layout within 10 s, the same losses up to rounding",
+        ("ranks/test_elastic.py", "loss_of_ranks"),
+        "loss_of_ranks.json",
+        _lost,
+    ),
+    Row(
         "F8",
         "two launchers on one run; a writer of an earlier start wakes up",
         "the second is refused and told who holds it; the old one cannot commit",
@@ -117,6 +177,14 @@ MATRIX = (
         "checkpoints torn, flipped, truncated, swapped, renamed, linked",
         "refused with file and reason before a tensor changes; all ranks choose the same older one",
         ("checkpoint/test_damage.py",),
+    ),
+    Row(
+        "F10",
+        "a save or a metric meets a full disk, a quota, an error, no memory, no right",
+        "tried again, then skipped and told; training goes on, older checkpoints stay",
+        ("ranks/test_failed_saves.py", "save_faults"),
+        "save_faults.json",
+        _saves,
     ),
     Row(
         "F12",
@@ -179,16 +247,40 @@ MATRIX = (
         _soak,
     ),
     Row(
+        "B1",
+        "damaged configurations",
+        "an error that names the key",
+        ("brain/test_config_load.py", "fuzz"),
+        "fuzz.json",
+        _fuzz("run files", "overrides"),
+    ),
+    Row(
         "B2",
         "malformed Hugging Face directories",
         "refused with file and tensor, nothing loaded, little memory",
         ("checkpoint/test_hf_hostile.py", "checkpoint/test_hf_refusals.py"),
     ),
     Row(
+        "B3",
+        "damaged inputs of every parser",
+        "a value, or one error that names the file",
+        ("fuzz",),
+        "fuzz.json",
+        _fuzz(),
+    ),
+    Row(
         "B4",
         "poisoned files for every loader",
         "nothing of them runs",
         ("checkpoint/test_hf_poison.py",),
+    ),
+    Row(
+        "B6",
+        "strangers at ports, bombs, scripts in names, links, foreign caches, secrets in files",
+        "nothing is gained",
+        ("security/test_exploits.py", "security.exploit_table"),
+        "exploits.json",
+        _exploits,
     ),
 )
 

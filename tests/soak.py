@@ -59,6 +59,8 @@ SETTINGS = {
     "train.log_every": 10,
     "train.saving.every": 5,
     "train.watchdog.seconds": 2.0,
+    # The same rank may be hit again and again, by chance.
+    "train.elastic.min_world": WORLD,
 }
 
 
