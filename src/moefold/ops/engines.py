@@ -107,6 +107,7 @@ LIBRARIES: dict[str, Engine] = {
         Engine("pyarrow.parquet", "pyarrow.parquet", "pyarrow", "", "", "", "data"),
         Engine("zstandard", "zstandard", "zstandard", "", "", "", "data"),
         Engine("datasets", "datasets", "datasets", "", "", "", "data"),
+        Engine("s3fs", "s3fs", "s3fs", "", "", "", "s3"),
         Engine("lm_eval", "lm_eval", "lm_eval", "0.4.9", "", "", "eval"),
         Engine("tensorboard", "torch.utils.tensorboard", "tensorboard", "", "", "pip install tensorboard"),
         Engine("wandb", "wandb", "wandb", "", "", "pip install wandb"),
