@@ -330,6 +330,12 @@ CASES = [
         "train.stragglers.on_found",
     ),
     (
+        train.uploads_have_another_place,
+        RunConfig(train=TrainConfig(saving=SavingConfig(upload="s3://bucket/runs"))),
+        RunConfig(train=TrainConfig(saving=SavingConfig(upload="s3://name:password@bucket/runs"))),
+        "train.saving.upload",
+    ),
+    (
         train.saves_are_retried_in_time,
         RunConfig(train=TrainConfig(saving=SavingConfig(retries=20))),
         RunConfig(train=TrainConfig(saving=SavingConfig(retries=21))),
