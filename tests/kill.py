@@ -220,12 +220,17 @@ class Diary(Callback):
         kept = asdict(record)
         for changing in ("seconds", "memory_bytes"):
             del kept[changing]
-        self._write(
-            kind="step", at=time.monotonic(), **kept | {"loss": record.loss.hex(), "grad_norm": record.grad_norm.hex()}
-        )
+        self._write(kind="step", **kept | {"loss": record.loss.hex(), "grad_norm": record.grad_norm.hex()})
 
     def on_save(self, step: int, path: Path) -> None:
         self._write(kind="save", step=step)
+
+
+class TimedDiary(Diary):
+    """Every line with the time at which it was written."""
+
+    def _write(self, **said: Any) -> None:
+        super()._write(at=time.monotonic(), **said)
 
 
 def digest(context: TrainContext) -> str:
@@ -266,7 +271,7 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
 
             ALL_POINTS[kills[number].point].arm(kills[number].occurrence, die)
         context, state = build_train_context(run, rank, world, torch.device("cpu"), 30.0)
-        code = train(context, state, [Diary(directory / "diary.jsonl")])
+        code = train(context, state, [TimedDiary(directory / "diary.jsonl")])
         signal.setitimer(signal.ITIMER_REAL, 0)
         (directory / f"digest_{rank}").write_text(digest(context))
         (directory / f"passed_{rank}.json").write_text(json.dumps(passed))

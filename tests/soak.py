@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from tests.kill import Diary
+from tests.kill import TimedDiary
 
 import moefold
 import moefold.checkpoint.files
@@ -138,7 +138,7 @@ class Side:
         with (self.directory / "log").open("a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        callbacks, code = [Faults(self.directory), Diary(self.directory / "diary.jsonl")], 1
+        callbacks, code = [Faults(self.directory), TimedDiary(self.directory / "diary.jsonl")], 1
         try:
             with stop_on_signals() as stop:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

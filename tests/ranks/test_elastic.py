@@ -83,8 +83,8 @@ def test_places_that_die_together_are_taken_out_together(tmp_path: Path, capfd: 
     work = Toy({1, 3}, die)
     assert supervise(work, 4, tmp_path, 20.0, 2, spawn=work.spawn, shrink=half) == 0
     said = capfd.readouterr().err.splitlines()[-1]
-    # A loaded machine may let the second die after the first was noticed; it is a spare then.
-    assert "gone; going on with world 2" in said and work.starts == 3
+    # Ranks are ended soon after the first has died, so a start may show one of the two alone.
+    assert "gone; going on with world 2" in said and work.starts in (3, 4)
 
 
 def test_places_that_fail_in_turns_are_taken_out_one_by_one(tmp_path: Path) -> None:
