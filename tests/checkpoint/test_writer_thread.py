@@ -156,6 +156,7 @@ def test_a_real_limit_on_memory_fails_the_save_and_not_the_rank(tmp_path: Path) 
     on_ranks(work, 2)
 
 
+@pytest.mark.slow
 def test_many_saves_need_no_more_threads_descriptors_or_memory(tmp_path: Path) -> None:
     """Half of them fail."""
 

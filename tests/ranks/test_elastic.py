@@ -164,7 +164,6 @@ def fit(run: RunConfig, world: int, **words: Any) -> Trainer:
 
 
 @pytest.mark.slow
-@pytest.mark.every_commit
 def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """4 ranks, then 3, of which two can be used, then 4 again: the losses of 4 ranks all the way."""
     directory = tmp_path / "debug_tiny"

@@ -152,6 +152,7 @@ def losses(run: RunConfig) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_a_rank_whose_memory_flips_bits_is_excluded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"corruption": CorruptionConfig(every=3, on_mismatch="exclude")}
     clean = supervised(tmp_path / "clean", 2, None, 8, **settings)
@@ -163,6 +164,7 @@ def test_a_rank_whose_memory_flips_bits_is_excluded(tmp_path: Path, capfd: pytes
     assert "rank 1 is gone (lost place 1): spare place 2 takes over rank 1" in said and "from step_00000004" in said
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_excluded_after_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = {"stragglers": StragglersConfig(window=4, windows=2, on_found="exclude")}
     clean = supervised(tmp_path / "clean", 2, None, 12, **settings)

@@ -37,7 +37,6 @@ def trained(directory: Path, upload: Path | None, stop: int = 0, **settings: Any
 
 
 @pytest.mark.slow
-@pytest.mark.every_commit
 @pytest.mark.timeout(600)
 def test_moved_run_is_the_run_that_stayed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stayed = trained(tmp_path / "stayed", None)
