@@ -34,7 +34,17 @@ PYTHON, PLATFORM = "3.14", "pyemscripten_2026_0_wasm32"
 PACKAGES = ("pydantic==2.14.3", "pydantic-core==2.50.4")
 # Packages and modules of moefold that the planner's page needs; none imports torch.
 BRAIN = ("config", "topology", "blueprint", "schedule", "batching", "checks", "hardware", "recipes", "plan", "html")
-MODULES = ("__init__", "errors", "tables", "units", "api/__init__", "api/plans", "api/runs")
+MODULES = (
+    "__init__",
+    "errors",
+    "redaction",
+    "private_files",
+    "tables",
+    "units",
+    "api/__init__",
+    "api/plans",
+    "api/runs",
+)
 SOURCE = Path(__file__).parents[1] / "docs" / "planner"
 STATUS_CSS = """
 #status{position:fixed;left:0;right:0;bottom:0;padding:10px 16px;background:var(--card);color:var(--soft);z-index:3;
