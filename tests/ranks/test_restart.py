@@ -66,9 +66,10 @@ def test_ranks_import_nothing_and_compute_what_unprepared_ranks_compute(
 
 
 def test_a_rehearsal_leaves_nothing_of_its_world(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    threads = len(os.listdir("/proc/self/task"))
     warm_up.warm_up(_run(tmp_path), 2)
     assert capfd.readouterr().err == ""
-    assert not dist.is_initialized() and len(os.listdir("/proc/self/task")) == 1
+    assert not dist.is_initialized() and len(os.listdir("/proc/self/task")) <= threads
     assert debug._get_python_sharding_prop_cache_info().currsize == 0
     assert not any(tmp_path.iterdir())
 
