@@ -278,3 +278,10 @@ def test_processes_are_probed_from_outside() -> None:
         finally:
             child.kill()
     assert state_of(child.pid) == "" and network_of(child.pid) == ()
+
+
+def test_a_launcher_of_a_later_host_blames_its_own_ranks_by_their_places(tmp_path: Path) -> None:
+    """Messages have the numbers of all hosts' ranks, places those of this host; supervising reads the latter."""
+    with closing(Watchdog(2, WatchdogConfig(seconds=2.0), 600.0, tmp_path, first_rank=2)) as watchdog:
+        assert watchdog._places(Verdict("behind", (3,), "rank 3 is behind")) == (1,)
+        assert watchdog._places(Verdict("mismatch", (0, 2), "ranks differ")) == (0,)

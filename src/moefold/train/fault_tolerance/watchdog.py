@@ -183,7 +183,7 @@ class Watchdog:
             return error
         self.verdict = verdict
         left = self._write(ranks, verdict, str(error))
-        return RankError(f"{verdict.sentence} ({left}); {error}", ranks=verdict.culprits)
+        return RankError(f"{verdict.sentence} ({left}); {error}", ranks=self._places(verdict))
 
     def _hang(self, quiet: float, limit: float) -> RankError:
         # The signal for stacks may wake a rank that sleeps in the kernel, so everything else is read before it.
@@ -195,7 +195,11 @@ class Watchdog:
         self.verdict = diagnose(ranks, linecache.getline)
         what = f"no rank progressed for {quiet:.1f} s (limit {limit:.1f} s)"
         left = self._write(ranks, self.verdict, what)
-        return RankError(f"hang: {what}: {self.verdict.sentence} ({left})", ranks=self.verdict.culprits)
+        return RankError(f"hang: {what}: {self.verdict.sentence} ({left})", ranks=self._places(self.verdict))
+
+    def _places(self, verdict: Verdict) -> tuple[int, ...]:
+        """Culprits as this launcher counts its ranks; those of other hosts are not its own to take out."""
+        return tuple(rank - self.first_rank for rank in verdict.culprits if rank >= self.first_rank)
 
     def _collect_stacks(self) -> list[str]:
         """Of all ranks that answer in time. A stopped one does not: the signal waits until it continues."""
