@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple
 
-from moefold.data.byte_ranges import ByteFile, exists, open_byte_file
+from moefold.data.byte_ranges import ByteFile, open_byte_file, read_json
 from moefold.errors import DataError
 
 HASHES = ".hashes.json"
@@ -132,15 +132,8 @@ def hashes_text(files: Mapping[str, BlockHashes]) -> str:
 def read_hashes(path: str) -> dict[str, BlockHashes] | None:
     """By ending, of one token file or pair; None if it has no hashes."""
     name = hashes_path(path)
-    if not exists(name):
-        return None
-    file = open_byte_file(name)
-    if file.size > _MAX_BYTES:
-        raise DataError(f"{name}: {file.size:,} bytes are too many for the hashes of a token file")
-    try:
-        return parse_hashes(json.loads(file.read(0, file.size)), name)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: is not JSON: {error}; write it again with `moefold data verify --write`") from error
+    found = read_json(name, _MAX_BYTES, "the hashes", "write it again with `moefold data verify --write`")
+    return None if found is None else parse_hashes(found, name)
 
 
 def parse_hashes(found: object, name: str) -> dict[str, BlockHashes]:

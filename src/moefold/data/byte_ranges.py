@@ -8,6 +8,7 @@ the file. Only an index, which is searched, is mapped.
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import os
 import stat
@@ -134,6 +135,20 @@ def exists(path: str) -> bool:
         return os.path.exists(path)
     files, inside = _file_system(path)
     return bool(_listing(path, files.exists, inside))
+
+
+def read_json(name: str, most: int, what: str, fix: str) -> object:
+    """The content of a small file that lies beside token files, of at most so many bytes; None if there is none."""
+    if not exists(name):
+        return None
+    file = open_byte_file(name)
+    if file.size > most:
+        raise DataError(f"{name}: {file.size:,} bytes are too many for {what} of a token file")
+    try:
+        found: object = json.loads(file.read(0, file.size))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{name}: is not JSON: {error}; {fix}") from error
+    return {} if found is None else found
 
 
 def list_folder(path: str) -> list[str] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from moefold.config.data import BUILTIN, DataConfig
 from moefold.config.run import RunConfig
-from moefold.data.byte_ranges import exists, is_url, open_byte_file
+from moefold.data.byte_ranges import exists, is_url, read_json
 from moefold.data.sources import source_paths
 from moefold.data.token_files import LOSS_MASK, ORIGIN
 from moefold.errors import DataError, Problem
@@ -55,15 +55,9 @@ def origin_path(path: str) -> str:
 def read_origin(path: str) -> Origin | None:
     """The origin of one token file, or None if it has none."""
     name = origin_path(path)
-    if not exists(name):
+    found = read_json(name, _MAX_BYTES, "the origin", "tokenize again, or remove it")
+    if found is None:
         return None
-    file = open_byte_file(name)
-    if file.size > _MAX_BYTES:
-        raise DataError(f"{name}: {file.size:,} bytes are too many for the origin of a token file")
-    try:
-        found = json.loads(file.read(0, file.size))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: is not JSON: {error}; tokenize again, or remove it") from error
     known = {field.name for field in fields(Origin)}
     # Keys of later versions are left out; kinds and types are not.
     given = {key: value for key, value in found.items() if key in known} if isinstance(found, dict) else {}
