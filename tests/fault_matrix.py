@@ -182,7 +182,7 @@ MATRIX = (
         "F10",
         "a save or a metric meets a full disk, a quota, an error, no memory, no right",
         "tried again, then skipped and told; training goes on, older checkpoints stay",
-        ("ranks/test_failed_saves.py", "save_faults"),
+        ("ranks/test_failed_saves.py", "train/test_real_full_disk.py", "save_faults"),
         "save_faults.json",
         _saves,
     ),

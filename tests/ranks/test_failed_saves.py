@@ -20,9 +20,10 @@ from tests.support import on_ranks
 import moefold
 from moefold import Callback, Control, StepRecord, Trainer, load_run
 from moefold.checkpoint import files, save, save_failures
+from moefold.checkpoint.files import free_bytes
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
-from moefold.checkpoint.save_failures import FailurePolicy, agreed_reason, describe, free_bytes
+from moefold.checkpoint.save_failures import FailurePolicy, agreed_reason, describe
 from moefold.checkpoint.step_dirs import committed_steps, final_path, verify
 from moefold.checkpoint.tensor_spec import Chunk
 from moefold.comm.process_groups import Groups

@@ -8,6 +8,7 @@ failure is a CheckpointError that names the file.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -27,6 +28,7 @@ FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 # For what is made to be handed on: the umask decides.
 SHARED_FILE_MODE, SHARED_DIRECTORY_MODE = 0o666, 0o777
 _BLOCK = 1 << 23
+UNKNOWN_FREE = -1
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,22 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         hint = "; choose another train.directory" if isinstance(error, NotADirectoryError | PermissionError) else ""
         raise CheckpointError(f"{path}: {error.strerror or error}{hint}") from error
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a disk or a quota had no room left; ``error`` may be what `naming` made of it."""
+    error = error.__cause__ if isinstance(error, CheckpointError) else error
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def free_bytes(path: Path) -> int:
+    """For a user without privileges; `UNKNOWN_FREE` where the file system does not say."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        # Whatever is wrong there is the reason with which writing will fail.
+        return UNKNOWN_FREE
+    return found.f_bavail * found.f_frsize if found.f_blocks else UNKNOWN_FREE
 
 
 def make_directory(path: Path, mode: int = DIRECTORY_MODE) -> None:

@@ -5,6 +5,9 @@ enough: a process can be suspended, be replaced, and resume in the middle of wri
 incarnation number. Temporary names contain it, and a checkpoint gets its final name only while the number in the run's
 directory is still the writer's own. Taking a number and giving a final name are mutually exclusive, so the old writer
 either committed before, or never commits again.
+
+A run must also start where its disk is full, since a start is what removes half-written checkpoints: the number is then
+written over the one before, for which there is room. Only the first start in a directory needs some.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from moefold.checkpoint.files import (
     FILE_MODE,
+    free_bytes,
+    fsync,
     fsync_directory,
+    is_full,
     make_directory,
     naming,
     read_bounded,
@@ -36,6 +42,8 @@ from moefold.errors import CheckpointError, FencedError, RunBusyError
 LOCK, GATE, NUMBER = "run.lock", "commit.lock", "incarnation.json"
 _TIMEOUT_SECONDS = 10.0
 _MAX_BYTES = 4096
+# Three files of at most one block each.
+_FIRST_START_BYTES = 3 * 4096
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,18 @@ def take_incarnation(run_dir: Path, elsewhere: Incarnation | None = None) -> int
 
     ``elsewhere``: the last start of this run that is known from another place (`upload_log.py`).
     """
+    try:
+        return _next_number(run_dir, elsewhere)
+    except CheckpointError as error:
+        if not is_full(error):
+            raise
+        raise CheckpointError(
+            f"{error}: a start needs {_FIRST_START_BYTES:,} bytes, and the disk of {run_dir} has "
+            f"{max(0, free_bytes(run_dir)):,} free; remove files there, or choose another train.directory"
+        ) from error
+
+
+def _next_number(run_dir: Path, elsewhere: Incarnation | None) -> int:
     make_directory(run_dir)
     refuse_open_directory(run_dir)
     hold_run(run_dir)
@@ -160,11 +180,33 @@ def read_incarnation(run_dir: Path) -> Incarnation | None:
 
 
 def _write_incarnation(run_dir: Path, incarnation: Incarnation) -> None:
-    temporary = run_dir / f"{NUMBER}.tmp"
-    write_file(temporary, [json.dumps(asdict(incarnation)).encode()])
-    with naming(temporary):
-        os.replace(temporary, run_dir / NUMBER)
-    fsync_directory(run_dir)
+    path, temporary = run_dir / NUMBER, run_dir / f"{NUMBER}.tmp"
+    content = json.dumps(asdict(incarnation)).encode()
+    try:
+        write_file(temporary, [content])
+        with naming(temporary):
+            os.replace(temporary, path)
+        fsync_directory(run_dir)
+    except CheckpointError as error:
+        with suppress(OSError):
+            os.unlink(temporary)
+        if not is_full(error) or not path.exists():
+            raise
+        _write_over(path, content)
+
+
+def _write_over(path: Path, content: bytes) -> None:
+    """Into the block that the file has already, where a new one cannot be had.
+
+    Less than a sector, which disks write whole or not at all. The number before is no longer, so nothing of it stays.
+    """
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, content.ljust(os.fstat(descriptor).st_size), 0)
+            fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _open_lock(path: Path) -> int:
@@ -183,7 +225,14 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _write_holder(descriptor: int) -> None:
-    os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode().ljust(_MAX_BYTES // 4), 0)
+    """The lock holds without it, so a full disk is no reason to stop; but the holder before must not be named."""
+    try:
+        os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode().ljust(_MAX_BYTES // 4), 0)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
 
 
 def _read_holder(descriptor: int) -> Holder | None:

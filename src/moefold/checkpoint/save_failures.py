@@ -16,20 +16,19 @@ Where a file system does not know (no blocks, as some network ones say), nothing
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from moefold.checkpoint.files import UNKNOWN_FREE, free_bytes
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_no_grad
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, FencedError, name_ranks
 from moefold.units import format_bytes
 
 _MAX_REASON_BYTES = 480
-_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Room:
 
     def lack(self, root: Path, times: float) -> str | None:
         """What to say if the disk has too little room."""
-        if not times or self.free == _UNKNOWN or self.free >= times * self.needed:
+        if not times or self.free == UNKNOWN_FREE or self.free >= times * self.needed:
             return None
         factor = "" if times == 1 else f", and train.saving.free_space asks for {times:g} times as much"
         return (
@@ -133,13 +132,3 @@ def agreed_room(root: Path, needed: int, copied: bool, world: Group, device: tor
     free = free_bytes(root) if world.index == 0 else 0
     row = torch.tensor([needed, free, int(not copied)], dtype=torch.int64, device=device)
     return Room(*(int(number) for number in all_reduce_no_grad(row, world).tolist()))
-
-
-def free_bytes(path: Path) -> int:
-    """For a user without privileges; `_UNKNOWN` where the file system does not say."""
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        # Whatever is wrong there is the reason with which writing will fail.
-        return _UNKNOWN
-    return found.f_bavail * found.f_frsize if found.f_blocks else _UNKNOWN

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from moefold.checkpoint.files import naming, read_bounded
+from moefold.checkpoint.files import is_full, naming, read_bounded
 from moefold.checkpoint.load import from_rank_0, load_latest
 from moefold.checkpoint.object_store import open_store
 from moefold.checkpoint.run_lock import take_incarnation
@@ -221,10 +221,15 @@ def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
     if changed:
         line = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "changed": changed}
         kept += (json.dumps(line) + "\n").encode()
-        _write_own(history, kept)
+    # The history first: settings are kept there before they are replaced.
+    files = {history: kept} if changed else {}
+    full = _write_own(files | {path: dump_run(run).encode()})
     if changed and SETTINGS not in changed:
         said = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-        yield f"settings changed since the last start, and kept in {path}: {said}"
+        where = f"and kept in {path}" if full is None else "for this start alone"
+        yield f"settings changed since the last start, {where}: {said}"
+    if full is not None and (changed or not path.exists()):
+        yield f"warning: the settings of this start could not be written: {full}; training goes on"
     first: dict[str, str] = {}
     for text in kept.splitlines():
         for key, (old, _) in json.loads(text)["changed"].items():
@@ -237,12 +242,19 @@ def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
     )
     if said:
         yield f"settings that differ from those this run began with ({history.name}): {said}"
-    _write_own(path, dump_run(run).encode())
 
 
-def _write_own(path: Path, content: bytes) -> None:
-    with naming(path):
-        replace_file(path, content, OWN_MODE)
+def _write_own(files: Mapping[Path, bytes]) -> CheckpointError | None:
+    """In this order; returns why not, if the disk is full, which is no reason not to train."""
+    try:
+        for path, content in files.items():
+            with naming(path):
+                replace_file(path, content, OWN_MODE)
+    except CheckpointError as error:
+        if is_full(error):
+            return error
+        raise
+    return None
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, list[str]]:

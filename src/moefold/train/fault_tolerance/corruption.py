@@ -270,9 +270,13 @@ class StateWatch:
         if self.world.index != 0:
             return
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        with os.fdopen(open_own(self.directory / FILE_NAME, flags), "a") as file:
-            for finding in findings:
-                file.write(json.dumps(asdict(finding), separators=(",", ":")) + "\n")
+        try:
+            with os.fdopen(open_own(self.directory / FILE_NAME, flags), "a") as file:
+                for finding in findings:
+                    file.write(json.dumps(asdict(finding), separators=(",", ":")) + "\n")
+        except OSError as error:
+            # What was found is acted upon and told; the disk on which it is kept may be full.
+            print_stderr(f"warning: {self.directory / FILE_NAME}: cannot be written: {error.strerror}")
 
 
 # To the same checkpoint; a fault that comes back there is not cured by training again.
