@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,10 +45,14 @@ def _pieces(name: str, *counts: str) -> Callable[[Any], str]:
 
 def _hangs(found: Any) -> str:
     draws = found["draws"]
-    count, bound, named = (
-        sum(draw[name] for draw in draws) for name in ("hangs", "noticed_in_1.5_bounds", "culprit_named")
+    names = ("hangs", "noticed_in_bound", "noticed_in_1.5_bounds", "culprit_named")
+    count, bound, later, named = (sum(draw[name] for draw in draws) for name in names)
+    next_step = statistics.median(each["next_step"] for draw in draws for each in draw["each"])
+    kinds = len({each["kind"] for draw in draws for each in draw["each"]})
+    return (
+        f"{count} hangs of {kinds} kinds: {bound} noticed in bound, {later} within 1.5 of it, {named} named and "
+        f"restarted; next step after {next_step:.1f} s (median)"
     )
-    return f"{count} hangs: {bound} noticed within 1.5 bounds, {named} named"
 
 
 def _flips(found: Any) -> str:
@@ -136,7 +141,7 @@ MATRIX = (
     ),
     Row(
         "F4",
-        "a rank hangs: stopped, GIL held, endless loop, blocked read, left-out or different collective",
+        "a rank hangs: stopped, GIL held, endless loop, blocked read, left-out or different collective, dead NIC",
         "noticed in bound, the rank and its phase named, stacks of all ranks kept, restarted",
         ("ranks/test_hangs.py", "train/test_watchdog.py", "hang_draws"),
         "hangs.json",

@@ -4,6 +4,10 @@ A hang is planned as (kind, rank, occurrence). Every start of the run trains a f
 something to learn from, and then one rank does what its kind says. Which hang is due is the number of those that have
 happened, counted in files, so every start knows it without being told.
 
+For a dead network interface, the start that meets it and the one after it run on two hosts that are network namespaces:
+ranks 0 and 1 on one, 2 and 3 on the other. The culprits are both ranks behind the interface. The kind is left out where
+namespaces cannot be made.
+
 `python -m tests.hang_draws --count 100 --out hangs.json` draws a hundred and writes what was measured.
 """
 
@@ -16,17 +20,19 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from tests.two_hosts import move_to, possible, two_hosts
 from torch import Tensor
 
 import moefold.comm.collectives
@@ -45,6 +51,7 @@ from moefold.train.train_context import build_train_context, run_directory
 from moefold.train.train_loop import train
 
 SAVE_EVERY = 2
+DEAD_NIC, RANKS_PER_HOST = "dead NIC", 2
 # A start resumes at a saved step, trains two steps that are learned from, and hangs in the third or fourth.
 STEPS_PER_HANG = 4
 LAYOUTS = {
@@ -63,6 +70,11 @@ class Hang:
     step: int
     occurrence: int
 
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        first = self.rank // RANKS_PER_HOST * RANKS_PER_HOST
+        return tuple(range(first, first + RANKS_PER_HOST)) if self.kind == DEAD_NIC else (self.rank,)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -78,7 +90,7 @@ class Measured:
 
     @property
     def named(self) -> bool:
-        return self.culprits == (self.hang.rank,)
+        return self.culprits == self.hang.culprits
 
 
 def _forever() -> NoReturn:
@@ -100,6 +112,10 @@ def _lock_twice() -> None:
     lock = threading.Lock()
     lock.acquire()
     lock.acquire()
+
+
+def _cut_the_cable() -> None:
+    subprocess.run(("ip", "link", "set", "cable", "down"), check=True)
 
 
 def _loop_forever() -> NoReturn:
@@ -173,13 +189,13 @@ KINDS: dict[str, tuple[Callable[[Trigger], None], int]] = {
     "deadlocked thread": (_at_call(moefold.pipeline.step, "finish_gradients", _lock_twice), 1),
     "GIL held": (_at_call(moefold.comm.collectives, "_all_reduce", _hold_the_gil), 4),
     "endless loop": (_at_call(moefold.pipeline.step, "clip_gradients", _loop_forever), 1),
+    DEAD_NIC: (_at_call(moefold.comm.collectives, "_all_reduce", _cut_the_cable), 4),
 }
 
 
-def draw(count: int, world: int, seed: int) -> list[Hang]:
+def draw(count: int, world: int, seed: int, kinds: Sequence[str]) -> list[Hang]:
     """Kinds in turn, everything else by chance."""
     dice = random.Random(seed)
-    kinds = list(KINDS)
     return [
         Hang(kind, dice.randrange(world), dice.randint(3, STEPS_PER_HANG), dice.randint(1, KINDS[kind][1]))
         for kind in (kinds[number % len(kinds)] for number in range(count))
@@ -230,9 +246,17 @@ def run_with_hangs(
         context, state = build_train_context(run, rank, world, torch.device("cpu"), 60.0, None, heartbeat)
         return train(context, state, [Stopwatch(steps, trigger, state.step)])
 
+    def interface(rank: int) -> str:
+        number = len(list(happened.iterdir()))
+        if all(hang.kind != DEAD_NIC for hang in hangs[max(0, number - 1) : number + 1]):
+            return "lo"
+        name = move_to(rank // RANKS_PER_HOST)
+        subprocess.run(("ip", "link", "set", name, "up"), check=True)
+        return name
+
     def spawn(*args: Any, **words: Any) -> list[int]:
         try:
-            return watchdog.spawn(*args, **words)
+            return watchdog.spawn(*args, **words, interface=interface)
         except RankError as error:
             slowest = max(max(heartbeat.pulse().recent_steps) for heartbeat in watchdog.heartbeats)
             bound = max(run.train.watchdog.seconds, run.train.watchdog.steps * slowest)
@@ -241,7 +265,8 @@ def run_with_hangs(
 
     # As `Trainer` does before it starts ranks.
     warm_up(run, world)
-    with closing(watchdog):
+    cable = two_hosts("1gbit") if any(hang.kind == DEAD_NIC for hang in hangs) else nullcontext()
+    with closing(watchdog), cable:
         code = supervise(work, world, directory / "checkpoints", 60.0, max_fruitless=len(hangs) + 1, spawn=spawn)
     assert code == 0 and len(noticed) == len(hangs) == len(list(happened.iterdir())), noticed
     ended = [json.loads(line) for line in steps.read_text().splitlines()]
@@ -279,18 +304,23 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=10.0, help="`train.watchdog.seconds`")
     parser.add_argument("--out", type=Path, default=None, help="write figures as JSON")
+    parser.add_argument("--add", action="store_true", help="keep the draws of other seeds that the file has")
     args = parser.parse_args(words)
     measured: list[Measured] = []
-    hangs, names = draw(args.count, 4, args.seed), list(LAYOUTS)
+    kinds = [kind for kind in KINDS if kind != DEAD_NIC or possible()]
+    hangs, names = draw(args.count, 4, args.seed, kinds), list(LAYOUTS)
     for number, layout in enumerate(names):
         part = hangs[number :: len(names)]
         with tempfile.TemporaryDirectory() as directory:
             run = small_run(Path(directory), layout, STEPS_PER_HANG * (len(part) + 1), args.seconds)
             measured += run_with_hangs(run, 4, part, _tell)[0] if part else []
-    figures = summary(measured) | {"seconds": args.seconds, "seed": args.seed, "world": 4}
+    figures = summary(measured) | {"seconds": args.seconds, "seed": args.seed, "world": 4, "load": os.getloadavg()[2]}
     print(json.dumps(figures, indent=1))
     if args.out is not None:
-        args.out.write_text(json.dumps(figures | {"each": [_plain(one) for one in measured]}, indent=1) + "\n")
+        old = json.loads(args.out.read_text())["draws"] if args.add and args.out.exists() else []
+        new = figures | {"each": [_plain(one) for one in measured]}
+        draws = [*(each for each in old if each["seed"] != args.seed), new]
+        args.out.write_text(json.dumps({"draws": draws}, indent=1) + "\n")
     return int(figures["culprit_named"] != len(measured))
 
 

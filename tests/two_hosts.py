@@ -13,7 +13,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-HOSTS = ("moefold-host-a", "moefold-host-b")
+# Of this process, so that two programs have hosts of their own.
+HOSTS = tuple(f"moefold-{os.getpid()}-{name}" for name in "ab")
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 

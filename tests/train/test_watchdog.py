@@ -268,6 +268,11 @@ def test_a_route_that_is_gone_names_the_ranks_behind_it() -> None:
     cut = "no route to 10.0.0.1: its interface is down"
     ranks = [rank(0, *ALL), rank(1, *ALL)._replace(network=(cut,))]
     assert diagnose(ranks, source)[:2] == ("network", (1,))
+    # Behind is who did not receive the last message, on either side.
+    late = [rank(0, *ALL[:-1]), rank(1, *ALL)._replace(network=(cut,))]
+    assert diagnose(late, source)[:2] == ("network", (1,))
+    slow = [rank(0, *ALL[:-1]), rank(1, *ALL)._replace(network=("7 bytes to 10.0.0.1 without an answer",))]
+    assert diagnose(slow, source)[:2] == ("behind", (0,))
     assert isinstance(diagnose(ranks, source), Verdict)
 
 

@@ -1,15 +1,16 @@
 """Which rank holds the others up, from what was recorded of each of them.
 
 In a hang most ranks are innocent: they wait for the one that has not come. So the culprit is the *least advanced* rank,
-and five kinds of evidence are asked for it, the surest first:
+and six kinds of evidence are asked for it, the surest first:
 
 1. The kernel says that a rank is stopped.
 2. Ranks have started different collectives as the same number of a communicator. Those in the minority are wrong.
-3. The stack of a rank is not in a communication: what it does instead is what the others wait for. (torch's FSDP starts
+3. The kernel has no route from a rank to a peer it is connected to: its interface is down. Which rank is behind then
+   depends on whose last message was still delivered, and says nothing.
+4. The stack of a rank is not in a communication: what it does instead is what the others wait for. (torch's FSDP starts
    collectives that the ledger does not have, and receives of a pipeline are not numbered.)
-4. A rank has started fewer collectives over a communicator than its peers there: they wait for it.
-5. All have come and all wait: the network. A rank whose route is gone is named, or else the bytes that nobody
-   acknowledged.
+5. A rank has started fewer collectives over a communicator than its peers there: they wait for it.
+6. All have come and all wait: the network. It is told which bytes nobody acknowledged.
 
 Everything here is a function of the evidence; `watchdog.py` collects it.
 """
@@ -74,7 +75,8 @@ def diagnose(ranks: Sequence[RankEvidence], source_line: SourceLine) -> Verdict:
     busy = [rank for rank in ranks if rank.stacks and not waits(rank.stacks, source_line)]
     # All ranks busy says as little as none.
     busy = busy if len(busy) < len(ranks) else []
-    return _stopped(ranks) or mismatch(ranks) or _behind(ranks, busy or ranks) or _busy(ranks, busy) or _network(ranks)
+    certain = _stopped(ranks) or mismatch(ranks) or _no_route(ranks)
+    return certain or _behind(ranks, busy or ranks) or _busy(ranks, busy) or _network(ranks)
 
 
 def _stopped(ranks: Sequence[RankEvidence]) -> Verdict | None:
@@ -132,7 +134,19 @@ def _tied(votes: Counter[tuple[object, ...]]) -> bool:
     return most == second
 
 
-# ---- 3 and 4: fewer collectives ----
+# ---- 3: an interface that is down ----
+
+
+def _no_route(ranks: Sequence[RankEvidence]) -> Verdict | None:
+    gone = [(rank, [said for said in rank.network if "no route" in said]) for rank in ranks]
+    found = [(rank, sentences) for rank, sentences in gone if sentences]
+    if not found:
+        return None
+    said = "; ".join(f"rank {rank.rank} {rank.place}: {'; '.join(sentences)}" for rank, sentences in found)
+    return Verdict("network", _numbers(rank for rank, _ in found), said)
+
+
+# ---- 4 and 5: fewer collectives ----
 
 
 def _behind(ranks: Sequence[RankEvidence], among: Sequence[RankEvidence]) -> Verdict | None:
@@ -157,7 +171,7 @@ def is_ahead(one: RankEvidence, other: RankEvidence) -> bool:
     return any(count > theirs[name] for name, count in one.record.counts.items() if name in theirs)
 
 
-# ---- 3 and 5: stacks, network ----
+# ---- 4 and 6: stacks, network ----
 
 
 def _busy(ranks: Sequence[RankEvidence], found: Sequence[RankEvidence]) -> Verdict | None:
@@ -193,10 +207,9 @@ def _frames(stacks: str) -> list[tuple[str, str, str]]:
 
 
 def _network(ranks: Sequence[RankEvidence]) -> Verdict:
-    cut = [rank for rank in ranks if any("no route" in sentence for sentence in rank.network)]
-    said = [f"rank {rank.rank}: {sentence}" for rank in cut or ranks for sentence in rank.network]
+    said = [f"rank {rank.rank}: {sentence}" for rank in ranks for sentence in rank.network]
     if said:
-        return Verdict("network", _numbers(cut), f"all ranks wait and none is behind; {'; '.join(said)}")
+        return Verdict("network", (), f"all ranks wait and none is behind; {'; '.join(said)}")
     places = "; ".join(f"rank {rank.rank} {rank.place}, {_last_of(rank)}" for rank in ranks)
     return Verdict("unknown", (), f"no rank is behind the others: {places}")
 

@@ -32,8 +32,10 @@ def is_stopped(pid: int) -> bool:
 
 
 class Connection(NamedTuple):
-    """An established one of IPv4. ``unanswered`` bytes were sent and not acknowledged; ``retries`` is how often the
-    kernel has sent them again."""
+    """An established one of IPv4, to another host.
+
+    ``unanswered`` bytes were sent and not acknowledged; ``retries`` is how often the kernel has sent them again.
+    """
 
     address: str
     unanswered: int
@@ -67,8 +69,9 @@ def _connections(pid: int) -> Iterator[Connection]:
         if found is not None:
             mine.add(found[1])
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        _, _, remote, state, queues, _, retries, _, _, inode, *_ = line.split()
-        if inode in mine and int(state, 16) == _ESTABLISHED:
+        _, local, remote, state, queues, _, retries, _, _, inode, *_ = line.split()
+        here = local.split(":")[0] == remote.split(":")[0]
+        if inode in mine and not here and int(state, 16) == _ESTABLISHED:
             address = socket.inet_ntoa(struct.pack("=I", int(remote.split(":")[0], 16)))
             yield Connection(address, int(queues.split(":")[0], 16), int(retries, 16))
 
