@@ -101,8 +101,11 @@ def _write(descriptor: int, data: bytes, durable: bool = True) -> None:
         os.close(descriptor)
 
 
-def private_directory(path: Path) -> Path:
-    """The real path of a directory that only this user and root can change; made if it is not there, with mode 0700."""
+def private_directory(path: Path, use: str = "executed") -> Path:
+    """The real path of a directory that only this user and root can change; made if it is not there, with mode 0700.
+
+    ``use``: what is done with its files, for messages.
+    """
     real = Path(os.path.realpath(path))
     folder = os.open(real.anchor, _DIRECTORY)
     try:
@@ -115,7 +118,7 @@ def private_directory(path: Path) -> Path:
             status = os.fstat(folder)
             sticky = bool(status.st_mode & stat.S_ISVTX) and here != real
             if (who := who_else(status, sticky)) is not None:
-                raise UntrustedPathError(f"{here}: {who}, so nothing under it is executed; `chmod go-w` it")
+                raise UntrustedPathError(f"{here}: {who}, so nothing under it is {use}; `chmod go-w` it")
     finally:
         os.close(folder)
     return real
@@ -132,7 +135,7 @@ def _step_into(folder: int, name: str, here: Path) -> int:
         # Another rank was faster.
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
-        raise UntrustedPathError(f"{here}: cannot be used as a cache: {error.strerror}") from error
+        raise UntrustedPathError(f"{here}: cannot be used: {error.strerror}") from error
 
 
 def by_everybody(path: Path, status: os.stat_result) -> str | None:

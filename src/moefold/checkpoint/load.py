@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moefold.checkpoint.chunk_index import Located, open_index, read_pages
-from moefold.checkpoint.manifest import MANIFEST, Manifest, packed, read_table, unpacked
+from moefold.checkpoint.manifest import MANIFEST, Manifest, packed, read_manifest, read_table, unpacked
 from moefold.checkpoint.shard_file import ShardReader, shard_offsets
 from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, needed_tensors
 from moefold.checkpoint.step_dirs import (
@@ -66,9 +66,9 @@ class Checkpoint:
         self._tables: dict[int, list[ChunkSpec]] = {}
 
     @classmethod
-    def shared(cls, path: Path, world: Group) -> Checkpoint:
+    def shared(cls, path: Path, world: Group, complete: bool = True) -> Checkpoint:
         """The same on all ranks: rank 0 reads and checks the manifest and the index's pages, the others get them."""
-        return head_from(path, broadcast_bytes(head_for_all(path) if world.index == 0 else b"", world))
+        return head_from(path, broadcast_bytes(head_for_all(path, complete) if world.index == 0 else b"", world))
 
     def names(self) -> Sequence[str]:
         return list(self.manifest.tensors)
@@ -134,10 +134,10 @@ class Checkpoint:
         return self._shards[rank]
 
 
-def head_for_all(path: Path) -> bytes:
+def head_for_all(path: Path, complete: bool = True) -> bytes:
     """What one rank reads for all: the manifest and the index's pages, checked; or why they cannot be had."""
     try:
-        manifest = check_names(path)
+        manifest = check_names(path) if complete else read_manifest(path)
         head = packed(manifest)
         return _READ + len(head).to_bytes(8, "little") + head + read_pages(path, manifest)
     except CheckpointError as error:
@@ -179,14 +179,18 @@ def _newest_valid(root: Path, steps: Sequence[int], log: Log | None) -> int:
     return _NONE_VALID if steps else _NO_STEP
 
 
-def load_into(path: Path, local_model: LocalModel, optimizer: ModelOptimizer | None) -> dict[str, Any]:
+def load_into(
+    path: Path, local_model: LocalModel, optimizer: ModelOptimizer | None, complete: bool = True
+) -> dict[str, Any]:
     """Load this rank's shards, on all ranks or on none; returns the trainer's state.
+
+    Not ``complete``: the directory, another one on every host, has the files of `files_needed` by its ranks only.
 
     The random state is restored when as many ranks load as saved; otherwise each rank's is derived from the seed, the
     step and its rank.
     """
     world = local_model.groups["world"]
-    checkpoint = Checkpoint.shared(path, world)
+    checkpoint = Checkpoint.shared(path, world, complete)
     needed = _on_all(path, local_model, lambda: _compared(checkpoint, local_model, optimizer))
     values = _on_all(path, local_model, lambda: _staged(checkpoint, world, needed))
     copy_into_live(local_model, optimizer, values)
@@ -243,6 +247,15 @@ def _on_all(path: Path, local_model: LocalModel, work: Callable[[], Result]) -> 
         error = found
     _agree(path, error, local_model.groups["world"], local_model.device)
     return result[0]
+
+
+def files_needed(checkpoint: Checkpoint, local_model: LocalModel, optimizer: ModelOptimizer | None) -> set[int]:
+    """The ranks whose files this rank opens when it loads: its share of those to check, and those that it reads."""
+    world, offered = local_model.groups["world"], {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
+    found = set(range(world.index, checkpoint.manifest.world, world.size))
+    for want in needed_tensors(local_model, optimizer, offered):
+        found.update(chunk.rank for box in want.boxes for chunk in checkpoint.locate(want.name, box))
+    return found
 
 
 def _read_needed(checkpoint: Checkpoint, want: NeededTensor) -> Tensor:

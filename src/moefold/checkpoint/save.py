@@ -272,31 +272,20 @@ class Saver:
                 self._warnings.append(save.committing.result)
         else:
             assert save.writing is not None
-            by_rank = self._gather_written(save.writing.result)
+            by_rank = gather_written(save.writing.result, self.world, self.device)
             save.all_written = True
             if self.world.index == 0:
                 save.committing = Job(lambda: self._commit(save, by_rank))
                 self._start(save, save.committing)
-
-    def _gather_written(self, own: Written) -> list[Written]:
-        row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=self.device)
-        rows = all_gather_no_grad(row, (1,) * self.world.size, self.world).tolist()
-        return list(map(Written.from_numbers, rows, all_gather_bytes(own.rows, self.world)))
 
     def _commit(self, save: _Save, by_rank: Sequence[Written]) -> str:
         """Rank 0 only, in its thread. Returns what went wrong after the commit: an old checkpoint that stays is no
         failed save."""
         temporary = temp_path(self.root, save.step, self.incarnation, "tmp")
         incarnation = read_incarnation(self.run_dir) if self.incarnation else None
-        tensors = catalogue(save.specs, save.elsewhere)
-        check_complete(save.step, tensors, by_rank)
-        fields: dict[str, object] = {"layout": {}, "config": "", **self.about, "code": __version__, "state": save.state}
-        fields |= {"run": incarnation.run if incarnation else "", "incarnation": self.incarnation}
-        fields |= {"step": save.step, "world": self.world.size}
-        fields |= {"tensors": {name: asdict(entry) for name, entry in tensors.items()}}
-        fields |= {"files": [asdict(written.files) for written in by_rank]}
-        index = write_index(temporary, tensors, [received_rows(written.rows) for written in by_rank])
-        write_manifest(temporary / MANIFEST, fields | {"index": asdict(index)})
+        about = {**self.about, "state": save.state, "run": incarnation.run if incarnation else ""}
+        about |= {"incarnation": self.incarnation, "step": save.step}
+        write_head(temporary, catalogue(save.specs, save.elsewhere), by_rank, about)
         commit(self.root, save.step, self.run_dir, self.incarnation)
         quick_check(final_path(self.root, save.step))
         try:
@@ -334,15 +323,42 @@ class Saver:
         self._count.given_up(save.step, save.reason, save.attempts - (save.waits > 0))
 
 
-def write_rank(temporary: Path, step: int, rank: int, specs: Sequence[ChunkSpec], tensors: Sequence[Tensor]) -> Written:
+def write_rank(
+    temporary: Path,
+    step: int,
+    rank: int,
+    specs: Sequence[ChunkSpec],
+    tensors: Sequence[Tensor],
+    reads_back: bool = True,
+) -> Written:
     """A rank's data and table; the data is read back from the disk."""
     make_directory(temporary)
     make_directory(temporary / ranks_directory(rank))
     data = write_shard(temporary / data_name(rank), specs, tensors)
     table = write_table(temporary / table_name(rank), step, rank, specs)
-    read_back(temporary / data_name(rank), specs, tensors)
+    if reads_back:
+        read_back(temporary / data_name(rank), specs, tensors)
     elements = sum(spec.num_elements for spec in specs if not is_rank_record(spec.name))
     return Written(RankFiles(data, table), elements, sent_rows(specs))
+
+
+def gather_written(own: Written, world: Group, device: torch.device) -> list[Written]:
+    """Those of all ranks."""
+    row = torch.tensor([own.as_numbers()], dtype=torch.int64, device=device)
+    rows = all_gather_no_grad(row, (1,) * world.size, world).tolist()
+    return list(map(Written.from_numbers, rows, all_gather_bytes(own.rows, world)))
+
+
+def write_head(
+    directory: Path, tensors: Mapping[str, TensorEntry], by_rank: Sequence[Written], about: Mapping[str, object]
+) -> None:
+    """The index, and last the manifest; ``about`` has its fields step, run, incarnation, state, layout and config."""
+    check_complete(about["step"], tensors, by_rank)
+    fields: dict[str, object] = {"layout": {}, "config": "", **about, "code": __version__, "world": len(by_rank)}
+    fields |= {"tensors": {name: asdict(entry) for name, entry in tensors.items()}}
+    fields |= {"files": [asdict(written.files) for written in by_rank]}
+    index = write_index(directory, tensors, [received_rows(written.rows) for written in by_rank])
+    write_manifest(directory / MANIFEST, fields | {"index": asdict(index)})
 
 
 def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -> dict[str, TensorEntry]:
@@ -351,7 +367,7 @@ def catalogue(specs: Sequence[ChunkSpec], elsewhere: Mapping[str, TensorSpec]) -
     return {name: TensorEntry(DTYPE_NAMES[spec.dtype], spec.shape) for name, spec in (known | dict(elsewhere)).items()}
 
 
-def check_complete(step: int, tensors: Mapping[str, TensorEntry], by_rank: Sequence[Written]) -> None:
+def check_complete(step: object, tensors: Mapping[str, TensorEntry], by_rank: Sequence[Written]) -> None:
     """All ranks together must have written every element once."""
     expected = sum(prod(entry.shape) for entry in tensors.values())
     written = sum(written.elements for written in by_rank)

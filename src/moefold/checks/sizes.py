@@ -32,6 +32,7 @@ MAY_BE_ZERO = frozenset(
         "train.saving.every",
         "train.saving.keep_every",
         "train.saving.max_failures",
+        "train.saving.memory_every",
         "train.saving.retries",
         "train.steps",
         "train.stragglers.window",

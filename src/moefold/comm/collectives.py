@@ -312,18 +312,21 @@ def all_gather_bytes(content: bytes, group: Group) -> list[bytes]:
     return [bytes(row[:length]) for row, length in zip(whole, lengths, strict=True)]
 
 
-def broadcast_bytes(content: bytes, group: Group) -> bytes:
-    """The first rank's bytes, on every rank, which need not know their length; a hash tells that they arrived whole."""
+def broadcast_bytes(content: bytes, group: Group, source: int = 0) -> bytes:
+    """The bytes of one rank (an index), on every rank, which need not know their length.
+
+    A hash tells that they arrived whole.
+    """
     if group.alone:
         return content
     device = device_of(group)
-    sent = hashlib.sha256(content).digest() + content if group.index == 0 else b""
+    sent = hashlib.sha256(content).digest() + content if group.index == source else b""
     buffer = torch.zeros(all_reduce_ints((len(sent),), group)[0], dtype=torch.uint8)
     if sent:
         buffer.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
     buffer = buffer.to(device)
     group.ledger.record("broadcast", group.name, buffer)
-    dist.broadcast(buffer, group.ranks[0], group=group.handle)
+    dist.broadcast(buffer, group.ranks[source], group=group.handle)
     received = buffer.cpu().numpy().tobytes()
     if hashlib.sha256(received[32:]).digest() != received[:32]:
         raise ExchangeError(

@@ -44,6 +44,8 @@ class SavingConfig:
     max_failures: int = 10
     # A save is not begun unless the disk has this many times its bytes free; 0: not checked.
     free_space: float = 1.0
+    # Steps between copies of the state in host memory, from which a run resumes that lost a process or a host; 0: none.
+    memory_every: int = 0
     # Copy committed checkpoints to a second place, below NAME: file:///DIRECTORY, s3://BUCKET/PREFIX; None: nowhere.
     upload: str | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from moefold.checkpoint.save_failures import FailedSave
 from moefold.checkpoint.state_dict import chunks_of, tensors_elsewhere
+from moefold.checkpoint.tensor_spec import Chunk, TensorSpec
 from moefold.errors import CheckpointError
 from moefold.train.callback import Callback
 from moefold.train.fault_tolerance.signals import print_stderr
@@ -17,10 +18,30 @@ from moefold.train.train_context import TrainContext
 
 
 def begin_save(context: TrainContext, state: TrainState) -> None:
-    chunks = chunks_of(context.local_model, context.optimizer)
-    elsewhere = tensors_elsewhere(context.local_model, context.optimizer)
-    position = {"train": state.to_json(), "data": context.samples.fingerprint}
-    context.saver.begin(state.step, chunks, position, elsewhere)
+    context.saver.begin(state.step, *_saved_state(context, state))
+
+
+def copy_to_memory(context: TrainContext, state: TrainState) -> None:
+    """Where due; a copy that fails is a warning, and older ones stay."""
+    every = context.run.train.saving.memory_every
+    if context.memory is None or state.step % every or state.step == context.run.train.steps:
+        return
+    context.heartbeat.enter("checkpoint", state.step)
+    reason = context.memory.save(state.step, *_saved_state(context, state))
+    if reason is not None and context.leads:
+        print_stderr(f"warning: step {state.step} was not copied to memory: {reason}")
+
+
+def _saved_state(
+    context: TrainContext, state: TrainState
+) -> tuple[list[Chunk], dict[str, object], dict[str, TensorSpec]]:
+    """What this rank writes, the loop's position, and the tensors of which this rank has no part."""
+    position: dict[str, object] = {"train": state.to_json(), "data": context.samples.fingerprint}
+    return (
+        chunks_of(context.local_model, context.optimizer),
+        position,
+        tensors_elsewhere(context.local_model, context.optimizer),
+    )
 
 
 def save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None:

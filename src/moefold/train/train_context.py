@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,9 @@ from pathlib import Path
 import torch
 
 from moefold.checkpoint.files import is_full, naming, read_bounded
+from moefold.checkpoint.host_files import HostRanks
 from moefold.checkpoint.load import from_rank_0, load_latest
+from moefold.checkpoint.memory_copies import MemoryCopies, remove_copies
 from moefold.checkpoint.object_store import open_store
 from moefold.checkpoint.run_lock import take_incarnation
 from moefold.checkpoint.save import Saver
@@ -61,6 +64,8 @@ class TrainContext:
     saver: Saver
     # With `train.saving.upload`.
     uploads: Uploader | None = None
+    # With `train.saving.memory_every`.
+    memory: MemoryCopies | None = None
     # With `train.dpo`: the reference, and the loss of pairs.
     preferences: Preferences | None = None
     # Where this rank is; a launcher on this host reads it.
@@ -92,8 +97,11 @@ def build_train_context(
     routing_policy: PolicyOrName | None = None,
     heartbeat: Heartbeat | None = None,
     asked: ElasticLayout | None = None,
+    node: int = 0,
 ) -> tuple[TrainContext, TrainState]:
     """Build this rank's part, and load the newest checkpoint that verifies, if there is one.
+
+    ``node``: the number of this host, where launchers have numbers.
 
     ``asked``: the run and its ranks as they were asked for, where ``run`` and ``world`` are others. The run's
     configuration remains what was asked for, so that the next start with all ranks has the layout of the first.
@@ -116,6 +124,7 @@ def build_train_context(
         )
         context = replace(context, uploads=uploads)
         fetch_newer(log, root, groups["world"], incarnation, print_redacted)
+    context = replace(context, memory=_open_memory(context, incarnation, node))
     # Before the fingerprint is compared, which does not say where a file was changed.
     context = replace(context, verifier=open_verifier(context), asked=asked)
     state = _resume(context)
@@ -178,6 +187,7 @@ def open_verifier(context: TrainContext) -> Verifier:
     """The comparison of this rank: on the first of each host in the background; on all where damage is skipped."""
     data, rank, world = context.run.data, context.groups.rank, context.groups["world"]
     steps = committed_steps(context.directory / "checkpoints") if rank == 0 else []
+    steps += committed_steps(context.memory.root) if rank == 0 and context.memory is not None else []
     newest = from_rank_0(max(steps, default=0), world)
     background, skips = is_first_of_host(os.environ, rank, world.size), data.verification.on_damage == "skip"
     if data.verification.mb_per_s <= 0 or not (background or skips):
@@ -281,8 +291,28 @@ def make_saver(local_model: LocalModel, checkpoints: Path, incarnation: int, dev
     )
 
 
+def _open_memory(context: TrainContext, incarnation: int, node: int) -> MemoryCopies | None:
+    if context.run.train.saving.memory_every <= 0:
+        # A later start that has it on must not find copies of a state that this one does not continue.
+        remove_copies(context.directory, node)
+        return None
+    world = context.groups["world"]
+    hosts = HostRanks.agreed(f"{socket.gethostname()}/{node}", world)
+    about = run_record(context.local_model)
+    return MemoryCopies(context.directory, node, hosts, world, incarnation, about, context.device)
+
+
 def _resume(context: TrainContext) -> TrainState:
-    found = load_latest(context.directory / "checkpoints", context.local_model, context.optimizer)
+    root, memory = context.directory / "checkpoints", context.memory
+    if memory is not None:
+        copied = memory.restore(root, context.local_model, context.optimizer, print_stderr)
+        state = None if copied is None else position_of(context, *copied)
+        if context.leads and state is not None:
+            print_stderr(f"resuming at step {state.step} from the copy in memory")
+        memory.forget_after(-1 if state is None else state.step)
+        if state is not None:
+            return state
+    found = load_latest(root, context.local_model, context.optimizer)
     if found is None:
         return first_state(context)
     if context.uploads is not None:

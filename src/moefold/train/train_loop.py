@@ -30,7 +30,7 @@ from moefold.train.fault_tolerance.non_finite import where_not_finite
 from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.fault_tolerance.stragglers import StragglerWatch
 from moefold.train.prefetch import Prefetcher
-from moefold.train.saving import begin_save, report_committed, report_failures, save_last
+from moefold.train.saving import begin_save, copy_to_memory, report_committed, report_failures, save_last
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
 from moefold.units import format_bytes
@@ -63,6 +63,8 @@ def train(
         save_last(context, state, hooks)
         if context.uploads is not None:
             context.uploads.finish()
+        if context.memory is not None:
+            context.memory.discard()
         if reason == "finished":
             return Outcome.FINISHED
         return Outcome.INTERRUPTED if reason == "interrupted" else Outcome.STOPPED
@@ -150,6 +152,7 @@ def _loop(
         if due:
             context.heartbeat.enter("checkpoint", state.step)
             begin_save(context, state)
+        copy_to_memory(context, state)
         context.heartbeat.enter("commit", state.step)
         report_committed(context, hooks, context.saver.advance())
         saved = time.perf_counter() - now
@@ -259,7 +262,8 @@ def take_step(
     state = replace(
         state, step=number, samples=state.samples + run.data.global_batch, tokens=state.tokens + data.tokens
     )
-    due = watch.is_due(number, saves=_saves_after(run, number), skipped=result.skipped is not None)
+    saves = _saves_after(run, number) or (context.memory is not None and number % run.train.saving.memory_every == 0)
+    due = watch.is_due(number, saves=saves, skipped=result.skipped is not None)
     state_hash = watch.after_update(number) if due else None
     seconds = {"data": read - began, "step": time.perf_counter() - read}
     record = _record(context, number, result, lr, data.tokens, seconds, data.ids)

@@ -203,12 +203,16 @@ class Trainer:
         if stop:
             print_stderr(nothing_to_save())
             return Outcome.INTERRUPTED
-        checkpoints = _checkpoints(self.run)
+        checkpoints, memory = _checkpoints(self.run), None
+        if self.run.train.saving.memory_every:
+            from moefold.checkpoint.memory_copies import memory_directory
+
+            memory = memory_directory(directory, hosts.index)
         if self.hosts is not None:
             from moefold.comm.rendezvous import HostStore
 
             over_hosts = partial(spawn, join=HostStore(self.hosts, self.patience).join)
-            return supervise(work, hosts.ranks, checkpoints, self.patience, stop=stop, spawn=over_hosts)
+            return supervise(work, hosts.ranks, checkpoints, self.patience, stop=stop, spawn=over_hosts, memory=memory)
         idle = self.world - self.layout.world
         return supervise(
             work,
@@ -219,6 +223,7 @@ class Trainer:
             spawn=spawn,
             spares=self.spares + idle,
             shrink=shrink,
+            memory=memory,
         )
 
     def _shrink(self, left: int) -> None:
@@ -255,6 +260,7 @@ class Trainer:
             self.routing_policy,
             heartbeat,
             None if self.layout == asked else asked,
+            0 if self.hosts is None else self.hosts.index,
         )
         return train(context, state, (*self.callbacks, *self._default_reporters()), stop)
 

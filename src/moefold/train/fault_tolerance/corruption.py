@@ -1,6 +1,7 @@
 """Silent corruption: replicas compare hashes of their state, and a rank compares its own before and after a step.
 
-A comparison is due every ``train.corruption.every`` steps, before every checkpoint, and after a step that was skipped.
+A comparison is due every ``train.corruption.every`` steps, before every checkpoint and copy in memory, and after a step
+that was skipped.
 
     after the update     every rank hashes what it holds (`state_hash.py`). Tensors with the same replicas are combined
                          into one number, and one all-gather of a few numbers per rank compares them. Replicas that
@@ -292,6 +293,9 @@ def roll_back(
     compared again with what was hashed then. ``before`` are the steps of earlier ones, to which this one is added.
     """
     policy = context.run.train.corruption.on_mismatch
+    if context.memory is not None:
+        # The bit may have flipped while a copy was made, and copies are not compared again.
+        context.memory.forget_after(-1)
     if policy == "stop":
         raise found
     excluding = ExclusionError(str(found), found.culprits) if policy == "exclude" and found.culprits else None

@@ -24,6 +24,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -164,11 +165,13 @@ def supervise(
     spawn: Callable[..., list[int]] = spawn_ranks,
     spares: int = 0,
     shrink: Shrink | None = None,
+    memory: Path | None = None,
 ) -> int:
     """Run ``work(rank) -> exit code`` on ``world`` ranks until they end by themselves; returns their exit code.
 
     ``stop`` is set by signals, and shared between this process and its ranks. ``spawn`` is called as ``spawn_ranks``;
     that of a `Watchdog` ends ranks that hang. Without ``spares`` and ``shrink``, the run ends when a place is lost.
+    ``memory`` is where copies of checkpoints are kept in memory, from which ranks resume if they are newer.
     """
     stop = StopRequest() if stop is None else stop
     told = stop.first, stop.at_once
@@ -193,7 +196,7 @@ def supervise(
 
     before = {number: signal.signal(number, ranks.handle) for number in STOP_SIGNALS}
     try:
-        return _keep_alive(start, checkpoints, ranks, max_fruitless, places, shrink)
+        return _keep_alive(start, partial(_newest, checkpoints, memory), ranks, max_fruitless, places, shrink)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -202,18 +205,18 @@ def supervise(
 
 def _keep_alive(
     start: Callable[[], int],
-    checkpoints: Path,
+    find_newest: Callable[[], str],
     ranks: _Ranks,
     max_fruitless: int,
     places: Places,
     shrink: Shrink | None,
 ) -> int:
-    fruitless, seen = 0, _newest(checkpoints)
+    fruitless, seen = 0, find_newest()
     while True:
         try:
             return start()
         except RankError as error:
-            newest, said = _newest(checkpoints), str(error).splitlines()[0]
+            newest, said = find_newest(), str(error).splitlines()[0]
             if ranks.stop and not error.mendable:
                 why = "" if ranks.ended_at_once else f" ({said})"
                 print_stderr(f"stopped without another checkpoint{why}; the same command resumes from {_named(newest)}")
@@ -261,8 +264,12 @@ def _named(checkpoint: str) -> str:
     return checkpoint or "the beginning"
 
 
-def _newest(checkpoints: Path) -> str:
-    """The newest committed step's name; committing is a rename, so a name is enough."""
-    names = [path.name for path in checkpoints.glob("step_*") if path.suffix == ""]
+def _newest(checkpoints: Path, memory: Path | None = None) -> str:
+    """The newest committed step's name, and whether only memory has it; committing is a rename, so names are enough."""
+    on_disk, in_memory = (
+        [path.name for path in root.glob("step_*") if path.suffix == ""] if root is not None else []
+        for root in (checkpoints, memory)
+    )
     # As numbers: from step 100,000,000 on, a name has more than eight digits.
-    return max(names, key=lambda name: (len(name), name), default="")
+    name = max((*on_disk, *in_memory), key=lambda name: (len(name), name), default="")
+    return name if name in ("", *on_disk) else f"{name} in memory"
