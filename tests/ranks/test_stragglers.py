@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from tests.straggler_draws import Draw, SlowRank, measure
 from torch import Tensor
 
 from benchmarks.bit_flips import flip
+from moefold.checkpoint import save
 from moefold.checks.run_all import problems
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
@@ -174,3 +176,28 @@ def test_a_slow_rank_is_excluded_after_a_checkpoint(tmp_path: Path, capfd: pytes
     # Named after two windows, and the others go on from that very step.
     assert "step 9: rank 1 is slow: " in said
     assert "spare place 2 takes over rank 1; no spare is left; going on from step_00000009" in said
+
+
+class SlowOnAFullDisk(SlowRank):
+    """From the ninth step on, the rank writes no checkpoint either."""
+
+    def before_step(self, step: int, control: Control) -> None:
+        super().before_step(step, control)
+        if step == 9:
+
+            def full(*args: Any) -> Any:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            # In this process, which ends when its rank is excluded.
+            save.write_shard = full
+
+
+@pytest.mark.slow
+def test_ranks_are_excluded_though_the_step_cannot_be_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = {"stragglers": StragglersConfig(window=4, windows=2, on_found="exclude")}
+    clean = supervised(tmp_path / "clean", 2, None, 12, **settings)
+    run = supervised(tmp_path / "slow", 2, AtPlace(1, SlowOnAFullDisk(1, 3.0, 2, 99)), 12, **settings)
+    assert losses(run) == losses(clean) and len(losses(run)) == 12
+    said = capfd.readouterr().err
+    assert "before ranks are excluded, step 9 could not be saved: rank 1: " in said and "No space left" in said
+    assert "spare place 2 takes over rank 1; no spare is left; going on from step_00000008" in said

@@ -2,7 +2,8 @@
 
 A save that fails is a warning on stderr and a call of `on_save_failed`, and training continues (see
 `checkpoint/save_failures.py`), except for the last one, at the end or on a signal: if that cannot be written, the run
-ends with an error.
+ends with an error. Before ranks are excluded the run does not end, so there it is a warning again: the others go on
+from an older checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +46,28 @@ def _saved_state(
 
 
 def save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None:
-    """Wait for a save in progress, then write this step if that save was of an earlier one, or failed."""
+    """The step's checkpoint, or an error."""
+    if (why := save_now(context, state, hooks)) is not None:
+        raise CheckpointError(
+            f"the last checkpoint, of step {state.step}, could not be written: {why}; "
+            f"steps after the newest one in {context.saver.root} are lost"
+        )
+
+
+def save_before_exclusion(context: TrainContext, state: TrainState, hooks: Callback) -> None:
+    """The step's checkpoint, from which the other ranks go on, if it can be written."""
+    if (why := save_now(context, state, hooks)) is not None and context.leads:
+        print_stderr(
+            f"warning: before ranks are excluded, step {state.step} could not be saved: {why}; "
+            f"the others go on from the newest checkpoint in {context.saver.root}"
+        )
+
+
+def save_now(context: TrainContext, state: TrainState, hooks: Callback) -> str | None:
+    """Wait for a save in progress, then write this step if that save was of an earlier one, or failed.
+
+    Returns why it could not be written, on all ranks the same. Raises if `train.saving` says that the run must end.
+    """
     context.heartbeat.enter("checkpoint at the end", state.step)
     done = context.saver.finish(retry=context.saver.in_progress == state.step)
     report_committed(context, hooks, done)
@@ -54,11 +76,8 @@ def save_last(context: TrainContext, state: TrainState, hooks: Callback) -> None
         done = context.saver.finish()
         failed = report_committed(context, hooks, done)
         if done != state.step:
-            why = failed[-1].reason if failed else "the reason is not known"
-            raise CheckpointError(
-                f"the last checkpoint, of step {state.step}, could not be written: {why}; "
-                f"steps after the newest one in {context.saver.root} are lost"
-            )
+            return failed[-1].reason if failed else "the reason is not known"
+    return None
 
 
 def report_committed(context: TrainContext, hooks: Callback, step: int | None) -> list[FailedSave]:

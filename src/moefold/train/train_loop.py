@@ -30,7 +30,14 @@ from moefold.train.fault_tolerance.non_finite import where_not_finite
 from moefold.train.fault_tolerance.signals import StopRequest, nothing_to_save, print_stderr, stop_on_signals
 from moefold.train.fault_tolerance.stragglers import StragglerWatch
 from moefold.train.prefetch import Prefetcher
-from moefold.train.saving import begin_save, copy_to_memory, report_committed, report_failures, save_last
+from moefold.train.saving import (
+    begin_save,
+    copy_to_memory,
+    report_committed,
+    report_failures,
+    save_before_exclusion,
+    save_last,
+)
 from moefold.train.state import Outcome, TrainState, after_step, skip_reason
 from moefold.train.train_context import TrainContext
 from moefold.units import format_bytes
@@ -174,7 +181,7 @@ def _loop(
             return state, reason
         if excluding is not None:
             # The others go on from here.
-            save_last(context, state, hooks)
+            save_before_exclusion(context, state, hooks)
             raise excluding
         if save and not due and state.step < steps:
             context.heartbeat.enter("checkpoint at the end", state.step)
