@@ -7,6 +7,11 @@ two to five steps in which a rank is killed, one of them the first of an epoch. 
 noted with its number and id, and so is every step that was trained. Of each step its last training counts. The samples
 of these must be those of a run in one process that nobody disturbs: each number once, with the same id, and every item
 of every finished epoch once.
+
+A start is known by its incarnation, which the run's directory has before a sample is read. Counting kills is not
+enough: a launcher that starts the ranks again for another reason, such as a hang on a busy machine, would give two
+starts one name, and what each of them read once would look like samples read twice. `--unplanned` makes such a
+restart.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from typing import Any
 import numpy as np
 
 import moefold
+from moefold.checkpoint.run_lock import read_incarnation
 from moefold.data.samples import DocumentSamples, Sample, Samples
 from moefold.data.token_writers import MegatronWriter
 
@@ -65,19 +71,24 @@ def draw(rng: random.Random) -> Draw:
 
 
 class Notes:
-    """A file to which all ranks append lines; ``start`` tells apart the times that the ranks were started."""
+    """A file to which all ranks append lines; ``start`` tells apart the times that the ranks were started.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._pid, self._start = 0, ""
+    Read once per process, since the next start takes another number; at once as a pair, since the thread that reads
+    ahead asks as well.
+    """
+
+    def __init__(self, directory: Path, run_dir: Path) -> None:
+        self.directory, self.run_dir = directory, run_dir
+        self._known = (0, 0)
 
     @property
-    def start(self) -> str:
-        if self._pid != os.getpid():
-            kills = len(list(self.directory.glob("killed_*")))
-            stages = len(list(self.directory.glob("stage_*")))
-            self._pid, self._start = os.getpid(), f"{stages}.{kills}"
-        return self._start
+    def start(self) -> int:
+        known = self._known
+        if known[0] != os.getpid():
+            incarnation = read_incarnation(self.run_dir)
+            assert incarnation is not None, "samples are read after the run was started"
+            self._known = known = (os.getpid(), incarnation.number)
+        return known[1]
 
     def add(self, **facts: object) -> None:
         line = json.dumps({"start": self.start, **facts}) + "\n"
@@ -95,11 +106,18 @@ class Disturb(moefold.Callback):
     Not earlier: gradients are summed then, so all ranks have read samples and noted which start they belong to.
     """
 
-    def __init__(self, notes: Notes, plan: Draw, until: int) -> None:
+    def __init__(self, notes: Notes, plan: Draw, until: int, unplanned: bool = False) -> None:
         self.notes, self.plan, self.until, self.step = notes, plan, until, 0
+        # Once, before the step after the last planned kill; earlier, a place that fails often would be given up.
+        self.unplanned = unplanned
 
     def before_step(self, step: int, control: moefold.Control) -> None:
         self.step = step
+        mark, killed = (self.notes.directory / name for name in ("unplanned", f"killed_{max(self.plan.kills)}"))
+        last = control.world > 1 and control.rank == control.world - 1
+        if self.unplanned and last and step > max(self.plan.kills) and killed.exists() and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def after_backward(self, gradients: Any, control: moefold.Control) -> None:
         due = [kill for kill in self.plan.kills if not (self.notes.directory / f"killed_{kill}").exists()]
@@ -130,7 +148,7 @@ def seen(notes: Notes) -> dict[int, dict[int, list[str]]]:
     """Step -> sample number -> ids, as often as they were read, of each step's last training."""
     lines = notes.read()
     start_of = {line["trained"]: line["start"] for line in lines if "trained" in line}
-    read: dict[tuple[str, int], list[str]] = defaultdict(list)
+    read: dict[tuple[int, int], list[str]] = defaultdict(list)
     for line in lines:
         if "index" in line:
             read[line["start"], line["index"]].append(line["id"])
@@ -172,20 +190,19 @@ def write_sources(plan: Draw, root: Path) -> None:
                 writer.add(rng.integers(1, 256, items * SEQ_LEN + 1))
 
 
-def run_draw(plan: Draw, root: Path) -> list[str]:
+def run_draw(plan: Draw, root: Path, unplanned: bool = False) -> list[str]:
     """What is wrong with the disturbed run; nothing if it saw what the other one saw."""
     write_sources(plan, root)
     both = []
     for name in ("calm", "disturbed"):
-        notes = Notes(root / f"notes_{name}")
+        notes = Notes(root / f"notes_{name}", root / name)
         notes.directory.mkdir()
         undo = [noting(kind, notes) for kind in (Samples, DocumentSamples)]
         try:
             run = config(plan, root, name)
             stages = [(1, plan.until[-1])] if name == "calm" else list(zip(plan.worlds, plan.until))
-            for number, (world, until) in enumerate(stages):
-                (notes.directory / f"stage_{number}").touch()
-                quiet = Disturb(notes, plan, until)
+            for world, until in stages:
+                quiet = Disturb(notes, plan, until, unplanned)
                 moefold.Trainer(run, callbacks=[quiet], reporters=[], nproc=world if world > 1 else None).fit()
         finally:
             for each in undo:
@@ -215,21 +232,25 @@ def compare(calm: dict[int, dict[int, list[str]]], other: dict[int, dict[int, li
     return problems
 
 
-def run_all(count: int, seed: int, tell: bool = False) -> dict[str, Any]:
+def run_all(count: int, seed: int, tell: bool = False, unplanned: bool = False) -> dict[str, Any]:
     rng, results, began = random.Random(seed), [], time.monotonic()
     for number in range(count):
         plan, root = draw(rng), Path(tempfile.mkdtemp(prefix="data-resume-"))
         try:
-            problems = run_draw(plan, root)
+            problems = run_draw(plan, root, unplanned)
+            starts = read_incarnation(root / "disturbed")
         finally:
             shutil.rmtree(root)
-        results.append({**asdict(plan), "problems": problems})
+        # One per stage and one per kill, unless the launcher had another reason.
+        more = (0 if starts is None else starts.number) - len(plan.worlds) - len(plan.kills)
+        results.append({**asdict(plan), "other_restarts": more, "problems": problems})
         if tell or problems:
             print(f"{number + 1} of {count}: {plan}: {problems or 'same samples'}", flush=True)
     return {
         "seed": seed,
         "runs": count,
         "kills": sum(len(each["kills"]) for each in results),
+        "other_restarts": sum(each["other_restarts"] for each in results),
         "samples": sum(each["until"][-1] * BATCH for each in results),
         "bad": sum(bool(each["problems"]) for each in results),
         "seconds": round(time.monotonic() - began, 1),
@@ -241,9 +262,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="runs (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--unplanned", action="store_true", help="one more kill in each run, which no plan has")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     args = parser.parse_args()
-    found = run_all(args.count, args.seed, tell=True)
+    found = run_all(args.count, args.seed, tell=True, unplanned=args.unplanned)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{found['runs']} runs, {found['kills']} kills, {found['samples']} samples: {found['bad']} bad")
