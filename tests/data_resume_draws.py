@@ -25,6 +25,7 @@ import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,14 @@ def compare(calm: dict[int, dict[int, list[str]]], other: dict[int, dict[int, li
     return problems
 
 
-def run_all(count: int, seed: int, tell: bool = False, unplanned: bool = False) -> dict[str, Any]:
+def run_all(
+    count: int,
+    seed: int,
+    tell: bool = False,
+    unplanned: bool = False,
+    after_each: Callable[[dict[str, Any]], object] | None = None,
+) -> dict[str, Any]:
+    """``after_each`` gets what was found so far, so that a run that is ended early has figures of what it did."""
     rng, results, began = random.Random(seed), [], time.monotonic()
     for number in range(count):
         plan, root = draw(rng), Path(tempfile.mkdtemp(prefix="data-resume-"))
@@ -246,9 +254,15 @@ def run_all(count: int, seed: int, tell: bool = False, unplanned: bool = False) 
         results.append({**asdict(plan), "other_restarts": more, "problems": problems})
         if tell or problems:
             print(f"{number + 1} of {count}: {plan}: {problems or 'same samples'}", flush=True)
+        if after_each is not None:
+            after_each(figures(seed, results, began))
+    return figures(seed, results, began)
+
+
+def figures(seed: int, results: list[dict[str, Any]], began: float) -> dict[str, Any]:
     return {
         "seed": seed,
-        "runs": count,
+        "runs": len(results),
         "kills": sum(len(each["kills"]) for each in results),
         "other_restarts": sum(each["other_restarts"] for each in results),
         "samples": sum(each["until"][-1] * BATCH for each in results),
@@ -265,9 +279,12 @@ def main() -> int:
     parser.add_argument("--unplanned", action="store_true", help="one more kill in each run, which no plan has")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
     args = parser.parse_args()
-    found = run_all(args.count, args.seed, tell=True, unplanned=args.unplanned)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    def write(found: dict[str, Any]) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = run_all(args.count, args.seed, tell=True, unplanned=args.unplanned, after_each=write)
     print(f"{found['runs']} runs, {found['kills']} kills, {found['samples']} samples: {found['bad']} bad")
     return 1 if found["bad"] else 0
 

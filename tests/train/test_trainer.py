@@ -194,3 +194,28 @@ def test_an_error_on_one_rank_is_raised_here(tmp_path: Path) -> None:
 
     with pytest.raises(RankError, match="rank 1 does not want to"):
         moefold.Trainer(tiny(tmp_path), [Fails()], reporters=[], nproc=2, patience=20).fit()
+
+
+def test_a_finished_run_started_again_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def files() -> dict[str, tuple[int, bytes]]:
+        found = [path for path in (tmp_path / "debug_tiny").rglob("*") if path.is_file()]
+        # Locks and the number of starts say who holds the run.
+        kept = [
+            path for path in found if path.suffix != ".lock" and path.name not in ("incarnation.json", "config.yaml")
+        ]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in kept}
+
+    run = tiny(tmp_path, steps=2)
+    assert moefold.Trainer(run).fit() == "finished"
+    before = files()
+    assert len(before) > 3
+    capfd.readouterr()
+    noted = Everything(tmp_path)
+    assert moefold.Trainer(run, [noted]).fit() == "finished"
+    assert files() == before and not list(tmp_path.glob("rank_*"))
+    said = capfd.readouterr().err
+    assert (
+        "finished already: " in said and "step_00000002 has step 2 of 2; a larger train.steps goes on from it" in said
+    )
+    assert moefold.Trainer(tiny(tmp_path, steps=3), [noted], reporters=[]).fit() == "finished"
+    assert list(tmp_path.glob("rank_*"))

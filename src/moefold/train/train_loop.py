@@ -49,7 +49,8 @@ def train(
     """Run to the last step, or until asked to stop.
 
     ``stop`` is set by this process's signal handlers; without one, handlers are installed while this runs. A stop that
-    was requested before the first step leaves the run as it was.
+    was requested before the first step leaves the run as it was. A run that is finished already stays as it is, unless
+    its last checkpoint was never uploaded.
     """
     if stop is None:
         with stop_on_signals() as requested:
@@ -58,6 +59,12 @@ def train(
         if context.leads:
             print_stderr(nothing_to_save(state.step))
         return Outcome.INTERRUPTED
+    if state.step >= context.run.train.steps > 0:
+        if context.uploads is not None:
+            context.uploads.finish()
+        if context.leads:
+            print_stderr(already_finished(context, state))
+        return Outcome.FINISHED
     hooks = Hooks(callbacks, context)
     hooks.on_start(_info(context, state))
     reason = "failed"
@@ -85,6 +92,13 @@ def train(
     finally:
         context.verifier.close()
         hooks.on_end(reason)
+
+
+def already_finished(context: TrainContext, state: TrainState) -> str:
+    return (
+        f"finished already: {context.saver.path_of(state.step)} has step {state.step} of {context.run.train.steps}; "
+        f"a larger train.steps goes on from it"
+    )
 
 
 class LoopControl(Control):

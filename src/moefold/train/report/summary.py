@@ -52,6 +52,9 @@ def summary(history: History) -> dict[str, Any]:
 def status(history: History) -> str:
     if not len(history.steps):
         return "no steps yet" if history.stopped is None else f"{history.stopped}, without a step"
+    if history.stopped is None and history.saves and history.saves[-1] == _whole(history.start.get("steps")):
+        # Killed after the last checkpoint; a start then finds nothing to do, and adds no line.
+        return "finished"
     return history.stopped or "running, or killed"
 
 
