@@ -24,7 +24,7 @@ from moefold.recipes.catalog import recipe
 from moefold.train.callbacks.jsonl import FILE_NAME, JsonLines
 from moefold.train.report import expert_charts
 from moefold.train.report.compare_page import compare_page
-from moefold.train.report.history import MAX_BINS, History, read_history
+from moefold.train.report.history import MAX_BINS, MAX_FAULTS, History, read_history
 from moefold.train.report.line_chart import downsample, visible_range
 from moefold.train.report.run_page import page
 from moefold.train.report.summary import layer_numbers, summary
@@ -262,3 +262,48 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert list(json.loads(capsys.readouterr().out)) == [str(tmp_path / "a"), str(tmp_path / "b")]
     with pytest.raises(MoefoldError, match="6 runs"):
         compare_page({str(n): read_history(tmp_path / "a") for n in range(6)})
+
+
+def test_faults_are_drawn_and_told(tmp_path: Path) -> None:
+    lines = JsonLines("CPU")
+    lines.on_start(info_of(tmp_path))
+    for step in range(1, 11):
+        lines.after_step(record_of(step), CONTROL)
+    lines.on_save_failed(4, "rank 1: <b>No space left</b>", 2)
+    lines.on_save_failed(8, "rank 1: No space left", 0)
+    lines.on_straggler(9, 3, True, {})
+    lines.on_start(info_of(tmp_path, resumed_from=10))
+    lines.on_roll_back(10, "weights differ")
+    (tmp_path / "hangs").mkdir()
+    report = {
+        "what": "no rank progressed for 10.2 s",
+        "sentence": "rank 2 is stopped",
+        "ranks": [{"step": 6}, {"step": 5}],
+    }
+    (tmp_path / "hangs/hang_0001.json").write_text(json.dumps(report))
+    (tmp_path / "hangs/hang_0002.json").write_text("[")
+    history = read_history(tmp_path)
+    assert summary(history)["faults"] == {"save_failed": 2, "straggler": 1, "restart": 1, "roll_back": 1, "hang": 2}
+    text = page(history)
+    check_page(text)
+    assert "Faults and restarts</h2>" in text and "Faults over the run" in text and "<b>No space" not in text
+    # Six have a step, and a dot.
+    chart = text[text.index("Faults over the run") :]
+    assert chart[: chart.index("</svg>")].count("<circle") == 6
+    for words in (
+        "rank 2 is stopped; no rank",
+        "2 retries left",
+        "; skipped",
+        "rank 3 is slow",
+        "hang_0002.json cannot",
+    ):
+        assert words in text
+    assert "started again from step 10" in text and "2 failed saves" in text
+
+
+def test_faults_are_bounded(tmp_path: Path) -> None:
+    saves = [{"kind": "save_failed", "step": step, "reason": "full"} for step in range(1, 500)]
+    history = read_history(write(tmp_path, *saves))
+    text = page(history)
+    check_page(text)
+    assert len(history.faults) == MAX_FAULTS and "299 more are counted, not shown" in text

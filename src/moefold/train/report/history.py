@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,12 @@ MAX_BINS = 120
 MAX_NAMES = 64
 # Reasons are kept for this many skipped steps; all are counted.
 _MAX_REASONS = 200
+_MAX_HANG_BYTES = 16 << 20
+# Of faults, this many are kept; all are counted.
+MAX_FAULTS = 200
+# Kinds of lines that tell of a fault; a start after the first is one too, and hangs have files of their own.
+RESTART, HANG = "restart", "hang"
+_FAULTS = ("save_failed", "roll_back", "straggler")
 # Column name -> where a step's line has it.
 _COLUMNS: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
@@ -60,6 +67,14 @@ class Bin:
     counts: npt.NDArray[np.int64]
 
 
+class Fault(NamedTuple):
+    """What went wrong, after which step; None if that is not known."""
+
+    kind: str
+    step: int | None
+    what: str
+
+
 @dataclass
 class History:
     """A run as recorded. Columns are as long as `steps`; missing entries are NaN."""
@@ -75,6 +90,8 @@ class History:
     num_skipped: int = 0
     validation: list[tuple[int, float]] = field(default_factory=list)
     saves: list[int] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    num_faults: Counter[str] = field(default_factory=Counter)
     stopped: str | None = None
     bins: list[Bin] = field(default_factory=list)
     last_bin: Bin | None = None
@@ -96,7 +113,23 @@ def read_history(directory: Path, opened: Opener = Path.open) -> History:
     reader = _Reader()
     for data in _objects(path, opened, reader.history):
         reader.take(data)
+    for hang in _hangs(directory):
+        reader.add_fault(hang)
     return reader.finish()
+
+
+def _hangs(directory: Path) -> Iterator[Fault]:
+    """From the files that a watchdog wrote."""
+    for path in sorted((directory / "hangs").glob("hang_*.json"))[-MAX_FAULTS:]:
+        try:
+            found = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_HANG_BYTES else None
+            sentence, what = (str(found[name]) for name in ("sentence", "what"))
+            steps = [rank["step"] for rank in found["ranks"]]
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            yield Fault(HANG, None, f"{path.name} cannot be read")
+            continue
+        known = [step for step in steps if isinstance(step, int) and 0 <= step < 1 << 53]
+        yield Fault(HANG, min(known, default=None), f"{sentence}; {what}")
 
 
 def _objects(path: Path, opened: Opener, history: History) -> Iterator[dict[str, Any]]:
@@ -132,6 +165,10 @@ class _Reader:
             history.stopped = None
         elif kind == "start":
             history.start = data
+            if history.starts:
+                self.add_fault(
+                    Fault(RESTART, step, f"started again from step {step:,}" if step else "from the beginning")
+                )
             history.starts.append(step)
             history.stopped = None
         elif kind == "validation":
@@ -139,8 +176,15 @@ class _Reader:
                 history.validation.append((step, loss))
         elif kind == "save":
             history.saves.append(step)
+        elif kind in _FAULTS:
+            self.add_fault(Fault(kind, step, _what(kind, data)))
         elif kind == "stop":
             history.stopped = str(data.get("reason"))
+
+    def add_fault(self, fault: Fault) -> None:
+        self.history.num_faults[fault.kind] += 1
+        if len(self.history.faults) < MAX_FAULTS:
+            self.history.faults.append(fault)
 
     def _take_step(self, step: int, data: dict[str, Any]) -> None:
         for name, place in _COLUMNS.items():
@@ -194,6 +238,14 @@ class _Reader:
             bins = history.bins
             history.bins = [_merged(a, b) for a, b in zip(bins[::2], bins[1::2])] + bins[len(bins) & ~1 :]
         return history
+
+
+def _what(kind: str, data: dict[str, Any]) -> str:
+    if kind == "straggler":
+        return f"rank {data.get('rank')} is {'slow' if data.get('slow') else 'no longer slow'}"
+    left = data.get("retries_left")
+    more = "" if kind != "save_failed" else f"; {left} retries left" if left else "; skipped"
+    return f"{data.get('reason')}{more}"
 
 
 def number(value: object) -> float:

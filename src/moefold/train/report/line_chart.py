@@ -62,12 +62,13 @@ def downsample(steps: npt.NDArray[np.int64], values: Numbers, max_points: int = 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `color` is 1 to 5; `dots` marks every point, for curves of few points."""
+    """One curve. `color` is 1 to 5; `dots` marks every point, for curves of few points. Without `line`, only dots."""
 
     name: str
     points: Downsampled
     color: int = 1
     dots: bool = False
+    line: bool = True
 
 
 def line_chart(
@@ -80,8 +81,12 @@ def line_chart(
     unit: str = "",
     marks: Sequence[int] = (),
     x_range: tuple[float, float] | None = None,
+    ticks: bool = True,
 ) -> str:
-    """`unit` labels the y axis, `marks` are steps to point out on the x axis. Curves without a number are left out."""
+    """`unit` labels the y axis, `marks` are steps to point out on the x axis. Without `ticks`, y has no numbers.
+
+    Curves without a number are left out.
+    """
     shown = [each for each in series if not each.points.empty]
     if not shown:
         return ""
@@ -94,14 +99,21 @@ def line_chart(
         Scale(float(low), float(high), HEIGHT - BOTTOM, TOP, log),
     )
     body = "".join(_band(each, x, y) for each in shown) + "".join(_curve(each, x, y) for each in shown)
-    ticks = "".join(f'<path class="mark" d="M{x(mark):.1f} {HEIGHT - BOTTOM}v-7"/>' for mark in marks)
-    hover = _hover(x, shown[0].points.x, {each.name: _at(shown[0].points.x, each.points) for each in shown})
+    points_out = "".join(f'<path class="mark" d="M{x(mark):.1f} {HEIGHT - BOTTOM}v-7"/>' for mark in marks)
+    hover = (
+        ""
+        if not ticks
+        else _hover(x, shown[0].points.x, {each.name: _at(shown[0].points.x, each.points) for each in shown})
+    )
     whole = not log and bool((values == np.rint(values)).all())
     cut = values.max() > high * (1 + 1e-9)
     more = [note, f"peaks up to {short(float(values.max()))} are cut off" if cut else ""]
     legend = [(each.name, each.color) for each in shown]
     return figure(
-        title, legend, "; ".join(filter(None, more)), _svg(title, _axes(x, y, unit, whole) + body + ticks, hover)
+        title,
+        legend,
+        "; ".join(filter(None, more)),
+        _svg(title, _axes(x, y, unit, whole, ticks) + body + points_out, hover),
     )
 
 
@@ -146,14 +158,14 @@ def _x_scale(all_x: Sequence[npt.NDArray[np.float64]], x_range: tuple[float, flo
     return Scale(low, high, LEFT, WIDTH - RIGHT) if high > low else Scale(low - 0.5, low + 0.5, LEFT, WIDTH - RIGHT)
 
 
-def _axes(x: Scale, y: Scale, unit: str, whole: bool = False) -> str:
+def _axes(x: Scale, y: Scale, unit: str, whole: bool = False, ticks: bool = True) -> str:
     """The unit stands over the y axis; `whole` leaves out ticks between whole numbers, where nothing can be."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = [
         f'<text class="tick" x="0" y="14">{escape(unit)}</text>',
         f'<text class="tick mid" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">step</text>',
     ]
-    for tick in y.ticks():
+    for tick in y.ticks() if ticks else ():
         if whole and tick != int(tick):
             continue
         place = y(tick)
@@ -167,7 +179,8 @@ def _axes(x: Scale, y: Scale, unit: str, whole: bool = False) -> str:
 
 def _curve(series: Series, x: Scale, y: Scale) -> str:
     points = [(x(px), y(py)) for px, py in zip(series.points.x, series.points.mean) if np.isfinite(py)]
-    path = "".join(f'<path class="line c{series.color}" d="{piece}"/>' for piece in _pieces(series.points, x, y))
+    pieces = _pieces(series.points, x, y) if series.line else ()
+    path = "".join(f'<path class="line c{series.color}" d="{piece}"/>' for piece in pieces)
     if series.dots or len(points) == 1:
         path += "".join(f'<circle class="dot c{series.color}" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in points)
     return path

@@ -18,12 +18,19 @@ from moefold.html.chart_scale import short
 from moefold.html.document import CSS as COMMON
 from moefold.html.document import card, document
 from moefold.train.report.expert_charts import experts
-from moefold.train.report.history import History
+from moefold.train.report.history import HANG, RESTART, History
 from moefold.train.report.layout_charts import layout
 from moefold.train.report.line_chart import Downsampled, Series, downsample, line_chart, stacked_chart
 from moefold.train.report.summary import summary, time_parts
 from moefold.units import format_bytes, format_count, format_seconds
 
+_FAULT_NAMES = {
+    RESTART: "restarts",
+    HANG: "hangs",
+    "save_failed": "failed saves",
+    "roll_back": "roll-backs",
+    "straggler": "slow ranks",
+}
 _TIME_COLORS = {"compute": 1, "waiting for data": 4, "saving": 3, "other": 5}
 
 
@@ -34,7 +41,7 @@ def page(history: History) -> str:
         sections += [_learning(history), _callback_metrics(history), _speed(history), layout(history)]
     if history.bins and history.last_bin:
         sections.append(experts(history))
-    sections += [_skips(history), _missing(facts), _config(history)]
+    sections += [_faults(history), _skips(history), _missing(facts), _config(history)]
     return document(str(facts["run"] or "a run"), sections, CSS, SCRIPT, {"run.json": _data(history, facts)})
 
 
@@ -97,6 +104,7 @@ def _cards(facts: dict[str, Any]) -> str:
         card(f"{router['max_load']:.2f}" if router else "none", "busiest expert", "times the mean, worst layer"),
         card(str(router["dead"]) if router else "none", "dead experts", "in the last interval"),
         card(f"{facts['skipped']:,}", "skipped steps"),
+        card(f"{sum(facts['faults'].values()):,}", "faults", _counted(facts["faults"])),
     ]
     return f'<div class="cards">{"".join(cards)}</div>'
 
@@ -203,6 +211,46 @@ def _time_together(history: History) -> str:
         f"<figure><figcaption><b>All steps together: {format_seconds(total)}</b></figcaption>"
         f'<div class="bar">{"".join(pieces)}</div><table style="margin-top:10px">{"".join(rows)}</table></figure>'
     )
+
+
+def _counted(faults: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {_FAULT_NAMES[kind]}" for kind, count in faults.items())
+
+
+def _faults(history: History) -> str:
+    """When each kind of fault happened, a row of dots per kind, and every one of them in words."""
+    if not history.faults:
+        return ""
+    kinds = [kind for kind in _FAULT_NAMES if history.num_faults[kind]]
+    dots = [
+        Series(_FAULT_NAMES[kind], _dots(history, kind, len(kinds) - row), 1 + row % 5, dots=True, line=False)
+        for row, kind in enumerate(kinds)
+    ]
+    span = (0.0, float(history.steps[-1])) if len(history.steps) else None
+    chart = line_chart(
+        "Faults over the run",
+        dots,
+        note="" if len(dots) > 1 else _FAULT_NAMES[kinds[0]],
+        from_zero=True,
+        ticks=False,
+        x_range=span,
+    )
+    rows = "".join(
+        f"<tr><td>{'' if fault.step is None else f'{fault.step:,}'}</td>"
+        f'<td class="text">{_FAULT_NAMES[fault.kind]}</td><td class="text">{escape(fault.what[:400])}</td></tr>'
+        for fault in history.faults
+    )
+    more = sum(history.num_faults.values()) - len(history.faults)
+    note = f'<p class="note">{more:,} more are counted, not shown</p>' if more else ""
+    head = '<tr><th>step</th><th style="text-align:left">kind</th><th style="text-align:left">what</th></tr>'
+    table = f'<div class="panel scroll"><table>{head}{rows}</table>{note}</div>'
+    return f'<h2>Faults and restarts</h2><div class="charts">{chart}</div>{table}'
+
+
+def _dots(history: History, kind: str, height: int) -> Downsampled:
+    at = np.array([fault.step for fault in history.faults if fault.kind == kind and fault.step is not None], float)
+    row = np.full(len(at), float(height))
+    return Downsampled(at, row, row, row, 1)
 
 
 def _skips(history: History) -> str:

@@ -43,6 +43,7 @@ def summary(history: History) -> dict[str, Any]:
         "skipped_steps": [{"step": step, "reason": reason} for step, reason in history.skipped],
         "dropped": int(np.nansum(history.column("dropped"))),
         "starts": len(history.starts),
+        "faults": dict(history.num_faults),
         "checkpoints": history.saves[-5:],
         "router": _router(history),
         "missing": missing(history),
