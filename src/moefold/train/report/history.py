@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +122,7 @@ def _hangs(directory: Path) -> Iterator[Fault]:
     """From the files that a watchdog wrote."""
     for path in sorted((directory / "hangs").glob("hang_*.json"))[-MAX_FAULTS:]:
         try:
-            found = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_HANG_BYTES else None
+            found = json.loads(path.read_bytes() if path.stat().st_size <= _MAX_HANG_BYTES else b"")
             sentence, what = (str(found[name]) for name in ("sentence", "what"))
             steps = [rank["step"] for rank in found["ranks"]]
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
@@ -240,7 +240,7 @@ class _Reader:
         return history
 
 
-def _what(kind: str, data: dict[str, Any]) -> str:
+def _what(kind: str, data: Mapping[str, object]) -> str:
     if kind == "straggler":
         return f"rank {data.get('rank')} is {'slow' if data.get('slow') else 'no longer slow'}"
     left = data.get("retries_left")
