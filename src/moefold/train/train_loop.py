@@ -59,7 +59,7 @@ def train(
         if context.leads:
             print_stderr(nothing_to_save(state.step))
         return Outcome.INTERRUPTED
-    if state.step >= context.run.train.steps > 0:
+    if state.step >= context.run.train.steps > 0 and is_saved(context, state.step):
         if context.uploads is not None:
             context.uploads.finish()
         if context.leads:
@@ -92,6 +92,12 @@ def train(
     finally:
         context.verifier.close()
         hooks.on_end(reason)
+
+
+def is_saved(context: TrainContext, step: int) -> bool:
+    """On the disk, as rank 0 sees it: a state that came from memory may be of a step that was never written."""
+    own = context.leads and context.saver.path_of(step).exists()
+    return all_reduce_ints((int(own),), context.groups["world"]) != [0]
 
 
 def already_finished(context: TrainContext, state: TrainState) -> str:
