@@ -157,7 +157,7 @@ MATRIX = (
     ),
     Row(
         "F6",
-        "the link between two hosts is cut, or cut one way; a host is killed and comes back",
+        "the link between two hosts is cut, one way, slow or lossy; a host is killed, or vanishes, and comes back",
         "both sides stop, never two writers, they go on when it is mended",
         ("ranks/test_host_faults.py", "host_faults"),
         "host_faults.json",

@@ -1,9 +1,12 @@
 """Faults between two hosts: network namespaces with a launcher each, `moefold train --nnodes 2`, and a cable.
 
 Every case trains, meets its fault after a few steps, and must end with the losses of a run that nothing disturbed, to
-the last bit: two sides that had both written would not. Needs the right to make namespaces.
+the last bit: two sides that had both written would not. A fault that stops the run is mended once every side that lives
+has ended its ranks; a link that is only slow or loses packets, once the run has made two steps over it or started
+again. Needs the right to make namespaces.
 
     python -m tests.host_faults --count 20 --seed 1 --json docs/measured/host_faults.json
+    python -m tests.host_faults --write       # the table of docs/reliability.md, from that file
 """
 
 from __future__ import annotations
@@ -18,21 +21,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.two_hosts import HOSTS, two_hosts
+from tests.lossy_link import LossyLink
+from tests.two_hosts import HOSTS, two_hosts, two_lossy_hosts
 
-STEPS, SAVE_EVERY, WATCHDOG, PATIENCE = 16, 2, 5.0, 60.0
+STEPS, SAVE_EVERY, WATCHDOG, PATIENCE = 24, 2, 5.0, 60.0
+RATE, SLOW_RATE, LOSS, DELAY_SECONDS = "100mbit", "1mbit", 0.05, 0.02
 NAMES = ("a", "b")
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- host faults: python -m tests.host_faults --write -->", "<!-- end of the host faults -->"
 
 
 class Pair:
     """Two launchers of one run; those that were killed can be started again."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, link: LossyLink | None = None) -> None:
+        self.directory, self.link = directory, link
         self.logs = [directory / f"host_{name}.log" for name in NAMES]
         self.launchers = [self.start(host) for host in range(2)]
 
@@ -80,10 +89,10 @@ def _ip(host: int, *words: str) -> None:
     subprocess.run(("ip", "-n", HOSTS[host], *words), check=True, capture_output=True)
 
 
-def _slow(rate: str) -> None:
+def _limit(rate: str) -> None:
     for name in HOSTS:
-        limit = ("root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
-        subprocess.run(("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "cable", *limit), check=True)
+        words = ("tc", "qdisc", "replace", "dev", "cable", "root", "tbf", "rate", rate, "burst", "32kb")
+        subprocess.run(("ip", "netns", "exec", name, *words, "latency", "400ms"), check=True, capture_output=True)
 
 
 def _down(pair: Pair, host: int) -> None:
@@ -110,47 +119,114 @@ def _return(pair: Pair, host: int) -> None:
     pair.launchers[host] = pair.start(host)
 
 
-# What breaks, and what mends it once both sides, or the one that is left, have noticed.
-FAULTS: dict[str, tuple[Callable[[Pair, int], None], Callable[[Pair, int], None]]] = {
-    "cable cut, healed": (_down, _up),
-    "one way only, healed": (_one_way, _both_ways),
-    "host killed, comes back": (_kill, _return),
+def _vanish(pair: Pair, host: int) -> None:
+    """The cable first, so that no end of a connection reaches the other host: its connections stay half-open."""
+    _down(pair, host)
+    _kill(pair, host)
+
+
+def _reappear(pair: Pair, host: int) -> None:
+    _up(pair, host)
+    _return(pair, host)
+
+
+def _slow_link(pair: Pair, host: int) -> None:
+    _limit(SLOW_RATE)
+
+
+def _fast_link(pair: Pair, host: int) -> None:
+    _limit(RATE)
+
+
+def _lose(pair: Pair, host: int) -> None:
+    assert pair.link is not None
+    pair.link.loss, pair.link.delay = LOSS, DELAY_SECONDS
+
+
+def _lose_nothing(pair: Pair, host: int) -> None:
+    assert pair.link is not None
+    pair.link.loss = pair.link.delay = 0.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What breaks and what mends it; ``hosts`` are those where it may happen, host 0 serves the store."""
+
+    breaks: Callable[[Pair, int], None]
+    mends: Callable[[Pair, int], None]
+    hosts: tuple[int, ...] = (0, 1)
+    # Whether the run cannot go on until it is mended.
+    stops: bool = True
+    # Over a link in user space.
+    lossy: bool = False
+
+
+FAULTS = {
+    "cable cut, healed": Fault(_down, _up),
+    "one way only, healed": Fault(_one_way, _both_ways),
+    "half-open connection, host comes back": Fault(_vanish, _reappear),
+    "host killed, comes back": Fault(_kill, _return, hosts=(1,)),
+    "host of the store killed, comes back": Fault(_kill, _return, hosts=(0,)),
+    "link of 1 Mbit/s, healed": Fault(_slow_link, _fast_link, stops=False),
+    "5 % loss and 20 ms delay, healed": Fault(_lose, _lose_nothing, stops=False, lossy=True),
 }
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds: until every side that lives has ended its ranks, and from there on, mended, to the next step."""
+    """Seconds: until every side that lives has ended its ranks, and from there on, mended, to the next step.
+
+    Of a fault that does not stop the run: None, and the time of its next step over the bad link.
+    """
 
     fault: str
     host: int
-    noticed: float
+    noticed: float | None
     next_step: float
     steps_redone: int
+    restarts: int
     same_losses: bool
 
 
-def measure(fault: str, host: int, after: int, expected: dict[int, float]) -> Measured:
-    with tempfile.TemporaryDirectory() as directory, two_hosts("100mbit"):
-        pair = Pair(Path(directory))
+def measure(name: str, host: int, after: int, expected: dict[int, float]) -> Measured:
+    fault = FAULTS[name]
+    with tempfile.TemporaryDirectory() as directory, _hosts(fault) as link:
+        pair = Pair(Path(directory), link)
         try:
             pair.wait(lambda: max(pair.losses(), default=0) >= after)
-            began, mended = pair.restarts(), FAULTS[fault][1]
-            FAULTS[fault][0](pair, host)
-            alive = [side for side in range(2) if pair.launchers[side].poll() is None]
-            noticed = pair.wait(lambda: all(pair.restarts()[side] > began[side] for side in alive))
-            reached = max(pair.losses())
-            size = len(_lines(pair))
-            mended(pair, host)
-            next_step = pair.wait(lambda: len(_lines(pair)) != size and _trains(pair, size))
-            redone = max(0, reached + 1 - min(_steps(pair, size), default=reached + 1))
+            began, noticed = pair.restarts(), None
+            fault.breaks(pair, host)
+            if fault.stops:
+                alive = [side for side in range(2) if pair.launchers[side].poll() is None]
+                noticed = pair.wait(lambda: all(pair.restarts()[side] > began[side] for side in alive))
+                reached, size = max(pair.losses()), len(_lines(pair))
+                fault.mends(pair, host)
+                next_step = pair.wait(lambda: len(_lines(pair)) != size and _trains(pair, size))
+                redone = max(0, reached + 1 - min(_steps(pair, size), default=reached + 1))
+            else:
+                reached = max(pair.losses())
+                next_step = pair.wait(lambda: max(pair.losses()) > reached or pair.restarts() != began)
+                pair.wait(lambda: max(pair.losses()) > reached + 1 or pair.restarts() != began)
+                fault.mends(pair, host)
+                redone = 0
             pair.wait(lambda: all(launcher.poll() is not None for launcher in pair.launchers))
             ended = [launcher.returncode for launcher in pair.launchers]
             if ended != [0, 0]:
                 raise RuntimeError(f"ended with {ended}: " + pair.logs[host].read_text()[-1500:])
-            return Measured(fault, host, noticed, next_step, redone, pair.losses() == expected)
+            restarts = max(now - before for now, before in zip(pair.restarts(), began, strict=True))
+            return Measured(name, host, noticed, next_step, redone, restarts, pair.losses() == expected)
         finally:
             pair.end()
+
+
+@contextmanager
+def _hosts(fault: Fault) -> Iterator[LossyLink | None]:
+    if fault.lossy:
+        with two_lossy_hosts() as link:
+            yield link
+    else:
+        with two_hosts(RATE):
+            yield None
 
 
 def _lines(pair: Pair) -> list[str]:
@@ -168,7 +244,7 @@ def _trains(pair: Pair, size: int) -> bool:
 
 
 def undisturbed() -> dict[int, float]:
-    with tempfile.TemporaryDirectory() as directory, two_hosts("100mbit"):
+    with tempfile.TemporaryDirectory() as directory, two_hosts(RATE):
         pair = Pair(Path(directory))
         try:
             pair.wait(lambda: all(launcher.poll() is not None for launcher in pair.launchers))
@@ -185,29 +261,66 @@ def main(words: list[str]) -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, help="write figures to this file")
+    parser.add_argument("--write", action="store_true", help="write the table of the docs, and run nothing")
     args = parser.parse_args(words)
+    if args.write:
+        page, found_before = DOCS / "reliability.md", json.loads((DOCS / "measured/host_faults.json").read_text())
+        before, _, rest = page.read_text().partition(BEGIN)
+        page.write_text(f"{before}{BEGIN}\n\n{table(found_before)}\n\n{END}{rest.partition(END)[2]}")
+        return 0
     dice, names, expected, found = random.Random(args.seed), list(FAULTS), undisturbed(), list[Measured]()
+    failed: list[dict[str, object]] = []
     for number in range(args.count):
-        one = measure(names[number % len(names)], dice.randrange(2), dice.randint(3, 8), expected)
-        print(one, flush=True)
-        found.append(one)
-    figures = {
-        "seed": args.seed,
-        "faults": len(found),
+        name = names[number % len(names)]
+        host, after = dice.choice(FAULTS[name].hosts), dice.randint(3, 8)
+        try:
+            found.append(measure(name, host, after, expected))
+            print(found[-1], flush=True)
+        except (TimeoutError, RuntimeError) as error:
+            print(f"{name} at host {NAMES[host]} after step {after}: {error}", flush=True)
+            failed.append({"fault": name, "host": host, "after": after})
+        figures = _figures(args.seed, found, failed)
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in figures.items() if name != "each"}, indent=1))
+    return int(figures["recovered"] != args.count)
+
+
+def _figures(seed: int, found: list[Measured], failed: list[dict[str, object]]) -> dict[str, object]:
+    stopped = [one for one in found if one.noticed is not None]
+    return {
+        "seed": seed,
+        "faults": len(found) + len(failed),
         "recovered": sum(one.same_losses for one in found),
-        "noticed_s": _spread([one.noticed for one in found]),
-        "next_step_s": _spread([one.next_step for one in found]),
-        "steps_redone": max(one.steps_redone for one in found),
+        "load": round(os.getloadavg()[2], 1),
+        "noticed_s": _spread([one.noticed for one in stopped if one.noticed is not None]),
+        "next_step_s": _spread([one.next_step for one in stopped]),
+        "steps_redone": max((one.steps_redone for one in found), default=0),
+        "failed": failed,
         "each": [asdict(one) for one in found],
     }
-    print(json.dumps({name: value for name, value in figures.items() if name != "each"}, indent=1))
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return int(figures["recovered"] != len(found))
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """What was run, one row per fault, and those that did not recover."""
+    lines = [
+        f"Seed {found['seed']}: {found['recovered']} of {found['faults']} recovered, on two cores at a mean load of "
+        f"{found['load']} (15 minutes).",
+        "",
+        "| fault | at host | noticed, s | next step, s | steps redone | restarts | losses bit for bit |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for one in found["each"]:
+        noticed = "-" if one["noticed"] is None else f"{one['noticed']:.1f}"
+        counts = f"{one['next_step']:.1f} | {one['steps_redone']} | {one['restarts']}"
+        same = "yes" if one["same_losses"] else "NO"
+        lines.append(f"| {one['fault']} | {NAMES[one['host']]} | {noticed} | {counts} | {same} |")
+    lines += [f"| {one['fault']} | {NAMES[one['host']]} | | | | | did not recover |" for one in found["failed"]]
+    return "\n".join(lines)
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": round(statistics.median(values), 1), "max": round(max(values), 1)}
+    return {"median": round(statistics.median(values), 1), "max": round(max(values), 1)} if values else {}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import host_faults
 
 from benchmarks.optimizer_formats import BASE, differences
 
@@ -209,6 +210,6 @@ def test_failed_saves_end_no_run() -> None:
 
 def test_host_faults() -> None:
     page, found = (DOCS / "reliability.md").read_text(), json.loads((DOCS / "measured/host_faults.json").read_text())
-    for one in found["each"]:
-        seconds = f"{one['noticed']:.1f} | {one['next_step']:.1f} | {one['steps_redone']}"
-        assert f"| {one['fault']} | {'ab'[one['host']]} | {seconds} | yes |" in page and one["same_losses"]
+    assert host_faults.table(found) in page, "python -m tests.host_faults --write"
+    assert found["faults"] == len(found["each"]) + len(found["failed"])
+    assert found["recovered"] == sum(one["same_losses"] for one in found["each"])

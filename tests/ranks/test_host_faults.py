@@ -70,4 +70,4 @@ def test_what_several_hosts_need_is_said_at_once(capsys: pytest.CaptureFixture[s
 def test_hosts_that_lost_each_other_train_on_as_if_they_had_not(fault: str) -> None:
     if not possible():
         pytest.skip("needs the right to make network namespaces")
-    assert measure(fault, 1, 4, undisturbed()).same_losses
+    assert measure(fault, FAULTS[fault].hosts[-1], 4, undisturbed()).same_losses
