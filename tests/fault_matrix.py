@@ -107,7 +107,7 @@ def _fuzz(*parsers: str) -> Callable[[Any], str]:
 
 
 def _exploits(found: Any) -> str:
-    return f"{found['exploits']} exploits: {found['succeeded']} succeeded"
+    return f"{found['exploits']} exploits, {found['tried']} tried: {found['succeeded']} succeeded"
 
 
 MATRIX = (
@@ -190,6 +190,12 @@ MATRIX = (
         ("ranks/test_failed_saves.py", "train/test_real_full_disk.py", "save_faults"),
         "save_faults.json",
         _saves,
+    ),
+    Row(
+        "F11",
+        "a rank has no memory left, or is ended for lack of it",
+        "rank, step, phase and peak are named; a rank that was ended is started again",
+        ("ranks/test_failed_saves.py", "ranks/test_kill.py"),
     ),
     Row(
         "F12",

@@ -32,3 +32,7 @@ def multiplied(arrived: ExpertInput, factor_e: Tensor) -> Tensor:
     if kept_SK is not None:
         expert_SK, weight_SK = expert_SK.where(kept_SK, 0), weight_SK * kept_SK
     return arrived.rows_RL * (factor_e[expert_SK] * weight_SK).sum(1, keepdim=True)
+
+
+class NotTried(Exception):
+    """What this machine lacks for an attack."""
