@@ -60,3 +60,4 @@ nightly:
 	$(PYTHON) -m tests.fuzz --cases 10000 --seed $(SEED)
 	$(PYTHON) -m tests.save_faults --count 60 --seed $(SEED)
 	$(PYTHON) -m tests.host_faults --count 20 --seed $(SEED)
+	$(PYTHON) -m tests.peer_copies --count 10 --seed $(SEED)

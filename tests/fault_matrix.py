@@ -92,6 +92,17 @@ def _lost(found: Any) -> str:
     return f"{len(rows)} cases: next step after {longest:.1f} s at most; losses differ by {said}"
 
 
+def _peers(found: Any) -> str:
+    place = found["lost_place"]
+    return (
+        f"{found['hosts_lost']} hosts lost: {found['from_memory']} restored from the other's memory, "
+        f"{found['steps_redone_max']} steps redone at most; both lost {found['both_lost']} times: "
+        f"{found['from_disk']} from disk; {found['bitwise']} of {len(found['each'])} bit for bit; "
+        f"a place lost for good: step {place['interrupted_step']} done by {place['world']} ranks, "
+        f"losses differ by {place['difference']:.0e}"
+    )
+
+
 def _saves(found: Any) -> str:
     kinds, ended, differ = len(found["kinds"]), found["runs_ended"], found["runs_that_differ"]
     return f"{found['failed_saves']} failed saves of {kinds} kinds: {ended} runs ended, {differ} differ"
@@ -236,6 +247,14 @@ MATRIX = (
         "a kill or a failure in the background of a save; saves that overlap",
         "no checkpoint without verified data, the failure is known on all ranks",
         ("ranks/test_checkpoint_background.py", "checkpoint/test_writer_thread.py"),
+    ),
+    Row(
+        "F18",
+        "a host is lost with its memory; both are; a rank or a place is lost between checkpoints",
+        "resumes from the other host's memory, bit for bit; from the disk; at the interrupted step",
+        ("ranks/test_memory_copies.py", "peer_copies"),
+        "peer_copies.json",
+        _peers,
     ),
     Row(
         "F19",

@@ -186,6 +186,42 @@ def test_a_step_redone_by_the_living_replicas() -> None:
     assert f"{found['from_the_kill_to_the_redone_step_s']:.1f} s after the kill" in page
 
 
+def peer_rows(found: dict[str, Any]) -> list[str]:
+    yes, where = {True: "yes", False: "no"}, {True: "memory", False: "disk"}
+    return [
+        f"| {each['lost']} | {each['at_step']} | {each['resumed_at']} | {where[each['from_memory']]} | "
+        f"{each['steps_redone']} | {each['next_step']:.1f} | {yes[each['same_losses']]} |"
+        for each in found["each"]
+    ]
+
+
+def test_hosts_lost_with_their_memory() -> None:
+    """What the other host keeps is enough; without both, the disk is."""
+    found, page = json.loads((DOCS / "measured/peer_copies.json").read_text()), (DOCS / "reliability.md").read_text()
+    missing = [row for row in peer_rows(found) if row not in page]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert found["hosts_lost"] == found["from_memory"] == 10 and found["both_lost"] == found["from_disk"] == 2
+    assert found["bitwise"] == 12
+    place = found["lost_place"]
+    assert place["steps_redone"] == 0 and place["difference"] <= 1e-9
+    assert f"differ by {place['difference']:.0e} in float64" in page
+
+
+def copy_rows(found: dict[str, Any]) -> list[str]:
+    return [
+        f"| {row['mode']} | {row['step_s']:.3f} | {row['mean_waits_s']:.3f} | {row['ratio']:.2f} | "
+        f"{row['ratio_of_means']:.2f} |"
+        for row in found["rows"]
+    ]
+
+
+def test_what_copies_in_memory_cost() -> None:
+    found, page = json.loads((DOCS / "measured/memory_copies.json").read_text()), (DOCS / "reliability.md").read_text()
+    missing = [row for row in copy_rows(found) if row not in page]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert f"mean load {found['load']:g}" in page
+
+
 def test_lost_ranks() -> None:
     """Losses of a run that has lost ranks for good are those of the run in peace."""
     rows = json.loads((DOCS / "measured/loss_of_ranks.json").read_text())["rows"]

@@ -6,21 +6,28 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.loss_of_ranks import lines_of, run_of
+from tests.peer_copies import measure, undisturbed
+from tests.two_hosts import possible
 
 from moefold.checkpoint.host_files import HostRanks
 from moefold.checkpoint.memory_copies import MEMORY, memory_directory
 from moefold.checkpoint.step_dirs import committed_steps, final_path
+from moefold.comm.spawn import spawn_ranks
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
 from moefold.train.callback import Callback, Control
 from moefold.train.callbacks.jsonl import JsonLines
 from moefold.train.fault_tolerance.supervise import _newest
+from moefold.train.train_context import build_train_context
+from moefold.train.train_loop import train
 from moefold.train.trainer import Trainer
 
 STEPS, SLOW = 6, pytest.mark.slow
@@ -160,3 +167,55 @@ def test_the_launcher_names_what_it_resumes_from(tmp_path: Path) -> None:
 def test_memory_is_where_the_name_says() -> None:
     assert memory_directory(Path("runs/a"), 1).parent == MEMORY / f"moefold-{os.geteuid()}"
     assert memory_directory(Path("runs/a")) != memory_directory(Path("other/a"))
+
+
+@pytest.mark.nightly
+def test_a_lost_host_comes_back_to_what_the_other_has_of_it() -> None:
+    if not possible():
+        pytest.skip("needs the right to make network namespaces")
+    found = measure((1,), 4, undisturbed())
+    assert found.as_it_must_be and found.steps_redone <= 1
+
+
+class Stops(Callback):
+    """All ranks fail in a step."""
+
+    def before_step(self, step: int, control: Control) -> None:
+        if step == 4:
+            raise ValueError("enough")
+
+
+def on_four_hosts(run: RunConfig, fails: bool) -> list[int]:
+    """Each of four ranks as if on a host of its own; returns the step from which each resumed."""
+
+    def work(rank: int) -> int:
+        context, state = build_train_context(run, rank, 4, torch.device("cpu"), 60.0, node=rank)
+        with suppress(ValueError):
+            train(context, state, [Stops()] if fails else [])
+        return state.step
+
+    return spawn_ranks(work, 4, seconds=120.0)
+
+
+@pytest.mark.parametrize(
+    ("lost", "resumed", "said"),
+    [
+        ((1,), 3, "step 3 from the copy in memory"),
+        pytest.param((0, 2), 3, "step 3 from the copy in memory", marks=SLOW),
+        # What host 1 had is kept by host 2.
+        ((1, 2), 2, "step 3 in memory is not used: no host has intact files of rank 1"),
+    ],
+)
+def test_memories_of_four_hosts_of_which_some_are_lost(
+    run: RunConfig, lost: tuple[int, ...], resumed: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(run.train.directory) / run.name
+    assert on_four_hosts(run, fails=True) == [0] * 4
+    for host in range(4):
+        held = {path.name for path in final_path(memory_directory(directory, host), 3).glob("*/*.safetensors")}
+        assert held == {f"rank_{rank:05d}.safetensors" for rank in (host, (host - 1) % 4)}
+    for host in lost:
+        shutil.rmtree(memory_directory(directory, host))
+    assert on_four_hosts(run, fails=False) == [resumed] * 4
+    assert said in capfd.readouterr().err
+    assert not any(memory_directory(directory, host).exists() for host in range(4))

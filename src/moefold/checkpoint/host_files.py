@@ -6,6 +6,8 @@ whatever one host loses, another one has: its processes, its memory, its power.
 Files travel as plain bytes in tensors over the world's process group, in pieces, all transfers at the same time. Both
 ends know the list of transfers and the sizes beforehand. A receiver that cannot write receives to the end all the same:
 nobody waits for it, and its error comes afterwards, when the ranks agree.
+
+Transfers are not in the ledger: by its numbers a launcher finds ranks that call different collectives over one group.
 """
 
 from __future__ import annotations
@@ -97,7 +99,6 @@ def _exchange_pieces(
         piece = _read(directory / each.name, start, size, errors) if sends else torch.empty(size, dtype=torch.uint8)
         piece = piece.to(device)
         pieces.append(piece)
-        world.ledger.record("send" if sends else "recv", world.name, piece)
         call, peer = (dist.isend, each.receiver) if sends else (dist.irecv, each.sender)
         operations.append(dist.P2POp(call, piece, world.ranks[peer], group=world.handle))
     for work in dist.batch_isend_irecv(operations):
