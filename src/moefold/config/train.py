@@ -80,7 +80,7 @@ class CorruptionConfig:
 
     __pydantic_config__: ClassVar = STRICT
 
-    # Steps between comparisons, which are also made before every checkpoint; 0: never.
+    # Steps between comparisons, which are also made before every checkpoint and copy in memory; 0: never.
     every: int = 100
     # What follows if replicas differ or memory changed: train again from the last checkpoint that agreed, or stop;
     # exclude: also take the ranks out of the run that are known to be wrong.
