@@ -1,6 +1,8 @@
 """Train for a long time under random faults, beside the same run in peace, and compare the two.
 
-Both runs have two ranks and start together, each on a core of its own, so whatever slows the machine slows both. Faults
+Both runs have two ranks and start together, each on a core of its own, so whatever slows the machine slows both. In each
+step the host waits `--device-seconds`, as it would for a GPU: steps, and therefore those that are done twice, are longer
+than their work on this host, and restarts take what they take. Faults
 come at random, `--between` seconds apart on average (exponential, so some come during the recovery from another one):
 ranks are killed, crash, raise, stop; writes fail; bits flip in weights; the launcher is preempted and started again.
 
@@ -51,13 +53,13 @@ SETTINGS = {
     # Replicas: a flipped bit has something to be compared with.
     "parallel.dp_replicate": 2,
     "parallel.edp_replicate": 2,
-    "data.seq_len": 64,
-    "data.global_batch": 8,
+    "data.seq_len": 32,
+    "data.global_batch": 4,
     "data.micro_batch": 2,
     "data.validation": None,
     "train.steps": 1_000_000,
     "train.log_every": 10,
-    "train.saving.every": 5,
+    "train.saving.every": 2,
     "train.watchdog.seconds": 2.0,
     # The same rank may be hit again and again, by chance.
     "train.elastic.min_world": WORLD,
@@ -100,10 +102,11 @@ WEIGHTS = {name: weight for name, (_, weight) in (FROM_OUTSIDE | INSIDE).items()
 class Faults(Callback):
     """Does what the driver has asked this rank for, in a file of its own."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, device_seconds: float) -> None:
+        self.directory, self.device_seconds = directory, device_seconds
 
     def before_step(self, step: int, control: Control) -> None:
+        time.sleep(self.device_seconds)
         asked = _asked_file(self.directory, control.rank)
         if asked.exists():
             kind = asked.read_text()
@@ -122,6 +125,7 @@ class Side:
     run: RunConfig
     directory: Path
     core: int
+    device_seconds: float
     pid: int = 0
 
     def start(self) -> None:
@@ -138,7 +142,7 @@ class Side:
         with (self.directory / "log").open("a") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        callbacks, code = [Faults(self.directory), TimedDiary(self.directory / "diary.jsonl")], 1
+        callbacks, code = [Faults(self.directory, self.device_seconds), TimedDiary(self.directory / "diary.jsonl")], 1
         try:
             with stop_on_signals() as stop:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -261,6 +265,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--between", type=float, default=60.0, help="mean seconds between faults (default 60)")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6)
+    parser.add_argument("--device-seconds", type=float, default=0.2, help="of each step that the host only waits")
     parser.add_argument("--kinds", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS), metavar="KIND")
     parser.add_argument("--json", type=Path, help="write the figures into this file")
     args = parser.parse_args()
@@ -268,8 +273,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="moefold-soak-") as folder:
         sides = []
         for name, core in (("disturbed", cores[0]), ("peaceful", cores[-1])):
-            run = moefold.load_run("debug_small", SETTINGS | {"train.directory": f"{folder}/{name}"})
-            sides.append(Side(run, Path(folder) / name / run.name, core))
+            run = moefold.load_run("debug_tiny", SETTINGS | {"train.directory": f"{folder}/{name}"})
+            sides.append(Side(run, Path(folder) / name / run.name, core, args.device_seconds))
         soak = Soak(sides[0], sides[1], random.Random(args.seed), args.between, args.kinds)
         stopped = soak.train(args.minutes * 60)
         found = {"seed": args.seed, "between_s": args.between} | compare(soak, stopped)
