@@ -28,12 +28,13 @@ from torch import Tensor
 import moefold.checkpoint.files
 import moefold.comm.collectives
 import moefold.comm.p2p
-import moefold.optim.optimizer
 import moefold.pipeline.step
 import moefold.train.train_loop
 from moefold.config.parallel import ParallelConfig
 from moefold.config.run import RunConfig
 from moefold.config.train import SavingConfig
+from moefold.optim.muon import Muon
+from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.param_shards import local_part
 from moefold.train.callback import Callback, Control, RunInfo, StepRecord
 from moefold.train.fault_tolerance.supervise import supervise
@@ -74,13 +75,15 @@ def _mid_write(nth: int, die: Callable[[], NoReturn]) -> None:
 
 
 def _mid_optimizer(nth: int, die: Callable[[], NoReturn]) -> None:
-    def some_groups(step: Callable[..., Any], optimizer: torch.optim.Optimizer, *rest: Any) -> None:
-        optimizer.param_groups = optimizer.param_groups[:1]
-        step(optimizer, *rest)
+    def first_group(step: Callable[..., Any], optimizer: ModelOptimizer, *rest: Any) -> None:
+        part = optimizer.parts[0]
+        # Ranks of Muon meet in exchanges for all groups.
+        if not isinstance(part, Muon):
+            part.param_groups = part.param_groups[:1]
+            part.step()
         die()
 
-    # The subclass: torch wraps ``step`` of the class it builds, and calls of a wrapped one do not pass the parent's.
-    _at(moefold.optim.optimizer.TorchAdamW, "step", nth, some_groups)
+    _at(ModelOptimizer, "step", nth, first_group)
 
 
 def _mid_removal(kind: int, die: Callable[[], NoReturn]) -> None:
@@ -133,7 +136,7 @@ POINTS = {
     "inside an exchange": _call(moefold.comm.collectives, "_all_to_all", 40),
     "inside a sum": _call(moefold.comm.collectives, "_all_reduce", 20),
     "after backward": Point(lambda n, die: _before(moefold.pipeline.step, "finish_gradients", n, die), 3, 0),
-    "mid-optimizer": Point(_mid_optimizer, 3, 0, (moefold.optim.optimizer.TorchAdamW, "step")),
+    "mid-optimizer": Point(_mid_optimizer, 3, 0),
     "before the bias moves": _call(moefold.pipeline.step, "move_expert_biases", 3),
     "mid-shard": Point(_mid_write, 12, 0, (moefold.checkpoint.files, "_write_all")),
     "before a file is durable": Point(lambda n, die: _before(moefold.checkpoint.files, "fsync", n, die), 3, 1),

@@ -1,10 +1,10 @@
 """Train for a long time under random faults, beside the same run in peace, and compare the two.
 
-Both runs have two ranks and start together, each on a core of its own, so whatever slows the machine slows both. In each
-step the host waits `--device-seconds`, as it would for a GPU: steps, and therefore those that are done twice, are longer
-than their work on this host, and restarts take what they take. Faults
-come at random, `--between` seconds apart on average (exponential, so some come during the recovery from another one):
-ranks are killed, crash, raise, stop; writes fail; bits flip in weights; the launcher is preempted and started again.
+Both runs have two ranks and start together, each on a core of its own, so whatever slows the machine slows both. In
+each step the host waits `--device-seconds`, as it would for a GPU: steps, and therefore those that are done twice, take
+longer than their work on this host, and restarts take what they take. Faults come at random, `--between` seconds apart
+on average (exponential, so some come during the recovery from another one): ranks are killed, crash, raise, stop;
+writes fail; bits flip in weights; the launcher is preempted and started again.
 
 The effective training time is the share of the peaceful run's steps that the disturbed one has done in the same time:
 it counts everything, from noticing a fault to steps that were done twice. Losses and gradient norms of all steps that
