@@ -37,6 +37,7 @@ from moefold.optim.muon import Muon
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.param_shards import local_part
 from moefold.train.callback import Callback, Control, RunInfo, StepRecord
+from moefold.train.fault_tolerance.signals import INTERRUPTED
 from moefold.train.fault_tolerance.supervise import supervise
 from moefold.train.train_context import TrainContext, build_train_context, run_directory
 from moefold.train.train_loop import train
@@ -281,6 +282,8 @@ def run_with_kills(run: RunConfig, world: int, kills: list[Kill]) -> tuple[list[
         return code
 
     code = supervise(work, world, directory / "checkpoints", 30.0, max_fruitless=len(kills) + 3)
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt("asked to stop")
     assert code == 0
     diary = [json.loads(line) for line in (directory / "diary.jsonl").read_text().splitlines()]
     digests = [(directory / f"digest_{rank}").read_text() for rank in range(world)]
