@@ -182,7 +182,10 @@ def _curve(series: Series, x: Scale, y: Scale) -> str:
     pieces = _pieces(series.points, x, y) if series.line else ()
     path = "".join(f'<path class="line c{series.color}" d="{piece}"/>' for piece in pieces)
     if series.dots or len(points) == 1:
-        path += "".join(f'<circle class="dot c{series.color}" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in points)
+        size = 3 if series.line else 5
+        path += "".join(
+            f'<circle class="dot c{series.color}" cx="{px:.1f}" cy="{py:.1f}" r="{size}"/>' for px, py in points
+        )
     return path
 
 

@@ -24,12 +24,13 @@ from moefold.train.report.line_chart import Downsampled, Series, downsample, lin
 from moefold.train.report.summary import summary, time_parts
 from moefold.units import format_bytes, format_count, format_seconds
 
+# Of one; several have an "s" more.
 _FAULT_NAMES = {
-    RESTART: "restarts",
-    HANG: "hangs",
-    "save_failed": "failed saves",
-    "roll_back": "roll-backs",
-    "straggler": "slow ranks",
+    RESTART: "restart",
+    HANG: "hang",
+    "save_failed": "failed save",
+    "roll_back": "roll-back",
+    "straggler": "slow rank",
 }
 _TIME_COLORS = {"compute": 1, "waiting for data": 4, "saving": 3, "other": 5}
 
@@ -214,7 +215,7 @@ def _time_together(history: History) -> str:
 
 
 def _counted(faults: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {_FAULT_NAMES[kind]}" for kind, count in faults.items())
+    return ", ".join(f"{count:,} {_FAULT_NAMES[kind]}{'s' * (count != 1)}" for kind, count in faults.items())
 
 
 def _faults(history: History) -> str:
@@ -223,14 +224,14 @@ def _faults(history: History) -> str:
         return ""
     kinds = [kind for kind in _FAULT_NAMES if history.num_faults[kind]]
     dots = [
-        Series(_FAULT_NAMES[kind], _dots(history, kind, len(kinds) - row), 1 + row % 5, dots=True, line=False)
+        Series(f"{_FAULT_NAMES[kind]}s", _dots(history, kind, len(kinds) - row), 1 + row % 5, dots=True, line=False)
         for row, kind in enumerate(kinds)
     ]
     span = (0.0, float(history.steps[-1])) if len(history.steps) else None
     chart = line_chart(
         "Faults over the run",
         dots,
-        note="" if len(dots) > 1 else _FAULT_NAMES[kinds[0]],
+        note="" if len(dots) > 1 else f"{_FAULT_NAMES[kinds[0]]}s",
         from_zero=True,
         ticks=False,
         x_range=span,
@@ -243,7 +244,7 @@ def _faults(history: History) -> str:
     more = sum(history.num_faults.values()) - len(history.faults)
     note = f'<p class="note">{more:,} more are counted, not shown</p>' if more else ""
     head = '<tr><th>step</th><th style="text-align:left">kind</th><th style="text-align:left">what</th></tr>'
-    table = f'<div class="panel scroll"><table>{head}{rows}</table>{note}</div>'
+    table = f'<div class="panel scroll" style="margin-top:16px"><table>{head}{rows}</table>{note}</div>'
     return f'<h2>Faults and restarts</h2><div class="charts">{chart}</div>{table}'
 
 
