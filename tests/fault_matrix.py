@@ -168,9 +168,9 @@ MATRIX = (
     ),
     Row(
         "F6",
-        "the link between two hosts is cut, one way, slow or lossy; a host is killed, or vanishes, and comes back",
-        "both sides stop, never two writers, they go on when it is mended",
-        ("ranks/test_host_faults.py", "host_faults"),
+        "the link of two hosts is cut, one way, slow or lossy; a host is killed or vanishes, and comes back or not",
+        "both sides stop, never two writers, they go on when it is mended, or one goes on alone",
+        ("ranks/test_host_faults.py", "train/test_host_starts.py", "host_faults"),
         "host_faults.json",
         _hosts,
     ),

@@ -60,9 +60,12 @@ def test_a_signal_to_one_host_saves_and_ends_both_with_75(tmp_path: Path) -> Non
 
 
 def test_what_several_hosts_need_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "debug_tiny", "--nnodes", "2", "--node-rank", "2", "--master-port", "0"]) == 2
+    wrong = ("--node-rank", "2", "--master-port", "0", "--host-patience", "-1")
+    assert main(["train", "debug_tiny", "--nnodes", "2", *wrong]) == 2
     said = capsys.readouterr().err
-    assert all(word in said for word in ("--node-rank", "--master-addr", "--master-port"))
+    assert all(word in said for word in ("--node-rank", "--master-addr", "--master-port", "--host-patience"))
+    assert main(["train", "debug_tiny", "--nnodes", "2", "--master-addr", "a,b,c"]) == 2
+    assert "one address for each" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -92,7 +92,8 @@ def _next_number(run_dir: Path, elsewhere: Incarnation | None) -> int:
         # Of another run: `UploadLog.start` refuses it.
         later = elsewhere if before and elsewhere and elsewhere.run == before.run else None
         number = max(before.number if before else 0, later.number if later else 0) + 1
-        _write_incarnation(run_dir, Incarnation(before.run if before else secrets.token_hex(8), number))
+        taken = Incarnation(before.run if before else secrets.token_hex(8), number)
+        replace_small(run_dir / NUMBER, json.dumps(asdict(taken)).encode())
     return number
 
 
@@ -179,14 +180,14 @@ def read_incarnation(run_dir: Path) -> Incarnation | None:
     raise CheckpointError(f"{path}: not a run's id and number; restore it, or continue in a new directory")
 
 
-def _write_incarnation(run_dir: Path, incarnation: Incarnation) -> None:
-    path, temporary = run_dir / NUMBER, run_dir / f"{NUMBER}.tmp"
-    content = json.dumps(asdict(incarnation)).encode()
+def replace_small(path: Path, content: bytes) -> None:
+    """Less than a block, whole or not at all, also on a full disk if the file exists; called inside the gate."""
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         write_file(temporary, [content])
         with naming(temporary):
             os.replace(temporary, path)
-        fsync_directory(run_dir)
+        fsync_directory(path.parent)
     except CheckpointError as error:
         with suppress(OSError):
             os.unlink(temporary)

@@ -25,6 +25,8 @@ A second one, 1 to 10 s after the first, stops at once without saving. Ranks sta
 --patience seconds later are ended. Once asked to stop, ranks are never started again.
 A place that fails three starts in a row while the others do not is lost: a spare takes over, or the run goes on with
 fewer ranks in the best legal layout, on the same batches (train.elastic.min_world: at least half of them by default).
+With --nnodes, a run goes on without hosts that stay away for --host-patience seconds, by the same rules; a host that
+comes back takes part from the next start on. All hosts need the same train.directory.
 A run that has checkpoints may also be started with another number of ranks than its layout folds over.
 A run whose predicted memory is more than the GPU, or for CPU ranks the host, has is refused with the nearest setting
 that fits; --force starts it.
@@ -52,8 +54,20 @@ def add_to(commands: Subparsers) -> None:
     )
     parser.add_argument("--nnodes", type=int, metavar="N", help="hosts that train together, each started by hand")
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="which of them this is (default 0)")
-    parser.add_argument("--master-addr", metavar="A", help="address of host 0, which listens there and nowhere else")
-    parser.add_argument("--master-port", type=int, default=29500, metavar="P", help="its port (default 29500)")
+    parser.add_argument(
+        "--master-addr",
+        metavar="A,...",
+        help="address of host 0, which listens there and nowhere else; more, of hosts 1, 2, ...: each does if those "
+        "before it are lost",
+    )
+    parser.add_argument("--master-port", type=int, default=29500, metavar="P", help="their port (default 29500)")
+    parser.add_argument(
+        "--host-patience",
+        type=float,
+        default=45.0,
+        metavar="S",
+        help="seconds until the run goes on without hosts that stay away; 0: never (default 45)",
+    )
     add_device_option(parser)
     parser.add_argument(
         "--patience",
@@ -103,13 +117,19 @@ def _hosts(args: argparse.Namespace) -> Hosts | None:
         problems.append(Problem("--node-rank", f"{args.node_rank} is no host of {args.nnodes}", "count from 0"))
     if args.master_addr is None:
         problems.append(Problem("--master-addr", "is missing", "give the address of host 0 on the hosts' network"))
+    addresses = tuple((args.master_addr or "").split(","))
+    if args.master_addr is not None and (not all(addresses) or len(addresses) > args.nnodes):
+        what = f"{args.master_addr!r} does not have one address for each of the first of {args.nnodes} hosts"
+        problems.append(Problem("--master-addr", what, "give addresses of hosts 0, 1, ..., with commas between them"))
+    if not args.host_patience >= 0:
+        problems.append(Problem("--host-patience", f"{args.host_patience:g} is no time", "0 is never, 45 the default"))
     if not 0 < args.master_port < 1 << 16:
         problems.append(Problem("--master-port", f"{args.master_port} is no port", "29500 is the default"))
     if args.device == "cuda":
         problems.append(Problem("--nnodes", "starts ranks on CPUs", "on GPUs use torchrun"))
     if problems:
         raise ConfigError(*problems)
-    return Hosts(args.nnodes, args.node_rank, args.nproc or 1, args.master_addr, args.master_port)
+    return Hosts(args.nnodes, args.node_rank, args.nproc or 1, addresses, args.master_port, args.host_patience)
 
 
 def _check_memory(run: RunConfig, world: int, device: str | None) -> None:

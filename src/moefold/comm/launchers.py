@@ -62,22 +62,21 @@ class Place:
 class Hosts:
     """`moefold train --nnodes`: this host among those of a job, each of which starts ``ranks`` ranks.
 
-    Host 0 has ``address`` and serves the store there, and nowhere else.
+    Host i has ``addresses[i]``. One host serves the store there, and nowhere else: host 0, and if it is lost for
+    ``patience`` seconds, the next that has an address. After as many seconds the run goes on without hosts that stay
+    away; with 0 it never does.
     """
 
     count: int
     index: int
     ranks: int
-    address: str
+    addresses: tuple[str, ...]
     port: int = DEFAULT_PORT
+    patience: float = 45.0
 
     @property
     def world(self) -> int:
         return self.count * self.ranks
-
-    @property
-    def first_rank(self) -> int:
-        return self.index * self.ranks
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:

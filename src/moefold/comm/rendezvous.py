@@ -9,6 +9,8 @@ Rank 0 of a start takes the next number and waits until all ranks have registere
 The others register under the newest number, and again whenever it changes, until theirs is opened while they wait: a
 number that was open before a rank arrived belongs to a start that it has missed. So nothing depends on how often each
 host has started its ranks, which differs when an agent was lost and came back.
+
+Hosts with launchers of our own get the number and the ranks of a start from a decision (`membership.py`) instead.
 """
 
 from __future__ import annotations
@@ -18,17 +20,24 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from moefold.comm.launchers import Hosts, Place
+from moefold.comm.membership import HostStart
 from moefold.errors import TrainingError
 
 _POLL_SECONDS = 0.02
 _CONNECT_SECONDS = 2.0
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+
+Answer = TypeVar("Answer")
 
 
 def store_at(place: Place, timeout: timedelta) -> Store:
@@ -48,40 +57,73 @@ def store_at(place: Place, timeout: timedelta) -> Store:
 
 
 class HostStore:
-    """The store of a job whose hosts each have a launcher of ours; a launcher makes it once, and its ranks join.
+    """The store of a job whose hosts each have a launcher of ours: one launcher serves it, all others reach it there.
 
-    The launcher of host 0 serves it for as long as it lives, over all starts of the ranks. Ranks of every host wait for
-    it: a host that comes back, or a link that heals, is found by the next attempt to connect.
+    torch's client waits without limit for a host that vanished, and holds off signals while it waits. So a launcher
+    asks in a thread that it can leave behind, each time over a new connection.
     """
 
-    def __init__(self, hosts: Hosts, seconds: float) -> None:
-        self.hosts, self.seconds = hosts, seconds
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
         self._served: Store | None = None
-        if hosts.index == 0:
-            number = socket.getaddrinfo(hosts.address, hosts.port, type=socket.SOCK_STREAM)[0]
-            listening = socket.create_server(number[4][:2], family=number[0])
-            self._served = TCPStore(
-                hosts.address, hosts.port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
 
-    def join(self, local_rank: int) -> tuple[Store, int, int]:
+    def serve(self) -> None:
+        """On this host's own address, from now on."""
+        if self._served is not None:
+            return
+        address, port = self.hosts.addresses[self.hosts.index], self.hosts.port
+        try:
+            number = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(number[4][:2], family=number[0])
+        except OSError as error:
+            raise TrainingError(f"host {self.hosts.index} cannot listen on {address}:{port}: {error}") from None
+        self._served = TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+    def close(self) -> None:
+        self._served = None
+
+    @property
+    def serves(self) -> bool:
+        return self._served is not None
+
+    def ask(self, host: int, question: Callable[[Store], Answer]) -> Answer | None:
+        """What the store of a host answers; None if it is not reached."""
+        answers: list[Answer] = []
+
+        def work() -> None:
+            # Another process may listen there, or the host may vanish at any moment.
+            with suppress(OSError, RuntimeError, TrainingError):
+                answers.append(question(self._connect(host, 0.0)[0]))
+
+        asking = threading.Thread(target=work, daemon=True)
+        asking.start()
+        asking.join(2 * _CONNECT_SECONDS)
+        return answers[0] if answers else None
+
+    def join(self, start: HostStart, seconds: float, local_rank: int) -> tuple[Store, int, int]:
         """In a rank: the store of this start, its rank and the world."""
-        hosts, ends = self.hosts, time.monotonic() + self.seconds
-        rank = hosts.first_rank + local_rank
+        rank = start.first_rank(self.hosts.index) + local_rank
+        try:
+            shared, own = self._connect(start.store, seconds)
+        except TrainingError as error:
+            raise TrainingError(f"rank {rank}: {error}") from None
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own))
+        return PrefixStore(f"moefold/start_{start.number}", shared), rank, start.world
+
+    def _connect(self, host: int, seconds: float) -> tuple[Store, str]:
+        """A client of a host's store, and the address by which this host reaches it; tries again for ``seconds``."""
+        address, port, ends = self.hosts.addresses[host], self.hosts.port, time.monotonic() + seconds
         while True:
             try:
-                with socket.create_connection((hosts.address, hosts.port), timeout=_CONNECT_SECONDS) as reached:
+                with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as reached:
                     own = reached.getsockname()[0]
                 break
             except OSError as error:
-                if time.monotonic() > ends:
-                    where = f"{hosts.address}:{hosts.port}"
-                    raise TrainingError(f"rank {rank}: host 0 was not reached at {where}: {error}") from None
+                if time.monotonic() + _CONNECT_SECONDS / 4 > ends:
+                    raise TrainingError(f"host {host} was not reached at {address}:{port}: {error}") from None
                 time.sleep(_CONNECT_SECONDS / 4)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(own))
         left = timedelta(seconds=max(1.0, ends - time.monotonic()))
-        shared = TCPStore(hosts.address, hosts.port, None, False, timeout=left, wait_for_workers=False)
-        return agree_on_start(shared, rank, hosts.world, left.total_seconds()), rank, hosts.world
+        return TCPStore(address, port, None, False, timeout=left, wait_for_workers=False), own
 
 
 def interface_of(address: str) -> str:

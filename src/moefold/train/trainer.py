@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from moefold.comm.heartbeat import Heartbeat
+    from moefold.comm.membership import HostStart
     from moefold.moe.routing_policies import PolicyOrName
 
 
@@ -178,20 +179,18 @@ class Trainer:
         from moefold.train.fault_tolerance.watchdog import Watchdog
 
         directory = _directory(self.run)
-        hosts = Hosts(1, 0, self.layout.world, "") if self.hosts is None else self.hosts
         enter: Callable[[int], Heartbeat] | None = None
+        first_rank = 0
 
         def work(rank: int) -> int:
             assert enter is not None
-            number = hosts.first_rank + rank
-            return self._fit_rank(number, self.layout.world, torch.device("cpu"), stop, enter(rank))
+            return self._fit_rank(first_rank + rank, self.layout.world, torch.device("cpu"), stop, enter(rank))
 
-        def spawn(at_place: Callable[[int], int], world: int, **words: object) -> list[int]:
-            """Watched by a watchdog of so many ranks."""
-            nonlocal enter
-            with closing(
-                Watchdog(world, self.run.train.watchdog, self.patience, directory, hosts.first_rank)
-            ) as watchdog:
+        def spawn(at_place: Callable[[int], int], world: int, first: int = 0, **words: object) -> list[int]:
+            """Watched by a watchdog of so many ranks; ``first``: the number of the first of them."""
+            nonlocal enter, first_rank
+            first_rank = first
+            with closing(Watchdog(world, self.run.train.watchdog, self.patience, directory, first_rank)) as watchdog:
                 enter = watchdog.enter
                 return watchdog.spawn(at_place, world, **words)  # type: ignore[arg-type]
 
@@ -207,12 +206,12 @@ class Trainer:
         if self.run.train.saving.memory_every:
             from moefold.checkpoint.memory_copies import memory_directory
 
-            memory = memory_directory(directory, hosts.index)
+            memory = memory_directory(directory, 0 if self.hosts is None else self.hosts.index)
         if self.hosts is not None:
-            from moefold.comm.rendezvous import HostStore
-
-            over_hosts = partial(spawn, join=HostStore(self.hosts, self.patience).join)
-            return supervise(work, hosts.ranks, checkpoints, self.patience, stop=stop, spawn=over_hosts, memory=memory)
+            supervised = partial(
+                supervise, work, self.hosts.ranks, checkpoints, self.patience, stop=stop, memory=memory
+            )
+            return self._fit_with_other_hosts(self.hosts, supervised, spawn, stop)
         idle = self.world - self.layout.world
         return supervise(
             work,
@@ -226,23 +225,74 @@ class Trainer:
             memory=memory,
         )
 
+    def _fit_with_other_hosts(
+        self, hosts: Hosts, supervised: Callable[..., int], spawn: Callable[..., list[int]], stop: StopRequest
+    ) -> int:
+        """Every start has the ranks that a decision of all hosts gives this one."""
+        from moefold.comm.membership import Fit
+        from moefold.train.fault_tolerance.host_starts import Ended, HostStarts
+
+        def fit(count: int) -> Fit:
+            layout = self._layout_of_ranks(count * hosts.ranks)
+            return Fit(layout.world, layout.describe())
+
+        starts = HostStarts(hosts, _directory(self.run), self.patience, fit, stop)
+
+        def spawn_decided(at_place: Callable[[int], int], world: int, **words: object) -> list[int]:
+            start = starts.next()
+            if isinstance(start, Ended):
+                return [start.code]
+            self._take_layout_of(start)
+            join = partial(starts.store.join, start, self.patience)
+            return spawn(at_place, start.ranks_of(hosts.index), start.first_rank(hosts.index), join=join, **words)
+
+        try:
+            code = supervised(spawn=spawn_decided)
+        except MoefoldError as error:
+            starts.end(None, str(error).splitlines()[0])
+            raise
+        starts.end(code)
+        return code
+
+    def _take_layout_of(self, start: HostStart) -> None:
+        self.layout = self._layout_of_ranks(start.came * start.ranks)
+        if (self.layout.world, self.layout.describe()) != (start.world, start.layout):
+            raise TrainingError(
+                f"host {start.store} has decided on world {start.world}: {start.layout}; the configuration here gives "
+                f"{self.layout.world}: {self.layout.describe()}; start all hosts with the same configuration"
+            )
+        if self.layout.world < self.world:
+            for line in what_layouts_change(self.run):
+                print_stderr(f"not the same on another layout: {line}")
+
+    def _layout_of_ranks(self, ranks: int) -> ElasticLayout:
+        """From what all hosts have in common, so that all find the same."""
+        if ranks == self.world:
+            return ElasticLayout(self.run, self.world)
+        if not any(_checkpoints(self.run).glob("step_*")):
+            raise TrainingError("it has no checkpoint yet, and begins with all of them")
+        return self._smaller(ranks, None)
+
     def _shrink(self, left: int) -> None:
         """Go on with at most ``left`` ranks, or say why not."""
+        self.layout = self._smaller(left, _host_memory(left))
+        for line in what_layouts_change(self.run):
+            print_stderr(f"not the same on another layout: {line}")
+
+    def _smaller(self, left: int, device: Device | None) -> ElasticLayout:
         elastic = self.run.train.elastic
         fewest = (self.world + 1) // 2 if elastic.min_world is None else elastic.min_world
         what = f"of {self.world} places {left} are left"
         if left < fewest:
             raise TrainingError(f"{what}, and train.elastic.min_world is {_or_half(elastic.min_world, fewest)}")
         try:
-            layout = layout_for_world(self.run, left, _host_memory(left))
+            layout = layout_for_world(self.run, left, device)
         except LayoutError as error:
             raise TrainingError(f"{what}, and {error}") from None
         if layout.world < fewest:
             best = f"their best layout takes {layout.world} ({layout.describe()})"
             raise TrainingError(f"{what}, {best}, and train.elastic.min_world is {_or_half(elastic.min_world, fewest)}")
-        self.layout = layout
-        for line in what_layouts_change(self.run):
-            print_stderr(f"not the same on another layout: {line}")
+        return layout
 
     def _fit_rank(
         self, rank: int, world: int, device: torch.device, stop: StopRequest, heartbeat: Heartbeat | None = None
