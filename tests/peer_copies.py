@@ -63,7 +63,7 @@ class Pair:
     def start(self, host: int) -> BaseProcess:
         words = (
             *("train", "debug_tiny", "--name", "two", "--nnodes", "2", "--node-rank", str(host), "--nproc", "2"),
-            *("--patience", str(PATIENCE)),
+            *("--patience", str(PATIENCE), "--host-patience", "0"),
             *("--master-addr", "10.99.0.1", "--parallel.ep", "4", "--train.steps", str(STEPS)),
             *("--train.saving.every", str(SAVE_EVERY), "--train.saving.memory_every", str(self.memory_every)),
             *("--train.directory", str(self.directory)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -17,13 +18,21 @@ from moefold.cli.main import main
 from moefold.train.fault_tolerance.signals import INTERRUPTED
 
 
-def _launch(host: int, directory: Path, port: int) -> subprocess.Popen[str]:
+def _launch(
+    host: int, directory: Path, port: int, addresses: str = "localhost", steps: int = 100_000, *more: str
+) -> subprocess.Popen[str]:
     words = (
         *(sys.executable, "-m", "moefold.cli.main", "train", "debug_tiny", "--nnodes", "2", "--node-rank", str(host)),
-        *("--nproc", "1", "--master-addr", "localhost", "--master-port", str(port), "--patience", "60"),
-        *("--train.directory", str(directory), "--train.steps", "100000"),
+        *("--nproc", "1", "--master-addr", addresses, "--master-port", str(port), "--patience", "60"),
+        *("--train.directory", str(directory), "--train.steps", str(steps), *more),
     )
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def _listening(port: int) -> set[str]:
@@ -39,9 +48,7 @@ def _listening(port: int) -> set[str]:
 
 @pytest.mark.slow
 def test_a_signal_to_one_host_saves_and_ends_both_with_75(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     launchers = [_launch(host, tmp_path, port) for host in range(2)]
     try:
         metrics, ends = tmp_path / "debug_tiny" / "metrics.jsonl", time.monotonic() + 120
@@ -54,6 +61,36 @@ def test_a_signal_to_one_host_saves_and_ends_both_with_75(tmp_path: Path) -> Non
         said = [launcher.communicate(timeout=90)[1] for launcher in launchers]
         assert [launcher.returncode for launcher in launchers] == [INTERRUPTED] * 2, said
         assert any((tmp_path / "debug_tiny" / "checkpoints").glob("step_*"))
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
+@pytest.mark.slow
+def test_the_host_of_the_store_is_lost_for_good_and_comes_back_too_late(tmp_path: Path) -> None:
+    """The other goes on alone from the copy in its memory; the lost one stands by, and ends when the run does."""
+    port, directory = _free_port(), tmp_path / "debug_tiny"
+    more = ("127.0.0.1,127.0.0.2", 100_000, "--host-patience", "4", "--train.saving.every", "2")
+    memory = ("--train.saving.memory_every", "1")
+    launchers = [_launch(host, tmp_path, port, *more, *memory) for host in range(2)]
+    try:
+        ends = time.monotonic() + 120
+        while not any((directory / "checkpoints").glob("step_*")):
+            assert time.monotonic() < ends and launchers[0].poll() is None, launchers[0].communicate()[1]
+            time.sleep(0.05)
+        launchers[0].kill()
+        launchers.append(_launch(0, tmp_path, port, *more, *memory))
+        back = launchers[2].stderr
+        assert back is not None
+        assert any("goes on with hosts [1]; this one stands by" in line for line in back)
+        launchers[1].send_signal(signal.SIGTERM)
+        said = launchers[1].communicate(timeout=90)[1]
+        assert "without hosts [0], going on with world 1" in said and "from the copy in memory" in said, said
+        launchers[2].wait(60)
+        assert [each.returncode for each in launchers[1:]] == [INTERRUPTED] * 2
+        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in records if record["kind"] == "step"]
+        assert sorted(set(steps)) == list(range(1, max(steps) + 1))
     finally:
         for launcher in launchers:
             launcher.kill()

@@ -186,22 +186,26 @@ class _Wait:
             return None
         self.reached = time.monotonic()
         decision, ended = answer
-        if ended is not None:
-            how = json.loads(ended)
-            if how["code"] is None:
-                raise TrainingError(f"host {self.follows} has ended the run: {how['reason']}")
+        try:
+            how = None if ended is None else json.loads(ended)
+            start = None if decision is None else HostStart.from_json(decision)
+        except ValueError as error:
+            raise TrainingError(f"the store of host {self.follows} has what no launcher wrote: {error}") from None
+        if how is not None and how["code"] is None:
+            raise TrainingError(f"host {self.follows} has ended the run: {how['reason']}")
+        if how is not None:
             return Ended(int(how["code"]))
-        if decision is None:
+        if start is None:
             return None
-        start = HostStart.from_json(decision)
+        if self.index not in start.hosts:
+            self._tell(f"start {start.number} goes on with hosts {list(start.hosts)}; this one stands by for the next")
         if start.number <= self.before:
             return None
         self.before, self.seen = start.number, start
-        if self.index in start.hosts:
-            self._tell_start(start)
-            return start
-        self._tell(f"start {start.number} goes on with hosts {list(start.hosts)}; this one stands by for the next")
-        return None
+        if self.index not in start.hosts:
+            return None
+        self._tell_start(start)
+        return start
 
     def _beat(self, store: Store) -> tuple[bytes | None, bytes | None]:
         store.add(_beats(self.index), 1)
