@@ -78,20 +78,38 @@ def test_of_two_sides_the_second_finds_that_the_first_has_gone_on(tmp_path: Path
     assert read_record(tmp_path) == first
 
 
+class _Rank0:
+    """A process that works on the run from ``begin`` to ``end``."""
+
+    def __init__(self, directory: Path) -> None:
+        asked, self._ask = os.pipe()
+        self._answers, answer = os.pipe()
+        if not (pid := os.fork()):
+            os.close(self._ask)
+            os.read(asked, 1)
+            os.write(answer, bytes([take_incarnation(directory)]))
+            os.read(asked, 1)
+            os._exit(0)
+        self.pid = pid
+
+    def begin(self) -> int:
+        """Its incarnation."""
+        os.write(self._ask, b"x")
+        return os.read(self._answers, 1)[0]
+
+    def end(self) -> None:
+        os.close(self._ask)
+        os.waitpid(self.pid, 0)
+
+
 def test_no_side_goes_on_while_rank_0_of_the_other_lives(tmp_path: Path) -> None:
     record_start(tmp_path, None, both := _start(1, 0, 0, 1))
-    ready, done = os.pipe(), os.pipe()
-    if not (pid := os.fork()):
-        number = take_incarnation(tmp_path)
-        os.write(ready[1], b"x")
-        os.read(done[0], 1)
-        os._exit(number)
-    os.read(ready[0], 1)
-    with pytest.raises(RunBusyError, match=f"process {pid}"):
+    rank_0 = _Rank0(tmp_path)
+    old = rank_0.begin()
+    with pytest.raises(RunBusyError, match=f"process {rank_0.pid}"):
         record_start(tmp_path, both, _start(2, 1, 1))
     assert read_record(tmp_path) == both
-    os.write(done[1], b"x")
-    old = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    rank_0.end()
     record_start(tmp_path, both, _start(2, 1, 1))
     # The side that went on has the next incarnation, and what a writer of the other had begun is not committed.
     own = take_incarnation(tmp_path)
@@ -188,6 +206,25 @@ def test_the_next_host_serves_where_the_one_of_the_store_is_lost_and_it_follows_
     launchers.wait(1, b)
     launchers.wait(2, c)
     assert launchers.results(0, 1, 2) == [HostStart(3, 1, (0, 1, 2), 3, 1, 3, "dp3")] * 3
+
+
+def test_of_two_sides_that_do_not_reach_each_other_one_goes_on(tmp_path: Path) -> None:
+    record_start(tmp_path, None, _start(1, 0, 0, 1))
+    # Forked first, or it would keep the stores' addresses.
+    rank_0 = _Rank0(tmp_path)
+    sides = [_Launchers(tmp_path, patience=1.5, seconds=5.0) for _ in range(2)]
+    for host, side in enumerate(sides):
+        # Each side has a port of its own, and so none is at the other's address.
+        side.wait(host, side.new(host)[0])
+    _until(lambda: any(side.found for side in sides))
+    first = 0 if sides[0].found else 1
+    gone_on = sides[first].found[first]
+    assert isinstance(gone_on, HostStart) and (gone_on.number, gone_on.hosts) == (2, (first,))
+    rank_0.begin()
+    other = str(sides[1 - first].results(1 - first)[0])
+    rank_0.end()
+    assert f"process {rank_0.pid}" in other and "no start of the ranks within 5 s" in other
+    assert read_record(tmp_path) == gone_on
 
 
 def test_a_host_that_nobody_goes_on_with_ends_and_says_where_it_looked(tmp_path: Path) -> None:
