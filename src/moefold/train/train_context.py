@@ -244,7 +244,7 @@ def record_settings(run: RunConfig, directory: Path) -> Iterator[str]:
     for text in kept.splitlines():
         for key, (old, _) in json.loads(text)["changed"].items():
             first.setdefault(key, old)
-    values = {key: dump_value(value) for key, value in leaves(run)}
+    values = {key: dump_value(value) for key, value in leaves(run)} if first else {}
     said = ", ".join(
         f"{key} {old} -> {values.get(key, 'null')}"
         for key, old in first.items()
@@ -269,6 +269,9 @@ def _write_own(files: Mapping[Path, bytes]) -> CheckpointError | None:
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, list[str]]:
     """Dotted key -> [old, new], as in YAML; a key of a section that is not there is null."""
+    # A restart has the settings of the start before it, and is to be quick.
+    if before == after:
+        return {}
     old, new = ({key: dump_value(value) for key, value in leaves(run)} for run in (before, after))
     pairs = {key: [old.get(key, "null"), new.get(key, "null")] for key in old | new}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
