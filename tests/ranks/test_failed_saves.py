@@ -26,6 +26,7 @@ from moefold.checkpoint.save import Saver
 from moefold.checkpoint.save_failures import FailurePolicy, agreed_reason, describe
 from moefold.checkpoint.step_dirs import committed_steps, final_path, verify
 from moefold.checkpoint.tensor_spec import Chunk
+from moefold.checkpoint.writer_thread import Job
 from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.errors import CheckpointError, FencedError
@@ -116,6 +117,23 @@ def test_a_save_that_is_due_takes_the_place_of_one_that_waits(tmp_path: Path, mo
     assert saver.finish() == 2 and check_all(tmp_path) == [2]
     (given_up,) = saver.take_failures()[0]
     assert given_up.step == 1 and given_up.retry_after is None
+
+
+def test_a_job_that_fails_while_it_is_asked_about_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(tmp_path, ALONE, 0, policy=FailurePolicy(retries=0, on_failure="skip"))
+    monkeypatch.setattr(files, "fsync", fails(1))
+
+    def ends_after_the_answer(job: Job[object]) -> bool:
+        answer = job._done
+        with job._running:
+            return answer
+
+    monkeypatch.setattr(Job, "ended", property(ends_after_the_answer))
+    saver.begin(1, chunks(ALONE, 1), {"step": 1})
+    saver.advance()
+    saver.advance()
+    (given_up,) = saver.take_failures()[0]
+    assert given_up.step == 1 and "No space left" in given_up.reason
 
 
 def test_several_in_a_row_end_the_run_and_a_commit_between_them_does_not_count(

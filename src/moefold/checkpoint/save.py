@@ -257,8 +257,10 @@ class Saver:
                 self._attempt(save)
             return
         job: Job[str] | Job[Written] | None = save.committing if save.all_written else save.writing
-        failed = job is not None and job.ended and job.error is not None
-        done = job is None or (job.ended and not failed)
+        # Read once: a job that ends, and fails, between two reads would count as done.
+        ended = job is None or job.ended
+        failed = ended and job is not None and job.error is not None
+        done = ended and not failed
         counts = all_reduce_no_grad(torch.tensor([int(done), int(failed)], device=self.device), self.world).tolist()
         if sum(counts) < self.world.size:
             return
