@@ -116,6 +116,45 @@ def test_drawn_signals() -> None:
     assert not any(piece["failures"] for piece in pieces)
 
 
+def kill_rows(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One row per piece."""
+    return [
+        f"| {piece['seed']} | {piece['runs']} | {piece['kills']} | {_counts(piece['worlds'])} | "
+        f"{_counts(piece['axes'])} | {piece['failures']} |"
+        for piece in pieces
+    ]
+
+
+def _counts(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}: {number}" for name, number in counted.items())
+
+
+def test_drawn_kills() -> None:
+    pieces = json.loads((DOCS / "measured/kills.json").read_text())["pieces"]
+    missing = [row for row in kill_rows(pieces) if row not in (DOCS / "reliability.md").read_text()]
+    assert not missing, "write these rows into docs/reliability.md:\n" + "\n".join(missing)
+    assert not any(piece["failures"] for piece in pieces)
+
+
+def soak_row(found: Mapping[str, Any]) -> str:
+    spread = found["next_step_s"]
+    return (
+        f"| {found['seed']} | {found['minutes']:g} | {found['faults']} | {found['steps']:,} | "
+        f"{found['steps_under_faults']:,} | {found['effective_training_time']:.1%} | {found['steps_done_twice']} | "
+        f"{found['steps_that_differ']} of {found['steps_compared']:,} | {spread['median']:.1f} / {spread['max']:.1f} |"
+    )
+
+
+def test_the_soak() -> None:
+    """95 % of the steps of the run in peace, and its losses to the last bit."""
+    if not (DOCS / "measured/soak.json").exists():
+        pytest.skip("the soak has not been run in full yet")
+    found = json.loads((DOCS / "measured/soak.json").read_text())
+    assert soak_row(found) in (DOCS / "reliability.md").read_text(), soak_row(found)
+    assert found["minutes"] >= 89 and not found["problems"] and not found["steps_that_differ"]
+    assert found["effective_training_time"] >= 0.95
+
+
 def scale_rows(found: Mapping[str, Any]) -> list[str]:
     """One row per number of ranks, and one of exponents."""
     hosts = ("first host", "other host", "resharded")
