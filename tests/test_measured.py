@@ -136,6 +136,16 @@ def test_drawn_kills() -> None:
     assert not any(piece["failures"] for piece in pieces)
 
 
+def test_restart_times() -> None:
+    """A killed rank of four: the next step has ended within two seconds, in the median."""
+    found, page = json.loads((DOCS / "measured/restart_time.json").read_text()), (DOCS / "reliability.md").read_text()
+    for kind in ("prepared", "unprepared"):
+        times, work = found[kind]["next_step_s"], found[kind]["processor_s"]["median"]
+        row = f"| {kind} | {found[kind]['restarts']} | {times['median']:.2f} / {times['max']:.2f} | {work:.2f} |"
+        assert row in page, row
+    assert found["prepared"]["next_step_s"]["median"] <= 2
+
+
 def soak_row(found: Mapping[str, Any]) -> str:
     spread = found["next_step_s"]
     return (
