@@ -17,7 +17,7 @@ from moefold.checkpoint.run_lock import check_incarnation, commit_gate, may_writ
 from moefold.comm.launchers import Hosts
 from moefold.comm.membership import ALIVE_SECONDS, Beats, Fit, HostStart, candidates_in_order, choose_start
 from moefold.errors import FencedError, RankError, RunBusyError, TrainingError
-from moefold.train.fault_tolerance.host_starts import Ended, HostStarts
+from moefold.train.fault_tolerance.host_starts import Ended, HostStarts, _how_it_ended
 from moefold.train.fault_tolerance.signals import StopRequest
 
 
@@ -234,3 +234,15 @@ def test_a_host_that_nobody_goes_on_with_ends_and_says_where_it_looked(tmp_path:
     assert f"127.0.0.1:{launchers.port}" in str(launchers.results(1)[0])
     launchers.wait(0, a)
     assert "hosts [1, 2] are missing" in str(launchers.results(0)[0])
+
+
+@pytest.mark.parametrize("said", [b"{", b"3", b"null", b"{}", b'{"code": "75"}', b'{"code": [0]}'])
+def test_an_end_that_no_launcher_wrote_is_refused(said: bytes) -> None:
+    """Anybody who reaches the store can write there."""
+    with pytest.raises(ValueError):
+        _how_it_ended(said)
+
+
+def test_ends_that_launchers_write() -> None:
+    assert _how_it_ended(b'{"code": 75, "reason": ""}') == (75, "")
+    assert _how_it_ended(b'{"code": null, "reason": "no disk"}') == (None, "no disk")

@@ -187,14 +187,14 @@ class _Wait:
         self.reached = time.monotonic()
         decision, ended = answer
         try:
-            how = None if ended is None else json.loads(ended)
+            code, reason = (None, None) if ended is None else _how_it_ended(ended)
             start = None if decision is None else HostStart.from_json(decision)
         except ValueError as error:
             raise TrainingError(f"the store of host {self.follows} has what no launcher wrote: {error}") from None
-        if how is not None and how["code"] is None:
-            raise TrainingError(f"host {self.follows} has ended the run: {how['reason']}")
-        if how is not None:
-            return Ended(int(how["code"]))
+        if code is not None:
+            return Ended(code)
+        if reason is not None:
+            raise TrainingError(f"host {self.follows} has ended the run: {reason}")
         if start is None:
             return None
         if self.index not in start.hosts:
@@ -238,6 +238,14 @@ class _Wait:
         if what != self.said:
             self.said = what
             print_stderr(f"host {self.index}: {what}")
+
+
+def _how_it_ended(said: bytes) -> tuple[int | None, str]:
+    """The exit code, or None and the error. Raises ValueError if it is something else."""
+    data = json.loads(said)
+    if not isinstance(data, dict) or not isinstance(data.get("code", ""), int | None):
+        raise ValueError("not the end of a run")
+    return data["code"], str(data.get("reason", ""))
 
 
 def _beats(host: int) -> str:
