@@ -166,12 +166,16 @@ def test_a_rank_whose_memory_flips_bits_is_excluded(tmp_path: Path, capfd: pytes
     assert "rank 1 is gone (lost place 1): spare place 2 takes over rank 1" in said and "from step_00000004" in said
 
 
+def assert_excluding_changes_no_loss(folder: Path, slow: Callback) -> None:
+    settings = {"stragglers": StragglersConfig(window=4, windows=2, on_found="exclude")}
+    clean = supervised(folder / "clean", 2, None, 12, **settings)
+    run = supervised(folder / "slow", 2, AtPlace(1, slow), 12, **settings)
+    assert losses(run) == losses(clean) and len(losses(run)) == 12
+
+
 @pytest.mark.slow
 def test_a_slow_rank_is_excluded_after_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = {"stragglers": StragglersConfig(window=4, windows=2, on_found="exclude")}
-    clean = supervised(tmp_path / "clean", 2, None, 12, **settings)
-    run = supervised(tmp_path / "slow", 2, AtPlace(1, SlowRank(1, 3.0, 2, 99)), 12, **settings)
-    assert losses(run) == losses(clean) and len(losses(run)) == 12
+    assert_excluding_changes_no_loss(tmp_path, SlowRank(1, 3.0, 2, 99))
     said = capfd.readouterr().err
     # Named after two windows, and the others go on from that very step.
     assert "step 9: rank 1 is slow: " in said
@@ -194,10 +198,7 @@ class SlowOnAFullDisk(SlowRank):
 
 @pytest.mark.slow
 def test_ranks_are_excluded_though_the_step_cannot_be_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    settings = {"stragglers": StragglersConfig(window=4, windows=2, on_found="exclude")}
-    clean = supervised(tmp_path / "clean", 2, None, 12, **settings)
-    run = supervised(tmp_path / "slow", 2, AtPlace(1, SlowOnAFullDisk(1, 3.0, 2, 99)), 12, **settings)
-    assert losses(run) == losses(clean) and len(losses(run)) == 12
+    assert_excluding_changes_no_loss(tmp_path, SlowOnAFullDisk(1, 3.0, 2, 99))
     said = capfd.readouterr().err
     assert "before ranks are excluded, step 9 could not be saved: rank 1: " in said and "No space left" in said
     assert "spare place 2 takes over rank 1; no spare is left; going on from step_00000008" in said
