@@ -54,6 +54,7 @@ nightly:
 	$(PYTHON) -m tests.straggler_draws --count 10 --seed $(SEED)
 	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 1/2
 	$(PYTHON) -m tests.kill_draws --kills 1000 --seed $(SEED) --piece 2/2
+	$(PYTHON) -m tests.restart_growth --restarts 200
 	$(PYTHON) -m tests.data_resume_draws --count 20 --seed $(SEED)
 	$(PYTHON) -m tests.soak --minutes 90 --between 60 --seed $(SEED)
 	$(PYTHON) -m tests.security.exploit_table

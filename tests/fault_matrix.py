@@ -108,6 +108,12 @@ def _saves(found: Any) -> str:
     return f"{found['failed_saves']} failed saves of {kinds} kinds: {ended} runs ended, {differ} differ"
 
 
+def _growth(found: Any) -> str:
+    memory = max(of["growth"] for name, of in found["grown"].items() if name.endswith("rss"))
+    more = max(of["late"] - of["early"] for name, of in found["grown"].items() if not name.endswith("rss"))
+    return f"{found['restarts']} restarts: memory grows by {memory:.2%} at most, descriptors and threads by {more:g}"
+
+
 def _fuzz(*parsers: str) -> Callable[[Any], str]:
     def figure(found: Any) -> str:
         chosen = [found["parsers"][name] for name in parsers] if parsers else list(found["parsers"].values())
@@ -205,8 +211,10 @@ MATRIX = (
     Row(
         "F11",
         "a rank has no memory left, or is ended for lack of it",
-        "rank, step, phase and peak are named; a rank that was ended is started again",
-        ("ranks/test_failed_saves.py", "ranks/test_kill.py"),
+        "rank, step, phase and peak are named; a rank that was ended is started again; no start leaves memory behind",
+        ("ranks/test_failed_saves.py", "ranks/test_kill.py", "restart_growth"),
+        "restart_growth.json",
+        _growth,
     ),
     Row(
         "F12",
