@@ -14,6 +14,8 @@ from math import prod, sqrt
 import torch
 from torch import Tensor
 
+from moefold.ops.splitmix64 import logical_shift, mix64
+
 Box = tuple[slice, ...]
 
 _TERMS = 8
@@ -29,7 +31,7 @@ def normal_part(seed: int, name: str, shape: tuple[int, ...], box: Box, std: flo
     for start in range(0, flat.numel(), _CHUNK):
         stop = min(start + _CHUNK, flat.numel())
         index = _global_index(torch.arange(start, stop, device=into.device), shape, box)
-        first, second = _mix(index * 2 + key), _mix(index * 2 + 1 + key)
+        first, second = mix64(index * 2 + key), mix64(index * 2 + 1 + key)
         terms = [(word >> shift) & 0xFFFF for word in (first, second) for shift in (0, 16, 32, 48)]
         total = torch.stack(terms).sum(0)
         flat[start:stop] = ((total.double() - _CENTRE) * (std / _SPREAD)).to(into.dtype)
@@ -39,7 +41,7 @@ def uniform_part(seed: int, name: str, shape: tuple[int, ...], box: Box, device:
     """The elements of a tensor of numbers between 0 and 1, in steps of 2**-32, that lie in ``box``."""
     sizes = [part.stop - part.start for part in box]
     index = _global_index(torch.arange(prod(sizes), device=device), shape, box)
-    return (_shifted(_mix(index * 2 + _key(seed, name)), 32).double() * 2.0**-32).view(sizes)
+    return (logical_shift(mix64(index * 2 + _key(seed, name)), 32).double() * 2.0**-32).view(sizes)
 
 
 def _key(seed: int, name: str) -> int:
@@ -55,18 +57,6 @@ def _global_index(local: Tensor, shape: tuple[int, ...], box: Box) -> Tensor:
         coordinate = local // prod(sizes[dim + 1 :]) % sizes[dim] + part.start
         index += coordinate * prod(shape[dim + 1 :])
     return index
-
-
-def _mix(word: Tensor) -> Tensor:
-    """splitmix64's finaliser; it relies on 64-bit integers that wrap around."""
-    word = (word ^ _shifted(word, 30)) * -4658895280553007687
-    word = (word ^ _shifted(word, 27)) * -7723592293110705685
-    return word ^ _shifted(word, 31)
-
-
-def _shifted(word: Tensor, by: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (word >> by) & ((1 << (64 - by)) - 1)
 
 
 def init_values(kind: str, seed: int, name: str, shape: tuple[int, ...], box: Box, std: float, into: Tensor) -> None:

@@ -18,11 +18,14 @@ from pathlib import Path
 from moefold.errors import BackendError
 from moefold.ops.compiled_cache import load_library
 
-# Sums may be reassociated for vectors; NaN and infinities keep their meaning.
-FLAGS = (
-    *("-O3", "-march=native", "-std=c11", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"),
-)
+# NaN and infinities keep their meaning everywhere.
+_ALL = ("-O3", "-march=native", "-std=c11", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = {
+    # Sums may be reassociated for vectors.
+    "glu": (*_ALL, "-fassociative-math", "-fno-signed-zeros"),
+    # Every operation is rounded where it is written.
+    "quantize": (*_ALL, "-ffp-contract=off"),
+}
 
 
 def compiler() -> str | None:
@@ -37,12 +40,13 @@ def load(name: str) -> ctypes.CDLL:
     command = compiler()
     if command is None:
         raise BackendError("kernels.backend: native needs a C compiler, and there is none (no cc, no $CC); use torch")
-    return load_library(f"{name}-{_fingerprint(source, command)}", lambda made: _compile(command, name, source, made))
+    fingerprint = _fingerprint(source, command, FLAGS[name])
+    return load_library(f"{name}-{fingerprint}", lambda made: _compile(command, name, source, made))
 
 
-def _fingerprint(source: bytes, command: str) -> str:
+def _fingerprint(source: bytes, command: str, flags: tuple[str, ...]) -> str:
     said = subprocess.run([command, "--version"], capture_output=True, check=False, process_group=0).stdout
-    return hashlib.sha256(b"\0".join((source, said, " ".join(FLAGS).encode(), _cpu()))).hexdigest()[:24]
+    return hashlib.sha256(b"\0".join((source, said, " ".join(flags).encode(), _cpu()))).hexdigest()[:24]
 
 
 def _cpu() -> bytes:
@@ -56,7 +60,7 @@ def _cpu() -> bytes:
 def _compile(command: str, name: str, source: bytes, made: Path) -> None:
     text = made.with_name("source.c")
     text.write_bytes(source)
-    words = [command, *FLAGS, "-o", str(made), str(text), "-lm"]
+    words = [command, *FLAGS[name], "-o", str(made), str(text), "-lm"]
     # In its own process group: a signal that stops the run must not reach the compiler.
     done = subprocess.run(words, capture_output=True, check=False, process_group=0)
     if done.returncode:

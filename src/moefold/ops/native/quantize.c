@@ -1,0 +1,207 @@
+/* Narrow a matrix in one pass over each block: codes, scales, and the values that codes and scales stand for.
+ *
+ * The reference is precision/quantize.py, to the last bit: every step below is rounded where torch rounds it, so this
+ * file is compiled without reassociation and without fused multiply-adds.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum element { E4M3, E5M2, E2M1 };
+enum rule { FLOAT32, POWER_OF_TWO, E8M0_RCEIL, E8M0_FLOOR, TWO_LEVEL };
+
+struct cast {
+    long rows, columns; /* of a block */
+    int element, rule, hadamard, stochastic;
+    uint64_t seed; /* of the noise of stochastic rounding */
+};
+
+struct matrix {
+    const void *x; /* m x k numbers with strides; bfloat16 or float32 */
+    long m, k, row_stride, column_stride;
+    int is_bf16;
+    const int64_t *row_ids, *column_ids; /* by which noise is keyed; NULL without stochastic rounding */
+    const float *amax;                   /* instead of the matrix's own; NULL for that */
+    float *values;                       /* m x k */
+    uint8_t *codes;                      /* m x k, or NULL */
+    void *scales;                        /* per block: float, or uint8_t where the rule stores a byte; or NULL */
+    float *tensor_scale;                 /* one number, of two_level; or NULL */
+};
+
+static const float TOP[] = {448.0f, 57344.0f, 6.0f};
+static const int TOP_EXPONENT[] = {8, 15, 2}, FRACTION_BITS[] = {3, 2, 1}, SMALLEST_EXPONENT[] = {-6, -14, 0};
+static const float LARGEST = 3.4028234663852886e38f;
+static const float SIGNS[16] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+
+static inline float from_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32_t to_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+static inline float power_of_two(int exponent) { return from_bits((uint32_t)(exponent + 127) << 23); }
+static inline int is_finite(float x) { return (to_bits(x) & 0x7f800000) != 0x7f800000; }
+
+static inline float to_bf16(float x) {
+    uint32_t bits = to_bits(x);
+    float rounded = from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+    return x != x ? x : rounded;
+}
+
+/* Of at least TOP's magnitude: TOP; NaN stays NaN. */
+static inline float saturate(float magnitude, float top) { return magnitude > top ? top : magnitude; }
+
+/* Nearest, ties to even, of a magnitude within the format: the spacing is that of its exponent, or of the smallest. */
+static inline float nearest(float magnitude, int bits, int smallest) {
+    int cut = 23 - bits;
+    uint32_t u = to_bits(magnitude);
+    float normal = from_bits((u + ((1u << (cut - 1)) - 1) + ((u >> cut) & 1)) >> cut << cut);
+    float quantum = power_of_two(smallest - bits);
+    float small = rintf(magnitude / quantum) * quantum;
+    return magnitude < power_of_two(smallest) ? small : normal;
+}
+
+static inline float stochastic(float magnitude, float noise, int bits, int smallest) {
+    int exponent = (int)(to_bits(magnitude) >> 23) - 127;
+    float spacing = power_of_two((exponent < smallest ? smallest : exponent) - bits);
+    return floorf(magnitude / spacing + noise) * spacing;
+}
+
+/* Uniform in [0, 1), a hash of the seed and of the element's place in the whole, sharded or not, matrix. */
+static inline float uniform(uint64_t seed, int64_t row, int64_t column) {
+    uint64_t z = seed + (uint64_t)row * 0x9E3779B97F4A7C15u + (uint64_t)column * 0xD1B54A32D192ED03u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    z ^= z >> 31;
+    return (float)(z >> 40) * 0x1p-24f;
+}
+
+/* The byte of a number of the format. */
+static inline uint8_t code_of(float value, int element, int bits, int smallest) {
+    uint8_t sign = (uint8_t)(to_bits(value) >> 31);
+    float magnitude = fabsf(value);
+    if (value != value) return element == E2M1 ? 0 : 0x7f;
+    int exponent = (int)(to_bits(magnitude) >> 23) - 127;
+    int code;
+    if (exponent < smallest) code = (int)(magnitude / power_of_two(smallest - bits));
+    else code = ((exponent - smallest + 1) << bits) | (int)((to_bits(magnitude) & 0x7fffff) >> (23 - bits));
+    return (uint8_t)(sign << (element == E2M1 ? 3 : 7) | code);
+}
+
+static float nearest_e4m3(float x) { return nearest(saturate(x, 448.0f), 3, -6); }
+
+/* By what values are multiplied (encode), and codes (decode). ``whole`` is the scale of the matrix, two_level's. */
+static void scales_of(float amax, const struct cast *cast, float whole, float *encode, float *decode, void *stored, long at) {
+    float top = TOP[cast->element];
+    if (cast->rule == FLOAT32 || cast->rule == POWER_OF_TWO) {
+        float e = top / amax;
+        e = e > LARGEST ? LARGEST : e;
+        if (cast->rule == POWER_OF_TWO && e == e) e = from_bits(to_bits(e) & 0xff800000u);
+        *encode = amax == 0.0f ? 1.0f : e;
+        *decode = 1.0f / *encode;
+        if (stored) ((float *)stored)[at] = *decode;
+    } else if (cast->rule == TWO_LEVEL) {
+        float inverse = 1.0f / whole, scaled = amax * (whole * (1.0f / 6.0f));
+        float block = amax != amax || whole != whole ? NAN : nearest_e4m3(scaled);
+        *decode = block * inverse;
+        float e = 1.0f / *decode;
+        *encode = e > LARGEST ? LARGEST : e;
+        if (stored) ((uint8_t *)stored)[at] = code_of(block, E4M3, 3, -6);
+    } else {
+        int exponent;
+        if (cast->rule == E8M0_RCEIL) {
+            uint32_t bits = to_bits(amax * (1.0f / top)), fraction = bits & 0x7fffff;
+            exponent = (int)((bits >> 23) & 0xff);
+            exponent += exponent == 0 ? fraction > 0x400000 : fraction != 0;
+        } else {
+            exponent = (int)((to_bits(amax) >> 23) & 0xff) - TOP_EXPONENT[cast->element];
+            exponent = exponent < 0 ? 0 : exponent;
+        }
+        if (amax != amax) exponent = 255;
+        *decode = exponent == 255 ? NAN : exponent == 0 ? 0x1p-127f : power_of_two(exponent - 127);
+        *encode = exponent == 255 ? NAN : exponent == 254 ? 0x1p-127f : power_of_two(127 - exponent);
+        if (stored) ((uint8_t *)stored)[at] = (uint8_t)exponent;
+    }
+}
+
+static inline float load(const struct matrix *a, long row, long column) {
+    long at = row * a->row_stride + column * a->column_stride;
+    return a->is_bf16 ? from_bits((uint32_t)((const uint16_t *)a->x)[at] << 16) : ((const float *)a->x)[at];
+}
+
+/* Tiles of columns: a transposed matrix is read along its own rows. */
+static void load_all(const struct matrix *a) {
+    for (long start = 0; start < a->k; start += 64)
+        for (long row = 0; row < a->m; row++)
+            for (long column = start; column < a->k && column < start + 64; column++)
+                a->values[row * a->k + column] = load(a, row, column);
+}
+
+static void transform(float *restrict x, long groups) {
+    for (long group = 0; group < groups; group++, x += 16) {
+        float y[16], z[16];
+        for (int i = 0; i < 16; i++) y[i] = x[i] * SIGNS[i];
+        for (int distance = 1; distance < 16; distance *= 2) {
+            for (int i = 0; i < 16; i++) z[i] = i & distance ? y[i - distance] - y[i] : y[i] + y[i + distance];
+            memcpy(y, z, sizeof y);
+        }
+        for (int i = 0; i < 16; i++) x[i] = to_bf16(y[i] * 0.25f);
+    }
+}
+
+static inline float larger(float amax, float x) {
+    float magnitude = fabsf(x);
+    return magnitude > amax || magnitude != magnitude ? magnitude : amax;
+}
+
+#define ROUND_ROW(ELEMENT, BITS, SMALLEST)                                                                         \
+    for (long j = 0; j < count; j++) {                                                                             \
+        float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[ELEMENT]);                         \
+        row[j] = copysignf(nearest(magnitude, BITS, SMALLEST), scaled);                                            \
+    }
+
+static void round_row(float *restrict row, long count, float encode, int element) {
+    if (element == E4M3) { ROUND_ROW(E4M3, 3, -6) }
+    else if (element == E5M2) { ROUND_ROW(E5M2, 2, -14) }
+    else { ROUND_ROW(E2M1, 1, 0) }
+}
+
+void quantize(const struct matrix *a, const struct cast *cast) {
+    int element = cast->element, bits = FRACTION_BITS[element], smallest = SMALLEST_EXPONENT[element];
+    long blocks_per_row = (a->k + cast->columns - 1) / cast->columns;
+    load_all(a);
+    if (cast->hadamard) transform(a->values, a->m * a->k / 16);
+    for (long i = 0; i < a->m * a->k; i++) a->values[i] = is_finite(a->values[i]) ? a->values[i] : NAN;
+    float whole = 1.0f;
+    if (cast->rule == TWO_LEVEL) {
+        float amax = 0.0f;
+        for (long i = 0; i < a->m * a->k; i++) amax = larger(amax, a->values[i]);
+        if (a->amax) amax = *a->amax;
+        whole = 2688.0f / amax;
+        whole = whole > LARGEST ? LARGEST : whole;
+        if (amax == 0.0f || whole == 0.0f) whole = 1.0f;
+        if (a->tensor_scale) *a->tensor_scale = 1.0f / whole;
+    }
+    for (long top = 0; top < a->m; top += cast->rows)
+        for (long left = 0; left < a->k; left += cast->columns) {
+            long bottom = top + cast->rows < a->m ? top + cast->rows : a->m;
+            long right = left + cast->columns < a->k ? left + cast->columns : a->k;
+            float amax = 0.0f, encode, decode;
+            for (long i = top; i < bottom; i++)
+                for (long j = left; j < right; j++) amax = larger(amax, a->values[i * a->k + j]);
+            if (a->amax && cast->rule != TWO_LEVEL) amax = *a->amax;
+            long at = top / cast->rows * blocks_per_row + left / cast->columns;
+            scales_of(amax, cast, whole, &encode, &decode, a->scales, at);
+            for (long i = top; i < bottom; i++) {
+                float *row = a->values + i * a->k + left;
+                if (cast->stochastic)
+                    for (long j = 0; j < right - left; j++) {
+                        float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[element]);
+                        float noise = uniform(cast->seed, a->row_ids[i], a->column_ids[left + j]);
+                        row[j] = copysignf(saturate(stochastic(magnitude, noise, bits, smallest), TOP[element]), scaled);
+                    }
+                else round_row(row, right - left, encode, element);
+                if (a->codes)
+                    for (long j = 0; j < right - left; j++)
+                        a->codes[i * a->k + left + j] = code_of(row[j], element, bits, smallest);
+                for (long j = 0; j < right - left; j++) row[j] *= decode;
+            }
+        }
+}
