@@ -274,7 +274,9 @@ class Run:
         return self.log.read_text(errors="replace")
 
     def last_step(self) -> int:
-        return max(map(int, re.findall(r"^step=(\d+)/", self.text(), re.MULTILINE)), default=0)
+        """Of the last start: one that follows a kill goes on from a checkpoint, which may be some steps older."""
+        steps = re.findall(r"^step=(\d+)/", self.text().rpartition("; restarting from")[2], re.MULTILINE)
+        return int(steps[-1]) if steps else 0
 
 
 def hears_sigterm(pid: int) -> bool:
