@@ -48,6 +48,7 @@ def test_a_clean_run_raises_no_alarm(layout: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(5400)
 def test_ten_thousand_clean_steps_raise_no_alarm() -> None:
     assert clean_steps("dp2 replicated", 10_000) == 10_000
 
