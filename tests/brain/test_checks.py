@@ -15,6 +15,7 @@ from moefold.checks import (
     finetune,
     kernels,
     model,
+    narrow_recipes,
     parallel,
     planned_only,
     precision,
@@ -49,6 +50,10 @@ def with_model(**fields: Any) -> RunConfig:
 
 def with_moe(**fields: Any) -> RunConfig:
     return with_model(moe=MoEConfig(**fields))
+
+
+def narrowed(**fields: Any) -> RunConfig:
+    return RunConfig(**({"precision": PrecisionConfig(recipe="mxfp8")} | fields))
 
 
 def with_router(**fields: Any) -> RunConfig:
@@ -408,6 +413,36 @@ CASES = [
         in_formats(MoEConfig(), experts="fused"),
         in_formats(MoEConfig(weight_at="output"), experts="fused"),
         "model.moe.weight_at",
+    ),
+    (
+        kernels.narrow_experts_have_a_backend,
+        narrowed(kernels=KernelsConfig(experts="auto")),
+        narrowed(kernels=KernelsConfig(experts="fused")),
+        "kernels.experts",
+    ),
+    (
+        narrow_recipes.narrow_matmuls_are_torchs,
+        narrowed(),
+        narrowed(kernels=KernelsConfig(linear="transformer_engine")),
+        "kernels.linear",
+    ),
+    (
+        narrow_recipes.casts_are_known_on_this_device,
+        narrowed(kernels=KernelsConfig(casts="native")),
+        narrowed(kernels=KernelsConfig(casts="native", backend="triton")),
+        "kernels.casts",
+    ),
+    (
+        narrow_recipes.wide_modules_exist,
+        narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layers.0.*",))),
+        narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layer.0.*",))),
+        "precision.wide",
+    ),
+    (
+        narrow_recipes.blocks_are_those_of_whole_matrices,
+        narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="bf16")),
+        narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="fp8_blockwise")),
+        "parallel.tp",
     ),
     (
         kernels.kernels_are_not_float64,

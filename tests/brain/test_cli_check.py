@@ -240,3 +240,26 @@ def test_dense_and_moe_layers_in_turn_are_counted_apart(capsys: Output) -> None:
     main(["check", "debug_tiny", "--model.num_layers", "6", "--model.moe_every", "2"])
     out = capsys.readouterr().out
     assert "0, 2, ... 4" in out and "1, 3, ... 5" in out
+
+
+def test_every_matmul_is_listed_with_its_casts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "check",
+        "debug_tiny",
+        "--casts",
+        "--precision.recipe",
+        "fp8_blockwise",
+        "--precision.wide",
+        "[layers.0.*]",
+    ]
+    assert main(words) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("layers.")]
+    assert len(lines) == 12 and {"router", "head"}.isdisjoint(" ".join(map(" ".join, lines)).split("."))
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows["layers.0.attention.q.weight"] == ["64x64", *["float32"] * 6]
+    weight, row = ["e4m3", "128x128", "power_of_two"], ["e4m3", "1x128", "power_of_two"]
+    assert rows["layers.1.feed_forward.experts.down"] == ["8x64x32", *row, *weight, *row, *weight, *row, *row]
+    assert main([*words, "--json"]) == 0
+    casts = json.loads(capsys.readouterr().out)["casts"]
+    assert casts["layers.0.attention.q.weight"] == {}
+    assert casts["layers.1.attention.q.weight"]["dy_dgrad"] == "e4m3 1x128 power_of_two"

@@ -221,7 +221,7 @@ def copy_into_live(local_model: LocalModel, optimizer: SavingOptimizer | None, v
             optimizer.load_saved(parameter, {kind: values[f"{kind}/{piece.name}"] for kind in kinds})
         else:
             optimizer.forget(parameter)
-    local_model.sharding.weights_changed()
+    local_model.weights_changed()
 
 
 def fresh_seed(seed: int, step: int, rank: int) -> int:

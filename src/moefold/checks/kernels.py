@@ -129,6 +129,18 @@ def adapted_experts_have_a_backend(run: RunConfig) -> Problem | None:
     )
 
 
+def narrow_experts_have_a_backend(run: RunConfig) -> Problem | None:
+    """Recipes narrow operands of grouped matmuls; fused experts have no such place, and engines narrow themselves."""
+    experts = run.kernels.experts
+    if run.model.moe is None or run.precision.recipe is None or experts in ("sequential", "grouped", "auto"):
+        return None
+    return Problem(
+        "kernels.experts",
+        f"{experts} experts cannot be narrowed by precision.recipe {run.precision.recipe}",
+        "use grouped, sequential or auto, or precision.recipe null",
+    )
+
+
 def adapters_of_experts_are_aligned(run: RunConfig) -> Problem | None:
     lora, compute = run.model.lora, run.precision.compute
     if lora is None or run.kernels.experts != "grouped" or compute == "float64" or compute not in _TRAINED:
@@ -210,6 +222,7 @@ _EXPERTS_RULES = (
     fused_experts_scale_activations,
     fused_experts_keep_their_first_gemm,
     adapted_experts_have_a_backend,
+    narrow_experts_have_a_backend,
     adapters_of_experts_are_aligned,
 )
 
@@ -293,6 +306,7 @@ RULES = (
     fused_experts_have_no_padded_rows,
     fused_experts_scale_activations,
     fused_experts_keep_their_first_gemm,
+    narrow_experts_have_a_backend,
     *FINETUNE_RULES,
     kernels_are_not_float64,
     triton_is_not_combined_with_fused_experts,

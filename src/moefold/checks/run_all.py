@@ -10,6 +10,7 @@ from moefold.checks import (
     finetune,
     kernels,
     model,
+    narrow_recipes,
     parallel,
     planned_only,
     precision,
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *train.RULES,
     *finetune.RULES,
     *precision.RULES,
+    *narrow_recipes.RULES,
     *retained_steps.RULES,
     *planned_only.RULES,
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from moefold.api.runs import check, load_run
+from moefold.blueprint.narrow_matmuls import matmuls
 from moefold.blueprint.param_counts import Counts, active_size, count_parameters
 from moefold.blueprint.parameters import buffers, layer_parameters, mtp_parameters
 from moefold.blueprint.stage_modules import RankParams, largest_rank_params, stage_table
@@ -15,6 +16,7 @@ from moefold.checks.kernels import experts_in_use
 from moefold.cli.run_argument import Subparsers, add_run_argument
 from moefold.config.model import ModelConfig
 from moefold.config.precision import BYTES
+from moefold.config.precision_recipes import LinearCasts
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.plan.dispatch_choice import dispatcher_in_use, estimates
@@ -29,6 +31,7 @@ EXAMPLES = """examples:
   moefold check deepseek_v3
   moefold check mixtral_8x7b --world 64 --parallel.ep 4 --parallel.etp 2 --data.train data/web
   moefold check my_run.yaml --world 512 --json
+  moefold check qwen3_30b_a3b_proxy --casts --precision.recipe mxfp8 --precision.wide '[layers.0.*]'
   moefold check --list
 
 A published recipe names no data: its sizes are printed, and data.train is a problem until tokens are named.
@@ -45,6 +48,7 @@ def add_to(commands: Subparsers) -> None:
     )
     add_run_argument(parser, optional=True)
     parser.add_argument("--world", type=int, metavar="N", help="number of ranks: also check that the layout folds")
+    parser.add_argument("--casts", action="store_true", help="list every matmul that precision.recipe could narrow")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--list", action="store_true", help="list the recipes with their sizes")
     parser.set_defaults(run=run)
@@ -55,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
         return list_recipes(args.json)
     if args.name is None:
         raise MoefoldError("no RUN given; name a recipe or a YAML file; `moefold check --list` shows the recipes")
-    return check_run(args.name, args.changes, args.world, args.json)
+    return check_run(args.name, args.changes, args.world, args.json, args.casts)
 
 
-def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -> int:
+def check_run(name: str, changes: list[str], world: int | None, as_json: bool, casts: bool = False) -> int:
     """Print the report about one run and return the exit code."""
     try:
         run = load_run(name, changes)
@@ -72,15 +76,34 @@ def check_run(name: str, changes: list[str], world: int | None, as_json: bool) -
     )
     if as_json:
         data = _as_dict(run, world, largest) | {"problems": [asdict(problem) for problem in found]}
+        data |= {"casts": _casts_data(run)} if casts else {}
         print(json.dumps(data, indent=2))
         return 1 if found else 0
     if not found:
         print(f"{run.name}: no problems\n")
-    print("\n\n".join(_report(run, world, largest)))
+    print("\n\n".join([*_report(run, world, largest), *([_casts_table(run)] if casts else [])]))
     if found:
         print()
         return _report_problems(run.name, found, as_json)
     return 0
+
+
+def _casts_data(run: RunConfig) -> dict[str, dict[str, str]]:
+    """By weight: its six casts; empty where its matmuls stay wide."""
+    return {
+        weight.name: {} if casts is None else {operand: str(cast) for operand, cast in casts.items()}
+        for weight, casts in matmuls(run)
+    }
+
+
+def _casts_table(run: RunConfig) -> str:
+    """A row per matmul: fprop sums over columns of x and w, dgrad over rows of w, wgrad over tokens."""
+    heads = ("weight", "shape", *(field.name for field in fields(LinearCasts)))
+    rows = []
+    for weight, casts in matmuls(run):
+        said = [run.precision.compute] * 6 if casts is None else [str(cast) for _, cast in casts.items()]
+        rows.append((weight.name, "x".join(map(str, weight.shape)), *said))
+    return text_table(heads, rows)
 
 
 def list_recipes(as_json: bool) -> int:

@@ -13,23 +13,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Element = Literal["e4m3", "e5m2", "e2m1"]
+# bf16 has no scale: it is the cast of operands that are wider where they come from.
+Element = Literal["e4m3", "e5m2", "e2m1", "bf16"]
 # How the scale of a block follows from its largest magnitude, amax, and the element's largest number, top:
 #   float32       amax / top, in float32;
 #   power_of_two  the same rounded up to a power of two, still stored as float32;
 #   e8m0_rceil    the same in one byte, an exponent (cuBLAS, Transformer Engine, torchao for MoE training);
 #   e8m0_floor    an exponent from that of amax alone, so that the largest values saturate (OCP MX 1.0);
 #   two_level     an E4M3 number per block, under one float32 scale per tensor (NVFP4).
-ScaleRule = Literal["float32", "power_of_two", "e8m0_rceil", "e8m0_floor", "two_level"]
+ScaleRule = Literal["float32", "power_of_two", "e8m0_rceil", "e8m0_floor", "two_level", "none"]
 Rounding = Literal["nearest", "stochastic"]
 
-ELEMENT_BITS: dict[Element, int] = {"e4m3": 8, "e5m2": 8, "e2m1": 4}
+ELEMENT_BITS: dict[Element, int] = {"e4m3": 8, "e5m2": 8, "e2m1": 4, "bf16": 16}
 SCALE_BYTES: dict[ScaleRule, int] = {
     "float32": 4,
     "power_of_two": 4,
     "e8m0_rceil": 1,
     "e8m0_floor": 1,
     "two_level": 1,
+    "none": 0,
 }
 
 
@@ -55,6 +57,8 @@ class Cast:
 
     def __str__(self) -> str:
         """As in `e4m3 1x128 power_of_two`."""
+        if self.element == "bf16":
+            return self.element
         block = "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"
         more = (("hadamard", self.hadamard), ("stochastic", self.rounding == "stochastic"), ("delayed", self.delayed))
         return " ".join((self.element, block, self.scale, *(word for word, said in more if said)))

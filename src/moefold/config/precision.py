@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from moefold.config.precision_recipes import RecipeName
 from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
@@ -36,6 +37,7 @@ BYTES: dict[MasterFormat, int] = {
 NamedExperts = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8", "transformer_engine"]
 ExpertBackend = Literal["auto", NamedExperts]
 KernelBackend = Literal["torch", "triton", "native"]
+CastBackend = Literal["torch", "native"]
 LinearBackend = Literal["torch", "transformer_engine"]
 PermuteBackend = Literal["backend", "transformer_engine"]
 AttentionBackend = Literal[
@@ -55,6 +57,11 @@ class PrecisionConfig:
     params: KeptFormat = "float32"
     # Planned only: float16, fp8_*, mxfp8, nvfp4.
     compute: ComputeFormat = "float32"
+    # How the operands of matmuls are narrowed (`config/precision_recipes.py`); None: not at all, they are in `compute`.
+    recipe: RecipeName | None = None
+    # Modules whose matmuls stay in `compute`, by shell patterns of their names, such as layers.0.* or *.attention.out.
+    # Routers, the embedding, the head, norms and attention itself always do.
+    wide: tuple[str, ...] = ("*.shared_gate",)
     # Planned only, unless None: the format of gradients; None is the format of `params`.
     gradients: KeptFormat | None = None
     # Master weights; None is none, because `params` are their own masters.
@@ -110,6 +117,8 @@ class KernelsConfig:
     # one launch forward and three backward. flash_attn_*: that version of the flash-attn package. flex: torch's
     # flex_attention, compiled. reference: all scores in memory. auto: triton where backend is triton, else sdpa.
     attention: AttentionBackend = "auto"
+    # Casts of `precision.recipe`. torch: the reference, on any device. native: one pass in C, for CPUs.
+    casts: CastBackend = "torch"
     # Matmuls of linear layers: torch's, or Transformer Engine's GEMM, in bfloat16 on GPUs: docs/engines.md.
     linear: LinearBackend = "torch"
     # CUDA graphs. Planned only: partial (parts of layers are recorded), full (the whole step).

@@ -1,7 +1,8 @@
 """How a weight multiplies its input: the interface behind every large matmul of the model.
 
-The weight is stored in its own dtype; the matmul is computed in the dtype of the input. ``LinearKernels`` are the three
-matmuls of a linear layer: torch's, or another library's.
+The weight is stored in its own dtype; the matmul is computed in the dtype of the input, or in the narrow formats of a
+precision recipe (`precision/operands.py`). ``LinearKernels`` are the three matmuls of a linear layer: torch's, or
+another library's.
 
 ``ParameterMatmul`` saves the parameter and the input, and casts the weight again in backward: autograd would save the
 cast, one more copy of all weights for every microbatch in flight. Its backward has two halves. The gradient of the
@@ -39,6 +40,7 @@ from moefold.nn.te_matmul import (
     te_linear_weight_grad,
 )
 from moefold.ops.engines import load_engine
+from moefold.precision.operands import WIDE, Operands
 
 # rows_PX, weight_eYX as [out, in], rows per expert on the device, the same on the host if known there.
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor, list[int] | None], Tensor]
@@ -219,15 +221,17 @@ def accumulate_weight_grad(weight: nn.Parameter, grad: Tensor, x: Tensor, kernel
 
 class ParameterMatmul:
     """``weight_grads``: where a schedule defers weight gradients to. ``in_place``: a weight that has a gradient already
-    is added to at once, and not by autograd, whose hooks for accumulated gradients do not run then."""
+    is added to at once, and not by autograd, whose hooks for accumulated gradients do not run then. ``operands``: what
+    the matmuls get of inputs, gradients and weights."""
 
     def __init__(
         self,
         weight_grads: WeightGradQueue | None = None,
         linear: LinearKernels = TORCH_LINEAR,
         in_place: bool = False,
+        operands: Operands = WIDE,
     ) -> None:
-        self.weight_grads, self.kernels, self.in_place = weight_grads, linear, in_place
+        self.weight_grads, self.kernels, self.in_place, self.operands = weight_grads, linear, in_place, operands
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight)
@@ -239,6 +243,10 @@ class ParameterMatmul:
         kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
         more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self)
         return _Grouped.apply(kept, weight, *more)
+
+    def with_operands(self, operands: Operands) -> ParameterMatmul:
+        """The same for a module whose matmuls have other operands."""
+        return ParameterMatmul(self.weight_grads, self.kernels, self.in_place, operands)
 
     def adds_to(self, weight: Tensor) -> bool:
         """Whether a gradient of this weight is added in place."""
@@ -280,7 +288,8 @@ class _Linear(torch.autograd.Function):
         and backward, and gradients accumulate on this object.
         """
         ctx.weight, ctx.keeper, ctx.passes_on, ctx.policy = weight, keeper, passes_on, policy
-        return policy.kernels.forward(x, weight.flatten(0, -2).to(x.dtype))
+        x_in, weight_in = policy.operands.fprop(x, weight)
+        return policy.kernels.forward(x_in, weight_in.flatten(0, -2)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -288,12 +297,16 @@ class _Linear(torch.autograd.Function):
         kernels: LinearKernels = policy.kernels
 
         def weight_gradient() -> Tensor | None:
+            grad_in, x_in, _ = policy.operands.wgrad(grad, x)
             if not policy.adds_to(weight):
-                return kernels.weight_grad(grad, x).view(weight.shape)
-            accumulate_weight_grad(weight, grad, x, kernels)
+                return kernels.weight_grad(grad_in, x_in).view(weight.shape)
+            accumulate_weight_grad(weight, grad_in, x_in, kernels)
             return None
 
-        dx = kernels.input_grad(grad, weight.flatten(0, -2).to(grad.dtype)) if ctx.passes_on else None
+        dx = None
+        if ctx.passes_on:
+            grad_in, weight_in = policy.operands.dgrad(grad, weight)
+            dx = kernels.input_grad(grad_in, weight_in.flatten(0, -2)).to(grad.dtype)
         return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None
 
 
@@ -314,10 +327,11 @@ class _Grouped(torch.autograd.Function):
         ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
         # torch's grouped GEMM takes ends of groups: computed once for its three matmuls.
         ctx.ends_e = ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32) if matmul is grouped else None
-        weight_eYX = weight.flatten(1, -2).to(rows.dtype)
+        rows_in, weight_in = policy.operands.fprop(rows, weight)
+        weight_eYX = weight_in.flatten(1, -2)
         if ends_e is not None:
-            return F.grouped_mm(rows, weight_eYX.transpose(1, 2), offs=ends_e)
-        return matmul(rows, weight_eYX, rows_per_expert_e, host)
+            return F.grouped_mm(rows_in, weight_eYX.transpose(1, 2), offs=ends_e).to(rows.dtype)
+        return matmul(rows_in, weight_eYX, rows_per_expert_e, host).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -328,10 +342,16 @@ class _Grouped(torch.autograd.Function):
         ends_e = ctx.ends_e
 
         def weight_gradient() -> Tensor | None:
-            if ends_e is not None:
-                gradient = F.grouped_mm(grad.t(), rows, offs=ends_e).view(weight.shape)
+            # Where padding follows the number of rows, the host must know it.
+            known = rows_per_expert_e.tolist() if host is None and policy.operands is not WIDE else host
+            grad_in, rows_in, padded = policy.operands.wgrad(grad, rows, known)
+            if padded is not host:
+                counts_e = torch.tensor(padded, device=rows_per_expert_e.device)
+                gradient = grouped_weight_grad(matmul, grad_in, rows_in, counts_e, padded).view(weight.shape)
+            elif ends_e is not None:
+                gradient = F.grouped_mm(grad_in.t(), rows_in, offs=ends_e).view(weight.shape)
             else:
-                gradient = grouped_weight_grad(matmul, grad, rows, rows_per_expert_e, host).view(weight.shape)
+                gradient = grouped_weight_grad(matmul, grad_in, rows_in, rows_per_expert_e, host).view(weight.shape)
             if not policy.adds_to(weight):
                 return gradient
             weight.grad.add_(gradient)
@@ -339,11 +359,12 @@ class _Grouped(torch.autograd.Function):
 
         drows = None
         if ctx.passes_on:
-            weight_eYX = weight.flatten(1, -2).to(grad.dtype)
+            grad_in, weight_in = policy.operands.dgrad(grad, weight)
+            weight_eYX = weight_in.flatten(1, -2)
             if ends_e is not None:
-                drows = F.grouped_mm(grad, weight_eYX, offs=ends_e)
+                drows = F.grouped_mm(grad_in, weight_eYX, offs=ends_e).to(grad.dtype)
             else:
-                drows = matmul(grad, weight_eYX.transpose(1, 2), rows_per_expert_e, host)
+                drows = matmul(grad_in, weight_eYX.transpose(1, 2), rows_per_expert_e, host).to(grad.dtype)
         return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
 
 

@@ -32,6 +32,7 @@ from moefold.config.parallel import EngineDispatcher, NamedDispatcher
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder
+from moefold.model.narrow_modules import narrow_modules
 from moefold.moe.dispatch import (
     all_gather,
     all_to_all,
@@ -62,6 +63,7 @@ from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
+from moefold.precision.operands import NarrowWeights
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold
 
@@ -88,6 +90,14 @@ class LocalModel:
     maxima: LogitMaxima | None = None
     # What is kept of the steps of blocks, if not everything is.
     retention: StepRetention | None = None
+    # Weights as narrowed by `precision.recipe`, if the run has one.
+    narrow_weights: NarrowWeights | None = None
+
+    def weights_changed(self, trained_only: bool = False) -> None:
+        """After every update, and after weights were initialised or loaded."""
+        self.sharding.weights_changed(trained_only)
+        if self.narrow_weights is not None:
+            self.narrow_weights.forget()
 
     def pieces(self) -> tuple[TrainedPiece, ...]:
         """What this rank updates and saves."""
@@ -160,13 +170,25 @@ def build_on_meta(
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
+    narrow_weights = narrow_modules(model, run)
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards, frozen_dtypes(run))
     sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads)
     stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
     return LocalModel(
-        run, groups, model, param_shards, stages, device, sharding, weight_grads, stream, maxima, retention
+        run,
+        groups,
+        model,
+        param_shards,
+        stages,
+        device,
+        sharding,
+        weight_grads,
+        stream,
+        maxima,
+        retention,
+        narrow_weights,
     )
 
 
@@ -248,7 +270,7 @@ def init_local_model(local_model: LocalModel, init: InitValues) -> None:
             values = torch.empty(shard.shape, dtype=shard.dtype, device=shard.device)
             init(piece.kind, run.seed, piece.name, piece.shard.shape, box, std, values)
             shard.copy_(values)
-    local_model.sharding.weights_changed()
+    local_model.weights_changed()
     state = dict(local_model.model.named_buffers())
     for spec in local_buffers(run, local_model.model):
         whole = tuple(slice(0, size) for size in spec.shape)
@@ -266,7 +288,7 @@ def init_main_weights(local_model: LocalModel, optimizer: SavingOptimizer, init:
             for box, part in piece.by_box(values):
                 init(piece.kind, run.seed, piece.name, piece.shard.shape, box, init_std(run.model, piece.name), part)
             optimizer.set_main_weight(piece.parameter, values)
-    local_model.sharding.weights_changed()
+    local_model.weights_changed()
 
 
 def local_buffers(run: RunConfig, model: Decoder) -> list[ParameterSpec]:

@@ -104,7 +104,7 @@ def update(
     optimizer.step()
     if max_logits_LH is not None:
         clip_logits(local_model, max_logits_LH)
-    local_model.sharding.weights_changed(trained_only=True)
+    local_model.weights_changed(trained_only=True)
     move_expert_biases(local_model.model, sums.kept_ME)
     return StepResult(sums, grad_norm, None, max_logits_LH)
 

@@ -102,11 +102,11 @@ def decode_scales(quantized: Quantized) -> Tensor:
     return scale_rc.float() * quantized.tensor_scale[..., None, None]
 
 
-def fake_quantize(
-    x_MK: Tensor, cast: Cast | None, *, noise: NoiseKey | None = None, amax: Tensor | None = None
-) -> Tensor:
-    """To the format and back, in float32: what a matmul computes with. None: as it is."""
-    return x_MK.float() if cast is None else dequantize(quantize(x_MK, cast, noise=noise, amax=amax))
+def fake_quantize(x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None) -> Tensor:
+    """To the format and back, in float32: what a matmul computes with."""
+    if cast.element == "bf16":
+        return x_MK.bfloat16().float()
+    return dequantize(quantize(x_MK, cast, noise=noise, amax=amax))
 
 
 def _blocks(x_MK: Tensor, cast: Cast) -> Tensor:

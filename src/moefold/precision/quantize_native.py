@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.native.compile_c import load
-from moefold.precision.quantize import FLOAT8, NoiseKey, Quantized, quantize
+from moefold.precision.quantize import FLOAT8, NoiseKey, Quantized, fake_quantize, quantize
 
 _ELEMENTS: Final = {name: index for index, name in enumerate(get_args(Element))}
 _RULES: Final = {name: index for index, name in enumerate(get_args(ScaleRule))}
@@ -55,9 +55,11 @@ def quantize_native(
 
 
 def fake_quantize_native(
-    x_MK: Tensor, cast: Cast | None, *, noise: NoiseKey | None = None, amax: Tensor | None = None
+    x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None
 ) -> Tensor:
-    return x_MK.float() if cast is None or not x_MK.numel() else _run(x_MK, cast, noise, amax, None, None, None)
+    if cast.element == "bf16" or not x_MK.numel():
+        return fake_quantize(x_MK, cast, noise=noise, amax=amax)
+    return _run(x_MK, cast, noise, amax, None, None, None)
 
 
 def _block(x_MK: Tensor, cast: Cast) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import ComputeFormat, Format, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.errors import ConfigError, MoefoldError
+from moefold.errors import ConfigError, MoefoldError, Problem
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
@@ -83,6 +83,9 @@ PROOF_OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5)
 
 def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     """The same run with smaller sizes: structure, routing and layout stay."""
+    if run.precision.recipe is not None:
+        message = f"what {run.precision.recipe} narrows along tokens depends on their order, which a layout changes"
+        raise ConfigError(Problem("precision.recipe", f"{message}; there is no proof of it yet", "use null"))
     parallel, model = run.parallel, _reduce_model(run.model, run)
     dp = fold(parallel, world).size("dp")
     # A stage string is for the full number of layers; use as many balanced stages.

@@ -1,0 +1,86 @@
+"""Rules about precision recipes: what they can surround, and blocks that a layout must not cut."""
+
+from __future__ import annotations
+
+from moefold.blueprint.narrow_matmuls import matmuls, module_of, stays_wide
+from moefold.blueprint.parameters import parameters
+from moefold.blueprint.sharding import cuts
+from moefold.config.precision import PrecisionConfig
+from moefold.config.precision_recipes import LinearCasts
+from moefold.config.run import RunConfig
+from moefold.errors import Problem
+
+
+def narrow_matmuls_are_torchs(run: RunConfig) -> list[Problem]:
+    """Casts surround torch's matmuls. Adapters are matmuls of few rows, for which no recipe was tried."""
+    recipe = run.precision.recipe
+    if recipe is None:
+        return []
+    refused = {
+        "kernels.linear": (run.kernels.linear != "torch", f"{run.kernels.linear} matmuls", "use torch"),
+        "model.lora": (run.model.lora is not None, "adapters", "use null"),
+    }
+    return [
+        Problem(path, f"precision.recipe {recipe} was not made for {what}", f"{fix}, or precision.recipe null")
+        for path, (asked, what, fix) in refused.items()
+        if asked
+    ]
+
+
+def casts_are_known_on_this_device(run: RunConfig) -> Problem | None:
+    if run.kernels.casts == "torch" or run.kernels.backend != "triton":
+        return None
+    return Problem("kernels.casts", "native casts run on CPUs, and kernels.backend triton on GPUs", "use torch")
+
+
+def wide_modules_exist(run: RunConfig) -> list[Problem]:
+    """A pattern that fits no module would narrow what was meant to stay wide. The default may fit none."""
+    default = PrecisionConfig().wide
+    modules = {module_of(spec.name) for spec in parameters(run.model)}
+    return [
+        Problem("precision.wide", f"{pattern!r} fits no module", "use names as in `moefold check RUN --casts`")
+        for pattern in run.precision.wide
+        if pattern not in default and not any(stays_wide(module, (pattern,)) for module in modules)
+    ]
+
+
+def blocks_are_those_of_whole_matrices(run: RunConfig) -> list[Problem]:
+    """A rank that holds a part of a matrix has other blocks, unless its part ends where a block does; and the largest
+    magnitude of a part is not that of the matrix."""
+    sizes = {"tp": run.parallel.tp, "etp": run.parallel.etp}
+    found: dict[str, Problem] = {}
+    for weight, casts in matmuls(run):
+        if casts is None:
+            continue
+        for cut in cuts(weight):
+            ways, size = sizes.get(cut.axis, 1), weight.shape[cut.dim]
+            if ways == 1:
+                continue
+            inner = cut.dim == len(weight.shape) - 1
+            if problem := _block_problem(casts, size // ways, inner):
+                name = weight.name.removesuffix(".weight")
+                fix = f"use parallel.{cut.axis} 1, or precision.recipe null"
+                message = f"{name} has {size} {'columns' if inner else 'rows'} over {ways} ranks: {problem}"
+                found.setdefault(cut.axis, Problem(f"parallel.{cut.axis}", message, fix))
+    return list(found.values())
+
+
+def _block_problem(casts: LinearCasts, part: int, inner: bool) -> str:
+    """Of operands whose blocks lie along the sharded dim: columns are summed in fprop, rows in dgrad."""
+    used = (casts.x_fprop, casts.w_fprop, casts.w_dgrad) if inner else (casts.w_fprop, casts.dy_dgrad, casts.w_dgrad)
+    for cast in used:
+        if cast is None or cast.element == "bf16":
+            continue
+        if cast.block is None:
+            return f"a scale per tensor would be one per rank ({cast})"
+        if part % max(cast.block):
+            return f"{part} are no multiple of {max(cast.block)} ({cast})"
+    return ""
+
+
+RULES = (
+    narrow_matmuls_are_torchs,
+    casts_are_known_on_this_device,
+    wide_modules_exist,
+    blocks_are_those_of_whole_matrices,
+)

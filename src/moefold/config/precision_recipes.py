@@ -1,0 +1,81 @@
+"""Precision recipes: how each operand of the three matmuls of a linear layer is narrowed, by name.
+
+    fprop   Y  = X W^T     sums over the columns of X and W
+    dgrad   dX = dY W      sums over the columns of dY, the rows of W
+    wgrad   dW = dY^T X    sums over tokens
+
+Every operand is in two matmuls and is cast for each of them, because blocks lie along the dim that is summed: these are
+the rowwise and the columnwise copy of other libraries. A square block serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+from moefold.config.casts import Cast
+
+RecipeName = Literal["bf16", "fp8_tensor", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"]
+RECIPE_NAMES: tuple[RecipeName, ...] = get_args(RecipeName)
+
+
+@dataclass(frozen=True)
+class LinearCasts:
+    """Each with its blocks along the summed dim; None: as `precision.compute` has it."""
+
+    x_fprop: Cast | None
+    w_fprop: Cast | None
+    dy_dgrad: Cast | None
+    w_dgrad: Cast | None
+    dy_wgrad: Cast | None
+    x_wgrad: Cast | None
+
+    def items(self) -> Iterator[tuple[str, Cast | None]]:
+        return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class PrecisionRecipe:
+    casts: LinearCasts
+    # Tensor cores take rows per expert, and tokens, in multiples of this.
+    align: int
+
+
+def _both_ways(x: Cast, w: Cast, dy: Cast) -> LinearCasts:
+    """One cast per operand, for both of its matmuls."""
+    return LinearCasts(x, w, dy, w, dy, x)
+
+
+_BF16 = Cast("bf16", None, "none")
+_E4M3, _E5M2 = Cast("e4m3", None, "float32"), Cast("e5m2", None, "float32")
+_ROW, _SQUARE = Cast("e4m3", (1, 128), "power_of_two"), Cast("e4m3", (128, 128), "power_of_two")
+_MX = Cast("e4m3", (1, 32), "e8m0_rceil")
+_FP4, _FP4_SQUARE = Cast("e2m1", (1, 16), "two_level"), Cast("e2m1", (16, 16), "two_level")
+_FP4_STOCHASTIC = replace(_FP4, rounding="stochastic")
+
+PRECISION_RECIPES: dict[RecipeName, PrecisionRecipe] = {
+    # Operands rounded to bfloat16; where `precision.compute` is bfloat16, nothing changes.
+    "bf16": PrecisionRecipe(_both_ways(_BF16, _BF16, _BF16), 1),
+    # Gradients have the wider exponent ("hybrid"). A scale per tensor, of this step or of the steps before.
+    "fp8_tensor": PrecisionRecipe(_both_ways(_E4M3, _E4M3, _E5M2), 16),
+    "fp8_delayed": PrecisionRecipe(
+        _both_ways(replace(_E4M3, delayed=True), replace(_E4M3, delayed=True), replace(_E5M2, delayed=True)), 16
+    ),
+    # DeepSeek-V3's: 1 x 128 for activations and gradients, 128 x 128 for weights.
+    "fp8_blockwise": PrecisionRecipe(_both_ways(_ROW, _SQUARE, _ROW), 16),
+    "mxfp8": PrecisionRecipe(_both_ways(_MX, _MX, _MX), 32),
+    # Square blocks for weights; the Hadamard transform on both operands of wgrad, where it cancels; gradients are
+    # rounded stochastically.
+    "nvfp4": PrecisionRecipe(
+        LinearCasts(
+            _FP4,
+            _FP4_SQUARE,
+            _FP4_STOCHASTIC,
+            _FP4_SQUARE,
+            replace(_FP4_STOCHASTIC, hadamard=True),
+            replace(_FP4, hadamard=True),
+        ),
+        128,
+    ),
+}

@@ -1,0 +1,155 @@
+"""The two operands of each matmul of a linear layer, as the matmul gets them.
+
+``WideOperands`` are the input, the gradient and the weight in the dtype of the input. ``NarrowOperands`` go through the
+casts of a recipe: to the format and back, so that any matmul of wide numbers computes what one of narrow numbers would,
+with sums in float32 (in float64 where the run computes in it). Products of two E4M3 or E2M1 numbers are exact in
+float32, so this differs from a narrow GEMM by the order of its sums alone.
+
+A weight is narrowed once per step and kept (codes and scales), until ``NarrowWeights.forget`` says that it has changed.
+
+Shapes: x is [..., X], a gradient [..., Y], a weight [..., F, X] with Y = ... * F: matrices that are stacked (gate and
+up, experts) are narrowed one by one, and blocks of a gradient's columns end where these matrices end. So a shard of
+every matrix has blocks of the whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefold.config.casts import Cast
+from moefold.config.precision_recipes import PrecisionRecipe
+from moefold.precision.quantize import NoiseKey, Quantized, dequantize, fake_quantize, quantize
+
+
+class GradOperands(NamedTuple):
+    """Of a weight gradient: dY and X, and rows per expert, which padding may have changed."""
+
+    grad_TY: Tensor
+    x_TX: Tensor
+    rows_per_expert: list[int] | None
+
+
+class Operands(Protocol):
+    def fprop(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """X and W of Y = X W^T."""
+        ...
+
+    def dgrad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """dY and W of dX = dY W."""
+        ...
+
+    def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
+        """dY and X of dW = dY^T X; of rows sorted by expert, per expert."""
+        ...
+
+
+class WideOperands:
+    def fprop(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x, weight.to(x.dtype)
+
+    def dgrad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, weight.to(grad.dtype)
+
+    def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
+        return GradOperands(grad, x, rows_per_expert)
+
+
+WIDE = WideOperands()
+
+
+class Quantizers(NamedTuple):
+    """Of the reference, or of another backend."""
+
+    quantize: Callable[..., Quantized] = quantize
+    fake_quantize: Callable[..., Tensor] = fake_quantize
+
+
+REFERENCE = Quantizers()
+
+
+class NarrowOperands:
+    """Of one module. ``weights`` is shared by all modules of a model."""
+
+    def __init__(self, recipe: PrecisionRecipe, weights: NarrowWeights, quantizers: Quantizers = REFERENCE) -> None:
+        self.casts, self.align = recipe.casts, recipe.align
+        self.weights, self.quantizers = weights, quantizers
+
+    def fprop(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        wide = _sums_in(x)
+        narrow = self._narrow(x.reshape(-1, x.shape[-1]), self.casts.x_fprop).view(x.shape)
+        return narrow.to(wide), self.weights.narrow(weight, self.casts.w_fprop, False, self.quantizers).to(wide)
+
+    def dgrad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        wide = _sums_in(grad)
+        narrow = self._narrow(grad.reshape(-1, weight.shape[-2]), self.casts.dy_dgrad).view(grad.shape)
+        return narrow.to(wide), self.weights.narrow(weight, self.casts.w_dgrad, True, self.quantizers).to(wide)
+
+    def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
+        """Padded with rows of zeros to the recipe's alignment, per expert: a block that is partly zeros has the scale
+        of its other values."""
+        rows = [grad.flatten(0, -2).shape[0]] if rows_per_expert is None else rows_per_expert
+        padded = [-(-count // self.align) * self.align for count in rows]
+        sides = ((grad.flatten(0, -2), self.casts.dy_wgrad), (x.flatten(0, -2), self.casts.x_wgrad))
+        narrow = [self._along_tokens(pad_segments(side, rows, padded), cast, padded) for side, cast in sides]
+        return GradOperands(
+            narrow[0].to(_sums_in(grad)), narrow[1].to(_sums_in(x)), None if rows_per_expert is None else padded
+        )
+
+    def _narrow(self, matrix: Tensor, cast: Cast | None, noise: NoiseKey | None = None) -> Tensor:
+        return matrix if cast is None else self.quantizers.fake_quantize(matrix, cast, noise=noise)
+
+    def _along_tokens(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int]) -> Tensor:
+        """No block has rows of two experts, and where a scale is that of a whole matrix, experts have their own."""
+        if cast is None:
+            return rows_TX
+        if cast.block is not None and cast.scale != "two_level" and self.align % cast.block[1] == 0:
+            segments = [sum(segments)]
+        parts = [self._narrow(part.t(), cast).t() for part in rows_TX.split(list(segments))]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sums_in(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def pad_segments(rows_TX: Tensor, sizes: Sequence[int], padded: Sequence[int]) -> Tensor:
+    """Each of the segments followed by zeros, up to its padded size."""
+    if list(sizes) == list(padded):
+        return rows_TX
+    parts = zip(rows_TX.split(list(sizes)), sizes, padded, strict=True)
+    return torch.cat([F.pad(part, (0, 0, 0, more - size)) for part, size, more in parts])
+
+
+class NarrowWeights:
+    """Codes and scales of weights, narrowed once per step: by parameter, cast, and whether it was transposed.
+
+    A weight that is changed in place outside of a training step is noticed by torch's version counter; FSDP's gathering
+    does not count as a change, so the step itself calls ``forget``.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, Cast, bool], tuple[Tensor, int, Quantized]] = {}
+
+    def narrow(self, weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers) -> Tensor:
+        """In the shape of the weight, with blocks along its last dim, or along the one before."""
+        if cast is None:
+            return weight
+        if cast.element == "bf16":
+            return weight.bfloat16().float()
+        kept = self._kept.get(key := (id(weight), cast, transposed))
+        if kept is None or kept[1] != weight._version:
+            matrices = weight.detach()
+            quantized = quantizers.quantize(matrices.transpose(-2, -1) if transposed else matrices, cast)
+            # The weight is kept too, so that its id stays its own.
+            kept = self._kept[key] = (weight, weight._version, quantized)
+        values = dequantize(kept[2])
+        return values.transpose(-2, -1) if transposed else values
+
+    def forget(self) -> None:
+        """Weights have changed."""
+        self._kept.clear()

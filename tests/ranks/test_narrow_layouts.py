@@ -1,0 +1,70 @@
+"""Runs with a precision recipe, in layouts, against one process.
+
+Casts of inputs and of gradients along features belong to rows, so losses are those of one process. What is narrowed
+along tokens depends on which rows lie in a block: of dense layers the microbatch's own, in every layout; of experts
+those that one call gets, so that gradients of experts differ by as much as narrowing changes them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import moefold
+from moefold.train.callbacks.jsonl import JsonLines
+
+SETTINGS = {
+    "precision.recipe": "mxfp8",
+    "precision.params": "float64",
+    "precision.compute": "float64",
+    "kernels.experts": "sequential",
+    "kernels.casts": "native",
+    "model.num_layers": 2,
+    # Two heads of keys and values of a block each, so that tensor parallelism cuts between blocks.
+    "model.attention.num_heads": 4,
+    "model.attention.num_kv_heads": 2,
+    "model.attention.head_dim": 32,
+    # A multiple of the block of 32 tokens.
+    "data.seq_len": 64,
+    "data.global_batch": 4,
+    "data.micro_batch": 1,
+    "data.validation": None,
+    "optim.lr_schedule.warmup": 0,
+    "train.steps": 3,
+    "train.log_every": 1,
+    "train.saving.every": 0,
+}
+LAYOUTS = {
+    "ep": {"parallel.ep": 2},
+    "fsdp": {},
+    "flat": {"parallel.sharding": "flat"},
+    "replicas": {"parallel.dp_replicate": 2, "parallel.edp_replicate": 2},
+    "deferred weight gradients": {"parallel.pp": 2, "parallel.schedule": "zb_h1"},
+    "context": {"parallel.cp": 2},
+    "tensor": {"parallel.tp": 2},
+}
+
+
+def metrics(folder: Path, changes: dict[str, object], nproc: int) -> list[tuple[float, float]]:
+    run = moefold.load_run("debug_small", SETTINGS | {"train.directory": str(folder)} | changes)
+    assert moefold.Trainer(run, reporters=[JsonLines()], nproc=nproc).fit() == "finished"
+    lines = map(json.loads, (folder / run.name / "metrics.jsonl").read_text().splitlines())
+    return [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    return metrics(tmp_path_factory.mktemp("one"), {}, 1)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_layouts_narrow_as_one_process(layout: str, tmp_path: Path, one_process: list[tuple[float, float]]) -> None:
+    found = metrics(tmp_path, LAYOUTS[layout], 2)
+    assert len(found) == len(one_process) == 3
+    assert abs(found[0][0] / one_process[0][0] - 1) < 1e-12
+    # One process calls experts once per microbatch too, so that only ranks that gather rows of several differ.
+    exact = 1e-11 if layout not in ("ep", "context") else 2e-3
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, one_process, strict=True):
+        assert abs(loss / wanted_loss - 1) < exact and abs(norm / wanted_norm - 1) < exact, (found, one_process)
