@@ -61,8 +61,8 @@ class Quantized:
 
 
 def quantize(x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None) -> Quantized:
-    """``noise`` is for stochastic rounding. ``amax`` replaces the matrix's own (delayed scaling,
-    matrices of which this is a shard); it has the shape of the leading dims."""
+    """``noise`` is for stochastic rounding. ``amax`` replaces the matrix's own (delayed scaling, or a matrix of which
+    this is a shard); it has the shape of the leading dims."""
     x_MK = hadamard(x_MK.float()).bfloat16().float() if cast.hadamard else x_MK.float()
     x_MK = torch.where(torch.isfinite(x_MK), x_MK, torch.nan)
     blocks = _blocks(x_MK, cast)
@@ -74,7 +74,7 @@ def quantize(x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: T
     if cast.scale == "two_level":
         own = amax_rc.flatten(-2)
         tensor_amax = amax.float() if amax is not None else own.amax(-1) if own.shape[-1] else own.sum(-1)
-    scale_rc, decode_rc, encode_rc, tensor_scale = _scales(amax_rc, cast, tensor_amax)
+    scale_rc, encode_rc, tensor_scale = _scales(amax_rc, cast, tensor_amax)
     scaled = (blocks * encode_rc[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
     scaled = scaled[..., : x_MK.shape[-2], : x_MK.shape[-1]]
     if cast.rounding == "stochastic":
@@ -118,19 +118,18 @@ def _blocks(x_MK: Tensor, cast: Cast) -> Tensor:
     return x_MK.reshape(*x_MK.shape[:-2], *shape)
 
 
-def _scales(amax_rc: Tensor, cast: Cast, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As stored; to multiply codes by; to multiply values by; and the scale of the matrix."""
+def _scales(amax_rc: Tensor, cast: Cast, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As stored; to multiply values by; and the scale of the matrix."""
     if cast.scale in ("float32", "power_of_two"):
         encode = _divide(TOP[cast.element], amax_rc).clamp(max=_FLOAT32_MAX)
         if cast.scale == "power_of_two":
             encode = torch.where(torch.isnan(encode), encode, _cut_to_power_of_two(encode))
         encode = torch.where(amax_rc == 0, 1.0, encode)
-        decode = 1.0 / encode
-        return decode, decode, encode, None
+        return 1.0 / encode, encode, None
     if cast.scale in ("e8m0_rceil", "e8m0_floor"):
         exponent = _e8m0(amax_rc, cast)
         encode = e8m0_to_float(torch.where(exponent == 255, 255, 254 - exponent.int()))
-        return exponent, e8m0_to_float(exponent), encode, None
+        return exponent, encode, None
     assert tensor_amax is not None
     # S = 448 * 6 / amax; a block's scale is amax_b * S / 6 with one rounding, and may be zero.
     whole = _divide(TOP["e4m3"] * TOP["e2m1"], tensor_amax).clamp(max=_FLOAT32_MAX)
@@ -139,7 +138,7 @@ def _scales(amax_rc: Tensor, cast: Cast, tensor_amax: Tensor | None) -> tuple[Te
     sixth = 1.0 / torch.tensor(6.0)
     block = (amax_rc * (whole * sixth)[..., None, None]).clamp(max=TOP["e4m3"]).to(torch.float8_e4m3fn)
     decode = block.float() * inverse[..., None, None]
-    return block, decode, (1.0 / decode).clamp(max=_FLOAT32_MAX), inverse
+    return block, (1.0 / decode).clamp(max=_FLOAT32_MAX), inverse
 
 
 def _divide(number: float, x: Tensor) -> Tensor:
