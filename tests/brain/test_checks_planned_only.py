@@ -51,7 +51,7 @@ MUST_BE_REFUSED: dict[str, object] = {
     "parallel.sharding": "zero1",
     "parallel.overlap": "ep",
     "precision.compute": "mxfp8",
-    "precision.recipe": "nvfp4",
+    "precision.recipe": "fp8_delayed",
     "precision.params": "float8",
     "precision.gradients": "bfloat16",
     "precision.master": "float32",

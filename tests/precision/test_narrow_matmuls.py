@@ -17,14 +17,17 @@ from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, Pre
 from moefold.model.narrow_modules import QUANTIZERS
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
 from moefold.precision.operands import NarrowOperands, NarrowWeights, pad_segments
+from moefold.precision.quantize import HADAMARD_SIGNS, block_noise
 
-TRAINED: tuple[RecipeName, ...] = ("bf16", "fp8_tensor", "fp8_blockwise", "mxfp8")
+TRAINED: tuple[RecipeName, ...] = ("bf16", "fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
+
+SEED = 41
 
 
 def policy_for(
     recipe: PrecisionRecipe, weight_grads: WeightGradQueue | None = None, casts: str = "torch"
 ) -> ParameterMatmul:
-    return ParameterMatmul(weight_grads, operands=NarrowOperands(recipe, NarrowWeights(), QUANTIZERS[casts]))
+    return ParameterMatmul(weight_grads, operands=NarrowOperands(recipe, NarrowWeights(), QUANTIZERS[casts], SEED))
 
 
 # ---- the equation, block by block ----
@@ -65,6 +68,45 @@ def expected(x_TX: Tensor, w_YX: Tensor, dy_TY: Tensor, name: str) -> tuple[Tens
     return fprop, dgrad, wgrad
 
 
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+
+
+def nvfp4(x_MK: Tensor, rows: int, hadamard: bool, seed: int | None) -> Tensor:
+    """The NVFP4 pretraining report's two scales: S = 6 * 448 / amax of the matrix, and per block of ``rows`` x 16 the
+    E4M3 number nearest to amax_b * S / 6. Values to the nearest of E2M1, even codes on ties, or up with the probability
+    of the distance from below, by ``block_noise``, which is written out in test_quantize.py."""
+    if hadamard:
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while len(matrix) < 16:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        signed = torch.tensor(HADAMARD_SIGNS)[:, None] * matrix / 4
+        x_MK = (x_MK.double().unflatten(-1, (-1, 16)) @ signed).flatten(-2).bfloat16().float()
+    # In float32, as Transformer Engine multiplies: ratios of bfloat16 numbers are ties now and then.
+    whole, out = torch.tensor(6 * 448.0) / x_MK.abs().max(), torch.empty_like(x_MK)
+    sixth = whole * (torch.tensor(1.0) / 6)
+    for i in range(0, x_MK.shape[0], rows):
+        for j in range(0, x_MK.shape[1], 16):
+            block = x_MK[i : i + rows, j : j + 16]
+            scale = (block.abs().max() * sixth).to(torch.float8_e4m3fn).float() * (1 / whole)
+            size = (block.abs() * (1 / scale)).clamp(max=6)
+            below = (size[..., None] >= E2M1).sum(-1) - 1
+            low, high = E2M1[below], E2M1[(below + 1).clamp(max=7)]
+            share = ((size - low) / (high - low).clamp(min=0.1)).nan_to_num()
+            if seed is None:
+                up = (share > 0.5) | ((share == 0.5) & (below % 2 == 1))
+            else:
+                up = share + block_noise(block[:, None, :], seed)[:, 0] >= 1
+            out[i : i + rows, j : j + 16] = torch.where(up, high, low) * scale * block.sign()
+    return out
+
+
+def expected_nvfp4(x_TX: Tensor, w_YX: Tensor, dy_TY: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    weight = nvfp4(w_YX, 16, False, None)
+    fprop = nvfp4(x_TX, 1, False, None) @ weight.t()
+    dgrad = nvfp4(dy_TY, 1, False, SEED) @ weight
+    return fprop, dgrad, nvfp4(dy_TY.t(), 1, True, SEED) @ nvfp4(x_TX.t(), 1, True, None).t()
+
+
 def spread(*shape: int, seed: int) -> Tensor:
     """Rows and columns of very different sizes, so that another block or direction has other bits."""
     generator = torch.Generator().manual_seed(seed)
@@ -74,21 +116,28 @@ def spread(*shape: int, seed: int) -> Tensor:
 
 def distances(recipe: PrecisionRecipe, name: RecipeName) -> list[float]:
     """Of Y, dX and dW from what the recipe of this name says; equal operands may be summed in another order."""
-    x, weight, dy = (
-        spread(192, 256, seed=0).requires_grad_(),
-        nn.Parameter(spread(160, 256, seed=1)),
-        spread(192, 160, seed=2),
-    )
+    x, weight, dy = spread(192, 256, seed=0), spread(160, 256, seed=1), spread(192, 160, seed=2)
+    if name == "nvfp4":
+        # One scale of the matrix allows fewer octaves; in bfloat16, the transform's sums are exact in every order.
+        x, weight, dy = (
+            torch.randn(each.shape, generator=torch.Generator().manual_seed(each.shape[0] + each.shape[1]))
+            .bfloat16()
+            .float()
+            for each in (x, weight, dy)
+        )
+    x, weight = x.requires_grad_(), nn.Parameter(weight)
     y = policy_for(recipe).linear(x, weight)
     y.backward(dy)
     assert x.grad is not None and weight.grad is not None
-    pairs = zip((y, x.grad, weight.grad), expected(x.detach(), weight.detach(), dy, name), strict=True)
+    inputs = (x.detach(), weight.detach(), dy)
+    wanted_three = expected_nvfp4(*inputs) if name == "nvfp4" else expected(*inputs, name)
+    pairs = zip((y, x.grad, weight.grad), wanted_three, strict=True)
     return [float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs]
 
 
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4"])
 def test_the_three_matmuls_are_the_recipes_equations(name: RecipeName) -> None:
-    assert max(distances(PRECISION_RECIPES[name], name)) < 1e-7
+    assert max(distances(PRECISION_RECIPES[name], name)) < 1e-6
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -105,13 +154,11 @@ def test_experts_are_linear_layers_of_their_rows(name: RecipeName, matmul: objec
         if not len(part):
             assert not weight.grad[expert].any()
             continue
-        # Scales per tensor of rows are those of all rows here, as in one call of the library's.
-        if name != "fp8_tensor":
-            policy_for(PRECISION_RECIPES[name]).linear(its_rows, alone).backward(grad)
-            assert its_rows.grad is not None and alone.grad is not None
-            start = sum(counts[:expert])
-            assert torch.allclose(rows.grad[start : start + len(part)], its_rows.grad, rtol=1e-5, atol=1e-6)
-            assert torch.allclose(weight.grad[expert], alone.grad, rtol=1e-5, atol=1e-4)
+        policy_for(PRECISION_RECIPES[name]).linear(its_rows, alone).backward(grad)
+        assert its_rows.grad is not None and alone.grad is not None
+        start = sum(counts[:expert])
+        assert torch.allclose(rows.grad[start : start + len(part)], its_rows.grad, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(weight.grad[expert], alone.grad, rtol=1e-5, atol=1e-4)
 
 
 # ---- what must not change a bit ----
@@ -175,8 +222,8 @@ def test_weights_are_narrowed_once_and_again_when_they_change() -> None:
 
 # Measured; a band of 4 % on both sides. The dense and the MLA model have experts in every layer.
 ERRORS: dict[str, dict[RecipeName, float]] = {
-    "debug_small": {"bf16": 0.00675, "fp8_tensor": 0.0979, "fp8_blockwise": 0.0803, "mxfp8": 0.0804},
-    "debug_mla": {"bf16": 0.00691, "fp8_tensor": 0.0490, "fp8_blockwise": 0.0424, "mxfp8": 0.0424},
+    "debug_small": {"bf16": 0.00675, "fp8_tensor": 0.0979, "fp8_blockwise": 0.0803, "mxfp8": 0.0804, "nvfp4": 0.309},
+    "debug_mla": {"bf16": 0.00691, "fp8_tensor": 0.0490, "fp8_blockwise": 0.0424, "mxfp8": 0.0424, "nvfp4": 0.159},
 }
 BAND = 0.04
 
@@ -206,6 +253,42 @@ def is_within_band(name: str, recipe: RecipeName, error: float) -> bool:
 def test_gradient_errors_lie_in_their_bands(name: str, recipe: RecipeName) -> None:
     error = relative_error(gradients(name, recipe), gradients(name, None))
     assert is_within_band(name, recipe, error), error
+
+
+def nvfp4_mutants() -> dict[str, LinearCasts]:
+    right = PRECISION_RECIPES["nvfp4"].casts
+    x, w, dy = right.x_wgrad, right.w_fprop, right.dy_wgrad
+    assert x is not None and w is not None and dy is not None
+    changed: dict[str, dict[str, Cast | None]] = {
+        "Hadamard on dY only": {"x_wgrad": replace(x, hadamard=False)},
+        "Hadamard on X only": {"dy_wgrad": replace(dy, hadamard=False)},
+        "no Hadamard": {"x_wgrad": replace(x, hadamard=False), "dy_wgrad": replace(dy, hadamard=False)},
+        "gradients rounded to nearest in dgrad": {"dy_dgrad": right.x_fprop},
+        "gradients rounded to nearest in wgrad": {"dy_wgrad": replace(dy, rounding="nearest")},
+        "activations rounded stochastically": {"x_wgrad": replace(x, rounding="stochastic")},
+        "weights in rows": {"w_fprop": replace(w, block=(1, 16)), "w_dgrad": replace(w, block=(1, 16))},
+        "blocks of 32": {"x_fprop": replace(x, hadamard=False, block=(1, 32))},
+        "MXFP4's scales": {"x_fprop": Cast("e2m1", (1, 32), "e8m0_rceil")},
+    }
+    changed |= {f"{operand} stays wide": {operand: None} for operand, _ in right.items()}
+    return {name: replace(right, **fields) for name, fields in changed.items()}
+
+
+@pytest.mark.parametrize("mutant", list(nvfp4_mutants()))
+def test_the_equations_of_nvfp4_catch(mutant: str) -> None:
+    wrong = replace(PRECISION_RECIPES["nvfp4"], casts=nvfp4_mutants()[mutant])
+    assert max(distances(wrong, "nvfp4")) > 1e-3
+
+
+def test_stochastic_rounding_does_not_depend_on_the_order_of_rows() -> None:
+    """Nor on which rank has them: dX of a row is what it was. The mutant that numbers rows where they lie fails."""
+    policy, generator = policy_for(PRECISION_RECIPES["nvfp4"]), torch.Generator().manual_seed(1)
+    weight, dy = nn.Parameter(torch.randn(64, 32, generator=generator)), torch.randn(48, 64, generator=generator)
+    order = torch.randperm(48, generator=generator)
+    first, second = (policy.operands.dgrad(each, weight)[0] for each in (dy, dy[order]))
+    assert torch.equal(first[order], second)
+    other = NarrowOperands(PRECISION_RECIPES["nvfp4"], NarrowWeights(), seed=SEED + 1).dgrad(dy, weight)[0]
+    assert 0.2 < float((other != first).float().mean()) < 0.8
 
 
 def mutants() -> dict[str, LinearCasts]:

@@ -6,10 +6,9 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tests.precision.cast_inputs import hard_values, random_bits
+from tests.precision.cast_inputs import hard_values
 from tests.precision.record_oracles import (
     COMPARED,
     HADAMARD,
@@ -27,8 +26,8 @@ from moefold.precision.quantize import (
     FLOAT8,
     HADAMARD_SIGNS,
     TOP,
-    NoiseKey,
     Quantized,
+    block_noise,
     dequantize,
     fake_quantize,
     from_codes,
@@ -37,7 +36,6 @@ from moefold.precision.quantize import (
     quantize,
     swizzle_scales,
     to_codes,
-    uniform_noise,
     unpack_e2m1,
 )
 
@@ -106,11 +104,13 @@ def test_stochastic_rounding_is_unbiased_and_takes_neighbours(element: str) -> N
     cast = Cast(element, (1, 16), "power_of_two", rounding="stochastic")  # type: ignore[arg-type]
     x = torch.linspace(-1, 1, 16).repeat(4096, 1)
     x[:, 0] = TOP[cast.element]
-    found = fake_quantize(x, cast, noise=NoiseKey(3, torch.arange(4096), torch.arange(16)))
+    # Equal blocks would be rounded alike.
+    x[:, 14:] = torch.rand(4096, 2, generator=torch.Generator().manual_seed(0))
+    found = fake_quantize(x, cast, seed=3)
     codes = torch.arange(16 if element == "e2m1" else 256, dtype=torch.uint8)
     numbers = from_codes(codes if element == "e2m1" else codes.view(FLOAT8[cast.element]), cast.element)
     numbers = numbers[torch.isfinite(numbers)]
-    for column in range(1, 16):
+    for column in range(1, 14):
         value = float(x[0, column])
         below, above = numbers[numbers <= value].max(), numbers[numbers >= value].min()
         assert set(found[:, column].tolist()) <= {float(below), float(above)}
@@ -118,24 +118,46 @@ def test_stochastic_rounding_is_unbiased_and_takes_neighbours(element: str) -> N
         assert abs(float(found[:, column].mean()) - value) <= 4 * float(above - below) / 2 / 64 + 1e-12
 
 
-def test_noise_is_uniform_and_belongs_to_elements() -> None:
-    """Rows and columns that lie elsewhere keep their noise; the hash is splitmix64's."""
-    key = NoiseKey(5, torch.arange(1000), torch.arange(300))
-    noise = uniform_noise(key)
+def test_noise_is_uniform_and_belongs_to_blocks() -> None:
+    """Rows in another order, or a shard of the columns, keep their noise; so do values that differ in the last bits."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1000, 304, generator=generator)
+    blocks = x.view(1000, 1, 19, 16)
+    noise = block_noise(blocks, 5).view(1000, 304)
     assert noise.min() >= 0 and noise.max() < 1 and abs(float(noise.mean()) - 0.5) < 0.003
     assert abs(float(noise.var()) - 1 / 12) < 0.001
-    # Neighbours are not correlated.
+    # Neither neighbours, nor other seeds, nor the values that are rounded are correlated with it.
     centred = noise - 0.5
     for other in (
         centred.roll(1, 0),
         centred.roll(1, 1),
-        uniform_noise(NoiseKey(6, key.row_ids_M, key.column_ids_K)) - 0.5,
+        centred.roll(16, 1),
+        block_noise(blocks, 6).view(1000, 304) - 0.5,
+        x,
     ):
-        assert abs(float((centred * other).mean())) < 0.001
-    order = torch.randperm(1000)
-    assert torch.equal(uniform_noise(NoiseKey(5, order, key.column_ids_K[100:])), noise[order, 100:])
-    first = uniform_noise(NoiseKey(1 << 40, torch.arange(1, 9), torch.zeros(1, dtype=torch.int64)))
-    assert first[:, 0].tolist() == [float(bits) * 2.0**-24 for bits in random_bits(8, 1) >> np.uint64(40)]
+        assert abs(float((centred * other).mean())) < 0.0025
+    order = torch.randperm(1000, generator=generator)
+    assert torch.equal(block_noise(blocks[order][:, :, 7:], 5).view(1000, -1), noise[order, 112:])
+    assert torch.equal(block_noise(blocks.bfloat16().float() * (1 + 2**-20), 5).view(1000, 304), noise)
+
+
+def test_noise_is_the_hash_written_out() -> None:
+    """splitmix64's finaliser by Python's integers; zeros and values that are not finite count for nothing."""
+    mask, values = 2**64 - 1, (0.0, -1.5, 3.0, math.inf, -0.0, 1e-3)
+
+    def mix(word: int) -> int:
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+        return word ^ (word >> 31)
+
+    content = 1 << 63
+    for place, value in enumerate(values, 1):
+        bits = int(torch.tensor(value).bfloat16().view(torch.int16)) & 0xFFFF
+        if value != 0 and math.isfinite(value):
+            content += mix((bits + place * 0xD1B54A32D192ED03) & mask)
+    wanted = [(mix((content + place * 0x9E3779B97F4A7C15) & mask) >> 40) * 2.0**-24 for place in range(1, 7)]
+    found = block_noise(torch.tensor(values).view(1, 2, 1, 3), 1 << 63)
+    assert found.flatten().tolist() == wanted
 
 
 def test_the_hadamard_transform_is_orthogonal_and_is_the_matrix_of_the_paper() -> None:

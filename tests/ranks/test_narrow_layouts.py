@@ -54,6 +54,14 @@ def metrics(folder: Path, changes: dict[str, object], nproc: int) -> list[tuple[
     return [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.parametrize("layout", ["flat", "deferred weight gradients"])
+def test_layouts_round_stochastically_as_one_process(layout: str, tmp_path: Path) -> None:
+    recipe = {"precision.recipe": "nvfp4", "train.steps": 2}
+    wanted, found = metrics(tmp_path / "one", recipe, 1), metrics(tmp_path / "two", recipe | LAYOUTS[layout], 2)
+    for pair, wanted_pair in zip(found, wanted, strict=True):
+        assert pair == pytest.approx(wanted_pair, rel=1e-11)
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
     return metrics(tmp_path_factory.mktemp("one"), {}, 1)

@@ -71,9 +71,9 @@ def _block_problem(casts: LinearCasts, part: int, inner: bool) -> str:
     for cast in used:
         if cast is None or cast.element == "bf16":
             continue
-        if cast.block is None:
+        if cast.scales_whole_matrix:
             return f"a scale per tensor would be one per rank ({cast})"
-        if part % max(cast.block):
+        if cast.block is not None and part % max(cast.block):
             return f"{part} are no multiple of {max(cast.block)} ({cast})"
     return ""
 

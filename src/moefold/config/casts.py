@@ -55,6 +55,11 @@ class Cast:
         scale = 0.0 if self.block is None else SCALE_BYTES[self.scale] / (self.block[0] * self.block[1])
         return ELEMENT_BITS[self.element] / 8 + scale
 
+    @property
+    def scales_whole_matrix(self) -> bool:
+        """The largest magnitude of the matrix is in every scale."""
+        return self.block is None or self.scale == "two_level"
+
     def __str__(self) -> str:
         """As in `e4m3 1x128 power_of_two`."""
         if self.element == "bf16":

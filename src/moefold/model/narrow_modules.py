@@ -34,6 +34,6 @@ def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:
             assert isinstance(owner, (GroupedExperts, Linear, FeedForward))
             policy = owner.matmul_policy
             assert isinstance(policy, ParameterMatmul)
-            operands = NarrowOperands(recipe, weights, QUANTIZERS[run.kernels.casts])
+            operands = NarrowOperands(recipe, weights, QUANTIZERS[run.kernels.casts], run.seed)
             owner.matmul_policy = policy.with_operands(operands)
     return weights

@@ -327,7 +327,10 @@ class _Grouped(torch.autograd.Function):
         ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
         # torch's grouped GEMM takes ends of groups: computed once for its three matmuls.
         ctx.ends_e = ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32) if matmul is grouped else None
-        rows_in, weight_in = policy.operands.fprop(rows, weight)
+        # Where scales and padding follow the rows of an expert, the host must know them.
+        known = host if host is not None or policy.operands is WIDE else rows_per_expert_e.tolist()
+        ctx.known = known
+        rows_in, weight_in = policy.operands.fprop(rows, weight, known)
         weight_eYX = weight_in.flatten(1, -2)
         if ends_e is not None:
             return F.grouped_mm(rows_in, weight_eYX.transpose(1, 2), offs=ends_e).to(rows.dtype)
@@ -342,9 +345,7 @@ class _Grouped(torch.autograd.Function):
         ends_e = ctx.ends_e
 
         def weight_gradient() -> Tensor | None:
-            # Where padding follows the number of rows, the host must know it.
-            known = rows_per_expert_e.tolist() if host is None and policy.operands is not WIDE else host
-            grad_in, rows_in, padded = policy.operands.wgrad(grad, rows, known)
+            grad_in, rows_in, padded = policy.operands.wgrad(grad, rows, ctx.known)
             if padded is not host:
                 counts_e = torch.tensor(padded, device=rows_per_expert_e.device)
                 gradient = grouped_weight_grad(matmul, grad_in, rows_in, counts_e, padded).view(weight.shape)
@@ -359,7 +360,7 @@ class _Grouped(torch.autograd.Function):
 
         drows = None
         if ctx.passes_on:
-            grad_in, weight_in = policy.operands.dgrad(grad, weight)
+            grad_in, weight_in = policy.operands.dgrad(grad, weight, ctx.known)
             weight_eYX = weight_in.flatten(1, -2)
             if ends_e is not None:
                 drows = F.grouped_mm(grad_in, weight_eYX, offs=ends_e).to(grad.dtype)

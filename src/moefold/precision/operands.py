@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PrecisionRecipe
-from moefold.precision.quantize import NoiseKey, Quantized, dequantize, fake_quantize, quantize
+from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
 
 
 class GradOperands(NamedTuple):
@@ -35,11 +35,13 @@ class GradOperands(NamedTuple):
 
 
 class Operands(Protocol):
-    def fprop(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``rows_per_expert``: of rows sorted by expert, where a scale may be that of an expert's rows; None otherwise."""
+
+    def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """X and W of Y = X W^T."""
         ...
 
-    def dgrad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """dY and W of dX = dY W."""
         ...
 
@@ -49,10 +51,10 @@ class Operands(Protocol):
 
 
 class WideOperands:
-    def fprop(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         return x, weight.to(x.dtype)
 
-    def dgrad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         return grad, weight.to(grad.dtype)
 
     def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
@@ -73,20 +75,24 @@ REFERENCE = Quantizers()
 
 
 class NarrowOperands:
-    """Of one module. ``weights`` is shared by all modules of a model."""
+    """Of one module. ``weights`` is shared by all modules of a model; ``seed`` is of stochastic rounding."""
 
-    def __init__(self, recipe: PrecisionRecipe, weights: NarrowWeights, quantizers: Quantizers = REFERENCE) -> None:
+    def __init__(
+        self, recipe: PrecisionRecipe, weights: NarrowWeights, quantizers: Quantizers = REFERENCE, seed: int = 0
+    ) -> None:
         self.casts, self.align = recipe.casts, recipe.align
-        self.weights, self.quantizers = weights, quantizers
+        self.weights, self.quantizers, self.seed = weights, quantizers, seed
 
-    def fprop(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
-        narrow = self._narrow(x.reshape(-1, x.shape[-1]), self.casts.x_fprop).view(x.shape)
+        narrow = self._along_features(x.reshape(-1, x.shape[-1]), self.casts.x_fprop, rows_per_expert).view(x.shape)
         return narrow.to(wide), self.weights.narrow(weight, self.casts.w_fprop, False, self.quantizers).to(wide)
 
-    def dgrad(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        wide = _sums_in(grad)
-        narrow = self._narrow(grad.reshape(-1, weight.shape[-2]), self.casts.dy_dgrad).view(grad.shape)
+    def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        wide, stacked = _sums_in(grad), grad.shape[-1] // weight.shape[-2]
+        segments = None if rows_per_expert is None else [rows * stacked for rows in rows_per_expert]
+        rows = grad.reshape(-1, weight.shape[-2])
+        narrow = self._along_features(rows, self.casts.dy_dgrad, segments).view(grad.shape)
         return narrow.to(wide), self.weights.narrow(weight, self.casts.w_dgrad, True, self.quantizers).to(wide)
 
     def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
@@ -100,17 +106,24 @@ class NarrowOperands:
             narrow[0].to(_sums_in(grad)), narrow[1].to(_sums_in(x)), None if rows_per_expert is None else padded
         )
 
-    def _narrow(self, matrix: Tensor, cast: Cast | None, noise: NoiseKey | None = None) -> Tensor:
-        return matrix if cast is None else self.quantizers.fake_quantize(matrix, cast, noise=noise)
+    def _along_features(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int] | None) -> Tensor:
+        if cast is None:
+            return rows_TX
+        if segments is None or not cast.scales_whole_matrix:
+            return self._narrow(rows_TX, cast)
+        return torch.cat([self._narrow(part, cast) for part in rows_TX.split(list(segments))])
 
     def _along_tokens(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int]) -> Tensor:
         """No block has rows of two experts, and where a scale is that of a whole matrix, experts have their own."""
         if cast is None:
             return rows_TX
-        if cast.block is not None and cast.scale != "two_level" and self.align % cast.block[1] == 0:
+        if cast.block is not None and not cast.scales_whole_matrix and self.align % cast.block[1] == 0:
             segments = [sum(segments)]
         parts = [self._narrow(part.t(), cast).t() for part in rows_TX.split(list(segments))]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _narrow(self, matrix: Tensor, cast: Cast) -> Tensor:
+        return self.quantizers.fake_quantize(matrix, cast, seed=self.seed)
 
 
 def _sums_in(x: Tensor) -> torch.dtype:

@@ -39,16 +39,6 @@ HADAMARD_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -
 
 
 @dataclass(frozen=True)
-class NoiseKey:
-    """What the noise of an element depends on: a seed, and its row and column in the whole matrix. Ranks that hold
-    parts of a matrix, or rows in another order, draw the same noise for the same element."""
-
-    seed: int
-    row_ids_M: Tensor
-    column_ids_K: Tensor
-
-
-@dataclass(frozen=True)
 class Quantized:
     """``codes`` are float8, or uint8 with one E2M1 code each (``pack_e2m1`` puts two into a byte). ``scale`` has one
     entry per block: float32, an E8M0 exponent in uint8, or float8_e4m3fn under ``tensor_scale``."""
@@ -60,8 +50,8 @@ class Quantized:
     cast: Cast
 
 
-def quantize(x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None) -> Quantized:
-    """``noise`` is for stochastic rounding. ``amax`` replaces the matrix's own (delayed scaling, or a matrix of which
+def quantize(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = None) -> Quantized:
+    """``seed`` is of stochastic rounding's noise. ``amax`` replaces the matrix's own (delayed scaling, or a matrix of which
     this is a shard); it has the shape of the leading dims."""
     x_MK = hadamard(x_MK.float()).bfloat16().float() if cast.hadamard else x_MK.float()
     x_MK = torch.where(torch.isfinite(x_MK), x_MK, torch.nan)
@@ -75,12 +65,10 @@ def quantize(x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: T
         own = amax_rc.flatten(-2)
         tensor_amax = amax.float() if amax is not None else own.amax(-1) if own.shape[-1] else own.sum(-1)
     scale_rc, encode_rc, tensor_scale = _scales(amax_rc, cast, tensor_amax)
-    scaled = (blocks * encode_rc[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
-    scaled = scaled[..., : x_MK.shape[-2], : x_MK.shape[-1]]
+    scaled = blocks * encode_rc[..., :, None, :, None]
     if cast.rounding == "stochastic":
-        if noise is None:
-            raise ValueError("a cast with stochastic rounding needs noise")
-        scaled = round_stochastically(scaled, cast.element, uniform_noise(noise))
+        scaled = round_stochastically(scaled, cast.element, block_noise(blocks, seed))
+    scaled = scaled.flatten(-2).flatten(-3, -2)[..., : x_MK.shape[-2], : x_MK.shape[-1]]
     return Quantized(to_codes(scaled, cast.element), scale_rc, tensor_scale, cast)
 
 
@@ -102,11 +90,11 @@ def decode_scales(quantized: Quantized) -> Tensor:
     return scale_rc.float() * quantized.tensor_scale[..., None, None]
 
 
-def fake_quantize(x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None) -> Tensor:
+def fake_quantize(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = None) -> Tensor:
     """To the format and back, in float32: what a matmul computes with."""
     if cast.element == "bf16":
         return x_MK.bfloat16().float()
-    return dequantize(quantize(x_MK, cast, noise=noise, amax=amax))
+    return dequantize(quantize(x_MK, cast, seed=seed, amax=amax))
 
 
 def _blocks(x_MK: Tensor, cast: Cast) -> Tensor:
@@ -194,20 +182,31 @@ def _e2m1_spacing(magnitude: Tensor) -> Tensor:
     return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
 
 
-def round_stochastically(scaled_MK: Tensor, element: Element, noise_MK: Tensor) -> Tensor:
+def round_stochastically(scaled: Tensor, element: Element, noise: Tensor) -> Tensor:
     """Up with the probability of the distance from below, to a number of the format: unbiased inside of its range."""
-    magnitude = scaled_MK.abs().clamp(max=TOP[element])
+    magnitude = scaled.abs().clamp(max=TOP[element])
     # The exponent of the spacing: that of the number, or of the smallest normal number, less the fraction's bits.
     exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=_SMALLEST_EXPONENT[element])
     spacing = ((exponent - _FRACTION_BITS[element] + 127) << 23).view(torch.float32)
-    rounded = torch.floor(magnitude / spacing + noise_MK) * spacing
-    return torch.copysign(rounded, scaled_MK)
+    rounded = torch.floor(magnitude / spacing + noise) * spacing
+    return torch.copysign(rounded, scaled)
 
 
-def uniform_noise(key: NoiseKey) -> Tensor:
-    """[M, K] in [0, 1), multiples of 2**-24: a hash of the element's place."""
-    place = key.row_ids_M[:, None] * wrapped(0x9E3779B97F4A7C15) + key.column_ids_K * wrapped(0xD1B54A32D192ED03)
-    return logical_shift(mix64(place + wrapped(key.seed)), 40).float() * 2.0**-24
+def block_noise(blocks: Tensor, seed: int) -> Tensor:
+    """In [0, 1), multiples of 2**-24: a hash of the seed, of the values of the element's block and of its place there.
+
+    [..., r, rows, c, columns]. What an element is rounded by depends on nothing outside of its block: ranks that hold a
+    shard, or rows in another order, round it alike, and so does recomputation, without numbers of rows that would have
+    to travel with them. Values count in bfloat16, so that sums in another order leave the noise as it is; zeros count
+    for nothing, so padding does not either. Two equal blocks are rounded alike.
+    """
+    rows, columns = blocks.shape[-3], blocks.shape[-1]
+    place = torch.arange(1, rows * columns + 1, device=blocks.device).view(rows, 1, columns)
+    bits = blocks.bfloat16().view(torch.int16).long() & 0xFFFF
+    counts = ((bits & 0x7FFF) > 0) & ((bits & 0x7F80) < 0x7F80)
+    words = torch.where(counts, mix64(bits + place * wrapped(0xD1B54A32D192ED03)), 0)
+    content = words.sum((-3, -1), keepdim=True) + wrapped(seed)
+    return logical_shift(mix64(content + place * wrapped(0x9E3779B97F4A7C15)), 40).float() * 2.0**-24
 
 
 def pack_e2m1(codes_MK: Tensor) -> Tensor:

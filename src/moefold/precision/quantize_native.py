@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.native.compile_c import load
-from moefold.precision.quantize import FLOAT8, NoiseKey, Quantized, fake_quantize, quantize
+from moefold.precision.quantize import FLOAT8, Quantized, fake_quantize, quantize
 
 _ELEMENTS: Final = {name: index for index, name in enumerate(get_args(Element))}
 _RULES: Final = {name: index for index, name in enumerate(get_args(ScaleRule))}
@@ -34,32 +34,28 @@ class _Matrix(ctypes.Structure):
         ("x", ctypes.c_void_p),
         *((name, ctypes.c_long) for name in ("m", "k", "row_stride", "column_stride")),
         ("is_bf16", ctypes.c_int),
-        *((name, ctypes.c_void_p) for name in ("row_ids", "column_ids", "amax", "values", "codes", "scales")),
+        *((name, ctypes.c_void_p) for name in ("amax", "values", "codes", "scales")),
         ("tensor_scale", ctypes.c_void_p),
     )
 
 
-def quantize_native(
-    x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None
-) -> Quantized:
+def quantize_native(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = None) -> Quantized:
     if not x_MK.numel():
-        return quantize(x_MK, cast, noise=noise, amax=amax)
+        return quantize(x_MK, cast, seed=seed, amax=amax)
     codes = torch.empty(x_MK.shape, dtype=torch.uint8)
     rows, columns = _block(x_MK, cast)
     blocks = (-(-x_MK.shape[-2] // rows), -(-x_MK.shape[-1] // columns))
     scales = torch.empty(*x_MK.shape[:-2], *blocks, dtype=_STORED.get(cast.scale, torch.uint8))
     tensor_scale = torch.empty(x_MK.shape[:-2]) if cast.scale == "two_level" else None
-    _run(x_MK, cast, noise, amax, codes, scales, tensor_scale)
+    _run(x_MK, cast, seed, amax, codes, scales, tensor_scale)
     typed = codes if cast.element == "e2m1" else codes.view(FLOAT8[cast.element])
     return Quantized(typed, scales, tensor_scale, cast)
 
 
-def fake_quantize_native(
-    x_MK: Tensor, cast: Cast, *, noise: NoiseKey | None = None, amax: Tensor | None = None
-) -> Tensor:
+def fake_quantize_native(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = None) -> Tensor:
     if cast.element == "bf16" or not x_MK.numel():
-        return fake_quantize(x_MK, cast, noise=noise, amax=amax)
-    return _run(x_MK, cast, noise, amax, None, None, None)
+        return fake_quantize(x_MK, cast, seed=seed, amax=amax)
+    return _run(x_MK, cast, seed, amax, None, None, None)
 
 
 def _block(x_MK: Tensor, cast: Cast) -> tuple[int, int]:
@@ -69,7 +65,7 @@ def _block(x_MK: Tensor, cast: Cast) -> tuple[int, int]:
 def _run(
     x_MK: Tensor,
     cast: Cast,
-    noise: NoiseKey | None,
+    seed: int,
     amax: Tensor | None,
     codes: Tensor | None,
     scales: Tensor | None,
@@ -79,14 +75,11 @@ def _run(
     if x_MK.dtype not in (torch.float32, torch.bfloat16):
         x_MK = x_MK.float()
     stochastic = cast.rounding == "stochastic"
-    if stochastic and noise is None:
-        raise ValueError("a cast with stochastic rounding needs noise")
     if cast.hadamard and x_MK.shape[-1] % 16:
         raise ValueError(f"a Hadamard transform of groups of 16 cannot divide {x_MK.shape[-1]} columns")
     function, values = load("quantize").quantize, torch.empty(x_MK.shape)
-    seed = noise.seed % 2**64 if stochastic and noise is not None else 0
-    how = _Cast(*_block(x_MK, cast), _ELEMENTS[cast.element], _RULES[cast.scale], cast.hadamard, stochastic, seed)
-    ids = (noise.row_ids_M.contiguous(), noise.column_ids_K.contiguous()) if stochastic and noise is not None else None
+    formats = (_ELEMENTS[cast.element], _RULES[cast.scale])
+    how = _Cast(*_block(x_MK, cast), *formats, cast.hadamard, stochastic, seed % 2**64)
     given = None if amax is None else amax.float().contiguous().view(-1)
     outputs = [None if out is None else out.view(-1, *out.shape[-2:]) for out in (codes, scales)]
     for index, (matrix, out) in enumerate(zip(_matrices(x_MK), values.view(-1, *x_MK.shape[-2:]), strict=True)):
@@ -95,7 +88,6 @@ def _run(
             *matrix.shape,
             *matrix.stride(),
             matrix.dtype == torch.bfloat16,
-            *((0, 0) if ids is None else (each.data_ptr() for each in ids)),
             0 if given is None else given[index].data_ptr(),
             out.data_ptr(),
             *(0 if each is None else each[index].data_ptr() for each in outputs),

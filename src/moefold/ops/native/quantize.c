@@ -21,12 +21,11 @@ struct matrix {
     const void *x; /* m x k numbers with strides; bfloat16 or float32 */
     long m, k, row_stride, column_stride;
     int is_bf16;
-    const int64_t *row_ids, *column_ids; /* by which noise is keyed; NULL without stochastic rounding */
-    const float *amax;                   /* instead of the matrix's own; NULL for that */
-    float *values;                       /* m x k */
-    uint8_t *codes;                      /* m x k, or NULL */
-    void *scales;                        /* per block: float, or uint8_t where the rule stores a byte; or NULL */
-    float *tensor_scale;                 /* one number, of two_level; or NULL */
+    const float *amax;   /* instead of the matrix's own; NULL for that */
+    float *values;       /* m x k */
+    uint8_t *codes;      /* m x k, or NULL */
+    void *scales;        /* per block: float, or uint8_t where the rule stores a byte; or NULL */
+    float *tensor_scale; /* one number, of two_level; or NULL */
 };
 
 static const float TOP[] = {448.0f, 57344.0f, 6.0f};
@@ -64,13 +63,22 @@ static inline float stochastic(float magnitude, float noise, int bits, int small
     return floorf(magnitude / spacing + noise) * spacing;
 }
 
-/* Uniform in [0, 1), a hash of the seed and of the element's place in the whole, sharded or not, matrix. */
-static inline float uniform(uint64_t seed, int64_t row, int64_t column) {
-    uint64_t z = seed + (uint64_t)row * 0x9E3779B97F4A7C15u + (uint64_t)column * 0xD1B54A32D192ED03u;
+static inline uint64_t mix64(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-    z ^= z >> 31;
-    return (float)(z >> 40) * 0x1p-24f;
+    return z ^ (z >> 31);
+}
+
+/* A value's part of the hash of its block: of its bfloat16 bits; zeros and what is not finite count for nothing. */
+static inline uint64_t content(float x, uint64_t place) {
+    uint32_t bits = to_bits(to_bf16(x)) >> 16;
+    int counts = (bits & 0x7fff) != 0 && (bits & 0x7f80) != 0x7f80;
+    return counts ? mix64(bits + place * 0xD1B54A32D192ED03u) : 0;
+}
+
+/* Uniform in [0, 1). */
+static inline float uniform(uint64_t block, uint64_t place) {
+    return (float)(mix64(block + place * 0x9E3779B97F4A7C15u) >> 40) * 0x1p-24f;
 }
 
 /* The byte of a number of the format. */
@@ -189,12 +197,17 @@ void quantize(const struct matrix *a, const struct cast *cast) {
             if (a->amax && cast->rule != TWO_LEVEL) amax = *a->amax;
             long at = top / cast->rows * blocks_per_row + left / cast->columns;
             scales_of(amax, cast, whole, &encode, &decode, a->scales, at);
+            uint64_t block = cast->seed;
+            if (cast->stochastic)
+                for (long i = top; i < bottom; i++)
+                    for (long j = left; j < right; j++)
+                        block += content(a->values[i * a->k + j], (uint64_t)((i - top) * cast->columns + j - left + 1));
             for (long i = top; i < bottom; i++) {
                 float *row = a->values + i * a->k + left;
                 if (cast->stochastic)
                     for (long j = 0; j < right - left; j++) {
                         float scaled = row[j] * encode, magnitude = saturate(fabsf(scaled), TOP[element]);
-                        float noise = uniform(cast->seed, a->row_ids[i], a->column_ids[left + j]);
+                        float noise = uniform(block, (uint64_t)((i - top) * cast->columns + j + 1));
                         row[j] = copysignf(saturate(stochastic(magnitude, noise, bits, smallest), TOP[element]), scaled);
                     }
                 else round_row(row, right - left, encode, element);
