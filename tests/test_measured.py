@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests import host_faults
 
-from benchmarks.optimizer_formats import BASE, differences
+from benchmarks.optimizer_formats import BASE
+from benchmarks.paired_losses import differences
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -38,7 +39,7 @@ def test_muon_against_adamw() -> None:
 
 def format_rows(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """One row per format: the validation loss of every seed, and how far it is from float32's of the same seed."""
-    apart = differences(runs)
+    apart = differences(runs, BASE)
     rows = []
     for name in dict.fromkeys(each["format"] for each in runs):
         losses = [each["validation_loss"] for each in runs if each["format"] == name]
@@ -55,7 +56,7 @@ def test_optimizer_formats_are_near_float32() -> None:
     assert not missing, "write these rows into docs/optimizer.md:\n" + "\n".join(missing)
     assert all(each["steps"] == 1000 for each in runs)
     for name in ("bfloat16 moments, stochastic", "remainder"):
-        apart = differences(runs)[name]
+        apart = differences(runs, BASE)[name]
         assert len(apart) == 3 and max(map(abs, apart)) < 0.003
 
 

@@ -1,0 +1,84 @@
+"""Validation loss of a small MoE after the same steps under each precision recipe, and under one that must not pass.
+
+Emulated: operands are narrowed and multiplied in float32. A short run of a small model tells a recipe from a worse one
+only over several seeds, and not before some thousand steps. So that the comparison is known to tell anything, a recipe
+in which every cast of mxfp8 has four bits (MXFP4) is trained as well, and has to end further away than FP8 may.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.paired_losses import Comparison, compare
+from moefold.config.attention import GQAConfig
+from moefold.config.casts import Cast
+from moefold.config.loading import override
+from moefold.config.model import ModelConfig
+from moefold.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
+from moefold.config.run import RunConfig
+from moefold.recipes.catalog import recipe
+
+BASE, MUTANT = "bf16", "MXFP4 instead of mxfp8"
+NAMES = (BASE, "mxfp8", "nvfp4", MUTANT, "fp8_blockwise", "fp8_tensor")
+# Bounds relative to bf16, of the mean over seeds.
+BOUNDS = {"fp8_tensor": 0.005, "fp8_blockwise": 0.005, "mxfp8": 0.005, "nvfp4": 0.04}
+MODEL = ModelConfig(
+    dim=128,
+    num_layers=4,
+    attention=GQAConfig(num_heads=4, num_kv_heads=2, head_dim=32),
+    moe=MoEConfig(
+        num_experts=16,
+        top_k=2,
+        expert_hidden_dim=128,
+        router=RouterConfig(normalize=True),
+        balance=BalanceConfig(microbatch=0.01, z=1e-3),
+    ),
+)
+RUN = {
+    "precision.compute": "float32",
+    "kernels.experts": "grouped",
+    "kernels.casts": "native",
+    "data.seq_len": 64,
+    "data.global_batch": 8,
+    "data.micro_batch": 8,
+    "optim.lr": 2e-3,
+    "optim.lr_schedule.kind": "cosine",
+    "optim.lr_schedule.warmup": 50,
+    "optim.lr_schedule.floor": 0.1,
+}
+
+
+def run_of(name: str, seed: int, steps: int) -> RunConfig:
+    named = "mxfp8" if name == MUTANT else name
+    changes: Mapping[str, object] = RUN | {"precision.recipe": named, "seed": seed, "train.steps": steps}
+    return override(replace(recipe("debug_small"), model=MODEL), changes)
+
+
+@contextmanager
+def with_casts(name: str) -> Iterator[None]:
+    """The mutant is no recipe of the project: mxfp8 has four bits while it is trained."""
+    right = PRECISION_RECIPES["mxfp8"]
+    if name == MUTANT:
+        four_bits = Cast("e2m1", (1, 32), "e8m0_rceil")
+        PRECISION_RECIPES["mxfp8"] = replace(right, casts=LinearCasts(*[four_bits] * 6))
+    yield
+    PRECISION_RECIPES["mxfp8"] = right
+
+
+COMPARISON = Comparison(
+    "python -m benchmarks.precision_losses",
+    __doc__,
+    BASE,
+    NAMES,
+    run_of,
+    Path("runs/precision_losses.json"),
+    with_casts,
+)
+
+if __name__ == "__main__":
+    sys.exit(compare(COMPARISON, sys.argv[1:]))
