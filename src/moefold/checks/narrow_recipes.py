@@ -73,7 +73,10 @@ def _block_problem(casts: LinearCasts, part: int, inner: bool) -> str:
             continue
         if cast.scales_whole_matrix:
             return f"a scale per tensor would be one per rank ({cast})"
-        if cast.block is not None and part % max(cast.block):
+        assert cast.block is not None
+        if not cast.block[1]:
+            return f"a scale per row would be one per rank ({cast})"
+        if part % max(cast.block):
             return f"{part} are no multiple of {max(cast.block)} ({cast})"
     return ""
 

@@ -37,7 +37,8 @@ SCALE_BYTES: dict[ScaleRule, int] = {
 
 @dataclass(frozen=True)
 class Cast:
-    """``block`` None: the whole matrix has one scale. Of a stack of matrices, each is narrowed by itself."""
+    """``block`` None: the whole matrix has one scale. A block of 0 columns is a whole row. Of a stack of matrices, each
+    is narrowed by itself."""
 
     element: Element
     block: tuple[int, int] | None
@@ -51,9 +52,14 @@ class Cast:
 
     @property
     def bytes_per_value(self) -> float:
-        """Of codes and block scales; scales of whole matrices are left out."""
-        scale = 0.0 if self.block is None else SCALE_BYTES[self.scale] / (self.block[0] * self.block[1])
-        return ELEMENT_BITS[self.element] / 8 + scale
+        """Of codes and block scales; scales of whole rows and matrices are left out."""
+        size = 0 if self.block is None else self.block[0] * self.block[1]
+        return ELEMENT_BITS[self.element] / 8 + (SCALE_BYTES[self.scale] / size if size else 0.0)
+
+    def block_of(self, rows: int, columns: int) -> tuple[int, int]:
+        """Rows and columns of a block of a matrix of this size, which may be partial at its ends."""
+        high, wide = self.block or (rows, 0)
+        return max(high, 1), max(wide or columns, 1)
 
     @property
     def scales_whole_matrix(self) -> bool:
@@ -64,6 +70,6 @@ class Cast:
         """As in `e4m3 1x128 power_of_two`."""
         if self.element == "bf16":
             return self.element
-        block = "tensor" if self.block is None else f"{self.block[0]}x{self.block[1]}"
+        block = "tensor" if self.block is None else f"{self.block[0]}x{self.block[1] or 'row'}"
         more = (("hadamard", self.hadamard), ("stochastic", self.rounding == "stochastic"), ("delayed", self.delayed))
         return " ".join((self.element, block, self.scale, *(word for word, said in more if said)))

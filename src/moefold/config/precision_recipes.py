@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from moefold.config.casts import Cast
 
-RecipeName = Literal["bf16", "fp8_tensor", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4"]
+RecipeName = Literal["bf16", "fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 RECIPE_NAMES: tuple[RecipeName, ...] = get_args(RecipeName)
 
 
@@ -50,6 +50,7 @@ def _both_ways(x: Cast, w: Cast, dy: Cast) -> LinearCasts:
 _BF16 = Cast("bf16", None, "none")
 _E4M3, _E5M2 = Cast("e4m3", None, "float32"), Cast("e5m2", None, "float32")
 _ROW, _SQUARE = Cast("e4m3", (1, 128), "power_of_two"), Cast("e4m3", (128, 128), "power_of_two")
+_WHOLE_ROW = Cast("e4m3", (1, 0), "power_of_two")
 _MX = Cast("e4m3", (1, 32), "e8m0_rceil")
 _FP4, _FP4_SQUARE = Cast("e2m1", (1, 16), "two_level"), Cast("e2m1", (16, 16), "two_level")
 _FP4_STOCHASTIC = replace(_FP4, rounding="stochastic")
@@ -62,6 +63,8 @@ PRECISION_RECIPES: dict[RecipeName, PrecisionRecipe] = {
     "fp8_delayed": PrecisionRecipe(
         _both_ways(replace(_E4M3, delayed=True), replace(_E4M3, delayed=True), replace(_E5M2, delayed=True)), 16
     ),
+    # torchao's: a scale per row of every operand, along what is summed.
+    "fp8_rowwise": PrecisionRecipe(_both_ways(_WHOLE_ROW, _WHOLE_ROW, _WHOLE_ROW), 16),
     # DeepSeek-V3's: 1 x 128 for activations and gradients, 128 x 128 for weights.
     "fp8_blockwise": PrecisionRecipe(_both_ways(_ROW, _SQUARE, _ROW), 16),
     "mxfp8": PrecisionRecipe(_both_ways(_MX, _MX, _MX), 32),

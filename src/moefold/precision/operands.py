@@ -117,7 +117,8 @@ class NarrowOperands:
         """No block has rows of two experts, and where a scale is that of a whole matrix, experts have their own."""
         if cast is None:
             return rows_TX
-        if cast.block is not None and not cast.scales_whole_matrix and self.align % cast.block[1] == 0:
+        columns = 0 if cast.block is None else cast.block[1]
+        if columns and not cast.scales_whole_matrix and self.align % columns == 0:
             segments = [sum(segments)]
         parts = [self._narrow(part.t(), cast).t() for part in rows_TX.split(list(segments))]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -100,7 +100,7 @@ def fake_quantize(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | Non
 def _blocks(x_MK: Tensor, cast: Cast) -> Tensor:
     """[..., r, rows, c, columns], the last blocks filled with zeros."""
     m, k = x_MK.shape[-2:]
-    rows, columns = cast.block or (max(m, 1), max(k, 1))
+    rows, columns = cast.block_of(m, k)
     x_MK = F.pad(x_MK, (0, -k % columns, 0, -m % rows))
     shape = (x_MK.shape[-2] // rows, rows, x_MK.shape[-1] // columns, columns)
     return x_MK.reshape(*x_MK.shape[:-2], *shape)

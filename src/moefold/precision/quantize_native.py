@@ -59,7 +59,7 @@ def fake_quantize_native(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tenso
 
 
 def _block(x_MK: Tensor, cast: Cast) -> tuple[int, int]:
-    return cast.block or (max(x_MK.shape[-2], 1), max(x_MK.shape[-1], 1))
+    return cast.block_of(x_MK.shape[-2], x_MK.shape[-1])
 
 
 def _run(
