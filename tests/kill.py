@@ -94,7 +94,9 @@ def _mid_removal(kind: int, die: Callable[[], NoReturn]) -> None:
     def one_file(path: Path) -> None:
         if kind == 1 and not path.name.endswith(".deleting"):
             return remove(path)
-        os.unlink(sorted(file for file in path.iterdir())[0])
+        # What a kill left may have its files in folders by rank, or none yet.
+        for file in sorted(file for file in path.rglob("*") if file.is_file())[:1]:
+            os.unlink(file)
         die()
 
     moefold.checkpoint.files.remove_tree = one_file
