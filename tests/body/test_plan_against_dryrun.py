@@ -146,6 +146,24 @@ SMALL = {
     "narrow sums in a pipeline": case(
         "deepseek_v3_proxy", 8, 1, batch=8, pp=2, ep=2, dp_replicate=2, precision={"reduce": "bfloat16"}
     ),
+    "narrow rows": case("mixtral_8x7b_proxy", 4, batch=8, ep=2, etp=2, precision={"dispatch": "mxfp8"}),
+    "narrow rows, once per host, split": case(
+        "mixtral_8x7b_proxy",
+        8,
+        batch=8,
+        tp=2,
+        ep=4,
+        etp=2,
+        dispatcher="two_level",
+        ep_inner=2,
+        precision={"dispatch": "fp8_blockwise"},
+    ),
+    "narrow rows, gathered": case(
+        "mixtral_8x7b_proxy", 4, batch=8, tp=2, ep=2, dispatcher="all_gather", precision={"dispatch": "mxfp8"}
+    ),
+    "narrow rows, once per rank": case(
+        "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="deduplicated", precision={"dispatch": "mxfp8"}
+    ),
     "wide gathers": case("qwen3_30b_a3b_proxy", 4, batch=8, ep=2, precision={"gather": "float32"}),
     "flat": case("deepseek_v3_proxy", 6, batch=12, ep=2, sharding="flat"),
     "flat, a module ahead": case(
@@ -195,7 +213,7 @@ def near(chosen: Case, seen: DryRun) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(SMALL, "four contexts", "flat", "linear attention, tensor", "adapters, tensor")
+    "name", slow_except(SMALL, "four contexts", "flat", "narrow rows", "linear attention, tensor", "adapters, tensor")
 )
 def test_messages_are_those_of_the_step(name: str) -> None:
     same_messages(SMALL[name], rehearsed(SMALL[name]))

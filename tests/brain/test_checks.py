@@ -15,6 +15,7 @@ from moefold.checks import (
     finetune,
     kernels,
     model,
+    narrow_messages,
     narrow_recipes,
     parallel,
     planned_only,
@@ -443,6 +444,12 @@ CASES = [
         narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="bf16")),
         narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="fp8_blockwise")),
         "parallel.tp",
+    ),
+    (
+        narrow_messages.narrow_rows_have_our_dispatcher,
+        RunConfig(precision=PrecisionConfig(dispatch="mxfp8")),
+        RunConfig(precision=PrecisionConfig(dispatch="mxfp8"), model=ModelConfig(moe=None)),
+        "precision.dispatch",
     ),
     (
         kernels.kernels_are_not_float64,

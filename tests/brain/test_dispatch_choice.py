@@ -34,6 +34,14 @@ def test_rows_of_the_shape_in_the_benchmark() -> None:
     assert found["all_gather"].summed == 1024 * 3 * 4096
 
 
+def test_narrow_rows_go_and_wide_ones_come_back() -> None:
+    """Of 1,024 entries: 1,056 bytes there in mxfp8, 2,048 back in bfloat16."""
+    narrow = volumes(Exchange(tokens=64, dim=1024, word=2, num_experts=64, top_k=8, ep=4, etp=2, sent_row=1056))
+    assert narrow["all_to_all"].exchanged == pytest.approx(64 * 0.75 * 8 * (1056 + 2048 + 4))
+    assert narrow["all_to_all"].gathered == pytest.approx(64 * 8 * (1056 + 4))
+    assert narrow["all_gather"].gathered == 64 * 7 * (1056 + 8 * 12)
+
+
 def test_the_page_has_the_formula_s_numbers() -> None:
     page = (Path(__file__).parents[2] / "docs" / "dispatch.md").read_text("utf-8")
     rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)

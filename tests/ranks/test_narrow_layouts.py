@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.marks import slow_except
 
 import moefold
 from moefold.train.callbacks.jsonl import JsonLines
@@ -47,6 +48,21 @@ LAYOUTS = {
 }
 
 
+# Rows that travel in MXFP8 to experts which compute in float64: nothing depends on the order of rows.
+SENT_NARROW = {"precision.recipe": None, "precision.dispatch": "mxfp8"}
+DISPATCHED = {
+    "all_to_all": {"parallel.ep": 2},
+    "deduplicated, split experts": {"parallel.etp": 2, "parallel.dispatcher": "deduplicated"},
+    "all_gather, tensor": {"parallel.tp": 2, "parallel.ep": 2, "parallel.dispatcher": "all_gather"},
+    "two_level, flat": {
+        "parallel.ep": 2,
+        "parallel.ep_inner": 2,
+        "parallel.dispatcher": "two_level",
+        "parallel.sharding": "flat",
+    },
+}
+
+
 def metrics(folder: Path, changes: dict[str, object], nproc: int) -> list[tuple[float, float]]:
     run = moefold.load_run("debug_small", SETTINGS | {"train.directory": str(folder)} | changes)
     assert moefold.Trainer(run, reporters=[JsonLines()], nproc=nproc).fit() == "finished"
@@ -76,3 +92,17 @@ def test_layouts_narrow_as_one_process(layout: str, tmp_path: Path, one_process:
     exact = 1e-11 if layout not in ("ep", "context") else 2e-3
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found, one_process, strict=True):
         assert abs(loss / wanted_loss - 1) < exact and abs(norm / wanted_norm - 1) < exact, (found, one_process)
+
+
+@pytest.fixture(scope="module")
+def one_process_sending_narrow(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    return metrics(tmp_path_factory.mktemp("one_sending"), SENT_NARROW, 1)
+
+
+@pytest.mark.parametrize("layout", slow_except(DISPATCHED, "all_to_all"))
+def test_narrow_dispatch_is_that_of_one_process(
+    layout: str, tmp_path: Path, one_process_sending_narrow: list[tuple[float, float]]
+) -> None:
+    found, wanted = metrics(tmp_path, SENT_NARROW | DISPATCHED[layout], 2), one_process_sending_narrow
+    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
+        assert abs(loss / wanted_loss - 1) < 1e-11 and abs(norm / wanted_norm - 1) < 1e-11, (found, wanted)

@@ -10,6 +10,7 @@ from moefold.checks import (
     finetune,
     kernels,
     model,
+    narrow_messages,
     narrow_recipes,
     parallel,
     planned_only,
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *finetune.RULES,
     *precision.RULES,
     *narrow_recipes.RULES,
+    *narrow_messages.RULES,
     *retained_steps.RULES,
     *planned_only.RULES,
 )

@@ -10,6 +10,9 @@ another one.
 
 ``all_to_all_rows`` moves uneven numbers of rows, ``all_to_all_counts`` the counts themselves.
 
+Rows that are moved and not summed may travel as bytes, by a ``RowCodec``: codes and scales of a narrow format. The way
+there and that of the gradient have codecs of their own; without one, rows travel as they are.
+
 ``start_...`` sum or gather a flat buffer in place; the caller waits for the handles. Of n ranks each owns ``each``
 consecutive elements, and the last one what is left of the buffer as well. The even part goes by one reduce-scatter or
 all-gather, without copies: NCCL and gloo allow this rank's range of the buffer to be the other end of the collective.
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,19 +36,36 @@ from moefold.errors import ExchangeError
 
 Sizes = tuple[int, ...]
 
+
+class RowCodec(Protocol):
+    """Rows as bytes and back, each row by itself."""
+
+    def pack(self, rows_ND: Tensor) -> Tensor:
+        """[N, B] in uint8, which every backend sends."""
+        ...
+
+    def unpack(self, packed_NB: Tensor, like: Tensor) -> Tensor:
+        """[N, D] with the last dim and in the dtype of ``like``."""
+        ...
+
+
 # torch 2.13 renamed both and warns about the old names; 2.11 knows only those.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def all_gather_rows(rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+def all_gather_rows(
+    rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None, codec: RowCodec | None = None
+) -> Tensor:
     """All rows, for work that differs between ranks; backward is a reduce-scatter, which sums in ``dtype``."""
-    return rows if group.alone else _AllGatherRows.apply(rows, sizes, group, dtype)
+    return rows if group.alone else _AllGatherRows.apply(rows, sizes, group, dtype, codec)
 
 
-def reduce_scatter_rows(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+def reduce_scatter_rows(
+    partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None, grad_codec: RowCodec | None = None
+) -> Tensor:
     """Sum the ranks' partial rows in ``dtype`` and keep this rank's shard; backward is an all-gather."""
-    return partial if group.alone else _ReduceScatterRows.apply(partial, sizes, group, dtype)
+    return partial if group.alone else _ReduceScatterRows.apply(partial, sizes, group, dtype, grad_codec)
 
 
 def all_gather_replicated(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
@@ -90,24 +110,28 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None, codec: RowCodec | None
+    ) -> Tensor:
         ctx.sizes, ctx.group, ctx.dtype = sizes, group, dtype
-        return _all_gather(rows, sizes, group)
+        return _all_gather(rows, sizes, group, codec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _reduce_scatter(grad, ctx.sizes, ctx.group, ctx.dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _reduce_scatter(grad, ctx.sizes, ctx.group, ctx.dtype), None, None, None, None
 
 
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
+    def forward(
+        ctx: Any, partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None, codec: RowCodec | None
+    ) -> Tensor:
+        ctx.sizes, ctx.group, ctx.codec = sizes, group, codec
         return _reduce_scatter(partial, sizes, group, dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_gather(grad, ctx.sizes, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _all_gather(grad, ctx.sizes, ctx.group, ctx.codec), None, None, None, None
 
 
 class _AllGatherReplicated(torch.autograd.Function):
@@ -142,7 +166,9 @@ class _AllReduceReplicated(torch.autograd.Function):
         return grad, None
 
 
-def _all_gather(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
+def _all_gather(rows: Tensor, sizes: Sizes, group: Group, codec: RowCodec | None = None) -> Tensor:
+    if codec is not None:
+        return codec.unpack(_all_gather(codec.pack(rows), sizes, group), rows)
     mine = _pad_rows(rows, max(sizes))
     group.ledger.record("all_gather", group.name, mine)
     gathered = mine.new_empty(group.size * max(sizes), *mine.shape[1:])
@@ -184,7 +210,15 @@ def _strip_padding(gathered: Tensor, sizes: Sizes) -> Tensor:
     return torch.cat([gathered[i * longest : i * longest + size] for i, size in enumerate(sizes)])
 
 
-def all_to_all_rows(rows: Tensor, *, send: Sizes, recv: Sizes, group: Group) -> Tensor:
+def all_to_all_rows(
+    rows: Tensor,
+    *,
+    send: Sizes,
+    recv: Sizes,
+    group: Group,
+    codec: RowCodec | None = None,
+    grad_codec: RowCodec | None = None,
+) -> Tensor:
     """Send ``send[i]`` consecutive rows to peer i and return the ``recv[i]`` rows it sent us.
 
     Backward is the same all-to-all with ``send`` and ``recv`` swapped.
@@ -194,7 +228,7 @@ def all_to_all_rows(rows: Tensor, *, send: Sizes, recv: Sizes, group: Group) -> 
             f"all_to_all_rows over {group.name}: the send counts add up to {sum(send)} but there are {rows.shape[0]} "
             f"rows (send={list(send)}, group size {group.size})"
         )
-    return rows if group.alone else _AllToAllRows.apply(rows, send, recv, group)
+    return rows if group.alone else _AllToAllRows.apply(rows, send, recv, group, codec, grad_codec)
 
 
 def all_to_all_counts(counts: Tensor, group: Group) -> Tensor:
@@ -209,16 +243,26 @@ def all_to_all_counts(counts: Tensor, group: Group) -> Tensor:
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: Sizes, recv: Sizes, group: Group) -> Tensor:
-        ctx.send, ctx.recv, ctx.group = send, recv, group
-        return _all_to_all(rows, send, recv, group)
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        send: Sizes,
+        recv: Sizes,
+        group: Group,
+        codec: RowCodec | None,
+        grad_codec: RowCodec | None,
+    ) -> Tensor:
+        ctx.send, ctx.recv, ctx.group, ctx.codec = send, recv, group, grad_codec
+        return _all_to_all(rows, send, recv, group, codec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.recv, ctx.send, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.recv, ctx.send, ctx.group, ctx.codec), None, None, None, None, None
 
 
-def _all_to_all(rows: Tensor, send: Sizes, recv: Sizes, group: Group) -> Tensor:
+def _all_to_all(rows: Tensor, send: Sizes, recv: Sizes, group: Group, codec: RowCodec | None = None) -> Tensor:
+    if codec is not None:
+        return codec.unpack(_all_to_all(codec.pack(rows), send, recv, group), rows)
     group.ledger.record("all_to_all", group.name, rows)
     received = rows.new_empty(sum(recv), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), list(recv), list(send), group=group.handle)

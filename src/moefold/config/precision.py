@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from moefold.config.message_casts import DispatchFormat
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.strict import STRICT
 
@@ -80,6 +81,9 @@ class PrecisionConfig:
     # Sums of activations and of their gradients over tensor-parallel ranks. None: `compute`, or float32 if that is
     # narrower. bfloat16 rounds each partial sum, and sends half the bytes.
     tp_reduce: Format | None = None
+    # Rows on their way to experts, in dispatch and in combine's backward: codes and scales (`config/message_casts.py`).
+    # What comes back is in `compute`. None: as rows are.
+    dispatch: DispatchFormat | None = None
 
     @property
     def gather_format(self) -> KeptFormat:

@@ -14,11 +14,8 @@ from moefold.moe.experts import Experts
 from moefold.moe.grouped_experts import GroupedExperts
 from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_policy import ParameterMatmul
-from moefold.precision.operands import REFERENCE, NarrowOperands, NarrowWeights, Quantizers
-from moefold.precision.quantize_native import fake_quantize_native, quantize_native
-
-# By ``kernels.casts``.
-QUANTIZERS = {"torch": REFERENCE, "native": Quantizers(quantize_native, fake_quantize_native)}
+from moefold.precision.operands import NarrowOperands, NarrowWeights
+from moefold.precision.quantize_native import QUANTIZERS
 
 
 def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:

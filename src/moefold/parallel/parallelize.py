@@ -43,7 +43,14 @@ from moefold.moe.dispatch import (
     symmetric_memory,
     two_level,
 )
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, SplitSizeSource, padded_rows
+from moefold.moe.dispatch.base import (
+    SYNC_SPLIT_SIZES,
+    Dispatcher,
+    LocalDispatcher,
+    SplitSizeSource,
+    padded_rows,
+    row_codecs,
+)
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
@@ -332,5 +339,6 @@ def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_
     moe = run.model.moe
     assert moe is not None
     if groups["expert_block"].alone:
-        return LocalDispatcher(moe.num_experts, padded_rows(run, groups.layout.size("dp")), host.leaving)
+        capacity = padded_rows(run, groups.layout.size("dp"))
+        return LocalDispatcher(moe.num_experts, capacity, host.leaving, row_codecs(run))
     return (DISPATCHERS | ENGINE_DISPATCHERS)[dispatcher_in_use(run)](run, groups, host)

@@ -10,6 +10,7 @@ A token's K experts differ, so a rank that holds E / W of them has none of the K
 
     C(E - E/W, K) / C(E, K)        and        N = W * (1 - that)
 
+Rows that go may be narrower than those that come back (`precision.dispatch`).
 Of rows sent, one in W stays where it is. A row that is sent on its own is also gathered before dispatch and added up in
 combine, which costs memory traffic; computing the routing maps takes a number of small operations. Times are those of
 one dispatch and combine; the backward does the same in the other direction, so it does not change the ranking.
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from math import comb
 from typing import Literal, cast, get_args
 
+from moefold.blueprint.narrow_bytes import cast_bytes
+from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.parallel import EngineDispatcher, LinkConfig, NamedDispatcher, PlannedDispatcherName
 from moefold.config.precision import BYTES, KeptFormat
 from moefold.config.run import RunConfig
@@ -55,6 +58,16 @@ class Exchange:
     top_k: int
     ep: int
     etp: int = 1
+    # Bytes of a row on its way to experts; None: as on the way back.
+    sent_row: int | None = None
+
+    @property
+    def row(self) -> int:
+        return self.dim * self.word
+
+    @property
+    def row_there(self) -> int:
+        return self.row if self.sent_row is None else self.sent_row
 
 
 @dataclass(frozen=True)
@@ -117,34 +130,43 @@ def planned_as(run: RunConfig) -> PlannedDispatcher:
     return _VARIANT_OF.get(name) or cast(PlannedDispatcher, name)
 
 
+def sent_row_bytes(run: RunConfig, dim: int, word: int) -> int:
+    """Of a row of ``dim`` entries on its way to an expert; ``word``: bytes of an entry that is not narrowed."""
+    name = run.precision.dispatch
+    return dim * word if name is None else cast_bytes(DISPATCH_CASTS[name].forward, 1, dim)
+
+
 def dispatch_sizes_of(run: RunConfig) -> Exchange:
     moe, parallel = run.model.moe, run.parallel
     assert moe is not None
+    dim = moe.latent_dim or run.model.dim
+    # Rows of narrow matmuls travel in 16 bits.
+    word = BYTES.get(cast(KeptFormat, run.precision.compute), 2)
     return Exchange(
         tokens=run.data.micro_batch * run.data.seq_len // parallel.cp // parallel.tp,
-        dim=moe.latent_dim or run.model.dim,
-        # Rows of narrow matmuls travel in 16 bits.
-        word=BYTES.get(cast(KeptFormat, run.precision.compute), 2),
+        dim=dim,
+        word=word,
         num_experts=moe.num_experts,
         top_k=moe.top_k,
         ep=parallel.ep,
         etp=parallel.etp,
+        sent_row=sent_row_bytes(run, dim, word),
     )
 
 
 def _one_by_one(e: Exchange, rows_per_token: float, beside: int, operations: int) -> Volume:
     """``beside``: bytes that go with a row and do not come back."""
-    rows, row = e.tokens * rows_per_token, e.dim * e.word
+    rows = e.tokens * rows_per_token
     away = (e.ep - 1) / e.ep
     # Ranks that split experts gather each other's rows, and sum in float32.
     others = e.etp - 1
     return Volume(
         messages=_MESSAGES + 3 * (others > 0),
         operations=operations,
-        exchanged=rows * away * (2 * row + beside),
-        gathered=rows * others * (row + beside),
+        exchanged=rows * away * (e.row_there + e.row + beside),
+        gathered=rows * others * (e.row_there + beside),
         summed=rows * others * e.dim * max(4, e.word),
-        copied=2 * rows * row
+        copied=2 * rows * e.row
         + e.tokens * e.top_k * _PLACED
         + (rows * e.etp * e.dim * max(4, e.word) if others else 0.0),
     )
@@ -152,12 +174,12 @@ def _one_by_one(e: Exchange, rows_per_token: float, beside: int, operations: int
 
 def _everything(e: Exchange) -> Volume:
     block = e.ep * e.etp
-    row, wide = e.dim * e.word, e.dim * max(4, e.word)
+    wide = e.dim * max(4, e.word)
     return Volume(
         messages=_MESSAGES,
         operations=20,
         exchanged=0.0,
-        gathered=e.tokens * (block - 1) * (row + e.top_k * (_WEIGHT + _GATHERED_NUMBER)),
+        gathered=e.tokens * (block - 1) * (e.row_there + e.top_k * (_WEIGHT + _GATHERED_NUMBER)),
         summed=e.tokens * (block - 1) * wide,
         # Answers are widened before they are summed.
         copied=e.tokens * block * (e.top_k * _PLACED / 4 + (wide if e.word < 4 else 0)),

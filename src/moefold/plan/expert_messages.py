@@ -8,6 +8,9 @@ known, and the bytes are those of a real step, to the byte.
     deduplicated    a row per token and rank that has one of its experts, with its K probs and K expert numbers
     two_level       a row per token and host, then a row per token and rank of that host
 
+Rows that go to experts, and gradients that do, have the bytes of `precision.dispatch`; those that come back are in
+`precision.compute`.
+
 `Tally` adds such collectives up by operation and group, here and in `plan/collective_counts.py`.
 """
 
@@ -23,7 +26,7 @@ from moefold.batching.zigzag import held_spans
 from moefold.config.moe import MoEConfig
 from moefold.config.precision import BYTES, Format
 from moefold.config.run import RunConfig
-from moefold.plan.dispatch_choice import ENGINE_DISPATCHERS, dispatcher_in_use, planned_as
+from moefold.plan.dispatch_choice import ENGINE_DISPATCHERS, dispatcher_in_use, planned_as, sent_row_bytes
 from moefold.topology.folded_layout import FoldedLayout, levels, shard_sizes
 
 # Bytes of a prob, of an expert number in a message, and of a count.
@@ -83,13 +86,15 @@ def _all_to_all_messages(
     if moe.capacity is None:
         tally.add("all_to_all", "ep", counts, times)
         tally.add("all_gather", "etp", counts, times)
+    row = sent_row_bytes(run, dim, tokens.word)
+    tally.add("all_to_all", "ep", sent * row, 2 * times)
+    tally.add("all_to_all", "ep", received * dim * tokens.word, 2 * times)
     for rows in (sent, received):
-        tally.add("all_to_all", "ep", rows * dim * tokens.word, 2 * times)
         tally.add("all_to_all", "ep", rows * _PROB, times)
     # Ranks that shard an expert gather each other's rows, and sum their outputs; all are padded to the most rows.
     most = max(received_rows(run, layout, peer) for peer in layout.ranks("etp", rank))
     etp = layout.size("etp")
-    tally.add("all_gather", "etp", most * dim * tokens.word, 2 * times)
+    tally.add("all_gather", "etp", most * row, 2 * times)
     tally.add("all_gather", "etp", most * _PROB, times)
     tally.add("reduce_scatter", "etp", etp * most * dim * tokens.wide, 2 * times)
     tally.add("reduce_scatter", "etp", etp * most * _PROB, times)
@@ -135,7 +140,7 @@ def _all_gather_messages(
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     everyone = tokens.mine * layout.size("expert_block")
     group = "expert_block"
-    tally.add("all_gather", group, tokens.mine * dim * tokens.word, 2 * times)
+    tally.add("all_gather", group, tokens.mine * sent_row_bytes(run, dim, tokens.word), 2 * times)
     tally.add("all_gather", group, tokens.mine * moe.top_k * _PROB, times)
     tally.add("all_gather", group, tokens.mine * moe.top_k * 8, times)
     tally.add("reduce_scatter", group, everyone * dim * tokens.wide, 2 * times)
@@ -198,8 +203,8 @@ def _dedup_all_to_all(
         return
     tokens, dim = tokens_of(run, layout), moe.latent_dim or run.model.dim
     tally.add("all_to_all", group, (ranks + experts) * _COUNT, times)
-    for rows in (sent, received):
-        tally.add("all_to_all", group, rows * dim * tokens.word, 2 * times)
+    tally.add("all_to_all", group, sent * sent_row_bytes(run, dim, tokens.word), 2 * times)
+    tally.add("all_to_all", group, received * dim * tokens.word, 2 * times)
     tally.add("all_to_all", group, sent * moe.top_k * (_PROB + _NUMBER), times)
     tally.add("all_to_all", group, received * moe.top_k * _PROB, times)
 
@@ -217,7 +222,7 @@ def _etp_messages(
     """Ranks that shard an expert gather each other's rows, and sum their outputs; all are padded to the most rows."""
     tokens, dim, etp = tokens_of(run, layout), moe.latent_dim or run.model.dim, layout.size("etp")
     tally.add("all_gather", "etp", (ranks + experts) * _COUNT, times)
-    tally.add("all_gather", "etp", most * dim * tokens.word, 2 * times)
+    tally.add("all_gather", "etp", most * sent_row_bytes(run, dim, tokens.word), 2 * times)
     tally.add("all_gather", "etp", most * moe.top_k * (_PROB + _NUMBER), times)
     tally.add("reduce_scatter", "etp", etp * most * dim * tokens.wide, 2 * times)
     tally.add("reduce_scatter", "etp", etp * most * moe.top_k * _PROB, times)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
 from moefold.config.precision import BYTES
+from moefold.plan.dispatch_choice import sent_row_bytes
 from moefold.plan.workload import Workload
 
 
@@ -63,10 +64,12 @@ class DispatchBytes:
 
 
 def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
-    """Rows to experts on other ranks, by dispatcher. Combine moves the same bytes back."""
+    """Rows to experts on other ranks, by dispatcher, and back: the mean of both ways, which differ where
+    `precision.dispatch` narrows rows on their way there."""
     parallel, where = workload.parallel, expert_reach(workload)
     tokens = workload.context_tokens / parallel.tp * workload.imbalance
-    row = workload.word * (moe.latent or workload.model.dim)
+    dim = moe.latent or workload.model.dim
+    row = (sent_row_bytes(workload.run, dim, int(workload.word)) + dim * workload.word) / 2
     kind, ep = workload.dispatcher, parallel.ep
     if ep == 1 or kind == "local":
         return DispatchBytes(0.0, 0.0)

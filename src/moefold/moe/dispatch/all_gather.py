@@ -14,13 +14,16 @@ from moefold.comm.collectives import Sizes, all_gather_no_grad, all_gather_rows,
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import (
+    AS_THEY_ARE,
     SYNC_SPLIT_SIZES,
     ExpertInput,
     LocalDispatcher,
     Routing,
+    RowCodecs,
     SplitSizeSource,
     counts_of,
     padded_rows,
+    row_codecs,
     shapes_are_fixed,
     tokens_by_shard,
 )
@@ -37,7 +40,9 @@ class AllGatherDispatcher:
         tokens_of_rank: Sizes | None,
         capacity: int | None = None,
         host: SplitSizeSource = SYNC_SPLIT_SIZES,
+        codecs: RowCodecs = AS_THEY_ARE,
     ) -> None:
+        self.codecs = codecs
         self.block, self.tokens_of_rank, self.host = block, tokens_of_rank, host
         self.num_experts, self.num_local = num_experts, num_experts * etp_size // block.size
         # etp varies fastest inside the block.
@@ -47,17 +52,18 @@ class AllGatherDispatcher:
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
         if self.tokens_of_rank is not None:
-            x_RL = all_gather_rows(x_tL, self.tokens_of_rank, self.block)
+            x_RL = all_gather_rows(x_tL, self.tokens_of_rank, self.block, codec=self.codecs.forward)
             gathered = self._gather_routing(routing, self.tokens_of_rank)
             return self.local.dispatch(x_RL, gathered)._replace(ticket=self.tokens_of_rank)
         sizes, rows_per_expert_e, rows_per_expert = self._exchange_sizes(x_tL, routing)
-        x_RL, gathered = all_gather_rows(x_tL, sizes, self.block), self._gather_routing(routing, sizes)
+        x_RL = all_gather_rows(x_tL, sizes, self.block, codec=self.codecs.forward)
+        gathered = self._gather_routing(routing, sizes)
         if self.local.capacity is not None:
             return self.local.dispatch(x_RL, gathered)._replace(ticket=sizes)
         return ExpertInput(x_RL, gathered, rows_per_expert_e, rows_per_expert, None, sizes)
 
     def combine(self, expert_out_RL: Tensor, ticket: Sizes) -> Tensor:
-        return reduce_scatter_rows(expert_out_RL, ticket, self.block)
+        return reduce_scatter_rows(expert_out_RL, ticket, self.block, grad_codec=self.codecs.backward)
 
     def _exchange_sizes(self, x_tL: Tensor, routing: Routing) -> tuple[Sizes, Tensor, list[int]]:
         """Tokens of each rank, and rows of each expert of this rank, in one exchange and one read."""
@@ -89,4 +95,5 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllGatherDis
             tokens_by_shard(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
         )
     capacity = padded_rows(run, groups.layout.size("dp"))
-    return AllGatherDispatcher(run.model.moe.num_experts, block, groups["etp"].size, tokens_of_rank, capacity, host)
+    experts, codecs = run.model.moe.num_experts, row_codecs(run)
+    return AllGatherDispatcher(experts, block, groups["etp"].size, tokens_of_rank, capacity, host, codecs)

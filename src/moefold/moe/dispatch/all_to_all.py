@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import (
+    RowCodec,
     Sizes,
     all_gather_no_grad,
     all_gather_rows,
@@ -38,7 +39,17 @@ from moefold.moe.dedup_permute import (
     reduce_tokens,
     send_order,
 )
-from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, ExpertInput, Routing, SplitSizeSource, counts_of, padded_rows
+from moefold.moe.dispatch.base import (
+    AS_THEY_ARE,
+    SYNC_SPLIT_SIZES,
+    ExpertInput,
+    Routing,
+    RowCodecs,
+    SplitSizeSource,
+    counts_of,
+    padded_rows,
+    row_codecs,
+)
 from moefold.moe.moe_kernels import region
 from moefold.moe.permute import (
     Grouped,
@@ -88,9 +99,10 @@ class AllToAllDispatcher:
         capacity: int | None = None,
         host: SplitSizeSource = SYNC_SPLIT_SIZES,
         order: Callable[[Tensor, int], SendOrder] = send_order,
+        codecs: RowCodecs = AS_THEY_ARE,
     ) -> None:
         """``order``: another implementation of ``send_order``, such as a compiled one."""
-        self.order = order
+        self.order, self.codecs = order, codecs
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ep, self.etp, self.capacity, self.host = ep, etp, capacity, host
 
@@ -105,7 +117,7 @@ class AllToAllDispatcher:
             token_N = token_rank_map.token_N
             rows_NL = gather_tokens(x_tL, token_rank_map)
             prob_N = gather_assignments(routing.probs, assignment_N, token_rank_map)
-        rows_RL = by_expert(self._send(rows_NL, counts), counts.on_host_We)
+        rows_RL = by_expert(self._send(rows_NL, counts, self.codecs.forward), counts.on_host_We)
         prob_R = by_expert(self._send(prob_N, counts), counts.on_host_We)
         # Expert e as often as it has rows.
         expert_R = torch.repeat_interleave(counts.rows_per_expert_e, output_size=rows_RL.shape[0])
@@ -122,15 +134,16 @@ class AllToAllDispatcher:
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
         counts = ticket.counts
         by_source_RL = by_source(expert_out_RL, counts.on_host_We)
-        own = reduce_scatter_rows(by_source_RL, counts.etp_sizes, self.etp)
-        rows_NL = all_to_all_rows(own, send=counts.recv, recv=counts.send, group=self.ep)
+        codec = self.codecs.backward
+        own = reduce_scatter_rows(by_source_RL, counts.etp_sizes, self.etp, grad_codec=codec)
+        rows_NL = all_to_all_rows(own, send=counts.recv, recv=counts.send, group=self.ep, grad_codec=codec)
         if ticket.token_rank_map is not None:
             return reduce_tokens(rows_NL, ticket.token_rank_map)
         return unpermute_rows(rows_NL, ticket.token_N, ticket.num_tokens)
 
-    def _send(self, rows: Tensor, counts: _Counts) -> Tensor:
-        received = all_to_all_rows(rows, send=counts.send, recv=counts.recv, group=self.ep)
-        return all_gather_rows(received, counts.etp_sizes, self.etp)
+    def _send(self, rows: Tensor, counts: _Counts, codec: RowCodec | None = None) -> Tensor:
+        received = all_to_all_rows(rows, send=counts.send, recv=counts.recv, group=self.ep, codec=codec)
+        return all_gather_rows(received, counts.etp_sizes, self.etp, codec=codec)
 
     def _send_order(self, routing: Routing, counts: _Counts) -> SendOrder:
         if routing.kept is None:
@@ -177,4 +190,5 @@ def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllToAllDisp
         padded_rows(run, groups.layout.size("dp")),
         host,
         region(send_order) if run.kernels.compile == "regions" else send_order,
+        row_codecs(run),
     )

@@ -13,6 +13,11 @@ every expert has a padded capacity or microbatches have a fixed shape, counts fo
 ``padded_rows``, ``tokens_by_shard``.
 
 ``LocalDispatcher`` is the simplest one: all experts are on this rank, and nothing is sent.
+
+With ``precision.dispatch`` rows go to experts as narrow numbers (``RowCodecs``): tokens in dispatch, gradients in
+combine's backward. They are in their own dtype again where they arrive; the gradient of the cast is that of the
+identity. What comes back, expert outputs and gradients of tokens, is sent as it is. ``LocalDispatcher`` casts the same
+rows, so that a value does not depend on where its expert is.
 """
 
 from __future__ import annotations
@@ -25,9 +30,12 @@ import torch
 from torch import Tensor
 
 from moefold.batching.zigzag import num_held
+from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.run import RunConfig
 from moefold.moe.permute import count_assignments
 from moefold.moe.topk import capacity_of
+from moefold.precision.quantize_native import QUANTIZERS
+from moefold.precision.row_messages import NarrowRows
 from moefold.topology.folded_layout import shard_sizes
 
 
@@ -70,6 +78,23 @@ class Dispatcher(Protocol):
     def combine(self, expert_out_RL: Tensor, ticket: Any) -> Tensor:
         """[t, L]: each token's expert outputs summed; the experts have already multiplied them by the probs."""
         ...
+
+
+class RowCodecs(NamedTuple):
+    """Of rows that go to experts: tokens, and gradients of expert outputs; None: as they are."""
+
+    forward: NarrowRows | None = None
+    backward: NarrowRows | None = None
+
+
+AS_THEY_ARE = RowCodecs()
+
+
+def row_codecs(run: RunConfig) -> RowCodecs:
+    if run.precision.dispatch is None:
+        return AS_THEY_ARE
+    casts, quantizers = DISPATCH_CASTS[run.precision.dispatch], QUANTIZERS[run.kernels.casts]
+    return RowCodecs(NarrowRows(casts.forward, quantizers), NarrowRows(casts.backward, quantizers))
 
 
 # One deduplicated exchange: straight to the ranks, or across hosts first and then to the ranks inside a host.
@@ -214,12 +239,15 @@ class LocalDispatcher:
         num_experts: int,
         capacity: int | None = None,
         read: Callable[[Tensor], list[int]] = SYNC_SPLIT_SIZES.leaving,
+        codecs: RowCodecs = AS_THEY_ARE,
     ) -> None:
         self.num_experts = num_experts
         self.capacity = capacity
         self.read = read
+        self.codecs = codecs
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+        x_tL = round_rows(x_tL, self.codecs.forward, None)
         if self.capacity is not None:
             counts = even_counts(self.num_experts, self.capacity, x_tL)
             return ExpertInput(x_tL, routing, *counts, self.capacity, None)
@@ -227,7 +255,26 @@ class LocalDispatcher:
         return ExpertInput(x_tL, routing, rows_per_expert_E, self.read(rows_per_expert_E), None, None)
 
     def combine(self, expert_out_tL: Tensor, ticket: None) -> Tensor:
-        return expert_out_tL
+        return round_rows(expert_out_tL, None, self.codecs.backward)
+
+
+def round_rows(rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | None) -> Tensor:
+    """As if rows, and their gradients, had been sent by these codecs."""
+    if forward is None and backward is None:
+        return rows
+    rounded: Tensor = _RoundRows.apply(rows, forward, backward)
+    return rounded
+
+
+class _RoundRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | None) -> Tensor:
+        ctx.backward_codec = backward
+        return rows.view_as(rows) if forward is None else forward.round(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad if ctx.backward_codec is None else ctx.backward_codec.round(grad), None, None
 
 
 def even_counts(num_experts: int, capacity: int, like: Tensor) -> tuple[Tensor, list[int]]:

@@ -39,14 +39,17 @@ from moefold.moe.dedup_permute import (
     token_rank_mask,
 )
 from moefold.moe.dispatch.base import (
+    AS_THEY_ARE,
     SYNC_SPLIT_SIZES,
     ExchangedRows,
     ExchangeName,
     ExpertInput,
     HostRows,
     Routing,
+    RowCodecs,
     SplitSizeSource,
     counts_of,
+    row_codecs,
 )
 
 # Of an expert's number as it travels.
@@ -85,8 +88,10 @@ class DedupExchange:
     ``dispatch`` is given them.
     """
 
-    def __init__(self, name: ExchangeName, num_experts: int, group: Group, etp: Group) -> None:
-        self.name, self.group, self.etp = name, group, etp
+    def __init__(
+        self, name: ExchangeName, num_experts: int, group: Group, etp: Group, codecs: RowCodecs = AS_THEY_ARE
+    ) -> None:
+        self.name, self.group, self.etp, self.codecs = name, group, etp, codecs
         self.num_experts, self.num_local = num_experts, num_experts // group.size
         self.first_expert = group.index * self.num_local
         assert num_experts < 2**15, f"{num_experts} experts have numbers of more than two bytes"
@@ -103,11 +108,11 @@ class DedupExchange:
         return ExchangedRows(rows_W, counts)
 
     def dispatch(self, x_tL: Tensor, routing: Routing, mask_tW: Tensor, rows: HostRows) -> Received:
-        splits = self._splits(rows)
+        splits, codec = self._splits(rows), self.codecs.forward
         sent = token_rank_map(mask_tW, sum(splits.send))
         rows_NL = gather_tokens(x_tL, sent)
-        received = all_to_all_rows(rows_NL, send=splits.send, recv=splits.recv, group=self.group)
-        rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp)
+        received = all_to_all_rows(rows_NL, send=splits.send, recv=splits.recv, group=self.group, codec=codec)
+        rows_RL = all_gather_rows(received, splits.etp_sizes, self.etp, codec=codec)
         number_tK = routing.experts if routing.kept is None else routing.experts.where(routing.kept, -1)
         prob_RK, number_RK = _SendAssignments.apply(routing.probs, number_tK, sent, splits, self.group, self.etp)
         expert_RK = number_RK.long().sub_(self.first_expert)
@@ -115,8 +120,9 @@ class DedupExchange:
         return Received(rows_RL, Routing(expert_RK, prob_RK, kept_RK), splits, sent)
 
     def combine(self, expert_out_RL: Tensor, splits: Splits, sent: TokenRankMap) -> Tensor:
-        own = reduce_scatter_rows(expert_out_RL, splits.etp_sizes, self.etp)
-        rows_NL = all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group)
+        codec = self.codecs.backward
+        own = reduce_scatter_rows(expert_out_RL, splits.etp_sizes, self.etp, grad_codec=codec)
+        rows_NL = all_to_all_rows(own, send=splits.recv, recv=splits.send, group=self.group, grad_codec=codec)
         return reduce_tokens(rows_NL, sent)
 
     def _splits(self, rows: HostRows) -> Splits:
@@ -169,8 +175,15 @@ class _Ticket(NamedTuple):
 class DeduplicatedDispatcher:
     """One exchange over the ep group."""
 
-    def __init__(self, num_experts: int, ep: Group, etp: Group, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> None:
-        self.exchange, self.host = DedupExchange("direct", num_experts, ep, etp), host
+    def __init__(
+        self,
+        num_experts: int,
+        ep: Group,
+        etp: Group,
+        host: SplitSizeSource = SYNC_SPLIT_SIZES,
+        codecs: RowCodecs = AS_THEY_ARE,
+    ) -> None:
+        self.exchange, self.host = DedupExchange("direct", num_experts, ep, etp, codecs), host
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
         exchange, mask_tW = self.exchange, self.exchange.mask_of(routing)
@@ -186,4 +199,4 @@ class DeduplicatedDispatcher:
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> DeduplicatedDispatcher:
     assert run.model.moe is not None
-    return DeduplicatedDispatcher(run.model.moe.num_experts, groups["ep"], groups["etp"], host)
+    return DeduplicatedDispatcher(run.model.moe.num_experts, groups["ep"], groups["etp"], host, row_codecs(run))

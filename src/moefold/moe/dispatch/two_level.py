@@ -17,13 +17,16 @@ from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import TokenRankMap, token_rank_mask
 from moefold.moe.dispatch.base import (
+    AS_THEY_ARE,
     SYNC_SPLIT_SIZES,
     ExchangedRows,
     ExchangeName,
     ExpertInput,
     Routing,
+    RowCodecs,
     SplitSizeSource,
     counts_of,
+    row_codecs,
 )
 from moefold.moe.dispatch.deduplicated import DedupExchange, Splits
 
@@ -37,12 +40,18 @@ class TwoLevelDispatcher:
     """``across``: the ranks with this rank's number on every host; ``inside``: those of this host."""
 
     def __init__(
-        self, num_experts: int, across: Group, inside: Group, etp: Group, host: SplitSizeSource = SYNC_SPLIT_SIZES
+        self,
+        num_experts: int,
+        across: Group,
+        inside: Group,
+        etp: Group,
+        host: SplitSizeSource = SYNC_SPLIT_SIZES,
+        codecs: RowCodecs = AS_THEY_ARE,
     ) -> None:
         # The shards of a split expert gather rows after the second exchange, not after the first.
         alone = replace(etp, ranks=(etp.ranks[etp.index],), index=0, handle=None)
-        self.across = DedupExchange("across", num_experts, across, alone)
-        self.inside = DedupExchange("inside", num_experts // across.size, inside, etp)
+        self.across = DedupExchange("across", num_experts, across, alone, codecs)
+        self.inside = DedupExchange("inside", num_experts // across.size, inside, etp, codecs)
         self.num_experts, self.host = num_experts, host
 
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
@@ -80,4 +89,4 @@ class TwoLevelDispatcher:
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> TwoLevelDispatcher:
     assert run.model.moe is not None
     levels = groups["ep_across"], groups["ep_inside"]
-    return TwoLevelDispatcher(run.model.moe.num_experts, *levels, groups["etp"], host)
+    return TwoLevelDispatcher(run.model.moe.num_experts, *levels, groups["etp"], host, row_codecs(run))

@@ -1,0 +1,47 @@
+"""Rows as messages of narrow numbers: of every row its codes, and behind them the scales of its blocks, as bytes.
+
+One message has both, so that nothing is sent twice, and bytes are what every backend sends (gloo refuses float8). A
+row's bytes depend on that row alone; so rows may be narrowed before or after they are permuted.
+
+Shapes: N rows, D columns, c their blocks, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moefold.config.casts import SCALE_BYTES, Cast
+from moefold.precision.operands import REFERENCE, Quantizers
+from moefold.precision.quantize import FLOAT8, Quantized, dequantize
+
+
+class NarrowRows:
+    """A ``RowCodec`` of ``comm/collectives.py``, by a cast with blocks along rows."""
+
+    def __init__(self, cast: Cast, quantizers: Quantizers = REFERENCE) -> None:
+        assert cast.block is not None and cast.block[0] == 1 and cast.element in FLOAT8, f"not a cast of rows: {cast}"
+        self.cast, self.quantizers = cast, quantizers
+        self.scale_dtype = torch.float32 if SCALE_BYTES[cast.scale] == 4 else torch.uint8
+
+    def pack(self, rows_ND: Tensor) -> Tensor:
+        quantized = self.quantizers.quantize(rows_ND, self.cast)
+        codes_ND, scales_Nc = quantized.codes_MK, quantized.scale_rc
+        return torch.cat([_packed_copy(part).view(torch.uint8) for part in (codes_ND, scales_Nc)], 1)
+
+    def unpack(self, packed_NB: Tensor, like: Tensor) -> Tensor:
+        codes, scales = packed_NB.split([like.shape[-1], packed_NB.shape[-1] - like.shape[-1]], 1)
+        codes_ND = _packed_copy(codes).view(FLOAT8[self.cast.element])
+        scales_Nc = _packed_copy(scales).view(self.scale_dtype)
+        return dequantize(Quantized(codes_ND, scales_Nc, None, self.cast)).to(like.dtype)
+
+    def round(self, rows_ND: Tensor) -> Tensor:
+        """What rows are after they were packed and unpacked."""
+        rounded: Tensor = self.quantizers.fake_quantize(rows_ND, self.cast).to(rows_ND.dtype)
+        return rounded
+
+
+def _packed_copy(columns: Tensor) -> Tensor:
+    """A copy whose columns lie side by side, so that it can be viewed as another dtype: a single row or column counts
+    as contiguous whatever its stride, and a slice may start where the dtype may not."""
+    return columns.clone(memory_format=torch.contiguous_format)
