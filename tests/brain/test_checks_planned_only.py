@@ -13,7 +13,6 @@ import pytest
 from moefold.checks.planned_only import PLANNED_ONLY, PlannedOnly
 from moefold.checks.run_all import problems
 from moefold.config.loading import dump_run, override, parse_run
-from moefold.config.memory import RetainedStep
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import cluster_of
 from moefold.plan.launch_command import beyond_moefold, changes_to_run
@@ -60,7 +59,6 @@ MUST_BE_REFUSED: dict[str, object] = {
     "memory.offload": "moe_act",
     "memory.offload_layers": 1,
     "kernels.graphs": "full",
-    **{f"memory.retain.{step}": "quantize" for step in get_args(RetainedStep)},
 }
 VALUES = [(row, value) for row in PLANNED_ONLY for value in offered(row)]
 

@@ -48,6 +48,18 @@ CASES: list[tuple[Rule, dict[str, Any], dict[str, Any], str]] = [
         {"feed_norm": "discard", "kernels.compile": "regions"},
         "memory.retain.feed_norm",
     ),
+    (
+        retained_steps.quantized_steps_enter_narrow_matmuls,
+        {"rows": "quantize", "attention_norm": "quantize", "precision.recipe": "mxfp8"},
+        {"rows": "quantize"},
+        "memory.retain.rows",
+    ),
+    (
+        retained_steps.quantized_steps_are_not_read_again,
+        {"rows": "quantize", "activation": "discard", "precision.recipe": "mxfp8"},
+        {"rows": "quantize", "gate_up": "discard", "precision.recipe": "mxfp8"},
+        "memory.retain.rows",
+    ),
     (retained_steps.host_bound_is_positive, {"memory.host_gib": 1}, {"memory.host_gib": 0}, "memory.host_gib"),
     (
         kernels.fused_experts_keep_their_first_gemm,
@@ -81,3 +93,27 @@ def test_a_preset_skips_what_a_model_does_not_have_and_names_itself() -> None:
     assert problems(run) == []
     problem = retained_steps.compiled_regions_keep(override(run, {"kernels.compile": "regions"}))
     assert problem is not None and problem.path == "memory.preset"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gate_up": "quantize"}, "read by the activation"),
+        ({"core": "quantize"}, "a narrow copy would be one more"),
+        ({"mla_up": "quantize"}, "read by attention"),
+        ({"activation": "quantize", "precision.recipe": "bf16"}, "bf16 has no narrow operands"),
+        # The router of an MoE layer keeps it wide, and this model has no other layers.
+        ({"feed_norm": "quantize"}, "no narrow matmul"),
+        ({"latent_norm": "quantize", "precision.wide": ["*.q_up", "*.kv_up"]}, "no narrow matmul"),
+    ],
+)
+def test_why_a_step_is_not_quantized(changes: dict[str, Any], words: str) -> None:
+    (problem,) = retained_steps.quantized_steps_enter_narrow_matmuls(_run({"precision.recipe": "mxfp8"} | changes))
+    assert words in problem.message
+
+
+def test_queries_without_latents_are_recomputed_from_the_norm() -> None:
+    changes = {"attention_norm": "quantize", "mla_up": "discard", "precision.recipe": "mxfp8"}
+    assert not retained_steps.quantized_steps_are_not_read_again(_run(changes))
+    (problem,) = retained_steps.quantized_steps_are_not_read_again(_run(changes | {"model.attention.q_latent": None}))
+    assert problem.path == "memory.retain.attention_norm"

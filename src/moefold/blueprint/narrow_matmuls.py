@@ -10,10 +10,23 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from moefold.blueprint.parameters import ParameterSpec, parameters
+from moefold.config.memory import RetainedStep
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
 
 NARROWED_KINDS = ("matrix", "expert")
+# The step of a block (`memory.retain`) whose output a weight multiplies, by the end of its name. Others multiply what
+# is kept wide in any case: attention keeps its own output, and the router the input of an MoE layer's shared expert.
+INPUT_STEPS: dict[str, RetainedStep] = {
+    **dict.fromkeys((f".attention.{name}.weight" for name in ("q", "k", "v", "qkvz", "ba")), "attention_norm"),
+    **dict.fromkeys((f".attention.{name}.weight" for name in ("q_down", "kv_down")), "attention_norm"),
+    **dict.fromkeys((f".attention.{name}.weight" for name in ("q_up", "kv_up")), "latent_norm"),
+    ".feed_forward.gate_up": "feed_norm",
+    ".feed_forward.down": "dense",
+    ".feed_forward.shared.down": "shared",
+    ".feed_forward.experts.gate_up": "rows",
+    ".feed_forward.experts.down": "activation",
+}
 
 
 class NarrowMatmul(NamedTuple):
@@ -36,6 +49,17 @@ def matmuls(run: RunConfig) -> list[NarrowMatmul]:
         for spec in parameters(run.model)
         if spec.kind in NARROWED_KINDS
     ]
+
+
+def input_step(weight: str) -> RetainedStep | None:
+    """The step whose output enters the matmul of this weight, if ``memory.retain`` can say how it is kept."""
+    return next((step for end, step in INPUT_STEPS.items() if weight.endswith(end)), None)
+
+
+def keeps_narrow(matmul: NarrowMatmul, run: RunConfig) -> bool:
+    """Whether the input is kept for the backward pass as ``x_wgrad`` narrows it (``memory.retain.STEP: quantize``)."""
+    step = input_step(matmul.weight.name)
+    return matmul.casts is not None and step is not None and run.memory.retained()[step] == "quantize"
 
 
 def stays_wide(module: str, patterns: tuple[str, ...]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import get_args
 
-from moefold.config.memory import RecomputedPhase, RetainedStep
+from moefold.config.memory import RecomputedPhase
 from moefold.config.parallel import DispatcherName, EngineDispatcher
 from moefold.config.precision import Format
 from moefold.config.run import RunConfig
@@ -64,10 +64,6 @@ PLANNED_ONLY = (
         "use null: moments are in precision.params; or float32, bfloat16, float8",
     ),
     PlannedOnly("memory.recompute", get_args(RecomputedPhase), "recomputing {}"),
-    *(
-        PlannedOnly(f"memory.retain.{step}", (None, "keep", "discard", "offload"), f"{step}: {{}}")
-        for step in get_args(RetainedStep)
-    ),
     PlannedOnly("memory.offload", (), "offloading {} to the host", "use [], or recompute phases with memory.recompute"),
     PlannedOnly("memory.offload_layers", (0,), "offloading {} layers to the host"),
     PlannedOnly("kernels.graphs", ("none",), "{} graphs"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from moefold.blueprint.narrow_matmuls import input_step, keeps_narrow, matmuls
 from moefold.config.attention import MLAConfig
 from moefold.config.memory import RecomputedPhase, RetainedStep
 from moefold.config.run import RunConfig
@@ -35,7 +36,7 @@ def named_steps_exist(run: RunConfig) -> list[Problem]:
     return [
         Problem(f"memory.retain.{step}", f"{choice}, but this model has no {what}", "leave it out, or use keep")
         for step, what in lacking.items()
-        if (choice := getattr(run.memory.retain, step)) in ("discard", "offload")
+        if (choice := getattr(run.memory.retain, step)) not in (None, "keep")
     ]
 
 
@@ -116,6 +117,50 @@ def compiled_regions_keep(run: RunConfig) -> Problem | None:
     )
 
 
+def quantized_steps_enter_narrow_matmuls(run: RunConfig) -> list[Problem]:
+    """What is kept narrow is the input of a matmul, as its weight gradient reads it, so that no bit changes."""
+    found, recipe = [], run.precision.recipe
+    for step, how in run.memory.retained().items():
+        if how != "quantize":
+            continue
+        if why := _NOT_QUANTIZED.get(step):
+            problem, fix = why, "use keep, discard or offload"
+        elif recipe is None or recipe == "bf16":
+            said = "null" if recipe is None else recipe
+            problem, fix = f"precision.recipe {said} has no narrow operands", "use a recipe such as mxfp8, or keep"
+        elif not any(keeps_narrow(matmul, run) for matmul in matmuls(run) if input_step(matmul.weight.name) == step):
+            problem, fix = "no narrow matmul of this run reads it (`moefold check RUN --casts` lists them)", "use keep"
+        else:
+            continue
+        found.append(Problem(_path(run, step), f"{step} is to be quantized, but {problem}", fix))
+    return found
+
+
+# Steps whose outputs are kept by something else than a matmul.
+_NOT_QUANTIZED: dict[RetainedStep, str] = {
+    "mla_up": "queries, keys and values are read by attention, which is not narrow",
+    "core": "attention keeps its output for its own backward pass, and a narrow copy would be one more",
+    "gate_up": "it is read by the activation, which is not narrow",
+}
+
+
+def quantized_steps_are_not_read_again(run: RunConfig) -> list[Problem]:
+    """A step that is recomputed reads its input wide, so that this is kept, and a narrow copy would be one more."""
+    retained, attention = run.memory.retained(), run.model.attention
+    readers: dict[RetainedStep, RetainedStep] = {"latent_norm": "mla_up", "feed_norm": "dense", "rows": "gate_up"}
+    if isinstance(attention, MLAConfig) and attention.q_latent is None:
+        readers["attention_norm"] = "mla_up"
+    return [
+        Problem(
+            _path(run, step),
+            f"{step} is to be quantized, but {reader} is discarded, and recomputing it needs {step} wide",
+            f"use memory.retain.{step} keep, discard or offload, or memory.retain.{reader} keep",
+        )
+        for step, reader in readers.items()
+        if retained[step] == "quantize" and retained[reader] == "discard"
+    ]
+
+
 def host_bound_is_positive(run: RunConfig) -> Problem | None:
     bound = run.memory.host_gib
     if bound is None or bound > 0:
@@ -138,5 +183,7 @@ RULES = (
     rows_are_permuted_by_us,
     rows_are_what_experts_multiply,
     compiled_regions_keep,
+    quantized_steps_enter_narrow_matmuls,
+    quantized_steps_are_not_read_again,
     host_bound_is_positive,
 )

@@ -42,8 +42,9 @@ RetainedStep = Literal[
     "shared",
     "dense",
 ]
-# discard: recomputed in the backward pass. offload: waits in the host's memory. Planned only: quantize (kept in the
-# matmul's narrow format).
+# discard: recomputed in the backward pass. offload: waits in the host's memory. quantize: narrow matmuls keep their
+# input in the format in which their weight gradient reads it (docs/precision.md); of attention_norm, latent_norm, rows,
+# activation, shared, dense, and feed_norm of dense layers.
 Retention = Literal["keep", "discard", "offload", "quantize"]
 RetainPreset = Literal["none", "megascale_sar", "fine_grained", "fine_grained_offload"]
 

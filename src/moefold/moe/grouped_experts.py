@@ -85,7 +85,9 @@ class GroupedExperts:
         # Probs come with the permuted rows unless they multiply the output.
         self.prob_at_activation = config.weight_at != "output"
         self.prob_at_input = config.weight_at == "input"
-        self.matmul_policy, self.matmul = matmul_policy, matmul
+        # Each weight's own, which may differ in their casts.
+        self.matmul_policy = self.down_matmul_policy = matmul_policy
+        self.matmul = matmul
         self.permutation, self.activation = permutation, activation
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
@@ -103,7 +105,7 @@ class GroupedExperts:
         else:
             hidden_PF = self.retain.step("activation", self.activation, gate_up_PG, prob_P)
         del gate_up_PG
-        out_PL = self.matmul_policy.grouped(self.matmul, hidden_PF, weights.down, *counts)
+        out_PL = self.down_matmul_policy.grouped(self.matmul, hidden_PF, weights.down, *counts)
         out_PL = self._adapted(out_PL, hidden_PF, weights.down_lora, weights.lora_scale, counts)
         del hidden_PF
         if weights.down_bias is not None:

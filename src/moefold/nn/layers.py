@@ -130,14 +130,15 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.kernels = kernels
         self.tokens = tokens
-        self.matmul_policy = matmul_policy
+        # Each weight's own, which may differ in their casts.
+        self.matmul_policy = self.down_matmul_policy = matmul_policy
 
     def forward(self, x_tD: Tensor, batch: Batch) -> Tensor:
         x_SD = self.retain.received("feed_norm", self.tokens.gather(x_tD, batch))
         hidden_SF = self.retain.step(self.step, self._hidden, x_SD)
-        out_SD = self.matmul_policy.linear(hidden_SF, self.down)
+        out_SD = self.down_matmul_policy.linear(hidden_SF, self.down)
         adapter = (self.down_lora_a, self.down_lora_b, self.lora_scale)
-        return self.tokens.reduce(add_low_rank(out_SD, hidden_SF, *adapter, self.matmul_policy))
+        return self.tokens.reduce(add_low_rank(out_SD, hidden_SF, *adapter, self.down_matmul_policy))
 
     def _hidden(self, x_SD: Tensor) -> Tensor:
         gate_up_SG = self.matmul_policy.linear(x_SD, self.gate_up)

@@ -234,15 +234,23 @@ class ParameterMatmul:
         self.weight_grads, self.kernels, self.in_place, self.operands = weight_grads, linear, in_place, operands
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        kept: Tensor = _Keep.apply(x, weight)
+        kept: Tensor = _Keep.apply(x, weight, *self._saved(x, weight, None))
         return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self)
 
     def grouped(
         self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
     ) -> Tensor:
-        kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e)
+        # Where blocks, scales and padding follow the rows of an expert, the host must know them.
+        host = rows_per_expert_e.tolist() if host is None and self.operands is not WIDE else host
+        kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e, *self._saved(rows, weight, host))
         more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self)
         return _Grouped.apply(kept, weight, *more)
+
+    def _saved(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None) -> tuple[Tensor, ...]:
+        """A frozen weight has no gradient, for which alone the input is needed."""
+        if not weight.requires_grad or not torch.is_grad_enabled():
+            return ()
+        return self.operands.keep(x, rows_per_expert)
 
     def with_operands(self, operands: Operands) -> ParameterMatmul:
         """The same for a module whose matmuls have other operands."""
@@ -254,22 +262,22 @@ class ParameterMatmul:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a matmul's input for its backward, before the matmul is computed.
+    """Saves what ``Operands.keep`` gave of a matmul's input for its backward, before the matmul is computed.
 
     An autograd function's tensors are saved after its forward has run. Recomputation stops once it has every saved
     tensor, so with the input saved first it does not recompute the last matmul of a phase, which nothing needs.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Tensor) -> Tensor:
-        # A frozen weight has no gradient, for which alone the input is needed.
-        ctx.save_for_backward(x if weight.requires_grad else None, *others)
-        ctx.num_others = len(others)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *saved: Tensor) -> Tensor:
+        # With the weight as an input there is a backward also where the input needs no gradient.
+        ctx.save_for_backward(*saved)
+        ctx.num_saved = len(saved)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, *[None] * ctx.num_others
+        return grad, None, *[None] * ctx.num_saved
 
 
 class _Linear(torch.autograd.Function):
@@ -293,11 +301,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        (x,), weight, policy = ctx.keeper.saved_tensors, ctx.weight, ctx.policy
+        kept, weight, policy = ctx.keeper.saved_tensors, ctx.weight, ctx.policy
         kernels: LinearKernels = policy.kernels
 
         def weight_gradient() -> Tensor | None:
-            grad_in, x_in, _ = policy.operands.wgrad(grad, x)
+            grad_in, x_in, _ = policy.operands.wgrad(grad, kept)
             if not policy.adds_to(weight):
                 return kernels.weight_grad(grad_in, x_in).view(weight.shape)
             accumulate_weight_grad(weight, grad_in, x_in, kernels)
@@ -327,10 +335,7 @@ class _Grouped(torch.autograd.Function):
         ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
         # torch's grouped GEMM takes ends of groups: computed once for its three matmuls.
         ctx.ends_e = ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32) if matmul is grouped else None
-        # Where scales and padding follow the rows of an expert, the host must know them.
-        known = host if host is not None or policy.operands is WIDE else rows_per_expert_e.tolist()
-        ctx.known = known
-        rows_in, weight_in = policy.operands.fprop(rows, weight, known)
+        rows_in, weight_in = policy.operands.fprop(rows, weight, host)
         weight_eYX = weight_in.flatten(1, -2)
         if ends_e is not None:
             return F.grouped_mm(rows_in, weight_eYX.transpose(1, 2), offs=ends_e).to(rows.dtype)
@@ -338,14 +343,14 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, rows_per_expert_e = ctx.keeper.saved_tensors
+        rows_per_expert_e, *kept = ctx.keeper.saved_tensors
         weight, host, matmul, policy = ctx.weight, ctx.host, ctx.matmul, ctx.policy
         grad = grad.contiguous()
 
         ends_e = ctx.ends_e
 
         def weight_gradient() -> Tensor | None:
-            grad_in, rows_in, padded = policy.operands.wgrad(grad, rows, ctx.known)
+            grad_in, rows_in, padded = policy.operands.wgrad(grad, tuple(kept), host)
             if padded is not host:
                 counts_e = torch.tensor(padded, device=rows_per_expert_e.device)
                 gradient = grouped_weight_grad(matmul, grad_in, rows_in, counts_e, padded).view(weight.shape)
@@ -360,7 +365,7 @@ class _Grouped(torch.autograd.Function):
 
         drows = None
         if ctx.passes_on:
-            grad_in, weight_in = policy.operands.dgrad(grad, weight, ctx.known)
+            grad_in, weight_in = policy.operands.dgrad(grad, weight, host)
             weight_eYX = weight_in.flatten(1, -2)
             if ends_e is not None:
                 drows = F.grouped_mm(grad_in, weight_eYX, offs=ends_e).to(grad.dtype)

@@ -270,7 +270,8 @@ def _address(tensor: Tensor) -> int:
 
 def retention_for(memory: MemoryConfig, device: torch.device) -> StepRetention | None:
     """What a run keeps of its steps; None where it keeps everything."""
-    choices = {step: choice for step, choice in memory.retained().items() if choice != "keep"}
+    # What is kept narrow is the matmuls' own affair (`precision/narrow_inputs.py`).
+    choices = {step: choice for step, choice in memory.retained().items() if choice in ("discard", "offload")}
     limit = None if memory.host_gib is None else int(memory.host_gib * 2**30)
     pool = HostPool(limit, pinned=device.type == "cuda")
     return StepRetention(choices, Offload(pool, device)) if choices else None

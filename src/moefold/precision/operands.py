@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PrecisionRecipe
+from moefold.precision.narrow_inputs import NarrowInputs, NarrowRows, wide_rows
 from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
 
 
@@ -45,8 +46,12 @@ class Operands(Protocol):
         """dY and W of dX = dY W."""
         ...
 
-    def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
-        """dY and X of dW = dY^T X; of rows sorted by expert, per expert."""
+    def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
+        """What is saved of X in the forward pass for ``wgrad``."""
+        ...
+
+    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
+        """dY and X of dW = dY^T X, X from what was kept of it; of rows sorted by expert, per expert."""
         ...
 
 
@@ -57,8 +62,11 @@ class WideOperands:
     def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         return grad, weight.to(grad.dtype)
 
-    def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
-        return GradOperands(grad, x, rows_per_expert)
+    def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
+        return GradOperands(grad, kept[0], rows_per_expert)
 
 
 WIDE = WideOperands()
@@ -75,13 +83,22 @@ REFERENCE = Quantizers()
 
 
 class NarrowOperands:
-    """Of one module. ``weights`` is shared by all modules of a model; ``seed`` is of stochastic rounding."""
+    """Of one weight. ``weights`` is shared by all modules of a model, and so is ``inputs``, which keeps them narrow
+    (None: they are kept as they are). ``seed`` is of stochastic rounding."""
 
     def __init__(
-        self, recipe: PrecisionRecipe, weights: NarrowWeights, quantizers: Quantizers = REFERENCE, seed: int = 0
+        self,
+        recipe: PrecisionRecipe,
+        weights: NarrowWeights,
+        quantizers: Quantizers = REFERENCE,
+        seed: int = 0,
+        inputs: NarrowInputs | None = None,
     ) -> None:
         self.casts, self.align = recipe.casts, recipe.align
         self.weights, self.quantizers, self.seed = weights, quantizers, seed
+        # What is not narrowed, or to bfloat16 without a scale, is kept as it is.
+        cast = recipe.casts.x_wgrad
+        self.inputs = None if cast is None or cast.element == "bf16" else inputs
 
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
@@ -95,16 +112,26 @@ class NarrowOperands:
         narrow = self._along_features(rows, self.casts.dy_dgrad, segments).view(grad.shape)
         return narrow.to(wide), self.weights.narrow(weight, self.casts.w_dgrad, True, self.quantizers).to(wide)
 
-    def wgrad(self, grad: Tensor, x: Tensor, rows_per_expert: list[int] | None = None) -> GradOperands:
+    def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
+        cast = self.casts.x_wgrad
+        if self.inputs is None or cast is None:
+            return (x,)
+        rows = [x[..., 0].numel()] if rows_per_expert is None else rows_per_expert
+        return self.inputs.keep(x, cast, rows, self.quantizers.quantize)
+
+    def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
         """Padded with rows of zeros to the recipe's alignment, per expert: a block that is partly zeros has the scale
         of its other values."""
-        rows = [grad.flatten(0, -2).shape[0]] if rows_per_expert is None else rows_per_expert
+        grad_TY = grad.flatten(0, -2)
+        rows = [len(grad_TY)] if rows_per_expert is None else rows_per_expert
         padded = [-(-count // self.align) * self.align for count in rows]
-        sides = ((grad.flatten(0, -2), self.casts.dy_wgrad), (x.flatten(0, -2), self.casts.x_wgrad))
-        narrow = [self._along_tokens(pad_segments(side, rows, padded), cast, padded) for side, cast in sides]
-        return GradOperands(
-            narrow[0].to(_sums_in(grad)), narrow[1].to(_sums_in(x)), None if rows_per_expert is None else padded
-        )
+        grad_in = self._along_tokens(pad_segments(grad_TY, rows, padded), self.casts.dy_wgrad, padded)
+        if self.inputs is None or self.casts.x_wgrad is None:
+            x_in = self._along_tokens(pad_segments(kept[0].flatten(0, -2), rows, padded), self.casts.x_wgrad, padded)
+        else:
+            x_in = wide_rows(NarrowRows(*kept), self.casts.x_wgrad, rows, padded)
+        wide = _sums_in(grad)
+        return GradOperands(grad_in.to(wide), x_in.to(wide), None if rows_per_expert is None else padded)
 
     def _along_features(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int] | None) -> Tensor:
         if cast is None:

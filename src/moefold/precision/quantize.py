@@ -51,8 +51,8 @@ class Quantized:
 
 
 def quantize(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = None) -> Quantized:
-    """``seed`` is of stochastic rounding's noise. ``amax`` replaces the matrix's own (delayed scaling, or a matrix of which
-    this is a shard); it has the shape of the leading dims."""
+    """``seed`` is of stochastic rounding's noise. ``amax`` replaces the matrix's own (delayed scaling, or a matrix of
+    which this is a shard); it has the shape of the leading dims."""
     x_MK = hadamard(x_MK.float()).bfloat16().float() if cast.hadamard else x_MK.float()
     x_MK = torch.where(torch.isfinite(x_MK), x_MK, torch.nan)
     blocks = _blocks(x_MK, cast)

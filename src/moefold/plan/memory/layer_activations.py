@@ -19,6 +19,7 @@ from moefold.plan.memory.saved_activations import (
     Setting,
     Sizes,
     element_bytes,
+    narrow_saving,
     parts_of,
     row_bytes,
     sizes_of,
@@ -76,6 +77,8 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
             kept[name] = size
             kept_feed += size * (row.part in ("dense", "moe"))
             kept_experts += size * (row.step in EXPERT_STEPS)
+    deferred = _deferred(sizes, setting)
+    narrower = sum(narrow_saving(row, sizes, setting) for row in rows_of(layer, setting.framework))
     read = {step for (part, step), size in away.items() if part not in MIXERS and size}
     return Kept(
         kept=tuple(kept.items()),
@@ -92,7 +95,7 @@ def kept_by(layer: Layer, dim: int, setting: Setting) -> Kept:
         away_attention=sum(size for (part, _), size in away.items() if part in MIXERS),
         read_at_activation=bool(read & {"activation", "gate_up", "dense"}),
         read_at_first_matrix=bool(read - {"feed_norm", "shared"}),
-        deferred=_deferred(sizes, setting) if setting.framework == "moefold" else sum(kept.values()),
+        deferred=deferred - narrower if setting.framework == "moefold" else sum(kept.values()),
     )
 
 

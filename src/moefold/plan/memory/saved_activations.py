@@ -27,6 +27,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, Layer, MoE, Recurrence
+from moefold.blueprint.narrow_bytes import casts_of, saved_bytes
 from moefold.config.memory import Recomputed, RetainedStep
 from moefold.plan.workload import PlannedFormat, Workload
 
@@ -112,6 +113,8 @@ class Saved:
     received: str = ""
     # Too small to be offloaded: it falls only where the step is discarded.
     discard_only: bool = False
+    # Elements that narrow matmuls keep of it where the step is quantized; None: it stays as it is.
+    narrow: Callable[[Sizes], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,9 @@ class Setting:
     # Our own framework: steps of `memory.retain` that are recomputed; those that wait in the host's memory are among
     # `offloaded`.
     discarded: frozenset[RetainedStep] = frozenset()
+    # Steps whose outputs are kept as weight gradients read them, and bytes of a value with its share of a scale.
+    quantized: frozenset[RetainedStep] = frozenset()
+    narrow_bytes: float = 0.0
     # Ranks of experts, where tokens come once per rank and their rows are recomputed; else 1.
     ep: int = 1
 
@@ -219,6 +225,8 @@ def setting_of(workload: Workload) -> Setting:
             offloaded_share=min(1.0, away),
             on=frozenset(on),
             discarded=workload.retained("discard"),
+            quantized=workload.retained("quantize"),
+            narrow_bytes=saved_bytes(casts_of(workload.run.precision.recipe), workload.word),
             ep=parallel.ep if workload.is_own and _comes_once(workload) else 1,
         )
     )
@@ -291,7 +299,16 @@ def row_bytes(row: Saved, sizes: Sizes, setting: Setting) -> float:
     """Bytes per token of one row on one rank, if it is kept at all."""
     if (row.needs and row.needs not in setting.on) or (row.lacks and row.lacks in setting.on):
         return 0.0
+    if row.narrow is not None and row.step in setting.quantized:
+        return row.narrow(sizes) * setting.narrow_bytes * _share(row.cut, setting)
     return row.elements(sizes) * element_bytes(row.kind, setting.format) * _share(row.cut, setting)
+
+
+def narrow_saving(row: Saved, sizes: Sizes, setting: Setting) -> float:
+    """By how many bytes per token the matmuls' operand in a row is smaller than it would be wide."""
+    if row.narrow is None or row.step not in setting.quantized or not row_bytes(row, sizes, setting):
+        return 0.0
+    return row.narrow(sizes) * (setting.word - setting.narrow_bytes) * _share(row.cut, setting)
 
 
 def element_bytes(kind: Kind, format: PlannedFormat) -> float:

@@ -6,7 +6,8 @@ the context is cut from a padded output. An activation saves
 both halves of its input and its output; where the token's prob multiplies it, the product alone.
 
 `step` is the step of `memory.retain` with which a row is discarded or offloaded. Only latent attention has a step
-for queries, keys and values. A row that a collective gave can only be offloaded (`received`).
+for queries, keys and values. A row that a collective gave can only be offloaded (`received`). `narrow` are the
+elements of it that a narrow matmul keeps in its own format where the step is quantized.
 
 A recomputed phase saves its input alone. What dispatch received passes between phases, so it stays: rows, or tokens
 where those come once per rank and become rows there.
@@ -31,6 +32,18 @@ def _is_latent(s: Sizes) -> bool:
 
 def _latents(s: Sizes) -> int:
     return s.q_latent + s.kv_latent
+
+
+def _rows(s: Sizes) -> int:
+    return s.top_k * s.travel
+
+
+def _hidden(s: Sizes) -> int:
+    return s.hidden
+
+
+def _hidden_rows(s: Sizes) -> int:
+    return s.top_k * s.hidden
 
 
 def _is_cut(s: Sizes) -> bool:
@@ -64,6 +77,7 @@ MOEFOLD: tuple[Saved, ...] = (
         dropped=_ATTENTION,
         step="attention_norm",
         received="tensor_parallel",
+        narrow=lambda s: s.D * (not _is_latent(s)),
     ),
     Saved(
         "attention",
@@ -71,6 +85,7 @@ MOEFOLD: tuple[Saved, ...] = (
         lambda s: s.D * _is_latent(s),
         dropped=_ATTENTION,
         step="attention_norm",
+        narrow=lambda s: s.D * _is_latent(s),
     ),
     Saved("attention", "latents", lambda s: _latents(s) + s.rope * _is_latent(s), dropped=_ATTENTION),
     Saved(
@@ -90,6 +105,8 @@ MOEFOLD: tuple[Saved, ...] = (
         dropped=_ATTENTION,
         step="latent_norm",
         received="tensor_parallel",
+        # The entries that carry positions are not an input of a matmul.
+        narrow=_latents,
     ),
     Saved(
         "attention",
@@ -164,6 +181,7 @@ MOEFOLD: tuple[Saved, ...] = (
         dropped=_ATTENTION,
         step="attention_norm",
         received="tensor_parallel",
+        narrow=lambda s: s.D,
     ),
     Saved("recurrence", "queries, keys and values", lambda s: s.channels, cut="heads", dropped=_ATTENTION),
     Saved("recurrence", "step sizes and decays", lambda s: 2 * s.heads, cut="heads", dropped=_ATTENTION),
@@ -177,10 +195,17 @@ MOEFOLD: tuple[Saved, ...] = (
         "dense", "inverse RMS of the input", lambda s: 1, "single", dropped=_FEED, step="feed_norm", discard_only=True
     ),
     Saved(
-        "dense", "normed input", lambda s: s.D, cut="whole", dropped=_FEED, step="feed_norm", received="tensor_parallel"
+        "dense",
+        "normed input",
+        lambda s: s.D,
+        cut="whole",
+        dropped=_FEED,
+        step="feed_norm",
+        received="tensor_parallel",
+        narrow=lambda s: s.D,
     ),
     Saved("dense", "before activation", lambda s: s.up, cut="heads", dropped=_FEED, step="dense"),
-    Saved("dense", "after activation", lambda s: s.hidden, cut="heads", dropped=_FEED, step="dense"),
+    Saved("dense", "after activation", _hidden, cut="heads", dropped=_FEED, step="dense", narrow=_hidden),
     # ---- MoE layer: routing and dispatch ----
     Saved("moe", "input", lambda s: s.D),
     Saved("moe", "inverse RMS of the input", lambda s: 1, "single", step="feed_norm", discard_only=True),
@@ -193,15 +218,16 @@ MOEFOLD: tuple[Saved, ...] = (
     Saved("moe", "row map", lambda s: 16 * s.top_k, "byte", "rows", _EXPERTS),
     Saved("moe", "in the latent dim", lambda s: s.travel * (s.travel != s.D)),
     # Recomputation gathers them again from this rank's tokens.
-    Saved("moe", "rows", lambda s: s.top_k * s.travel, cut="rows", dropped=_EXPERTS, lacks="all_to_all", step="rows"),
+    Saved("moe", "rows", _rows, cut="rows", dropped=_EXPERTS, lacks="all_to_all", step="rows", narrow=_rows),
     Saved(
         "moe",
         "received rows",
-        lambda s: s.top_k * s.travel,
+        _rows,
         cut="rows",
         needs="all_to_all",
         step="rows",
         received="all_to_all",
+        narrow=_rows,
     ),
     Saved("moe", "received tokens", lambda s: s.received * s.travel, cut="rows", needs="experts again"),
     # ---- MoE layer: experts ----
@@ -216,10 +242,20 @@ MOEFOLD: tuple[Saved, ...] = (
         received="tensor_parallel",
     ),
     Saved("moe", "shared, before activation", lambda s: s.shared_up, cut="heads", dropped=_EXPERTS, step="shared"),
-    Saved("moe", "shared, after activation", lambda s: s.shared, cut="heads", dropped=_EXPERTS, step="shared"),
+    Saved(
+        "moe",
+        "shared, after activation",
+        lambda s: s.shared,
+        cut="heads",
+        dropped=_EXPERTS,
+        step="shared",
+        narrow=lambda s: s.shared,
+    ),
     Saved("moe", "shared, before its gate", lambda s: s.D * s.shared_gate, dropped=_EXPERTS),
     Saved("moe", "before activation", lambda s: s.top_k * s.up, cut="columns", dropped=_EXPERTS, step="gate_up"),
-    Saved("moe", "after activation", lambda s: s.top_k * s.hidden, cut="columns", dropped=_EXPERTS, step="activation"),
+    Saved(
+        "moe", "after activation", _hidden_rows, cut="columns", dropped=_EXPERTS, step="activation", narrow=_hidden_rows
+    ),
     Saved(
         "moe",
         "what probs multiply outside the activation",
