@@ -164,6 +164,9 @@ SMALL = {
     "narrow rows, once per rank": case(
         "qwen3_30b_a3b_proxy", 4, batch=8, tp=2, ep=4, dispatcher="deduplicated", precision={"dispatch": "mxfp8"}
     ),
+    "narrow parts": case(
+        "deepseek_v3_proxy", 4, batch=8, tp=2, ep=2, again=("experts",), precision={"tp_reduce": "fp8_all_to_all"}
+    ),
     "wide gathers": case("qwen3_30b_a3b_proxy", 4, batch=8, ep=2, precision={"gather": "float32"}),
     "flat": case("deepseek_v3_proxy", 6, batch=12, ep=2, sharding="flat"),
     "flat, a module ahead": case(
@@ -213,7 +216,10 @@ def near(chosen: Case, seen: DryRun) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(SMALL, "four contexts", "flat", "narrow rows", "linear attention, tensor", "adapters, tensor")
+    "name",
+    slow_except(
+        SMALL, "four contexts", "flat", "narrow rows", "narrow parts", "linear attention, tensor", "adapters, tensor"
+    ),
 )
 def test_messages_are_those_of_the_step(name: str) -> None:
     same_messages(SMALL[name], rehearsed(SMALL[name]))

@@ -120,6 +120,14 @@ def test_activations_summed_in_bfloat16_are_rounded() -> None:
         assert difference > 0
 
 
+@pytest.mark.slow
+def test_activations_summed_from_fp8_parts_are_rounded() -> None:
+    narrow = {"precision.tp_reduce": "fp8_all_to_all"}
+    for loss, other_loss, difference in compared("deepseek_v3_proxy", {"tp": 2}, narrow, {}):
+        assert loss != other_loss and abs(loss - other_loss) < 1e-2 * other_loss
+        assert 1e-3 < difference < 1
+
+
 class SomeDocuments(FullDocuments):
     """Tokens depend on nothing but the sample."""
 

@@ -6,7 +6,8 @@ gradient, a sum would count it once per rank, and backward is a slice (``all_gat
 same two cases: ``all_reduce_partial`` feeds different work, ``all_reduce_replicated`` feeds replicated work.
 
 Sums over ranks of 16-bit tensors are computed and sent in float32, so that no digits are lost, unless ``dtype`` names
-another one.
+another one. With a ``PartCodec`` in its place a reduce-scatter becomes an all-to-all: every part of a sum travels as
+narrow numbers to the rank that owns the sum, which adds them in float32, in the order of the ranks.
 
 ``all_to_all_rows`` moves uneven numbers of rows, ``all_to_all_counts`` the counts themselves.
 
@@ -24,30 +25,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
+from moefold.comm.message_codecs import PartCodec, RowCodec, SumFormat
 from moefold.comm.process_groups import Group
 from moefold.errors import ExchangeError
 
 Sizes = tuple[int, ...]
-
-
-class RowCodec(Protocol):
-    """Rows as bytes and back, each row by itself."""
-
-    def pack(self, rows_ND: Tensor) -> Tensor:
-        """[N, B] in uint8, which every backend sends."""
-        ...
-
-    def unpack(self, packed_NB: Tensor, like: Tensor) -> Tensor:
-        """[N, D] with the last dim and in the dtype of ``like``."""
-        ...
-
 
 # torch 2.13 renamed both and warns about the old names; 2.11 knows only those.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -55,14 +44,14 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 
 
 def all_gather_rows(
-    rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None, codec: RowCodec | None = None
+    rows: Tensor, sizes: Sizes, group: Group, dtype: SumFormat | None = None, codec: RowCodec | None = None
 ) -> Tensor:
     """All rows, for work that differs between ranks; backward is a reduce-scatter, which sums in ``dtype``."""
     return rows if group.alone else _AllGatherRows.apply(rows, sizes, group, dtype, codec)
 
 
 def reduce_scatter_rows(
-    partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None, grad_codec: RowCodec | None = None
+    partial: Tensor, sizes: Sizes, group: Group, dtype: SumFormat | None = None, grad_codec: RowCodec | None = None
 ) -> Tensor:
     """Sum the ranks' partial rows in ``dtype`` and keep this rank's shard; backward is an all-gather."""
     return partial if group.alone else _ReduceScatterRows.apply(partial, sizes, group, dtype, grad_codec)
@@ -88,7 +77,7 @@ def all_gather_no_grad(rows: Tensor, sizes: Sizes, group: Group) -> Tensor:
     return rows if group.alone else _all_gather(rows.detach(), sizes, group)
 
 
-def reduce_scatter_no_grad(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+def reduce_scatter_no_grad(partial: Tensor, sizes: Sizes, group: Group, dtype: SumFormat | None = None) -> Tensor:
     """Sum the ranks' partial rows and keep this rank's shard, without autograd."""
     return partial if group.alone else _reduce_scatter(partial.detach(), sizes, group, dtype)
 
@@ -111,7 +100,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
 class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None, codec: RowCodec | None
+        ctx: Any, rows: Tensor, sizes: Sizes, group: Group, dtype: SumFormat | None, codec: RowCodec | None
     ) -> Tensor:
         ctx.sizes, ctx.group, ctx.dtype = sizes, group, dtype
         return _all_gather(rows, sizes, group, codec)
@@ -124,7 +113,7 @@ class _AllGatherRows(torch.autograd.Function):
 class _ReduceScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None, codec: RowCodec | None
+        ctx: Any, partial: Tensor, sizes: Sizes, group: Group, dtype: SumFormat | None, codec: RowCodec | None
     ) -> Tensor:
         ctx.sizes, ctx.group, ctx.codec = sizes, group, codec
         return _reduce_scatter(partial, sizes, group, dtype)
@@ -176,7 +165,9 @@ def _all_gather(rows: Tensor, sizes: Sizes, group: Group, codec: RowCodec | None
     return _strip_padding(gathered, sizes)
 
 
-def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dtype | None = None) -> Tensor:
+def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group, dtype: SumFormat | None = None) -> Tensor:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        return _sum_of_parts(partial, sizes, group, dtype)
     acc = partial.to(dtype or _sum_dtype(partial))
     if min(sizes) != max(sizes):
         acc = torch.cat([_pad_rows(part, max(sizes)) for part in acc.split(sizes)])
@@ -184,6 +175,18 @@ def _reduce_scatter(partial: Tensor, sizes: Sizes, group: Group, dtype: torch.dt
     mine = acc.new_empty(max(sizes), *acc.shape[1:])
     _reduce_scatter_single(mine, acc.contiguous(), group=group.handle)
     return mine[: sizes[group.index]].to(partial.dtype)
+
+
+def _sum_of_parts(partial: Tensor, sizes: Sizes, group: Group, codec: PartCodec) -> Tensor:
+    messages = [codec.pack(part) for part in partial.flatten(1).split(sizes)]
+    mine = len(messages[group.index])
+    received = _all_to_all(torch.cat(messages), tuple(map(len, messages)), (mine,) * group.size, group)
+    shape = torch.Size((sizes[group.index], partial[:1].numel()))
+    first, *others = received.split(mine)
+    total = codec.unpack(first, shape)
+    for message in others:
+        total += codec.unpack(message, shape)
+    return total.view(sizes[group.index], *partial.shape[1:]).to(partial.dtype)
 
 
 def _all_reduce(x: Tensor, group: Group, dtype: torch.dtype | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from moefold.config.message_casts import DispatchFormat
+from moefold.config.message_casts import DispatchFormat, TpReduceFormat
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.strict import STRICT
 
@@ -79,8 +79,9 @@ class PrecisionConfig:
     # partial sum, and sends half the bytes.
     reduce: Format | None = None
     # Sums of activations and of their gradients over tensor-parallel ranks. None: `compute`, or float32 if that is
-    # narrower. bfloat16 rounds each partial sum, and sends half the bytes.
-    tp_reduce: Format | None = None
+    # narrower. bfloat16 rounds each partial sum, and sends half the bytes. fp8_all_to_all: parts are sent in FP8 to the
+    # rank that owns their sum, and summed there in float32 (`config/message_casts.py`).
+    tp_reduce: Format | TpReduceFormat | None = None
     # Rows on their way to experts, in dispatch and in combine's backward: codes and scales (`config/message_casts.py`).
     # What comes back is in `compute`. None: as rows are.
     dispatch: DispatchFormat | None = None
@@ -98,6 +99,9 @@ class PrecisionConfig:
 
     @property
     def tp_reduce_format(self) -> Format:
+        """Of sums; parts of them may be sent in a narrower one."""
+        if self.tp_reduce == "fp8_all_to_all":
+            return "float32"
         return self.tp_reduce or ("float64" if self.compute == "float64" else "float32")
 
 

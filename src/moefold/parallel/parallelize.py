@@ -26,8 +26,10 @@ from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
 from moefold.checks.kernels import experts_in_use
+from moefold.comm.message_codecs import SumFormat
 from moefold.comm.p2p import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
+from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.parallel import EngineDispatcher, NamedDispatcher
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
@@ -71,6 +73,8 @@ from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.precision.operands import NarrowWeights
+from moefold.precision.quantize_native import QUANTIZERS
+from moefold.precision.row_messages import NarrowParts
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold
 
@@ -251,7 +255,7 @@ def parallel_interfaces_of(
     in_place = run.parallel.sharding == "flat"
     matmul_policy = matmul_policy_named(run.kernels.linear, weight_grads, in_place)
     return ParallelInterfaces(
-        tokens=TokenShards(groups, TORCH_FORMATS[run.precision.tp_reduce_format]),
+        tokens=TokenShards(groups, *tp_sums(run)),
         vocab=VocabShards(groups["tp"]),
         dispatcher=lambda _: dispatcher_for(run, groups, host),
         matmul_policy=matmul_policy,
@@ -265,6 +269,14 @@ def parallel_interfaces_of(
         recompute=frozenset(run.memory.recompute),
         retain=retain,
     )
+
+
+def tp_sums(run: RunConfig) -> tuple[SumFormat, SumFormat]:
+    """Of activations, and of gradients."""
+    if run.precision.tp_reduce == "fp8_all_to_all":
+        casts, quantizers = TP_REDUCE_CASTS[run.precision.tp_reduce], QUANTIZERS[run.kernels.casts]
+        return NarrowParts(casts.forward, quantizers), NarrowParts(casts.backward, quantizers)
+    return (TORCH_FORMATS[run.precision.tp_reduce_format],) * 2
 
 
 @torch.no_grad()

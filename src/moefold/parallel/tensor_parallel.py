@@ -19,6 +19,7 @@ from moefold.comm.collectives import (
     all_reduce_replicated,
     reduce_scatter_rows,
 )
+from moefold.comm.message_codecs import SumFormat
 from moefold.comm.process_groups import Group, Groups
 from moefold.nn.batch import Batch
 from moefold.nn.parallel_interfaces import Reach
@@ -28,16 +29,16 @@ from moefold.topology.folded_layout import shard_sizes
 class TokenShards:
     """The tokens of a microbatch, sharded over its context ranks, and each context shard over the tp ranks."""
 
-    def __init__(self, groups: Groups, sum_dtype: torch.dtype | None = None) -> None:
-        """``sum_dtype`` is that of ``reduce`` and of ``gather``'s backward; None is at least float32."""
+    def __init__(self, groups: Groups, sums: SumFormat | None = None, grad_sums: SumFormat | None = None) -> None:
+        """How ``reduce`` and ``gather``'s backward sum; None is in at least float32."""
         self.tp, self.stage, self.contexts = groups["tp"], groups["stage"], groups.contexts
-        self.sum_dtype = sum_dtype
+        self.sums, self.grad_sums = sums, grad_sums
 
     def gather(self, x_tD: Tensor, batch: Batch) -> Tensor:
-        return all_gather_rows(x_tD, self._sizes(batch.num_tokens), self.tp, self.sum_dtype)
+        return all_gather_rows(x_tD, self._sizes(batch.num_tokens), self.tp, self.grad_sums)
 
     def reduce(self, x_SD: Tensor) -> Tensor:
-        return reduce_scatter_rows(x_SD, self._sizes(x_SD.shape[0]), self.tp, self.sum_dtype)
+        return reduce_scatter_rows(x_SD, self._sizes(x_SD.shape[0]), self.tp, self.sums)
 
     def all_gather(self, x_t: Tensor, batch: Batch) -> Tensor:
         if x_t.dtype == torch.bool:

@@ -35,6 +35,7 @@ from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
 from moefold.plan.expert_messages import Tally, expert_messages, tokens_of
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
+from moefold.plan.tensor_messages import tp_gather, tp_reduce
 from moefold.schedule.actions import place
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import FoldedLayout, GridName, fold
@@ -267,13 +268,13 @@ def _end_of_step(run: RunConfig, layout: FoldedLayout, parts: tuple[Parts, ...],
 
 def embedding_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
     """Each rank looks up its shard of the vocabulary; their sum is the embedding. Frozen, it has no backward."""
-    _reduce(run, layout, run.model.dim, times, tally, backward=is_trained("embedding.weight", run.optim))
+    tp_reduce(run, layout, run.model.dim, times, tally, backward=is_trained("embedding.weight", run.optim))
 
 
 def loss_messages(run: RunConfig, layout: FoldedLayout, times: int, tally: Tally) -> None:
     """Tokens are gathered, each rank has its shard of the vocabulary, two numbers per token are reduced."""
     tokens = tokens_of(run, layout)
-    _gather(run, layout, run.model.dim, times, tally)
+    tp_gather(run, layout, run.model.dim, times, tally)
     tally.add("all_gather", "tp", tokens.shared * tokens.wide, times)
     tally.add("all_reduce", "tp", tokens.shared * tokens.wide, times)
 
@@ -286,53 +287,29 @@ def block_messages(run: RunConfig, layout: FoldedLayout, rank: int, is_moe: bool
         _context(run, layout, rank, times, again, tally)
     moe = run.model.moe
     if not is_moe or moe is None:
-        _gather(run, layout, run.model.dim, times, tally, "feed_forward" in run.memory.recompute)
-        _reduce(run, layout, run.model.dim, times, tally)
+        tp_gather(run, layout, run.model.dim, times, tally, "feed_forward" in run.memory.recompute)
+        tp_reduce(run, layout, run.model.dim, times, tally)
         return
     if moe.shared_hidden_dim:
         recomputed = "experts" in run.memory.recompute
-        _gather(run, layout, run.model.dim, times, tally, recomputed)
-        _reduce(run, layout, run.model.dim, times, tally, recomputed)
+        tp_gather(run, layout, run.model.dim, times, tally, recomputed)
+        tp_reduce(run, layout, run.model.dim, times, tally, recomputed)
     _balance(run, layout, moe, times, tally)
     expert_messages(run, layout, rank, moe, times, tally)
-
-
-def _gather(run: RunConfig, layout: FoldedLayout, dim: int, times: int, tally: Tally, again: bool = False) -> None:
-    """``again``: the phase is recomputed, and gathers again."""
-    tokens = tokens_of(run, layout)
-    tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times * (1 + again))
-    tally.add("reduce_scatter", "tp", tokens.shared * dim * BYTES[run.precision.tp_reduce_format], times)
-
-
-def _reduce(
-    run: RunConfig,
-    layout: FoldedLayout,
-    dim: int,
-    times: int,
-    tally: Tally,
-    again: bool = False,
-    backward: bool = True,
-) -> None:
-    """``again``: a recomputed phase repeats it; recomputation leaves out only the last operation of a phase."""
-    tokens = tokens_of(run, layout)
-    size = tokens.shared * dim * BYTES[run.precision.tp_reduce_format]
-    tally.add("reduce_scatter", "tp", size, times * (1 + again))
-    if backward:
-        tally.add("all_gather", "tp", tokens.mine * dim * tokens.word, times)
 
 
 def _attention(run: RunConfig, layout: FoldedLayout, times: int, again: bool, tally: Tally) -> None:
     attention, dim = run.model.attention, run.model.dim
     if isinstance(attention, MLAConfig):
-        _gather(run, layout, attention.q_latent or dim, times, tally, again)
-        _gather(run, layout, attention.kv_latent + attention.rope_dim, times, tally, again)
+        tp_gather(run, layout, attention.q_latent or dim, times, tally, again)
+        tp_gather(run, layout, attention.kv_latent + attention.rope_dim, times, tally, again)
     else:
-        _gather(run, layout, dim, times, tally, again)
+        tp_gather(run, layout, dim, times, tally, again)
         if attention.qk_norm == "full":
             # Squares of the other ranks' heads, of queries and of keys, forward and backward.
             tokens = tokens_of(run, layout)
             tally.add("all_reduce", "tp", tokens.shared * tokens.wide, times * 2 * (2 + again))
-    _reduce(run, layout, dim, times, tally)
+    tp_reduce(run, layout, dim, times, tally)
 
 
 # ---- context ----

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moefold.blueprint.model_shape import Attention, Layer, MoE
+from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.precision import BYTES
 from moefold.plan.dispatch_choice import sent_row_bytes
 from moefold.plan.workload import Workload
@@ -100,7 +101,7 @@ def tensor_bytes(workload: Workload, layer: Layer) -> float:
     tp = workload.parallel.tp
     tokens = workload.context_tokens
     # As many gathers as sums; in moefold a sum has a format of its own.
-    summed = float(BYTES[workload.run.precision.tp_reduce_format]) if workload.is_own else workload.word
+    summed = _summed_bytes(workload) if workload.is_own else workload.word
     once = (workload.word + summed) / 2 * tokens * workload.model.dim * (tp - 1) / tp
     passes = 2.0 * (layer.mixer is not None)
     if isinstance(layer.feed, MoE):
@@ -113,6 +114,14 @@ def tensor_bytes(workload: Workload, layer: Layer) -> float:
         rows = tokens / tp * layer.feed.top_k * etp
         total += 2 * workload.word * rows * (layer.feed.latent or workload.model.dim) * (etp - 1) / etp
     return total
+
+
+def _summed_bytes(workload: Workload) -> float:
+    """Of one value of a part of a sum over tensor-parallel ranks."""
+    precision = workload.run.precision
+    if precision.tp_reduce == "fp8_all_to_all":
+        return TP_REDUCE_CASTS[precision.tp_reduce].forward.bytes_per_value
+    return float(BYTES[precision.tp_reduce_format])
 
 
 def context_bytes(workload: Workload, layer: Layer) -> float:

@@ -1,7 +1,8 @@
-"""Rows as messages of narrow numbers: of every row its codes, and behind them the scales of its blocks, as bytes.
+"""Messages of narrow numbers: codes, and behind them the scales of their blocks, as bytes.
 
 One message has both, so that nothing is sent twice, and bytes are what every backend sends (gloo refuses float8). A
-row's bytes depend on that row alone; so rows may be narrowed before or after they are permuted.
+row's bytes depend on that row alone (``NarrowRows``), so rows may be narrowed before or after they are permuted; a
+part of a sum is narrowed as a whole, because its blocks may have several rows (``NarrowParts``).
 
 Shapes: N rows, D columns, c their blocks, B bytes of a row.
 """
@@ -17,7 +18,7 @@ from moefold.precision.quantize import FLOAT8, Quantized, dequantize
 
 
 class NarrowRows:
-    """A ``RowCodec`` of ``comm/collectives.py``, by a cast with blocks along rows."""
+    """A ``RowCodec`` of ``comm/message_codecs.py``, by a cast with blocks along rows."""
 
     def __init__(self, cast: Cast, quantizers: Quantizers = REFERENCE) -> None:
         assert cast.block is not None and cast.block[0] == 1 and cast.element in FLOAT8, f"not a cast of rows: {cast}"
@@ -39,6 +40,26 @@ class NarrowRows:
         """What rows are after they were packed and unpacked."""
         rounded: Tensor = self.quantizers.fake_quantize(rows_ND, self.cast).to(rows_ND.dtype)
         return rounded
+
+
+class NarrowParts:
+    """A ``PartCodec`` of ``comm/message_codecs.py``."""
+
+    def __init__(self, cast: Cast, quantizers: Quantizers = REFERENCE) -> None:
+        assert cast.element in FLOAT8 and not cast.scales_whole_matrix, f"not a cast of blocks: {cast}"
+        self.cast, self.quantizers = cast, quantizers
+        self.scale_dtype = torch.float32 if SCALE_BYTES[cast.scale] == 4 else torch.uint8
+
+    def pack(self, part_ND: Tensor) -> Tensor:
+        quantized = self.quantizers.quantize(part_ND, self.cast)
+        return torch.cat([part.flatten().view(torch.uint8) for part in (quantized.codes_MK, quantized.scale_rc)])
+
+    def unpack(self, packed: Tensor, shape: torch.Size) -> Tensor:
+        codes, scales = packed[: shape.numel()], packed[shape.numel() :]
+        high, wide = self.cast.block_of(*shape)
+        blocks = (-(-shape[0] // high), -(-shape[1] // wide))
+        scale_rc = _packed_copy(scales).view(self.scale_dtype).view(blocks)
+        return dequantize(Quantized(codes.view(FLOAT8[self.cast.element]).view(shape), scale_rc, None, self.cast))
 
 
 def _packed_copy(columns: Tensor) -> Tensor:

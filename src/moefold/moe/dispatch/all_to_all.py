@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from moefold.comm.collectives import (
-    RowCodec,
     Sizes,
     all_gather_no_grad,
     all_gather_rows,
@@ -28,6 +27,7 @@ from moefold.comm.collectives import (
     all_to_all_rows,
     reduce_scatter_rows,
 )
+from moefold.comm.message_codecs import RowCodec
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.run import RunConfig
 from moefold.moe.dedup_permute import (

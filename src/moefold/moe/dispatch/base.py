@@ -266,15 +266,21 @@ def round_rows(rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | 
     return rounded
 
 
+class _Kept(Protocol):
+    """What the backward pass needs."""
+
+    grad_codec: NarrowRows | None
+
+
 class _RoundRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | None) -> Tensor:
-        ctx.backward_codec = backward
+    def forward(ctx: _Kept, rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | None) -> Tensor:
+        ctx.grad_codec = backward
         return rows.view_as(rows) if forward is None else forward.round(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad if ctx.backward_codec is None else ctx.backward_codec.round(grad), None, None
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad if ctx.grad_codec is None else ctx.grad_codec.round(grad), None, None
 
 
 def even_counts(num_experts: int, capacity: int, like: Tensor) -> tuple[Tensor, list[int]]:
