@@ -53,6 +53,9 @@ def with_moe(**fields: Any) -> RunConfig:
     return with_model(moe=MoEConfig(**fields))
 
 
+FLAT = ParallelConfig(sharding="flat")
+
+
 def narrowed(**fields: Any) -> RunConfig:
     return RunConfig(**({"precision": PrecisionConfig(recipe="mxfp8")} | fields))
 
@@ -450,6 +453,24 @@ CASES = [
         RunConfig(precision=PrecisionConfig(dispatch="mxfp8")),
         RunConfig(precision=PrecisionConfig(dispatch="mxfp8"), model=ModelConfig(moe=None)),
         "precision.dispatch",
+    ),
+    (
+        narrow_recipes.narrow_gather_has_one_copy,
+        narrowed(parallel=FLAT, precision=PrecisionConfig(recipe="fp8_blockwise", gather="narrow")),
+        narrowed(parallel=FLAT, precision=PrecisionConfig(recipe="mxfp8", gather="narrow")),
+        "precision.gather",
+    ),
+    (
+        narrow_recipes.narrow_gather_has_one_copy,
+        narrowed(parallel=FLAT, precision=PrecisionConfig(recipe="fp8_tensor", gather="narrow")),
+        narrowed(parallel=FLAT, precision=PrecisionConfig(recipe="fp8_delayed", gather="narrow")),
+        "precision.gather",
+    ),
+    (
+        narrow_recipes.narrow_gather_has_one_copy,
+        narrowed(parallel=FLAT, precision=PrecisionConfig(recipe="mxfp8", gather="bfloat16")),
+        narrowed(parallel=FLAT, precision=PrecisionConfig(gather="narrow")),
+        "precision.gather",
     ),
     (
         kernels.kernels_are_not_float64,

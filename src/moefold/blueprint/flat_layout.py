@@ -1,9 +1,10 @@
 """Flat buffers of ZeRO-1: which parameters lie in which bucket, where, and which range of it each rank owns.
 
 A bucket is one run of elements that is reduced and gathered by one collective. Its parameters are of one grid (dense
-ones are summed over dp x cp, experts over edp), have one format, and are used by the same stages of this rank: they are
-needed at the same time, and complete at the same time. A parameter on several pipeline ranks has a bucket to itself, so
-that all of these ranks cut it alike. Frozen parameters have buckets of their own, which have no gradients.
+ones are summed over dp x cp, experts over edp), have one format (or are gathered as codes of one cast), and are used by
+the same stages of this rank: they are needed at the same time, and complete at the same time. A parameter on several
+pipeline ranks has a bucket to itself, so that all of these ranks cut it alike. Frozen parameters have buckets of their
+own, which have no gradients.
 
 Nothing is padded. Inside a bucket, parameters whose size is a multiple of ``ALIGNMENT`` come first, so that matrices
 start at 16-byte addresses, as GPUs' matmuls want them. Of N elements each of n ranks owns N / n, rounded down to a
@@ -27,8 +28,9 @@ from moefold.blueprint.parameters import ParameterSpec
 from moefold.blueprint.sharding import grid_of, local_shape
 from moefold.blueprint.stage_modules import Parts, parts_of
 from moefold.blueprint.stages import StageSpec
+from moefold.config.casts import ELEMENT_BITS, Cast
 from moefold.config.model import ModelConfig
-from moefold.config.precision import KeptFormat, PrecisionConfig
+from moefold.config.precision import BYTES, KeptFormat, PrecisionConfig
 from moefold.topology.folded_layout import FoldedLayout, GridName
 
 MEBIBYTE = 1 << 20
@@ -76,13 +78,24 @@ class FlatParameter:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """``stages`` are those of this rank that use its parameters; ``format`` is that of the whole weights."""
+    """``stages`` are those of this rank that use its parameters; ``format`` is that of the whole weights, unless they
+    are codes of ``cast``, under a scale per block of every parameter."""
 
     grid: GridName
     format: KeptFormat
     stages: tuple[int, ...]
     parameters: tuple[FlatParameter, ...]
     trained: bool = True
+    cast: Cast | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an element of the whole weights."""
+        return BYTES[self.format] if self.cast is None else ELEMENT_BITS[self.cast.element] // 8
+
+    @property
+    def num_scales(self) -> int:
+        return 0 if self.cast is None else sum(prod(self.cast.scale_shape(each.shape)) for each in self.parameters)
 
     @property
     def size(self) -> int:
@@ -115,22 +128,25 @@ def flat_buckets(
     stages: Sequence[StageSpec],
     limit: int,
     trained: Callable[[str], bool] = lambda name: True,
+    casts: Mapping[str, Cast] | None = None,
 ) -> tuple[FlatBucket, ...]:
     """The buckets of a rank, in the order in which its stages need them.
 
     ``held``: its parameters, each with whether other pipeline ranks have it too. ``stages``: its stages. ``limit``: at
     most this many elements per bucket; a larger parameter has its own. ``trained``: which parameters, by name.
+    ``casts``: of weights that are gathered as codes.
     """
+    casts = casts or {}
     parts = {stage.index: parts_of((stage,), model) for stage in stages}
-    groups: dict[tuple[tuple[int, ...], GridName, KeptFormat, bool, str], list[ParameterSpec]] = {}
+    groups: dict[tuple[tuple[int, ...], GridName, KeptFormat, bool, str, Cast | None], list[ParameterSpec]] = {}
     for spec, shared in held:
         users, kept = stages_using(spec.name, parts), weight_format(spec, precision)
-        key = (users, grid_of(spec.name), kept, trained(spec.name), spec.name * shared)
+        key = (users, grid_of(spec.name), kept, trained(spec.name), spec.name * shared, casts.get(spec.name))
         groups.setdefault(key, []).append(spec)
     found = []
-    for (users, grid, kept, updated, _), specs in groups.items():
+    for (users, grid, kept, updated, _, cast), specs in groups.items():
         for names in _filled({spec.name: local_shape(spec, layout) for spec in specs}, limit):
-            found.append(FlatBucket(grid, kept, users, _placed(names), updated))
+            found.append(FlatBucket(grid, kept, users, _placed(names), updated, cast))
     return tuple(sorted(found, key=lambda bucket: bucket.stages))
 
 

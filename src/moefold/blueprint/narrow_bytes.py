@@ -58,8 +58,7 @@ def gathered_bytes(casts: LinearCasts | None, word: float) -> float:
 
 def serves_both(casts: LinearCasts) -> bool:
     """Whether one narrow copy of a weight is right for fprop and dgrad: the scales of its transpose are the same."""
-    w = casts.w_fprop
-    return w == casts.w_dgrad and (w is None or w.block is None or w.block[0] == w.block[1])
+    return casts.w_fprop == casts.w_dgrad and (casts.w_fprop is None or casts.w_fprop.is_square)
 
 
 def weight_copy_bytes(casts: LinearCasts, one_order: bool) -> float:

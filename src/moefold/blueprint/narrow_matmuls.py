@@ -9,7 +9,9 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, parameters
+from moefold.config.casts import Cast
 from moefold.config.memory import RetainedStep
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
@@ -60,6 +62,18 @@ def keeps_narrow(matmul: NarrowMatmul, run: RunConfig) -> bool:
     """Whether the input is kept for the backward pass as ``x_wgrad`` narrows it (``memory.retain.STEP: quantize``)."""
     step = input_step(matmul.weight.name)
     return matmul.casts is not None and step is not None and run.memory.retained()[step] == "quantize"
+
+
+def gather_casts(run: RunConfig) -> dict[str, Cast]:
+    """Weights that data-parallel ranks gather as codes (`precision.gather: narrow`), by name, with the cast of both of
+    their matmuls (`narrow_gather_has_one_copy`). Frozen weights are gathered once per run, and stay wide."""
+    if run.precision.gather != "narrow":
+        return {}
+    return {
+        weight.name: casts.w_fprop
+        for weight, casts in matmuls(run)
+        if casts is not None and casts.w_fprop is not None and is_trained(weight.name, run.optim)
+    }
 
 
 def stays_wide(module: str, patterns: tuple[str, ...]) -> bool:

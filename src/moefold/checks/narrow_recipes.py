@@ -5,8 +5,9 @@ from __future__ import annotations
 from moefold.blueprint.narrow_matmuls import matmuls, module_of, stays_wide
 from moefold.blueprint.parameters import parameters
 from moefold.blueprint.sharding import cuts
+from moefold.config.casts import ELEMENT_BITS
 from moefold.config.precision import PrecisionConfig
-from moefold.config.precision_recipes import LinearCasts
+from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
 
@@ -81,9 +82,44 @@ def _block_problem(casts: LinearCasts, part: int, inner: bool) -> str:
     return ""
 
 
+def narrow_gather_has_one_copy(run: RunConfig) -> Problem | None:
+    """Ranks gather one code per value, with scales that follow from the weight as it is. So a weight must have one cast
+    for both of its matmuls, of 8 bits, and blocks that serve both directions."""
+    precision, recipe = run.precision, run.precision.recipe
+    if precision.gather != "narrow":
+        return None
+    fitting = " or ".join(name for name, each in PRECISION_RECIPES.items() if _gather_problem(each.casts) is None)
+    if recipe is None:
+        return Problem("precision.gather", "narrow, but no recipe narrows weights", f"use precision.recipe {fitting}")
+    if problem := _gather_problem(PRECISION_RECIPES[recipe].casts):
+        return Problem(
+            "precision.gather",
+            f"narrow with precision.recipe {recipe}: {problem}",
+            f"use null or bfloat16, or precision.recipe {fitting}",
+        )
+    if run.parallel.sharding not in ("flat",):
+        return Problem("precision.gather", f"narrow with parallel.sharding {run.parallel.sharding}", "use flat")
+    return None
+
+
+def _gather_problem(casts: LinearCasts) -> str | None:
+    cast = casts.w_fprop
+    if cast is None or cast.element == "bf16":
+        return "its weights are bfloat16"
+    if cast != casts.w_dgrad or not cast.is_square:
+        copies = 2 * cast.bytes_per_value
+        return f"weights have a copy for each of their matmuls ({cast}), {copies:.4g} bytes per value, bfloat16 has 2"
+    if cast.delayed:
+        return f"scales come from other steps ({cast})"
+    if cast.scale == "two_level" or ELEMENT_BITS[cast.element] != 8:
+        return f"only casts to 8 bits with one scale per block are gathered ({cast})"
+    return None
+
+
 RULES = (
     narrow_matmuls_are_torchs,
     casts_are_known_on_this_device,
     wide_modules_exist,
     blocks_are_those_of_whole_matrices,
+    narrow_gather_has_one_copy,
 )

@@ -13,7 +13,7 @@ from moefold.errors import Problem
 def gathered_parameters_lose_no_digits(run: RunConfig) -> Problem | None:
     """A narrower format would change values where a parameter is sharded, and only there."""
     precision = run.precision
-    if precision.gather in (None, precision.params, precision.compute):
+    if precision.gather in (None, "narrow", precision.params, precision.compute):
         return None
     return Problem(
         "precision.gather",

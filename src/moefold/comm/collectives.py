@@ -316,6 +316,15 @@ def start_all_reduce(flat: Tensor, group: Group) -> list[Work]:
     return [] if work is None else [work]
 
 
+def start_all_reduce_max(flat: Tensor, group: Group) -> list[Work]:
+    """The largest over the ranks, element by element, on every rank."""
+    if group.alone or not flat.numel():
+        return []
+    group.ledger.record("all_reduce", group.name, flat)
+    work = dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group.handle, async_op=True)
+    return [] if work is None else [work]
+
+
 def start_reduce(flat: Tensor, to: int, group: Group) -> list[Work]:
     """Sums over the ranks, on rank ``to``; on the others nothing of use is left."""
     if group.alone or not flat.numel():

@@ -66,6 +66,23 @@ class Cast:
         """The largest magnitude of the matrix is in every scale."""
         return self.block is None or self.scale == "two_level"
 
+    @property
+    def is_square(self) -> bool:
+        """Whether the transpose of a matrix has the same codes and scales, transposed: one copy of it serves both of
+        its matmuls."""
+        square = self.block is None or self.block[0] == self.block[1]
+        return square and not self.hadamard and self.rounding == "nearest"
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """One scale per block of a matrix, or of a stack of matrices, of this shape.
+
+        >>> Cast("e4m3", (128, 128), "power_of_two").scale_shape((4, 576, 256))
+        (4, 5, 2)
+        """
+        *stack, rows, columns = shape
+        high, wide = self.block_of(rows, columns)
+        return (*stack, -(-rows // high), -(-columns // wide))
+
     def __str__(self) -> str:
         """As in `e4m3 1x128 power_of_two`."""
         if self.element == "bf16":

@@ -17,6 +17,7 @@ from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
 FORMATS: tuple[Format, ...] = get_args(Format)
+GatherFormat = Literal[Format, "narrow"]
 # Planned only, for what is kept: weights, gradients, master weights and moments.
 KeptFormat = Literal[Format, "float16", "float8"]
 # Planned only, for matmuls. FP8 operands have a scale per tensor (of this step, or delayed: of the steps before), per
@@ -72,9 +73,11 @@ class PrecisionConfig:
     # Of moments that are narrower than float32. Nearest rounding loses small changes of the second moment where
     # 1 - beta2 < 2**-8.
     moments_rounding: Literal["nearest", "stochastic"] = "nearest"
-    # FSDP's all-gather of parameters, except routers', which compute in float32. None: the narrower of `params` and
-    # `compute`. A weight is cast to `compute` where it is used, so casting it before it is sent changes no value.
-    gather: Format | None = None
+    # The all-gather of parameters over data-parallel ranks, except routers', which compute in float32. None: the
+    # narrower of `params` and `compute`. A weight is cast to `compute` where it is used, so casting it before it is
+    # sent changes no value. narrow: weights that `recipe` narrows are sent and held whole as codes of one byte, under
+    # scales of whole blocks; other parameters as with None.
+    gather: GatherFormat | None = None
     # Sums of gradients over data-parallel ranks. None: `params`, or float32 if that is narrower. bfloat16 rounds each
     # partial sum, and sends half the bytes.
     reduce: Format | None = None
@@ -88,9 +91,12 @@ class PrecisionConfig:
 
     @property
     def gather_format(self) -> KeptFormat:
+        """Of parameters that are gathered wide."""
+        if self.gather is not None and self.gather != "narrow":
+            return self.gather
         trained = next((name for name in FORMATS if name == self.compute), None)
-        if self.gather is not None or trained is None:
-            return self.gather or self.params
+        if trained is None:
+            return self.params
         return trained if BYTES[trained] < BYTES[self.params] else self.params
 
     @property

@@ -5,7 +5,8 @@ The buckets of `blueprint/flat_layout.py` have two buffers each: weights in the 
 the first, and their ``.grad`` are views of the second, to which every backward adds in place: nothing is copied
 before a collective or after it. Of every bucket this rank updates one range, in the format of main weights; where
 weights have this format too, its main weights *are* its range of the weights. With ``precision.master: remainder`` they
-are so as well, and the optimizer keeps the lower half of their bits.
+are so as well, and the optimizer keeps the lower half of their bits. With ``precision.gather: narrow``, weights of
+narrow matmuls are buckets of codes (`parallel/flat_codes.py`), and so are the model's parameters.
 
     start_step           gradients are zeroed; the all-gathers of all buckets start, in the order of their first use
     before_forward       waits for the buckets of the stage
@@ -34,8 +35,10 @@ from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
 from moefold.nn.matmul_policy import WeightGradQueue
 from moefold.parallel.data_sharding import Materialize
+from moefold.parallel.flat_codes import FlatCodes, flat_codes
 from moefold.parallel.param_shards import DATA_GROUPS, ParamShard, TrainedPiece
 from moefold.precision.dtypes import TORCH_FORMATS
+from moefold.precision.operands import NarrowWeights
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class LiveBucket:
     gradients: Tensor
     # This rank's range: main weights.
     main: Tensor
+    # Where weights are codes: how they are made of main weights.
+    narrow: FlatCodes | None = None
     # Whether the whole weights are those of the last update; the same on all ranks.
     gathered: bool = False
     gathering: list[Work] = field(default_factory=list)
@@ -103,10 +108,13 @@ class FlatSharding:
         layout: Sequence[FlatBucket],
         dtypes: FlatDtypes,
         weight_grads: WeightGradQueue | None,
+        narrow_weights: NarrowWeights | None = None,
     ) -> None:
-        """``weight_grads`` is where the schedule defers weight gradients to."""
+        """``weight_grads`` is where the schedule defers weight gradients to, ``narrow_weights`` where matmuls find
+        codes."""
         self.model, self.groups, self.param_shards = model, groups, param_shards
         self.layout, self.dtypes, self.weight_grads = layout, dtypes, weight_grads
+        self.narrow_weights = narrow_weights
         self.buckets: list[LiveBucket] = []
         self._pieces: tuple[TrainedPiece, ...] = ()
 
@@ -130,18 +138,26 @@ class FlatSharding:
 
     def _bucket(self, layout: FlatBucket, device: torch.device) -> LiveBucket:
         replicate, shard = (self.groups[name] for name in DATA_GROUPS[layout.grid])
-        weights = torch.empty(layout.size, dtype=TORCH_FORMATS[layout.format], device=device)
+        format = TORCH_FORMATS[layout.format]
+        weights = torch.empty(layout.size, dtype=format if layout.cast is None else torch.uint8, device=device)
         gradients = torch.empty(layout.size * layout.trained, dtype=self.dtypes.gradients, device=device)
         own = layout.owned(shard.size, shard.index)
         main = weights[own.start : own.stop]
-        completed = self.dtypes.remainder and weights.dtype == torch.bfloat16
-        if weights.dtype != self.dtypes.main and not completed and layout.trained:
-            main = torch.empty(len(own), dtype=self.dtypes.main, device=device)
-        return LiveBucket(layout, shard, replicate, weights, gradients, main)
+        # Main weights that the optimizer completes are in the format of weights.
+        main_dtype = format if self.dtypes.remainder and format == torch.bfloat16 else self.dtypes.main
+        if weights.dtype != main_dtype and layout.trained:
+            main = torch.empty(len(own), dtype=main_dtype, device=device)
+        narrow = None if layout.cast is None else flat_codes(layout, layout.cast, shard, weights)
+        return LiveBucket(layout, shard, replicate, weights, gradients, main, narrow)
 
     def _set_parameter(self, bucket: LiveBucket, where: FlatParameter) -> None:
         owner, leaf = _owner(self.model, where.name)
-        parameter = nn.Parameter(_view(bucket.weights, where), requires_grad=bucket.layout.trained)
+        quantized = None if bucket.narrow is None else bucket.narrow.quantized()[where.name]
+        values = _view(bucket.weights, where) if quantized is None else quantized.codes_MK
+        parameter = nn.Parameter(values, requires_grad=bucket.layout.trained)
+        if quantized is not None:
+            assert self.narrow_weights is not None
+            self.narrow_weights.gathered(parameter, quantized)
         if bucket.layout.trained:
             parameter.grad_dtype = self.dtypes.gradients
             parameter.grad = _view(bucket.gradients, where)
@@ -167,10 +183,16 @@ class FlatSharding:
     def end_evaluation(self) -> None:
         """Weights stay whole."""
 
+    @torch.no_grad()
     def _start_gathers(self) -> None:
-        for bucket in self.buckets:
-            if not bucket.gathered:
-                bucket.gathering = start_all_gather(bucket.weights, bucket.each, bucket.shard)
+        stale = [bucket for bucket in self.buckets if not bucket.gathered]
+        for bucket in stale:
+            if bucket.narrow is not None:
+                bucket.narrow.start(bucket.main)
+        for bucket in stale:
+            if bucket.narrow is not None:
+                bucket.narrow.finish(bucket.main)
+            bucket.gathering = start_all_gather(bucket.weights, bucket.each, bucket.shard)
             bucket.gathered = True
 
     def before_forward(self, stage: int) -> None:
@@ -219,7 +241,7 @@ class FlatSharding:
     @torch.no_grad()
     def weights_changed(self, trained_only: bool = False) -> None:
         for bucket in self.trained if trained_only else self.buckets:
-            if bucket.main.dtype != bucket.weights.dtype:
+            if bucket.narrow is None and bucket.main.dtype != bucket.weights.dtype:
                 bucket.mine(bucket.weights).copy_(bucket.main)
             bucket.gathered = False
 

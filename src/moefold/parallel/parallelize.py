@@ -184,7 +184,7 @@ def build_on_meta(
     narrow_weights = narrow_modules(model, run)
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards, frozen_dtypes(run))
-    sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads)
+    sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads, narrow_weights)
     stream = comm_stream(device) if schedule.overlaps else None
     stages = stages_of(run.model, run.parallel)
     return LocalModel(
@@ -219,6 +219,7 @@ def fsdp_sharding(
     param_shards: dict[str, ParamShard],
     device: torch.device,
     weight_grads: WeightGradQueue | None,
+    narrow_weights: NarrowWeights | None,
 ) -> DataSharding:
     once, dtypes = run_reshards_per_step(run.parallel), message_dtypes(run.precision)
     shard_over_data(model, groups, device.type, once, dtypes)
@@ -232,9 +233,11 @@ def flat_sharding(
     param_shards: dict[str, ParamShard],
     device: torch.device,
     weight_grads: WeightGradQueue | None,
+    narrow_weights: NarrowWeights | None,
 ) -> DataSharding:
     layout = flat_layout_of(run, groups.layout, groups["pp"].index)
-    return FlatSharding(model, groups, param_shards, layout, flat_dtypes(run.precision), weight_grads)
+    dtypes = flat_dtypes(run.precision)
+    return FlatSharding(model, groups, param_shards, layout, dtypes, weight_grads, narrow_weights)
 
 
 # By ``parallel.sharding``: from a model on the meta device.

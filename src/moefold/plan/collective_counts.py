@@ -126,7 +126,7 @@ def _buckets(run: RunConfig, layout: FoldedLayout, held: Sequence[ParameterSpec]
 
 
 def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally) -> None:
-    """Per bucket and step: weights once, in the format of the buffer, and gradients once.
+    """Per bucket and step: weights once, in the format of the buffer or as codes, and gradients once.
 
     The even part of a bucket goes by one all_gather and one reduce_scatter, what the last rank owns beyond it by a
     broadcast and an all_reduce; replicas then sum what the rank owns. Frozen weights are gathered once, when loaded.
@@ -135,8 +135,11 @@ def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally)
     for bucket in _trained_buckets(run, layout, rank):
         shard, copies = _FLAT_GROUPS[bucket.grid]
         ways = layout.size(shard)
-        even, kept = even_part(bucket.size, ways), BYTES[bucket.format]
+        even, kept = even_part(bucket.size, ways), bucket.element_bytes
         rest = bucket.size - ways * even
+        if bucket.num_scales:
+            # The largest magnitude of every block, from which each rank computes the scale.
+            tally.add("all_reduce", shard, bucket.num_scales * 4)
         if even:
             tally.add("all_gather", shard, even * kept)
             tally.add("reduce_scatter", shard, ways * even * each)

@@ -19,6 +19,7 @@ from functools import lru_cache
 from moefold.blueprint.flat_layout import MEBIBYTE, FlatBucket, boxes_of_range, flat_buckets, shifted
 from moefold.blueprint.model_shape import Layer, ModelShape
 from moefold.blueprint.muon_matrices import HeldBoxes, MuonParameter, Spans, matrices_of, spans_of
+from moefold.blueprint.narrow_matmuls import gather_casts
 from moefold.blueprint.param_groups import is_trained, update_rule
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.blueprint.sharding import data_sharded_box, local_slices
@@ -120,7 +121,16 @@ def flat_layout_of(run: RunConfig, layout: FoldedLayout, pp_rank: int) -> tuple[
         if parts[pp_rank].holds(spec.name)
     ]
     limit = parallel.bucket_mb * MEBIBYTE // max(4, BYTES[run.precision.params])
-    return flat_buckets(run.model, run.precision, layout, held, stages, limit, lambda name: is_trained(name, run.optim))
+    return flat_buckets(
+        run.model,
+        run.precision,
+        layout,
+        held,
+        stages,
+        limit,
+        lambda name: is_trained(name, run.optim),
+        gather_casts(run),
+    )
 
 
 def muon_parameters(run: RunConfig, layout: FoldedLayout, rank: int) -> list[MuonParameter]:

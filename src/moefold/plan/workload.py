@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 from moefold.blueprint.model_shape import ModelShape, shape_of
+from moefold.blueprint.narrow_matmuls import gather_casts
+from moefold.blueprint.parameters import parameters
 from moefold.config.memory import Recomputed, RetainConfig, RetainedStep, Retention
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import BYTES, NarrowFormat, PrecisionConfig
@@ -149,8 +152,27 @@ class Workload:
 
     @cached_property
     def gather_bytes(self) -> float:
-        """Of a parameter as moefold's FSDP sends it and holds it whole."""
+        """Of a parameter as moefold sends it and holds it whole: the mean, where some are codes with scales."""
+        casts = gather_casts(self.run)
+        if not casts:
+            return self.wide_gather_bytes
+        codes = sum(size * casts[name].bytes_per_value for name, size in self._sizes.items() if name in casts)
+        return self.wide_gather_bytes * (1 - self._narrow_share) + codes / sum(self._sizes.values())
+
+    @cached_property
+    def wide_gather_bytes(self) -> float:
+        """Of the embedding, the head and whatever else is not gathered as codes."""
         return float(BYTES[self.run.precision.gather_format])
+
+    @cached_property
+    def _narrow_share(self) -> float:
+        """Of all parameters, those that are gathered as codes."""
+        casts = gather_casts(self.run)
+        return sum(self._sizes[name] for name in casts) / sum(self._sizes.values()) if casts else 0.0
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {spec.name: prod(spec.shape) for spec in parameters(self.run.model)}
 
     @cached_property
     def gradient_bytes(self) -> float:
@@ -168,13 +190,22 @@ class Workload:
         master = precision.master
         if master is None and self.is_flat and precision.gather_format != precision.params:
             master = precision.params
-        return float(BYTES[master]) if master is not None and self._trains_weights else 0.0
+        if not self._trains_weights:
+            return 0.0
+        wide = 0.0 if master is None else float(BYTES[master])
+        if not self.is_flat or not self._narrow_share:
+            return wide
+        # Beside codes: a remainder with the bfloat16 weight that it completes, or masters.
+        narrow = 4.0 if master == "remainder" else float(BYTES[master or precision.params])
+        return wide * (1 - self._narrow_share) + narrow * self._narrow_share
 
     @cached_property
     def device_master_bytes(self) -> float:
         """Of main weights on the device. moefold sends moments and remainders to the host, and no whole weights."""
         stays = self.is_own and self.run.precision.master != "remainder"
-        return self.master_bytes if stays or self.run.memory.optimizer == "device" else 0.0
+        if stays or self.run.memory.optimizer == "device":
+            return self.master_bytes
+        return 2.0 * self._narrow_share if self.is_flat else 0.0
 
     @cached_property
     def moment_bytes(self) -> float:

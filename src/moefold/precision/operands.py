@@ -57,10 +57,10 @@ class Operands(Protocol):
 
 class WideOperands:
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        return x, weight.to(x.dtype)
+        return x, _values(weight).to(x.dtype)
 
     def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        return grad, weight.to(grad.dtype)
+        return grad, _values(weight).to(grad.dtype)
 
     def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
         return (x,)
@@ -70,6 +70,13 @@ class WideOperands:
 
 
 WIDE = WideOperands()
+
+
+def _values(weight: Tensor) -> Tensor:
+    """Codes are no values without their scales."""
+    if weight.dtype.itemsize == 1:
+        raise TypeError(f"a weight of {tuple(weight.shape)} is gathered as {weight.dtype} codes, but used as it is")
+    return weight
 
 
 class Quantizers(NamedTuple):
@@ -102,14 +109,14 @@ class NarrowOperands:
 
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
-        narrow = self._along_features(x.reshape(-1, x.shape[-1]), self.casts.x_fprop, rows_per_expert).view(x.shape)
+        narrow = self._along_features(x.reshape(-1, x.shape[-1]), self.casts.x_fprop, rows_per_expert).reshape(x.shape)
         return narrow.to(wide), self.weights.narrow(weight, self.casts.w_fprop, False, self.quantizers).to(wide)
 
     def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide, stacked = _sums_in(grad), grad.shape[-1] // weight.shape[-2]
         segments = None if rows_per_expert is None else [rows * stacked for rows in rows_per_expert]
         rows = grad.reshape(-1, weight.shape[-2])
-        narrow = self._along_features(rows, self.casts.dy_dgrad, segments).view(grad.shape)
+        narrow = self._along_features(rows, self.casts.dy_dgrad, segments).reshape(grad.shape)
         return narrow.to(wide), self.weights.narrow(weight, self.casts.w_dgrad, True, self.quantizers).to(wide)
 
     def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
@@ -175,6 +182,12 @@ class NarrowWeights:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, Cast, bool], tuple[Tensor, int, Quantized]] = {}
+        self._gathered: dict[int, tuple[Tensor, Quantized]] = {}
+
+    def gathered(self, weight: Tensor, quantized: Quantized) -> None:
+        """From now on this weight's codes and scales are these buffers, which whoever gathers them fills anew when the
+        weight has changed (``precision.gather: narrow``)."""
+        self._gathered[id(weight)] = (weight, quantized)
 
     def narrow(self, weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers) -> Tensor:
         """In the shape of the weight, with blocks along its last dim, or along the one before."""
@@ -182,9 +195,14 @@ class NarrowWeights:
             return weight
         if cast.element == "bf16":
             return weight.bfloat16().float()
+        if (gathered := self._gathered.get(id(weight))) is not None:
+            assert gathered[1].cast == cast
+            return dequantize(gathered[1])
+        # One copy serves both directions where it can.
+        transposed = transposed and not cast.is_square
         kept = self._kept.get(key := (id(weight), cast, transposed))
         if kept is None or kept[1] != weight._version:
-            matrices = weight.detach()
+            matrices = _values(weight).detach()
             quantized = quantizers.quantize(matrices.transpose(-2, -1) if transposed else matrices, cast)
             # The weight is kept too, so that its id stays its own.
             kept = self._kept[key] = (weight, weight._version, quantized)

@@ -64,7 +64,7 @@ def quantize(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | None = N
     if cast.scale == "two_level":
         own = amax_rc.flatten(-2)
         tensor_amax = amax.float() if amax is not None else own.amax(-1) if own.shape[-1] else own.sum(-1)
-    scale_rc, encode_rc, tensor_scale = _scales(amax_rc, cast, tensor_amax)
+    scale_rc, encode_rc, tensor_scale = block_scales(amax_rc, cast, tensor_amax)
     scaled = blocks * encode_rc[..., :, None, :, None]
     if cast.rounding == "stochastic":
         scaled = round_stochastically(scaled, cast.element, block_noise(blocks, seed))
@@ -106,7 +106,7 @@ def _blocks(x_MK: Tensor, cast: Cast) -> Tensor:
     return x_MK.reshape(*x_MK.shape[:-2], *shape)
 
 
-def _scales(amax_rc: Tensor, cast: Cast, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def block_scales(amax_rc: Tensor, cast: Cast, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """As stored; to multiply values by; and the scale of the matrix."""
     if cast.scale in ("float32", "power_of_two"):
         encode = _divide(TOP[cast.element], amax_rc).clamp(max=_FLOAT32_MAX)

@@ -177,11 +177,12 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
     each = 6.0 if workload.format != "float32" else 4.0
     chunk = tokens * rows * each + tokens * dim * 6.0 + rows * dim * 2.0
     # When all chunks are done, the gradient is cast to the format of the weight that collects it.
-    cast = gradient / _losses(workload) * workload.gather_bytes / workload.gradient_bytes + tokens * dim * workload.word
-    if workload.gather_bytes < workload.gradient_bytes and cast > chunk:
+    kept = workload.wide_gather_bytes
+    cast = gradient / _losses(workload) * kept / workload.gradient_bytes + tokens * dim * workload.word
+    if kept < workload.gradient_bytes and cast > chunk:
         return [
             MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
-            MemoryLine("buffers", "the same in the weight's format", cast, f"{workload.gather_bytes:g} bytes each"),
+            MemoryLine("buffers", "the same in the weight's format", cast, f"{kept:g} bytes each"),
         ]
     return [
         MemoryLine("buffers", "the head's weight gradient", gradient, "of all of this rank's vocabulary rows"),
