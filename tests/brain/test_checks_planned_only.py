@@ -49,7 +49,7 @@ MUST_BE_REFUSED: dict[str, object] = {
     "parallel.dispatcher": "hybridep",
     "parallel.sharding": "zero1",
     "parallel.overlap": "ep",
-    "precision.compute": "mxfp8",
+    "precision.compute": "float16",
     "precision.recipe": "fp8_delayed",
     "precision.params": "float8",
     "precision.gradients": "bfloat16",

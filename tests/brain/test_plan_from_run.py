@@ -75,11 +75,11 @@ def test_what_moefold_cannot_do_is_said() -> None:
             parallel={"dispatcher": "hybridep", "sharding": "zero1", "overlap": ("ep", "wgrad")},
             kernels={"graphs": "full"},
             memory={"recompute": ("mla_up", "experts")},
-            precision={"compute": "mxfp8"},
+            precision={"recipe": "fp8_rowwise"},
         )
     )
     text = "; ".join(beyond)
-    for word in ("hybridep", "mxfp8", "mla_up", "full graphs", "zero1", "deferred weight gradients"):
+    for word in ("hybridep", "fp8_rowwise", "mla_up", "full graphs", "zero1", "deferred weight gradients"):
         assert word in text
 
 

@@ -59,7 +59,7 @@ TABLE_3 = Workload(
     Framework("megatron"),
 )
 INSIDE = {"moe": MoEConfig(256, 8, 2048, shared_hidden_dim=2048)}
-FP8 = {"compute": "fp8_tensor"}
+FP8 = {"recipe": "fp8_tensor"}
 # The table's "GB" are 2**30 bytes, and its rank is the third: 16 MoE layers, of which 60 in live microbatches.
 RANK = 2
 

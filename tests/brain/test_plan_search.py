@@ -105,6 +105,7 @@ def test_pinned_choices_are_kept() -> None:
         ("tp=0", "use a whole number from 1"),
         ("dispatcher=deepp", "did you mean 'deepep'"),
         ("format=bf16", "use bfloat16"),
+        ("format=fp8_block", "fp8_block is called fp8_blockwise now"),
         ("sharding=zero3", "use fsdp"),
         ("recompute=mla+norms", "'mla'"),
         ("ep_overlap=perhaps", "choose true, false"),
@@ -271,3 +272,25 @@ def test_tp_stays_inside_the_domain() -> None:
     _, workload = job_for("deepseek_v3", 1024)
     lone = replace(workload, cluster=Cluster(workload.cluster.gpu, 1024, domain=2, nic_gb_s=50))
     assert usual_space(lone).tp == (1, 2)
+
+
+def test_recipes_are_searched_when_asked() -> None:
+    """Those that the GPU has units for and the trainer has; otherwise the run's own stays."""
+    _, workload = job_for("deepseek_v3", 1024)
+    narrow = changed(workload, precision={"recipe": "fp8_tensor"})
+    assert usual_space(workload).format == (workload.format,) and usual_space(narrow).format == ("fp8_tensor",)
+    assert usual_space(workload, recipes=True).format == (workload.format, "fp8_tensor", "fp8_blockwise")
+    on_gb300 = replace(workload, cluster=cluster_of("GB300", 1024))
+    assert usual_space(on_gb300, recipes=True).format == (workload.format, "nvfp4", "mxfp8", "fp8_tensor")
+    theirs = replace(on_gb300, framework=Framework("megatron"))
+    assert "nvfp4" not in usual_space(theirs).format and "nvfp4" in usual_space(theirs, recipes=True).format
+
+
+def test_a_searched_recipe_is_a_key_of_the_run() -> None:
+    _, workload = job_for("deepseek_v3", 1024)
+    limits, space = limits_of(workload), usual_space(workload, recipes=True)
+    choice = choice_of_workload(workload)._replace(format="fp8_blockwise")
+    precision = workload_of_choice(choice, workload, limits, space).run.precision
+    assert (precision.compute, precision.recipe) == ("bfloat16", "fp8_blockwise")
+    back = workload_of_choice(choice._replace(format="bfloat16"), workload, limits, space).run.precision
+    assert (back.compute, back.recipe) == ("bfloat16", None)

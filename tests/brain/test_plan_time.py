@@ -6,22 +6,25 @@ from dataclasses import replace
 
 import pytest
 
+from moefold.blueprint.narrow_bytes import matmul_bits
 from moefold.config.data import DataConfig
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import ComputeFormat
+from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
-from moefold.hardware.cluster import cluster_of
+from moefold.hardware.cluster import GPUS, cluster_of
+from moefold.plan.op_costs import head_of, sizes_of
 from moefold.plan.predict import predict
 from moefold.plan.timing.step_time import predict_time, step_time
 from moefold.plan.timing.step_timeline import step_timeline
-from moefold.plan.workload import MEGATRON_PRECISION, Framework, Workload, changed
+from moefold.plan.timing.throughput import conversion_passes
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, PlannedFormat, Workload, changed, in_format
 from moefold.recipes.catalog import RECIPES
 
 Sections = dict[str, dict[str, object]]
 
 
 def _job(
-    model: str, gpu: str, gpus: int, form: ComputeFormat, batch: tuple[int, int, int], how: Sections, **degrees: int
+    model: str, gpu: str, gpus: int, form: PlannedFormat, batch: tuple[int, int, int], how: Sections, **degrees: int
 ) -> Workload:
     """batch: tokens per sequence, sequences per microbatch, sequences per step. how: keys of the run, by section."""
     config = RECIPES[model]().model
@@ -30,7 +33,7 @@ def _job(
         parallel=ParallelConfig(
             schedule="interleaved" if degrees.get("vpp", 1) > 1 else "1f1b", sharding="zero1", **degrees
         ),
-        precision=replace(MEGATRON_PRECISION, compute=form),
+        precision=in_format(MEGATRON_PRECISION, form),
         data=DataConfig(batch[0], batch[2], batch[1]),
     )
     framework = Framework("megatron", **how.get("framework", {}))
@@ -56,7 +59,7 @@ TABLE_20 = [
     ("deepseek_v3", "GB300", 256, "mxfp8", (4096, 1, 8192), PAIRED, dict(pp=4, ep=64, vpp=4), 1233),
     ("deepseek_v3", "GB200", 256, "mxfp8", (4096, 1, 8192), HYBRID, dict(pp=4, ep=64, vpp=4), 1048),
     ("deepseek_v3", "GB200", 256, "bfloat16", (4096, 1, 4096), HYBRID, dict(pp=8, ep=32, vpp=4), 857),
-    ("deepseek_v3", "H100", 1024, "fp8_block", (4096, 1, 8192), DEEP, dict(tp=2, pp=4, ep=64, vpp=4), 368),
+    ("deepseek_v3", "H100", 1024, "fp8_blockwise", (4096, 1, 8192), DEEP, dict(tp=2, pp=4, ep=64, vpp=4), 368),
     (QWEN, "GB300", 256, "mxfp8", (4096, 2, 3072), HYBRID, dict(pp=4, ep=64, vpp=6), 974),
     (QWEN, "GB200", 256, "mxfp8", (4096, 3, 3072), PAIRED, dict(pp=4, ep=64, vpp=6), 919),
     (QWEN, "GB200", 256, "bfloat16", (4096, 1, 8192), PAIRED, dict(pp=4, ep=32, vpp=12), 750),
@@ -136,3 +139,36 @@ def test_the_closed_form_is_the_simulated_order(pp: int, vpp: int, schedule: str
     simulated = step_timeline(workload, most_boxes=10_000)
     assert simulated.shown == workload.microbatches
     assert step.busy.total + step.bubble == pytest.approx(simulated.timeline.finish, rel=0.06)
+
+
+def test_matmuls_run_on_the_narrowest_units_that_the_gpu_has() -> None:
+    """Data sheets: B300's four-bit rate is three times its eight-bit one, B200's twice; H100 and A100 have fewer."""
+    bits = (4, 8, 16)
+    assert [GPUS["GB300"].matmul_units(each) for each in bits] == [(4, 14700), (8, 4900), (16, 2450)]
+    assert [GPUS["GB200"].matmul_units(each) for each in bits] == [(4, 9800), (8, 4900), (16, 2450)]
+    assert [GPUS["H100"].matmul_units(each) for each in bits] == [(8, 1979), (8, 1979), (16, 989)]
+    assert [GPUS["A100"].matmul_units(each) for each in bits] == [(16, 312)] * 3
+
+
+def test_passes_to_convert_follow_from_casts() -> None:
+    found = {name: conversion_passes(each.casts.x_fprop) for name, each in PRECISION_RECIPES.items()}
+    assert found == {
+        "bf16": 1.0,
+        "fp8_tensor": 1.1,
+        "fp8_delayed": 0.7,
+        "fp8_rowwise": 3.0,
+        "fp8_blockwise": 1.2,
+        "mxfp8": 1.0,
+        "nvfp4": 1.2,
+    }
+
+
+def test_a_matmul_that_stays_wide_costs_what_it_does_in_a_wide_run() -> None:
+    """The head's time in a narrow run, at nominal rates, is that of bfloat16."""
+    base = _job("deepseek_v3", "GB300", 256, "bfloat16", (4096, 1, 8192), HYBRID, pp=4, ep=64, vpp=4)
+    seconds = []
+    for form in ("bfloat16", "mxfp8", "nvfp4"):
+        workload = replace(base, run=replace(base.run, precision=in_format(base.run.precision, form)))
+        head = head_of(workload.model.vocab, sizes_of(workload)).forward.gemm_flops
+        seconds.append(head / workload.cluster.gpu.matmul_units(matmul_bits(workload.casts))[1])
+    assert seconds[1:] == pytest.approx([seconds[0]] * 2, rel=1e-9)

@@ -126,6 +126,7 @@ def plan(
     *,
     search: bool = True,
     fix: str = "",
+    recipes: bool = False,
     framework: FrameworkName = "moefold",
     machine: str | Path | None = None,
     domain: int | None = None,
@@ -139,10 +140,10 @@ def plan(
 
     `gpu` is a name that `moefold plan --help` lists; `machine` a file that `moefold bench calibrate` wrote, for CPU
     ranks instead. `fix` pins choices of the search, as in `"tp=1,ep=32,64"`; `search=False` predicts the run's own
-    layout. `domain` is the number of GPUs that fast links join and `nic_gb_s` each GPU's network bandwidth, where they
-    are not the GPU's usual ones. `imbalance` is the number of rows of the busiest expert rank over the mean,
-    `headroom` the fraction of memory to leave free (0.05 for moefold's own proposals), `fit` the bytes to fit into
-    whatever the GPU has, `tokens` how many the whole training run has.
+    layout, and `recipes` lets it choose a precision recipe too. `domain` is the number of GPUs that fast links join and
+    `nic_gb_s` each GPU's network bandwidth, where they are not the GPU's usual ones. `imbalance` is the number of rows
+    of the busiest expert rank over the mean, `headroom` the fraction of memory to leave free (0.05 for moefold's own
+    proposals), `fit` the bytes to fit into whatever the GPU has, `tokens` how many the whole training run has.
 
     >>> import moefold
     >>> run = moefold.load_run("qwen3_30b_a3b")
@@ -163,6 +164,7 @@ def plan(
             dotted=dotted,
             framework=framework,
             fixed=fix,
+            recipes=recipes,
             searching=search,
             imbalance=imbalance,
             headroom=headroom if fit is None else headroom or 0.0,

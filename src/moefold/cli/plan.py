@@ -20,6 +20,7 @@ from moefold.units import parse_bytes, parse_count
 EXAMPLES = """examples:
   moefold plan deepseek_v3 --gpu H100 --gpus 1024
   moefold plan qwen3_235b_a22b --gpu GB200 --gpus 256 --framework megatron --fix tp=1,ep=32,64 --html plan.html
+  moefold plan deepseek_v3 --gpu GB200 --gpus 256 --recipes
   moefold plan my_run.yaml --gpus 64 --no-search --json
   moefold plan debug_10m --machine machine.json --gpus 4
   moefold plan deepseek_v3 --gpus 1024 --fit 60GiB
@@ -73,6 +74,9 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fix", default="", metavar="OPTIONS", help="pin options: tp=1,ep=32,64,recompute=mla_up+norms"
+    )
+    parser.add_argument(
+        "--recipes", action="store_true", help="search precision recipes too (else moefold's stay as in the run)"
     )
     parser.add_argument("--no-search", action="store_true", help="predict the run's own layout only")
     parser.add_argument(
@@ -202,6 +206,7 @@ def question_of(args: argparse.Namespace) -> Any:
         dotted=_dotted(args.changes),
         framework=args.framework,
         fixed=args.fix,
+        recipes=args.recipes,
         searching=not args.no_search,
         imbalance=args.imbalance,
         headroom=args.headroom if fit is None else args.headroom or 0.0,

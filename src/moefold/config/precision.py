@@ -20,10 +20,8 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 GatherFormat = Literal[Format, "narrow"]
 # Planned only, for what is kept: weights, gradients, master weights and moments.
 KeptFormat = Literal[Format, "float16", "float8"]
-# Planned only, for matmuls. FP8 operands have a scale per tensor (of this step, or delayed: of the steps before), per
-# row or per block of 128 values, mxfp8 one per 32 values; nvfp4 has four bits and a scale per 16 values.
-NarrowFormat = Literal["float16", "fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
-ComputeFormat = Literal[Format, NarrowFormat]
+# Of activations and matmuls; float16 is planned only. Narrower operands of matmuls are a recipe.
+ComputeFormat = Literal[Format, "float16"]
 # The format of master weights; remainder: the bfloat16 weight is their upper half, and 16 bits the lower half.
 MasterFormat = Literal[KeptFormat, "remainder"]
 BYTES: dict[MasterFormat, int] = {
@@ -57,7 +55,7 @@ class PrecisionConfig:
 
     # Planned only: float16, float8.
     params: KeptFormat = "float32"
-    # Planned only: float16, fp8_*, mxfp8, nvfp4.
+    # Planned only: float16.
     compute: ComputeFormat = "float32"
     # How the operands of matmuls are narrowed (`config/precision_recipes.py`); None: not at all, they are in `compute`.
     recipe: RecipeName | None = None

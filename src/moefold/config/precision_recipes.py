@@ -16,7 +16,8 @@ from typing import Literal, get_args
 
 from moefold.config.casts import Cast
 
-RecipeName = Literal["bf16", "fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
+NarrowRecipe = Literal["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
+RecipeName = Literal["bf16", NarrowRecipe]
 RECIPE_NAMES: tuple[RecipeName, ...] = get_args(RecipeName)
 
 

@@ -27,13 +27,22 @@ RENAMED_KEYS = {
     "train.health.most_skips": "train.health.max_consecutive_skips",
 }
 
+# Recipes were formats of `precision.compute` in plans, some by another name.
+_NARROW = ("fp8_delayed", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
+_RECIPES = {"fp8_row": "fp8_rowwise", "fp8_block": "fp8_blockwise"}
+
 # Today's dotted key -> old value -> what to write now.
 RENAMED_VALUES = {
     "data.packing": {"joined": "concat", "apart": "concat_masked", "packed": "bin_packed"},
     "model.moe.router.group_score": {"top2_sum": "topk_sum, which adds top_k / top_groups scores"},
     # Words of plans (`--fix`), which are the configuration's now.
     "parallel.sharding": {"zero3": "fsdp"},
-    "precision.compute": {"bf16": "bfloat16", "fp16": "float16"},
+    "precision.compute": {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        **{name: f"bfloat16, with precision.recipe: {_RECIPES.get(name, name)}" for name in _NARROW},
+    },
+    "precision.recipe": _RECIPES,
 }
 
 # Verb -> old command-line option -> today's.

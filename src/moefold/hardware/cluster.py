@@ -46,6 +46,13 @@ class Gpu:
     architecture: str
     watts: float
 
+    def matmul_units(self, bits: int) -> tuple[int, float]:
+        """Of the narrowest units that take operands of so many bits: their bits, and 1e12 FLOP/s."""
+        for width, tflops in ((4, self.fp4_tflops), (8, self.fp8_tflops)):
+            if bits <= width and tflops:
+                return width, tflops
+        return 16, self.bf16_tflops
+
     @property
     def memory_bytes(self) -> float:
         return self.memory_gb * 1e9

@@ -25,7 +25,7 @@ from typing import Literal, cast, get_args
 from moefold.blueprint.narrow_bytes import cast_bytes
 from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.parallel import EngineDispatcher, LinkConfig, NamedDispatcher, PlannedDispatcherName
-from moefold.config.precision import BYTES, KeptFormat
+from moefold.config.precision import BYTES
 from moefold.config.run import RunConfig
 
 # The dispatchers that have formulas of their own (`expert_messages.py`, `traffic.py`), and variants that share them.
@@ -140,8 +140,7 @@ def dispatch_sizes_of(run: RunConfig) -> Exchange:
     moe, parallel = run.model.moe, run.parallel
     assert moe is not None
     dim = moe.latent_dim or run.model.dim
-    # Rows of narrow matmuls travel in 16 bits.
-    word = BYTES.get(cast(KeptFormat, run.precision.compute), 2)
+    word = BYTES[run.precision.compute]
     return Exchange(
         tokens=run.data.micro_batch * run.data.seq_len // parallel.cp // parallel.tp,
         dim=dim,

@@ -21,7 +21,7 @@ _PLANNED_KEYS = (
     *(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "ep", "etp", "vpp", "schedule", "stages")),
     *("parallel.dp_replicate", "parallel.edp_replicate"),
     *("data.micro_batch", "data.global_batch", "data.seq_len", "memory.recompute"),
-    *("parallel.dispatcher", "parallel.ep_inner", "precision.compute", "parallel.sharding"),
+    *("parallel.dispatcher", "parallel.ep_inner", "precision.compute", "precision.recipe", "parallel.sharding"),
     *DEFAULTS,
 )
 _ROWS = {row.path: row for row in PLANNED_ONLY}

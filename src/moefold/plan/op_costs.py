@@ -16,7 +16,8 @@ from functools import lru_cache
 from moefold.blueprint.flops import core_flops
 from moefold.blueprint.matmuls import Matmul, layer_matmuls
 from moefold.blueprint.model_shape import Attention, Dense, Layer, MoE, Recurrence
-from moefold.plan.workload import WIDE_FORMATS, Workload
+from moefold.blueprint.narrow_bytes import matmul_bits, sent_bytes
+from moefold.plan.workload import Workload
 
 # Grouped GEMMs of accelerators work in tiles of this many rows per expert; a processor takes rows as they come.
 TILE = 128
@@ -85,14 +86,15 @@ class Sizes:
     balance: float
     # Bytes of an element where matmuls are not narrow.
     word: float = 2.0
+    # How much longer arithmetic takes that stays wide.
+    wide_slower: float = 1.0
     tile: int = TILE
     sharpness: float = _SHARPNESS
 
 
 def sizes_of(workload: Workload) -> Sizes:
-    narrow = workload.format not in WIDE_FORMATS
-    measured = workload.cluster.machine is not None
-    operand = {"nvfp4": 0.56, "float32": 4.0}.get(workload.format, 1.0 if narrow else 2.0)
+    gpu, bits = workload.cluster.gpu, matmul_bits(workload.casts)
+    peak, measured = gpu.matmul_units(bits)[1], workload.cluster.machine is not None
     return Sizes(
         dim=workload.model.dim,
         seq_len=workload.run.data.seq_len,
@@ -101,12 +103,13 @@ def sizes_of(workload: Workload) -> Sizes:
         ep=workload.parallel.ep,
         etp=workload.parallel.etp,
         imbalance=_imbalance(workload),
-        narrow=narrow,
-        operand_bytes=operand,
+        narrow=bits < 16,
+        operand_bytes=sent_bytes(workload.casts, workload.word),
         gradient_bytes=workload.gradient_bytes,
         fused=workload.framework.compiled or workload.dispatcher in ("deepep", "hybridep"),
         exact=workload.drops,
-        balance=_balance(workload),
+        balance=peak / gpu.memory_tb_s,
+        wide_slower=peak / gpu.bf16_tflops,
         word=workload.word,
         tile=1 if measured else TILE,
         sharpness=1.0 if measured else _SHARPNESS,
@@ -124,12 +127,6 @@ def _imbalance(workload: Workload) -> float:
     shared = max(1.0, machine.slowdown(workload.cluster.num_gpus))
     others = max(0.0, ep - busiest) / (ep - 1)
     return (busiest + others * (shared - 1)) / shared
-
-
-def _balance(workload: Workload) -> float:
-    gpu, form = workload.cluster.gpu, workload.format
-    peak = gpu.bf16_tflops if form in WIDE_FORMATS else gpu.fp8_tflops or gpu.bf16_tflops
-    return peak * (2 if form == "nvfp4" else 1) / gpu.memory_tb_s
 
 
 def _roofline(flops: float, moved: float, s: Sizes) -> float:
@@ -204,13 +201,13 @@ def _gemm(s: Sizes, rows: float, inner: float, outer: float, *, wide: bool = Fal
     operand = s.word if wide else s.operand_bytes
     x, w, y = rows * inner, inner * outer, rows * outer
     narrow = s.narrow and not wide
-    # Matmuls that stay wide in a narrow run take as long as more arithmetic of the narrow kind.
-    slower = 2.0 / s.operand_bytes if wide and s.narrow else 1.0
-    forward = slower * _roofline(flops, operand * (x + w) + s.word * y, s)
+    # Matmuls that stay wide in a narrow run take as long as more arithmetic of the narrow kind; bytes take as long.
+    slower = s.wide_slower if wide else 1.0
+    flops *= slower
+    forward = _roofline(flops, operand * (x + w) + s.word * y, s)
     # The weight's gradient is added to a buffer: read and written.
-    backward = slower * (
-        _roofline(flops, operand * (y + w) + s.word * x, s)
-        + _roofline(flops, operand * (x + y) + 2 * s.gradient_bytes * w, s)
+    backward = _roofline(flops, operand * (y + w) + s.word * x, s) + _roofline(
+        flops, operand * (x + y) + 2 * s.gradient_bytes * w, s
     )
     first, second = 1 + 2 * narrow, 2 + 2 * narrow
     return (

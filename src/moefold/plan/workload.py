@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from moefold.blueprint.model_shape import ModelShape, shape_of
+from moefold.blueprint.narrow_bytes import casts_of
 from moefold.blueprint.narrow_matmuls import gather_casts
 from moefold.blueprint.parameters import parameters
 from moefold.config.memory import Recomputed, RetainConfig, RetainedStep, Retention
 from moefold.config.parallel import ParallelConfig
-from moefold.config.precision import BYTES, NarrowFormat, PrecisionConfig
+from moefold.config.precision import BYTES, PrecisionConfig
+from moefold.config.precision_recipes import LinearCasts, NarrowRecipe
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
@@ -30,9 +32,10 @@ from moefold.plan.dispatch_choice import PlannedDispatcher, planned_as
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import fold
 
-# Formats of matmuls that have rates and sizes of their own.
-PlannedFormat = Literal["float32", "bfloat16", NarrowFormat]
-WIDE_FORMATS: tuple[PlannedFormat, ...] = ("bfloat16", "float16", "float32")
+# Formats of matmuls that have rates and sizes of their own: those without scales, or a recipe.
+WideFormat = Literal["bfloat16", "float16", "float32"]
+PlannedFormat = Literal[WideFormat, NarrowRecipe]
+WIDE_FORMATS: tuple[PlannedFormat, ...] = get_args(WideFormat)
 Dispatcher = Literal["local", PlannedDispatcher]
 # As Megatron trains: 16-bit weights, and gradients, master weights and moments in float32.
 MEGATRON_PRECISION = PrecisionConfig("bfloat16", "bfloat16", gradients="float32", master="float32", moments="float32")
@@ -131,13 +134,20 @@ class Workload:
     @cached_property
     def format(self) -> PlannedFormat:
         """Of matmuls; float64, which proofs compute in, is planned as float32."""
-        compute = self.run.precision.compute
+        recipe, compute = self.run.precision.recipe, self.run.precision.compute
+        if recipe is not None:
+            return "bfloat16" if recipe == "bf16" else recipe
         return "float32" if compute == "float64" else compute
+
+    @cached_property
+    def casts(self) -> LinearCasts | None:
+        """Of the operands of matmuls; None: they are words."""
+        return casts_of(self.run.precision.recipe)
 
     @cached_property
     def word(self) -> float:
         """Bytes of an element wherever it is not narrow: as it travels, and between matmuls."""
-        return 4.0 if self.format == "float32" else 2.0
+        return float(min(4, BYTES[self.run.precision.compute]))
 
     @cached_property
     def is_flat(self) -> bool:
@@ -286,6 +296,14 @@ def workload_of_run(run: RunConfig, cluster: Cluster, imbalance: float = 1.0) ->
         message = f"{data.global_batch} sequences do not divide over micro_batch * dp = {data.micro_batch} * {dp}"
         raise LayoutError(Problem("data.global_batch", message, f"use a multiple of {one_round}"))
     return Workload(run, cluster, imbalance=imbalance)
+
+
+def in_format(precision: PrecisionConfig, format: PlannedFormat) -> PrecisionConfig:
+    """With matmuls in this format. A recipe narrows words of 16 bits, unless the run has such words already."""
+    if format in WIDE_FORMATS:
+        return replace(precision, compute=cast(WideFormat, format), recipe=None)
+    words = precision.compute if BYTES[precision.compute] == 2 else "bfloat16"
+    return replace(precision, compute=words, recipe=cast(NarrowRecipe, format))
 
 
 def changed(workload: Workload, **sections: Mapping[str, object]) -> Workload:

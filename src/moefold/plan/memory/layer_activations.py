@@ -18,7 +18,6 @@ from moefold.plan.memory.saved_activations import (
     Saved,
     Setting,
     Sizes,
-    element_bytes,
     narrow_saving,
     parts_of,
     row_bytes,
@@ -126,25 +125,24 @@ def _has_step(row: Saved, layer: Layer) -> bool:
 
 def _backward(sizes: Sizes, setting: Setting) -> float:
     """Gradients that are alive together in the widest part: of what entered, of what was inside, of what came out."""
-    word = element_bytes("word", setting.format)
     tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / setting.tp
     if sizes.experts:
         rows = tokens * setting.imbalance * sizes.top_k
         feed = rows * (2 * sizes.travel * setting.etp + sizes.up + sizes.hidden)
     else:
         feed = (sizes.up + sizes.hidden) / setting.tp + sizes.D * tokens
-    return max(_backward_attention(sizes, setting), word * feed)
+    return max(_backward_attention(sizes, setting), setting.word * feed)
 
 
 def _backward_attention(sizes: Sizes, setting: Setting) -> float:
     tokens = 1.0 if "sequence_parallel" not in setting.on else 1 / setting.tp
     if sizes.channels:
-        return _backward_rule(sizes) / setting.tp + element_bytes("word", setting.format) * sizes.D * tokens
+        return _backward_rule(sizes) / setting.tp + setting.word * sizes.D * tokens
     attention = (sizes.query + sizes.key + sizes.value + sizes.context) / setting.tp + sizes.D * tokens
     if "flash" not in setting.on:
         # Of probabilities and of scores.
         attention += 2 * sizes.heads * sizes.length / setting.tp
-    return element_bytes("word", setting.format) * attention
+    return setting.word * attention
 
 
 def _backward_rule(s: Sizes) -> float:
@@ -175,4 +173,4 @@ def _deferred(s: Sizes, setting: Setting) -> float:
         elements += s.D * 2 * tokens * (s.shared > 0) + (s.shared_up + s.shared) / tp
     elif s.up:
         elements += (s.up + s.hidden) / tp + s.D * (1 + tokens)
-    return elements * element_bytes("word", setting.format)
+    return elements * setting.word

@@ -21,32 +21,19 @@ neighbours have the rows of each framework; this file adds them up for a layer u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
 from moefold.blueprint.model_shape import Attention, DeltaNet, Dense, Layer, MoE, Recurrence
-from moefold.blueprint.narrow_bytes import casts_of, saved_bytes
+from moefold.blueprint.narrow_bytes import saved_bytes
 from moefold.config.memory import Recomputed, RetainedStep
-from moefold.plan.workload import PlannedFormat, Workload
+from moefold.plan.workload import Workload
 
 Kind = Literal["word", "operand", "copy", "single", "byte"]
 Cut = Literal["tokens", "whole", "heads", "rows", "columns"]
 Part = Literal["attention", "recurrence", "dense", "moe"]
-
-# Bytes of one element of a saved operand: scales per block of 128 or 32 values, or per 16 with half a byte each.
-OPERAND_BYTES: Mapping[PlannedFormat, float] = {
-    "float32": 4.0,
-    "float16": 2.0,
-    "bfloat16": 2.0,
-    "fp8_delayed": 1.0,
-    "fp8_tensor": 1.0,
-    "fp8_row": 1.0,
-    "fp8_block": 1 + 4 / 128,
-    "mxfp8": 1 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
-}
 
 
 @dataclass(frozen=True)
@@ -122,7 +109,9 @@ class Setting:
     """All of a workload that decides what a layer keeps."""
 
     framework: str
-    format: PlannedFormat
+    # Bytes of an element as it is computed, and as a matmul's input waits for its weight gradient.
+    word: float
+    operand: float
     tp: int
     etp: int
     recompute: frozenset[Recomputed]
@@ -138,9 +127,8 @@ class Setting:
     # Our own framework: steps of `memory.retain` that are recomputed; those that wait in the host's memory are among
     # `offloaded`.
     discarded: frozenset[RetainedStep] = frozenset()
-    # Steps whose outputs are kept as weight gradients read them, and bytes of a value with its share of a scale.
+    # Steps whose outputs are kept as weight gradients read them (`operand`).
     quantized: frozenset[RetainedStep] = frozenset()
-    narrow_bytes: float = 0.0
     # Ranks of experts, where tokens come once per rank and their rows are recomputed; else 1.
     ep: int = 1
 
@@ -151,11 +139,6 @@ class Setting:
     @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
-
-    @cached_property
-    def word(self) -> float:
-        """Bytes of an element as it is computed."""
-        return 4.0 if self.format == "float32" else 2.0
 
 
 @dataclass(frozen=True)
@@ -214,7 +197,8 @@ def setting_of(workload: Workload) -> Setting:
     return _one_of_each(
         Setting(
             framework=framework.name,
-            format=workload.format,
+            word=workload.word,
+            operand=saved_bytes(workload.casts, workload.word),
             tp=parallel.tp,
             etp=parallel.etp,
             recompute=workload.recompute,
@@ -226,7 +210,6 @@ def setting_of(workload: Workload) -> Setting:
             on=frozenset(on),
             discarded=workload.retained("discard"),
             quantized=workload.retained("quantize"),
-            narrow_bytes=saved_bytes(casts_of(workload.run.precision.recipe), workload.word),
             ep=parallel.ep if workload.is_own and _comes_once(workload) else 1,
         )
     )
@@ -300,25 +283,24 @@ def row_bytes(row: Saved, sizes: Sizes, setting: Setting) -> float:
     if (row.needs and row.needs not in setting.on) or (row.lacks and row.lacks in setting.on):
         return 0.0
     if row.narrow is not None and row.step in setting.quantized:
-        return row.narrow(sizes) * setting.narrow_bytes * _share(row.cut, setting)
-    return row.elements(sizes) * element_bytes(row.kind, setting.format) * _share(row.cut, setting)
+        return row.narrow(sizes) * setting.operand * _share(row.cut, setting)
+    return row.elements(sizes) * element_bytes(row.kind, setting) * _share(row.cut, setting)
 
 
 def narrow_saving(row: Saved, sizes: Sizes, setting: Setting) -> float:
     """By how many bytes per token the matmuls' operand in a row is smaller than it would be wide."""
     if row.narrow is None or row.step not in setting.quantized or not row_bytes(row, sizes, setting):
         return 0.0
-    return row.narrow(sizes) * (setting.word - setting.narrow_bytes) * _share(row.cut, setting)
+    return row.narrow(sizes) * (setting.word - setting.operand) * _share(row.cut, setting)
 
 
-def element_bytes(kind: Kind, format: PlannedFormat) -> float:
-    word = 4.0 if format == "float32" else 2.0
+def element_bytes(kind: Kind, setting: Setting) -> float:
     if kind == "word":
-        return word
+        return setting.word
     if kind == "operand":
-        return OPERAND_BYTES[format]
+        return setting.operand
     if kind == "copy":
-        return OPERAND_BYTES[format] if OPERAND_BYTES[format] < 2 else 0.0
+        return setting.operand if setting.operand < setting.word else 0.0
     return 4.0 if kind == "single" else 1.0
 
 

@@ -22,10 +22,10 @@ from moefold.checks.planned_only import PLANNED_ONLY
 from moefold.checks.retained_steps import STEPS_OF_PHASE
 from moefold.config.memory import MemoryConfig, Recomputed
 from moefold.config.parallel import Sharding
-from moefold.config.precision import NarrowFormat, PrecisionConfig
+from moefold.config.precision import PrecisionConfig
+from moefold.config.precision_recipes import NarrowRecipe
 from moefold.config.run import RunConfig
 from moefold.plan.memory.peak import predict_memory
-from moefold.plan.memory.saved_activations import OPERAND_BYTES
 from moefold.plan.workload import Workload, changed
 
 # Entries `path=value` in which a run differs from one without savings.
@@ -262,10 +262,10 @@ def _choices(workload: Workload) -> Iterator[tuple[str, Workload]]:
         yield "hold optimizer states in the host's memory", changed(workload, memory={"optimizer": "host"})
     if workload.moments_bytes > 4:
         yield "hold moments in 16 bits", changed(workload, precision={"moments": "bfloat16"})
-    if workload.cluster.gpu.fp8_tflops and OPERAND_BYTES[workload.format] == 2:
+    if workload.cluster.gpu.fp8_tflops and workload.format in ("bfloat16", "float16"):
         kept = {name: getattr(run.precision, name) or run.precision.params for name in ("gradients", "moments")}
-        narrow: NarrowFormat = "mxfp8" if workload.cluster.gpu.fp4_tflops else "fp8_tensor"
-        yield f"compute in {narrow}", changed(workload, precision={"compute": narrow, "params": "float8", **kept})
+        narrow: NarrowRecipe = "mxfp8" if workload.cluster.gpu.fp4_tflops else "fp8_tensor"
+        yield f"compute in {narrow}", changed(workload, precision={"recipe": narrow, "params": "float8", **kept})
 
 
 def _recomputed(workload: Workload) -> Iterator[Recomputed]:

@@ -20,6 +20,7 @@ from math import prod
 
 from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.model_shape import Layer, ModelShape, MoE
+from moefold.blueprint.narrow_bytes import matmul_bits, weight_copy_bytes
 from moefold.blueprint.param_counts import LayerCounts, layer_counts
 from moefold.blueprint.parameters import join_parameter, parameters
 from moefold.blueprint.sharding import cuts
@@ -178,17 +179,16 @@ class _Words:
 
 def _narrow_copies(workload: Workload, held: RankWeights, cut: float) -> list[MemoryLine]:
     """FP8 copies that live for the whole step, so that every microbatch reads the same."""
-    format = workload.format
-    if workload.framework.name != "megatron" or not (format.startswith("fp8") or format in ("mxfp8", "nvfp4")):
+    bits = matmul_bits(workload.casts)
+    if workload.framework.name != "megatron" or workload.casts is None or bits == 16:
         return []
-    each = 0.5625 if format == "nvfp4" else 1.0
-    # Scales along rows and along columns differ, and Hopper reads one order of elements alone: both are kept.
-    both = format in ("mxfp8", "nvfp4", "fp8_block") or workload.cluster.gpu.architecture == "sm90"
-    copies = each * (2 if both else 1) - (1.0 if workload.weight_bytes == 1.0 else 0.0)
+    # Hopper's matmuls, and Blackwell's of four bits, read one order of elements alone.
+    one_order = workload.cluster.gpu.architecture == "sm90" or bits == 4
+    copies = weight_copy_bytes(workload.casts, one_order) - (1.0 if workload.weight_bytes == 1.0 else 0.0)
     if copies <= 0 or workload.parallel.sharding == "fsdp":
         return []
     why = f"{held.in_layers / 1e9:.3f}B parameters of matrices, {copies:g} bytes each beside the weights"
-    return [MemoryLine("weights", f"{format} copies", held.in_layers * copies, why)]
+    return [MemoryLine("weights", f"{workload.format} copies", held.in_layers * copies, why)]
 
 
 def workload_reshards_per_step(workload: Workload) -> bool:

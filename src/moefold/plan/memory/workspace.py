@@ -174,7 +174,7 @@ def _own_loss(workload: Workload, stages: tuple[StageContents, ...]) -> list[Mem
     tokens, dim = workload.context_tokens, workload.model.dim
     rows = min(CHUNK, workload.model.vocab / workload.parallel.tp)
     # Wide, beside the matmul result that they were or the gradient that they become.
-    each = 6.0 if workload.format != "float32" else 4.0
+    each = 6.0 if workload.word < 4 else 4.0
     chunk = tokens * rows * each + tokens * dim * 6.0 + rows * dim * 2.0
     # When all chunks are done, the gradient is cast to the format of the weight that collects it.
     kept = workload.wide_gather_bytes

@@ -26,7 +26,7 @@ from moefold.config.memory import Recomputed
 from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import MoefoldError
-from moefold.plan.published.records import Record, workload_of_record
+from moefold.plan.published.records import Record, formats_of, workload_of_record
 from moefold.plan.workload import Workload, changed
 from moefold.units import format_count
 
@@ -40,11 +40,8 @@ _MICROBATCHES_PER_RANK = 8
 MOCK_IMBALANCE = 2.0
 # Sources whose runs use the presets for speed.
 _TUNED = ("Megatron-Bridge", "dgxc-benchmarking", "moe_recipes", "ModelZoo", "NeMo docs", "examples/llama")
-# Formats whose presets keep the weights themselves in eight bits.
+# Recipes whose presets keep the weights themselves in eight bits.
 _NATIVE_FP8 = ("fp8_delayed", "fp8_tensor", "mxfp8")
-
-# Number formats as records print them.
-_PRINTED = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def completed(record: Record) -> Record:
@@ -177,7 +174,7 @@ def _precision(record: Record, workload: Workload) -> PrecisionConfig:
     return replace(
         precision,
         gradients="bfloat16",
-        params="float8" if precision.compute in _NATIVE_FP8 else precision.params,
+        params="float8" if precision.recipe in _NATIVE_FP8 else precision.params,
         moments="bfloat16" if workload.model.is_moe else precision.moments,
     )
 
@@ -244,7 +241,7 @@ def nearest_record(run: RunConfig, gpu: str, num_gpus: int, records: Iterable[Re
         active = model.get("params_active") or model["params_total"]
         of_model = _factor(sizes.matrices, model["params_total"]) + _factor(sizes.active_matrices, active)
         of_job = _factor(num_gpus, hardware["num_gpus"]) + _factor(run.data.seq_len, record["seq_len"])
-        other_format = record["precision"] != _PRINTED.get(run.precision.compute, run.precision.compute)
+        other_format = formats_of(record) != (run.precision.compute, run.precision.recipe)
         return float(8 * of_model + 4 * (hardware["gpu"] != gpu) + of_job + other_format)
 
     return min(known, key=lambda record: (distance(record), record["id"]), default=None)

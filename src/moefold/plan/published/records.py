@@ -20,25 +20,26 @@ from moefold.blueprint.stages import parse_stages
 from moefold.config.data import DataConfig
 from moefold.config.memory import MemoryConfig, OffloadedActivation, Recomputed
 from moefold.config.parallel import Overlap, ParallelConfig, PlannedDispatcherName, Sharding
-from moefold.config.precision import Graphs, KernelsConfig, PrecisionConfig
+from moefold.config.precision import ComputeFormat, Graphs, KernelsConfig, PrecisionConfig
+from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.hardware.cluster import Cluster, gpu_named
 from moefold.plan.dispatch_choice import OwnDispatcher
 from moefold.plan.published.record_model import nearest_config, shape_of_record
-from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, PlannedFormat, Workload
+from moefold.plan.workload import MEGATRON_PRECISION, Framework, FrameworkName, Workload
 
 Record = Mapping[str, Any]
 
-_FORMATS: dict[str, PlannedFormat] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
+# Number formats as records print them: words, and recipes beside words of bfloat16.
+_WORDS: dict[str, ComputeFormat] = {"bf16": "bfloat16", "fp16": "float16"}
+_RECIPES: dict[str, RecipeName] = {
     "fp8": "fp8_tensor",
     "fp8_delayed": "fp8_delayed",
     "fp8_delayed_hybrid": "fp8_delayed",
     "fp8_tensorwise_current": "fp8_tensor",
     "fp8_tensorwise_dynamic": "fp8_tensor",
-    "fp8_rowwise": "fp8_row",
-    "fp8_blockwise": "fp8_block",
+    "fp8_rowwise": "fp8_rowwise",
+    "fp8_blockwise": "fp8_blockwise",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
 }
@@ -276,18 +277,25 @@ def _date(text: object) -> float:
     return 2000 + int(found.group(2)) + (month - 1) / 12
 
 
+def formats_of(record: Record) -> tuple[ComputeFormat, RecipeName | None]:
+    """`precision.compute` and `precision.recipe`."""
+    printed = record["precision"]
+    return (_WORDS[printed], None) if printed in _WORDS else ("bfloat16", _RECIPES[printed])
+
+
 def _precision(record: Record, framework: FrameworkName) -> PrecisionConfig:
-    flags, compute = record.get("flags") or {}, _FORMATS[record["precision"]]
+    flags, (compute, recipe) = record.get("flags") or {}, formats_of(record)
     if framework in ("fsdp2", "jax"):
         # Parameters are held once, in float32, and cast where they are used.
-        return PrecisionConfig("float32", compute)
+        return PrecisionConfig("float32", compute, recipe)
     arguments = cast("Mapping[str, Any]", flags.get("precision_args") or {})
     narrow_sums = "--grad-reduce-in-bf16" in arguments or flags.get("grad_reduce_in_fp32") is False
     narrow_moments = flags.get("exp_avg_dtype") == "bf16" or arguments.get("--exp-avg-dtype") == "bf16"
     return replace(
         MEGATRON_PRECISION,
-        params="float8" if flags.get("fp8_param_gather") and compute != "bfloat16" else "bfloat16",
+        params="float8" if flags.get("fp8_param_gather") and recipe is not None else "bfloat16",
         compute=compute,
+        recipe=recipe,
         gradients="bfloat16" if narrow_sums else "float32",
         moments="bfloat16" if narrow_moments else "float32",
     )

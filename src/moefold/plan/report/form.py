@@ -32,7 +32,7 @@ _PINS: Mapping[str, tuple[str, ...]] = {
     "ep_overlap": ("true", "false"),
     "dispatcher": ("all_to_all", "all_gather", "deepep", "hybridep"),
     "graphs": ("none", "partial", "full"),
-    "format": ("bfloat16", "fp8_tensor", "fp8_block", "mxfp8"),
+    "format": ("bfloat16", "fp8_tensor", "fp8_blockwise", "mxfp8"),
     "recompute": ("none", "attention", "experts", "attention+experts", "mla_up", "norms+activation+mla_up", "full"),
 }
 

@@ -24,7 +24,7 @@ from moefold.config.precision import Graphs
 from moefold.plan.memory.saving_steps import NONE, Savings, savings_of, why_no_savings, with_savings
 from moefold.plan.search.space import Recompute, Space, sequences_of
 from moefold.plan.traffic import reach
-from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload
+from moefold.plan.workload import Dispatcher, Framework, PlannedFormat, Workload, in_format
 from moefold.schedule.names import SCHEDULES
 
 # Where several orders would do, the first of these is meant.
@@ -215,7 +215,7 @@ def workload_of_choice(choice: LayoutChoice, template: Workload, limits: Limits,
         dispatcher=run.parallel.dispatcher if choice.dispatcher == "local" else choice.dispatcher,
         ep_inner=_inner(choice, run.parallel.ep_inner, limits.domain),
     )
-    precision = run.precision if choice.format == template.format else replace(run.precision, compute=choice.format)
+    precision = run.precision if choice.format == template.format else in_format(run.precision, choice.format)
     memory = _recomputing(run.memory, choice.recompute)
     if limits.ours:
         memory, precision = with_savings(memory, precision, choice.savings)

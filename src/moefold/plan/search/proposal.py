@@ -73,6 +73,8 @@ class Question:
     dotted: Mapping[str, str] = field(default_factory=dict)
     framework: FrameworkName = "moefold"
     fixed: str = ""
+    # Whether the search also chooses a precision recipe.
+    recipes: bool = False
     searching: bool = True
     imbalance: float = 1.0
     # Share of the GPU's memory to leave free; None: `OWN_HEADROOM` for our own framework, else nothing.
@@ -125,7 +127,7 @@ def propose(question: Question, progress: Progress | None = None) -> Proposal:
     template = _template(question, own)
     result = None
     if question.searching:
-        space = narrowed(usual_space(template), question.fixed)
+        space = narrowed(usual_space(template, question.recipes), question.fixed)
         try:
             searched = search(template, space, progress, own is not None, _headroom(question, template))
         except NothingFitsError as error:
@@ -181,7 +183,7 @@ def _with_enough_gpus(error: NothingFitsError, question: Question, progress: Pro
         more = times * question.cluster.num_gpus
         larger = replace(question, cluster=replace(question.cluster, num_gpus=more))
         template = _template(larger, _own(larger)[0])
-        space = narrowed(usual_space(template), question.fixed)
+        space = narrowed(usual_space(template, question.recipes), question.fixed)
         if anything_fits(template, space, _headroom(question, template), progress):
             return NothingFitsError(f"{error}; {more:,} GPUs would be enough, or free a choice", lacks_memory=True)
     tried = _TIMES_AS_MANY[-1] * question.cluster.num_gpus
@@ -271,7 +273,7 @@ def _with_framework(workload: Workload, framework: FrameworkName) -> Workload:
     sharded = framework == "fsdp2"
     precision = workload.run.precision
     if not sharded:
-        precision = replace(MEGATRON_PRECISION, compute=precision.compute)
+        precision = replace(MEGATRON_PRECISION, compute=precision.compute, recipe=precision.recipe)
     return changed(
         replace(workload, run=replace(workload.run, precision=precision), framework=Framework(framework)),
         parallel={"sharding": "fsdp" if sharded else "zero1", "dp_replicate": 1, "edp_replicate": 1},

@@ -19,7 +19,6 @@ from moefold.config.parallel import Sharding
 from moefold.config.precision import Graphs
 from moefold.config.renamed_keys import renamed_value
 from moefold.errors import ConfigError, Problem, did_you_mean
-from moefold.hardware.cluster import Gpu
 from moefold.plan.dispatch_choice import OwnDispatcher
 from moefold.plan.memory.saving_steps import DEFAULTS, NONE, Savings, is_trained, offered, savings_of
 from moefold.plan.workload import Dispatcher, PlannedFormat, Workload, changed
@@ -39,14 +38,16 @@ _RECOMPUTE_COST: Mapping[Recomputed, int] = {
 }
 # GPUs whose frameworks hold operands in eight or four bits, by architecture.
 _FORMATS: Mapping[str, tuple[PlannedFormat, ...]] = {
-    "sm90": ("fp8_tensor", "fp8_block"),
+    "sm90": ("fp8_tensor", "fp8_blockwise"),
     "sm100": ("mxfp8", "fp8_tensor"),
     "sm103": ("mxfp8", "fp8_tensor"),
     "cdna3": ("fp8_tensor",),
     "cdna4": ("mxfp8", "fp8_tensor"),
 }
+# Tried only where recipes are searched: their losses differ more from bfloat16's (docs/precision.md).
+_FOUR_BITS: Mapping[str, tuple[PlannedFormat, ...]] = {"sm100": ("nvfp4",), "sm103": ("nvfp4",)}
 # Choices whose values are those of a configuration key.
-_KEYS = {"format": "precision.compute", "sharding": "parallel.sharding"}
+_KEYS = {"format": ("precision.recipe", "precision.compute"), "sharding": ("parallel.sharding",)}
 _LARGEST_TP, _MOST_SEQUENCES, _SHORTEST_SHARE = 8, 8, 1024
 
 
@@ -79,8 +80,11 @@ class Space:
 CHOICES = tuple(field.name for field in fields(Space))
 
 
-def usual_space(workload: Workload) -> Space:
-    """What is worth trying for this workload's framework, GPU, model and batch."""
+def usual_space(workload: Workload, recipes: bool = False) -> Space:
+    """What is worth trying for this workload's framework, GPU, model and batch.
+
+    ``recipes``: precision recipes too, for our own framework as well and with those of four bits.
+    """
     model, cluster, seq_len = workload.model, workload.cluster, workload.run.data.seq_len
     ours = workload.is_own
     sharded = workload.framework.name in ("moefold", "fsdp2", "jax")
@@ -97,7 +101,7 @@ def usual_space(workload: Workload) -> Space:
         ep=_divisors(_experts(model), cluster.num_gpus),
         etp=_doubling(min(_LARGEST_TP, cluster.usable_domain)) if model.is_moe else (1,),
         sequences=_doubling(min(_MOST_SEQUENCES, sequences_of(workload))),
-        format=(workload.format,) if ours else _formats(cluster.gpu, workload.format),
+        format=_formats(workload, recipes),
         dispatcher=_dispatchers(workload),
         ep_overlap=(True, False) if model.is_moe else (False,),
         delay_wgrad=(False, True),
@@ -179,7 +183,7 @@ def _value(name: str, word: str) -> object:
 
 def _refused(name: str, word: str, known: Iterable[str]) -> Problem:
     known = tuple(known)
-    if (new := renamed_value(_KEYS.get(name, ""), word)) is not None:
+    if (new := next(filter(None, (renamed_value(path, word) for path in _KEYS.get(name, ()))), None)) is not None:
         return Problem(f"fix {name}", f"{word} is called {new} now", f"use {new}")
     return Problem(f"fix {name}", f"cannot be {word[:40]!r}", f"{did_you_mean(word, known)}choose {', '.join(known)}")
 
@@ -209,9 +213,16 @@ def _shardings(workload: Workload, sharded: bool) -> tuple[Sharding, ...]:
     return ("fsdp",) if sharded else ("zero1", "fsdp")
 
 
-def _formats(gpu: Gpu, asked: PlannedFormat) -> tuple[PlannedFormat, ...]:
+def _formats(workload: Workload, recipes: bool) -> tuple[PlannedFormat, ...]:
     """Those of the GPU, and the one that was asked for."""
-    return tuple(dict.fromkeys((*_FORMATS.get(gpu.architecture, ()), "bfloat16", asked)))
+    architecture, asked = workload.cluster.gpu.architecture, workload.format
+    usual = _FORMATS.get(architecture, ())
+    if recipes and usual:
+        usual = (*_FOUR_BITS.get(architecture, ()), *usual)
+    if not workload.is_own:
+        return tuple(dict.fromkeys((*usual, "bfloat16", asked)))
+    trained = (name for name in usual if is_trained(frozenset({f"precision.recipe={name}"})))
+    return tuple(dict.fromkeys((asked, *trained))) if recipes else (asked,)
 
 
 def _recompute_sets(model: ModelShape, ours: bool) -> tuple[Recompute, ...]:

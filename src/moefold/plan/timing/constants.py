@@ -26,7 +26,8 @@ MEANINGS: tuple[Meaning, ...] = (
     # ---- arithmetic ----
     Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak in large matmuls, at H100's watts per FLOP/s"),
     Meaning("gemm_fp8", 0.82, 0.15, "the same for 8-bit matmuls and the 8-bit peak"),
-    Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit matmuls and twice the 8-bit peak"),
+    Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit matmuls and the 4-bit peak"),
+    Meaning("fp4_sm103", 0.8, 0.15, "share of the 4-bit peak of B300-class GPUs against B200-class ones"),
     Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class GPUs against H100-class ones"),
     Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class GPUs"),
     Meaning("narrow_sm100", 1.15, 0.1, "8-bit over bf16 matmuls on B200-class GPUs, against the same on H100-class"),

@@ -219,7 +219,7 @@ def _reduction(workload: Workload, window: float, c: Constants) -> tuple[float, 
     weight = min(2.0, workload.weight_bytes) if parallel.sharding != "none" else workload.gradient_bytes
     grad = workload.gradient_bytes
     if parallel.sharding == "none":
-        grad = weight = 2.0 if workload.format in ("float16", "bfloat16") else 4.0
+        grad = weight = workload.word
     moved = ring(dense * (grad + weight), data_reach(workload), workload.cluster, c) + ring(
         experts * (grad + weight), expert_data_reach(workload), workload.cluster, c
     )

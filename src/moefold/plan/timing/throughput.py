@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
+from moefold.blueprint.narrow_bytes import matmul_bits
+from moefold.config.casts import Cast
 from moefold.errors import ConfigError, Problem
 from moefold.hardware.cluster import Cluster
 from moefold.hardware.machine import Machine
 from moefold.plan.op_costs import Work
 from moefold.plan.timing.constants import Constants
 from moefold.plan.traffic import DispatchBytes, Reach
-from moefold.plan.workload import WIDE_FORMATS, Workload
+from moefold.plan.workload import Workload
 from moefold.schedule.names import schedule_named
 from moefold.schedule.simulate import Durations, simulate
 
@@ -35,9 +37,6 @@ _SHARPNESS = 4.0
 # Frameworks that have a constant of their own: their time against Megatron's.
 _FACTORS = ("fsdp2", "deepspeed", "jax")
 _TODAY = 2026.0
-# Passes over memory to convert, against MXFP8's one: scales that need the largest value first read everything twice,
-# and those of the step before do not.
-_CONVERSION = {"fp8_delayed": 0.7, "fp8_tensor": 1.1, "fp8_row": 3.0, "fp8_block": 1.2, "nvfp4": 1.2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +77,10 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
     if workload.cluster.machine is not None:
         _check_measured(workload)
         return measured_rates(workload.cluster.machine)
-    gpu, form = workload.cluster.gpu, workload.format
+    gpu = workload.cluster.gpu
     factor = _framework_factor(workload, c) * _age(workload, c)
     bandwidth = gpu.memory_tb_s * 1e12 * c.traffic
-    passes = _CONVERSION.get(form, 1.0)
+    passes = 1.0 if workload.casts is None else conversion_passes(workload.casts.x_fprop)
     fused = c.compiled if workload.framework.compiled else 1.0
     gain = 1 + c.attention_long * min(2.0, max(-2.0, log2(length / 4096)))
     # Measured attention rates are alike shares of the peak on the usual GPU of each architecture; a GPU that has
@@ -92,7 +91,7 @@ def rates_of(workload: Workload, c: Constants, length: float) -> Rates:
         # torch's ring attention runs its steps one by one and merges them in eager mode.
         gain /= (1 + c.ring_fsdp2) ** log2(workload.parallel.cp)
     attention = factor / (gpu.bf16_tflops * 1e12 * gain)
-    matmuls = factor * _matmul_seconds(workload, c, form)
+    matmuls = factor * _matmul_seconds(workload, c)
     host = 1e-6 * factor * (c.launch_grace if gpu.per_node == 4 else 1.0)
     return Rates(
         gemm=matmuls,
@@ -140,18 +139,29 @@ def measured_rates(machine: Machine) -> Rates:
     )
 
 
-def _matmul_seconds(workload: Workload, c: Constants, form: str) -> float:
+def conversion_passes(cast: Cast | None) -> float:
+    """Over memory to narrow an operand both ways, against MXFP8's one. A scale that needs the largest value of a tensor
+    or of a row first reads everything twice, rows of the transpose worst of all; that of the steps before does not.
+    Scales of four bytes, or under another of the tensor, cost a part of a pass."""
+    if cast is None or cast.scale in ("none", "e8m0_rceil", "e8m0_floor"):
+        return 1.0
+    if cast.block is None:
+        return 0.7 if cast.delayed else 1.1
+    return 1.2 if cast.block[1] else 3.0
+
+
+def _matmul_seconds(workload: Workload, c: Constants) -> float:
     """Seconds per FLOP of a large matmul. GPUs with more arithmetic per watt sustain less of it."""
     gpu = workload.cluster.gpu
     share = float((gpu.bf16_tflops / gpu.watts / _H100) ** -c.power)
     share *= {"sm80": c.gemm_sm80, "sm90": 1.0}.get(gpu.architecture, c.gemm_sm100)
-    eight = gpu.fp8_tflops or gpu.bf16_tflops
-    if form in WIDE_FORMATS:
-        return 1 / (gpu.bf16_tflops * 1e12 * share * c.gemm_bf16)
-    if form == "nvfp4":
-        return 1 / (2 * eight * 1e12 * share * c.gemm_fp4)
-    newer = c.narrow_sm100 if gpu.architecture.startswith("sm10") else 1.0
-    return 1 / (eight * 1e12 * share * c.gemm_fp8 * newer)
+    bits, tflops = gpu.matmul_units(matmul_bits(workload.casts))
+    if bits == 8 and gpu.architecture.startswith("sm10"):
+        share *= c.narrow_sm100
+    if bits == 4 and gpu.architecture == "sm103":
+        share *= c.fp4_sm103
+    share *= {16: c.gemm_bf16, 8: c.gemm_fp8, 4: c.gemm_fp4}[bits]
+    return 1 / (tflops * 1e12 * share)
 
 
 def _framework_factor(workload: Workload, c: Constants) -> float:
