@@ -100,12 +100,14 @@ def test_frozen_weights_are_narrow_and_have_neither_gradient_nor_state(sharding:
         assert wrong == []
 
 
-def test_checkpoints_of_adapters_go_from_one_layout_to_another(tmp_path: Path) -> None:
-    """Saved by a pipeline, loaded by flat buffers and by one process: weights and states to the bit."""
+@pytest.mark.parametrize("stages", ["Ett|tL", "E|tttL"])
+def test_checkpoints_of_adapters_go_from_one_layout_to_another(stages: str, tmp_path: Path) -> None:
+    """Saved by a pipeline, whose first stage may train nothing, loaded by flat buffers and by one process: weights and
+    states to the bit."""
     root = tmp_path / "checkpoints"
 
     def save(rank: int) -> None:
-        local_model, optimizer = one_step(small("parallel.pp=2", "parallel.stages=Ett|tL"), 2, rank)
+        local_model, optimizer = one_step(small("parallel.pp=2", f"parallel.stages={stages}"), 2, rank)
         saver = Saver(root, local_model.groups["world"], 0, background=False, about=run_record(local_model))
         elsewhere = tensors_elsewhere(local_model, optimizer)
         saver.begin(1, chunks_of(local_model, optimizer), {"train": {}}, elsewhere)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.tensor_spec import Box, Chunk, TensorSpec, whole
+from moefold.comm.collectives import all_reduce_ints
 from moefold.config.loading import dump_run
 from moefold.errors import MismatchError
 from moefold.optim.optimizer import ModelOptimizer
@@ -76,7 +77,12 @@ def _chunks(kind: str, piece: TrainedPiece, values: Tensor) -> Iterator[Chunk]:
 
 
 def tensors_elsewhere(local_model: LocalModel, optimizer: ModelOptimizer | None) -> dict[str, TensorSpec]:
-    """Tensors of a checkpoint of which this rank has no part: those of other pipeline stages, for one."""
+    """Tensors of a checkpoint of which this rank has no part: those of other pipeline stages, for one.
+
+    Called by all ranks. One that trains nothing itself (a stage with a frozen embedding) cannot tell from its own
+    optimizer whether others have states.
+    """
+    has_states = optimizer is not None and sum(all_reduce_ints([len(optimizer.state)], local_model.groups["world"])) > 0
     dtype, frozen = local_model.sharding.main_dtype, frozen_dtypes(local_model.run)
     found: dict[str, TensorSpec] = {}
     held = {piece.name for piece in local_model.pieces()}
@@ -84,7 +90,7 @@ def tensors_elsewhere(local_model: LocalModel, optimizer: ModelOptimizer | None)
     for spec in parameters(local_model.run.model):
         if spec.name not in held:
             found[f"parameter/{spec.name}"] = TensorSpec(frozen.get(spec.name, dtype), spec.shape)
-        for kind, saved in optimizer.kinds_of(spec.name, spec.kind).items() if optimizer and optimizer.state else ():
+        for kind, saved in optimizer.kinds_of(spec.name, spec.kind).items() if optimizer and has_states else ():
             # A single number is written with the first element.
             if spec.name not in (first if saved.single else held):
                 found[f"{kind}/{spec.name}"] = TensorSpec(saved.dtype, () if saved.single else spec.shape)
