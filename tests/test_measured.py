@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,21 @@ def test_drawn_signals() -> None:
 
 
 def kill_rows(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One row per piece."""
-    return [
-        f"| {piece['seed']} | {piece['runs']} | {piece['kills']} | {_counts(piece['worlds'])} | "
-        f"{_counts(piece['axes'])} | {piece['failures']} |"
-        for piece in pieces
-    ]
+    """One row per seed, of all its pieces."""
+    rows = []
+    for seed in dict.fromkeys(piece["seed"] for piece in pieces):
+        own = [piece for piece in pieces if piece["seed"] == seed]
+        runs, kills, failures = (sum(piece[name] for piece in own) for name in ("runs", "kills", "failures"))
+        worlds, axes = (_counts(_added(piece[name] for piece in own)) for name in ("worlds", "axes"))
+        rows.append(f"| {seed} | {runs} | {kills} | {worlds} | {axes} | {failures} |")
+    return rows
+
+
+def _added(counted: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in counted:
+        total.update(counts)
+    return dict(sorted(total.items()))
 
 
 def _counts(counted: Mapping[str, int]) -> str:
