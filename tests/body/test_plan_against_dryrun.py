@@ -167,6 +167,19 @@ SMALL = {
     "narrow parts": case(
         "deepseek_v3_proxy", 4, batch=8, tp=2, ep=2, again=("experts",), precision={"tp_reduce": "fp8_all_to_all"}
     ),
+    "rounded parts": case("deepseek_v3_proxy", 4, batch=8, ep=2, precision={"reduce": "bfloat16_all_to_all"}),
+    "rounded parts in a pipeline": case(
+        "deepseek_v3_proxy", 8, 1, batch=8, pp=2, ep=2, dp_replicate=2, precision={"reduce": "bfloat16_all_to_all"}
+    ),
+    "flat, rounded parts": case(
+        "deepseek_v3_proxy",
+        12,
+        batch=12,
+        ep=2,
+        dp_replicate=2,
+        sharding="flat",
+        precision={"reduce": "bfloat16_all_to_all"},
+    ),
     "wide gathers": case("qwen3_30b_a3b_proxy", 4, batch=8, ep=2, precision={"gather": "float32"}),
     "flat": case("deepseek_v3_proxy", 6, batch=12, ep=2, sharding="flat"),
     "flat, a module ahead": case(
@@ -218,7 +231,14 @@ def near(chosen: Case, seen: DryRun) -> None:
 @pytest.mark.parametrize(
     "name",
     slow_except(
-        SMALL, "four contexts", "flat", "narrow rows", "narrow parts", "linear attention, tensor", "adapters, tensor"
+        SMALL,
+        "four contexts",
+        "flat",
+        "narrow rows",
+        "narrow parts",
+        "flat, rounded parts",
+        "linear attention, tensor",
+        "adapters, tensor",
     ),
 )
 def test_messages_are_those_of_the_step(name: str) -> None:

@@ -473,6 +473,12 @@ CASES = [
         "precision.gather",
     ),
     (
+        narrow_messages.rounded_parts_are_of_float32,
+        in_formats(compute="bfloat16", reduce="bfloat16_all_to_all"),
+        in_formats(compute="bfloat16", params="float64", reduce="bfloat16_all_to_all"),
+        "precision.reduce",
+    ),
+    (
         kernels.kernels_are_not_float64,
         in_formats(compute="bfloat16", backend="triton"),
         in_formats(compute="float64", params="float64", experts="sequential", backend="triton"),

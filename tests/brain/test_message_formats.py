@@ -27,6 +27,7 @@ BFLOAT16 = {"params": "float32", "compute": "bfloat16"}
         ({"params": "bfloat16", "compute": "bfloat16"}, "bfloat16", "float32", "float32"),
         ({"params": "bfloat16", "compute": "float32"}, "bfloat16", "float32", "float32"),
         (BFLOAT16 | {"gather": "float32", "reduce": "bfloat16", "tp_reduce": "bfloat16"}, "float32", *["bfloat16"] * 2),
+        (BFLOAT16 | {"reduce": "bfloat16_all_to_all"}, "bfloat16", "float32", "float32"),
         (BFLOAT16 | {"tp_reduce": "fp8_all_to_all"}, "bfloat16", "float32", "float32"),
         (BFLOAT16 | {"recipe": "mxfp8"}, "bfloat16", "float32", "float32"),
         ({"params": "float32", "compute": "float16"}, "float32", "float32", "float32"),

@@ -111,6 +111,22 @@ def test_gradients_summed_in_bfloat16_are_rounded(layout: dict[str, Any]) -> Non
         assert 0 < difference < 2**-6
 
 
+ROUNDED_ONCE = [
+    {"sharding": "flat"},
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"schedule": "1f1b_overlapped"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", ROUNDED_ONCE)
+def test_gradients_of_bfloat16_parts_are_summed_in_float32(layout: dict[str, Any]) -> None:
+    """Each of two parts is rounded by at most 2**-9 of itself."""
+    narrow = {"precision.reduce": "bfloat16_all_to_all"}
+    for loss, other_loss, difference in compared("qwen3_30b_a3b_proxy", layout, narrow, {}):
+        assert loss == other_loss
+        assert 0 < difference < 2**-8
+
+
 @pytest.mark.slow
 def test_activations_summed_in_bfloat16_are_rounded() -> None:
     """On four ranks: the sum of two bfloat16 numbers rounds to the same bfloat16 number either way."""

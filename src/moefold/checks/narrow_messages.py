@@ -21,4 +21,15 @@ def narrow_rows_have_our_dispatcher(run: RunConfig) -> Problem | None:
     return Problem("precision.dispatch", f"rows in {name}, but {why}", fix)
 
 
-RULES = (narrow_rows_have_our_dispatcher,)
+def rounded_parts_are_of_float32(run: RunConfig) -> Problem | None:
+    precision = run.precision
+    if precision.reduce != "bfloat16_all_to_all" or precision.params != "float64":
+        return None
+    return Problem(
+        "precision.reduce",
+        "bfloat16 parts of float64 gradients, summed in float32",
+        "use null, or precision.params: float32",
+    )
+
+
+RULES = (narrow_rows_have_our_dispatcher, rounded_parts_are_of_float32)

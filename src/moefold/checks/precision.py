@@ -26,7 +26,7 @@ def gathered_parameters_lose_no_digits(run: RunConfig) -> Problem | None:
 def sums_are_no_narrower_than_what_they_add(run: RunConfig) -> list[Problem]:
     precision, compute = run.precision, _format(run.precision.compute)
     asked = {
-        "precision.reduce": precision.reduce,
+        "precision.reduce": None if precision.reduce is None else precision.reduce_format,
         "precision.tp_reduce": None if precision.tp_reduce is None else precision.tp_reduce_format,
     }
     return [

@@ -36,5 +36,22 @@ class PartCodec(Protocol):
         ...
 
 
+class BFloat16Parts:
+    """Parts that are rounded to bfloat16, a ``PartCodec``."""
+
+    def pack(self, part_ND: Tensor) -> Tensor:
+        return part_ND.bfloat16().flatten().view(torch.uint8)
+
+    def unpack(self, packed: Tensor, shape: torch.Size) -> Tensor:
+        return packed.view(torch.bfloat16).view(shape).float()
+
+
 # How a sum over ranks is computed: in a dtype (None: at least float32), or from narrow parts.
 SumFormat = torch.dtype | PartCodec
+
+
+def sum_parts(parts_WN: Tensor, total_N: Tensor) -> None:
+    """Added in the dtype of the sum, in the order of the ranks."""
+    total_N.copy_(parts_WN[0])
+    for part_N in parts_WN[1:]:
+        total_N.add_(part_N)

@@ -77,12 +77,13 @@ class PrecisionConfig:
     # scales of whole blocks; other parameters as with None.
     gather: GatherFormat | None = None
     # Sums of gradients over data-parallel ranks. None: `params`, or float32 if that is narrower. bfloat16 rounds each
-    # partial sum, and sends half the bytes.
-    reduce: Format | None = None
+    # partial sum, and sends half the bytes. bfloat16_all_to_all: each part is rounded and sent to the rank that owns
+    # its sum, and summed there in float32.
+    reduce: Literal[Format, "bfloat16_all_to_all"] | None = None
     # Sums of activations and of their gradients over tensor-parallel ranks. None: `compute`, or float32 if that is
     # narrower. bfloat16 rounds each partial sum, and sends half the bytes. fp8_all_to_all: parts are sent in FP8 to the
     # rank that owns their sum, and summed there in float32 (`config/message_casts.py`).
-    tp_reduce: Format | TpReduceFormat | None = None
+    tp_reduce: Literal[Format, TpReduceFormat] | None = None
     # Rows on their way to experts, in dispatch and in combine's backward: codes and scales (`config/message_casts.py`).
     # What comes back is in `compute`. None: as rows are.
     dispatch: DispatchFormat | None = None
@@ -99,6 +100,9 @@ class PrecisionConfig:
 
     @property
     def reduce_format(self) -> KeptFormat:
+        """Of sums; parts of them may be sent in a narrower one."""
+        if self.reduce == "bfloat16_all_to_all":
+            return "float32"
         return self.reduce or (self.params if BYTES[self.params] >= 4 else "float32")
 
     @property

@@ -236,7 +236,12 @@ def _described(action: Action) -> str:
 # ---- collectives ----
 
 # torch's operations that FSDP uses -> their names in the ledger.
-_OPERATIONS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+_OPERATIONS = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "allreduce_": "all_reduce",
+}
 
 # By (name, group).
 TrafficTable = dict[tuple[str, str], Traffic]

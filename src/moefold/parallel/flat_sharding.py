@@ -21,7 +21,7 @@ data-parallel ranks here, then over partial groups and pipeline ranks (`finish_g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ from torch.distributed import Work
 
 from moefold.blueprint.flat_layout import FlatBucket, FlatParameter, boxes_of_range, even_part, shifted
 from moefold.comm.collectives import all_gather_no_grad, start_all_gather, start_all_reduce, start_reduce_scatter
+from moefold.comm.half_buffer import HalfBufferSum, start_half_buffer_sum
 from moefold.comm.process_groups import Group, Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
@@ -50,6 +51,8 @@ class FlatDtypes:
     reduce: torch.dtype
     # Main weights are bfloat16 weights, which the optimizer completes by a remainder.
     remainder: bool = False
+    # Starts a sum; None: a reduce-scatter in ``reduce``.
+    start_sum: Callable[[Tensor, int, Group], HalfBufferSum] | None = None
 
 
 def flat_dtypes(precision: PrecisionConfig) -> FlatDtypes:
@@ -57,7 +60,10 @@ def flat_dtypes(precision: PrecisionConfig) -> FlatDtypes:
     params = TORCH_FORMATS[precision.params]
     main = TORCH_FORMATS.get(precision.master, params) if precision.master is not None else params
     gradients = torch.promote_types(params, torch.float32)
-    return FlatDtypes(main, gradients, TORCH_FORMATS[precision.reduce_format], precision.master == "remainder")
+    reduce, start_sum = TORCH_FORMATS[precision.reduce_format], None
+    if precision.reduce == "bfloat16_all_to_all":
+        start_sum = start_half_buffer_sum
+    return FlatDtypes(main, gradients, reduce, precision.master == "remainder", start_sum)
 
 
 @dataclass
@@ -80,6 +86,7 @@ class LiveBucket:
     open_stages: set[int] = field(default_factory=set)
     sent: Tensor | None = None
     reducing: list[Work] = field(default_factory=list)
+    half_buffer: HalfBufferSum | None = None
 
     @property
     def owned(self) -> range:
@@ -215,6 +222,9 @@ class FlatSharding:
 
     def _start_sum(self, bucket: LiveBucket) -> None:
         bucket.sent = bucket.gradients if bucket.alone else bucket.gradients.to(self.dtypes.reduce)
+        if self.dtypes.start_sum is not None and not bucket.shard.alone:
+            bucket.half_buffer = self.dtypes.start_sum(bucket.sent, bucket.each, bucket.shard)
+            return
         bucket.reducing = start_reduce_scatter(bucket.sent, bucket.each, bucket.shard)
 
     @torch.no_grad()
@@ -226,7 +236,8 @@ class FlatSharding:
         for bucket in self.trained:
             _wait(bucket.reducing)
             assert bucket.sent is not None
-            bucket.sent = bucket.mine(bucket.sent)
+            bucket.sent = bucket.mine(bucket.sent) if bucket.half_buffer is None else bucket.half_buffer.result()
+            bucket.half_buffer = None
             bucket.reducing = start_all_reduce(bucket.sent, bucket.replicate)
         for bucket in self.trained:
             _wait(bucket.reducing)

@@ -18,12 +18,13 @@ Only torch's public interface is used: unshard, reshard, and assign the sharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moefold.blueprint.flat_layout import fill_buckets
 from moefold.blueprint.sharding import grid_of, shard_dim
+from moefold.comm.message_codecs import BFloat16Parts, sum_parts
 from moefold.comm.process_groups import Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
@@ -46,11 +48,15 @@ class MessageDtypes(NamedTuple):
     params: torch.dtype
     gather: torch.dtype
     reduce: torch.dtype
+    # Parts of sums, where they are sent in another one.
+    parts: BFloat16Parts | None = None
 
 
 def message_dtypes(precision: PrecisionConfig) -> MessageDtypes:
     names = (precision.params, precision.gather_format, precision.reduce_format)
-    return MessageDtypes(*(TORCH_FORMATS[name] for name in names))
+    params, gather, reduce = (TORCH_FORMATS[name] for name in names)
+    parts = BFloat16Parts() if precision.reduce == "bfloat16_all_to_all" else None
+    return MessageDtypes(params, gather, reduce, parts)
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,39 @@ def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if dtypes.parts is not None and not once:
+                module.set_custom_reduce_scatter(AllToAllReduceScatter())  # type: ignore[arg-type]
             # FSDP reduces in the dtype of gradients where `reduce` is `gather`.
             widest = dtypes.reduce if dtypes.reduce == dtypes.gather and not once else dtypes.params
             module.register_forward_pre_hook(partial(_collect_gradients_in, widest))
             if once:
                 module.set_requires_gradient_sync(False, recurse=False)
                 module.set_reshard_after_backward(False, recurse=False)
+
+
+class AllToAllReduceScatter:
+    """In place of FSDP's reduce-scatter: parts are sent in bfloat16, and summed in the dtype of the output.
+
+    It has the interface of torch's ``ReduceScatter``, which has no public name.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """FSDP calls it on a stream of its own, and waits for that."""
+        assert not async_op
+        sent = input_tensor.bfloat16()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        sum_parts(received.view(-1, output_tensor.numel()), output_tensor)
 
 
 def _shard(
@@ -207,7 +240,8 @@ def reduce_for_step(model: Decoder, groups: Groups, dtypes: MessageDtypes, bucke
             if grid_of(name) == grid
         }
         for names in fill_buckets(sizes, bucket):
-            reduced = reduce_bucket([full.pop(name) for name in names], replicate, shard, dtypes.reduce)
+            gradients = [full.pop(name) for name in names]
+            reduced = reduce_bucket(gradients, replicate, shard, dtypes.reduce, dtypes.parts)
             for name, gradient in zip(names, reduced, strict=True):
                 sharded[name].grad = _like_parameter(gradient, sharded[name])
 

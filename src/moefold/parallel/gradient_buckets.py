@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moefold.blueprint.sharding import shard_dim
 from moefold.comm.collectives import all_reduce_no_grad, reduce_scatter_no_grad
+from moefold.comm.message_codecs import PartCodec
 from moefold.comm.process_groups import Group
 
 
@@ -46,8 +47,10 @@ def bucket_bytes(shape: tuple[int, ...], ranks: int, dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def reduce_bucket(gradients: Sequence[Tensor], replicate: Group, shard: Group, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's shard of each gradient, summed in ``dtype`` over both groups."""
+def reduce_bucket(
+    gradients: Sequence[Tensor], replicate: Group, shard: Group, dtype: torch.dtype, parts: PartCodec | None = None
+) -> list[Tensor]:
+    """This rank's shard of each gradient, summed in ``dtype`` over both groups; ``parts``: how shards are sent."""
     if shard.alone and replicate.alone:
         return list(gradients)
     cuts = [chunks_of(tuple(gradient.shape), shard.size) for gradient in gradients]
@@ -56,7 +59,7 @@ def reduce_bucket(gradients: Sequence[Tensor], replicate: Group, shard: Group, d
     sizes = [cut.numel for cut in cuts]
     for gradient, cut, part in zip(gradients, cuts, bucket.split(sizes, dim=1), strict=True):
         _fill(part.unflatten(1, (cut.chunk, *cut.others)), gradient.movedim(cut.dim, 0), cut.chunk)
-    (mine,) = reduce_scatter_no_grad(bucket, (1,) * shard.size, shard, dtype)
+    (mine,) = reduce_scatter_no_grad(bucket, (1,) * shard.size, shard, parts or dtype)
     del bucket
     mine = all_reduce_no_grad(mine, replicate, dtype)
     return [

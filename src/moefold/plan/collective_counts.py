@@ -105,7 +105,8 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
             # The root and routers stay unsharded from their forward to their backward; layers unshard for both.
             tally.add("all_gather", shard, gathered, number * (1 if is_root or router else 2))
             if trained:
-                tally.add("reduce_scatter", shard, sum(whole for _, whole in trained) * reduced, number)
+                name, sent = _reduction(run)
+                tally.add(name, shard, sum(whole for _, whole in trained) * sent, number)
                 tally.add("all_reduce", copies, sum(size for size, _ in trained) * reduced, number)
 
 
@@ -121,8 +122,16 @@ def _buckets(run: RunConfig, layout: FoldedLayout, held: Sequence[ParameterSpec]
         sizes = {spec.name: _padded(local_shape(spec, layout), ways)[1] * each for spec in mine}
         for names in fill_buckets(sizes, limit):
             whole = sum(sizes[name] for name in names)
-            tally.add("reduce_scatter", shard, whole)
+            name, sent = _reduction(run)
+            tally.add(name, shard, whole // each * sent)
             tally.add("all_reduce", copies, whole // ways)
+
+
+def _reduction(run: RunConfig) -> tuple[str, int]:
+    """Of gradients over the ranks that shard them: the collective, and bytes of an element in it."""
+    if run.precision.reduce == "bfloat16_all_to_all":
+        return "all_to_all", BYTES["bfloat16"]
+    return "reduce_scatter", BYTES[run.precision.reduce_format]
 
 
 def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally) -> None:
@@ -142,7 +151,8 @@ def _flat_buffers(run: RunConfig, layout: FoldedLayout, rank: int, tally: Tally)
             tally.add("all_reduce", shard, bucket.num_scales * 4)
         if even:
             tally.add("all_gather", shard, even * kept)
-            tally.add("reduce_scatter", shard, ways * even * each)
+            name, sent = _reduction(run)
+            tally.add(name, shard, ways * even * sent)
         if rest:
             tally.add("broadcast", shard, rest * kept)
             tally.add("all_reduce", shard, rest * each)
