@@ -27,6 +27,7 @@ from moefold.attention.core import Rotary
 from moefold.blueprint.lora_adapters import is_adapter
 from moefold.blueprint.parameters import ParameterSpec
 from moefold.comm.collectives import all_gather_replicated, all_gather_rows, all_reduce_partial
+from moefold.comm.message_codecs import RowCodec
 from moefold.comm.process_groups import Group
 from moefold.model.decoder import Decoder
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -177,24 +178,24 @@ def prob_not_applied() -> None:
 
 def prob_gradient_lost() -> None:
     def make(send: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda self, rows, counts: send(self, rows.detach() if rows.ndim == 1 else rows, counts)
+        return lambda self, rows, *given: send(self, rows.detach() if rows.ndim == 1 else rows, *given)
 
     wrap(AllToAllDispatcher, "_send", make)
 
 
 def gathered_probs_gradient_not_summed() -> None:
-    def gather(rows: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
+    def gather(rows: Tensor, sizes: tuple[int, ...], group: Group, codec: RowCodec | None = None) -> Tensor:
         return (
             all_gather_replicated(rows, sizes, group)
             if rows.dtype == torch.float64 and rows.shape[1] < 4
-            else all_gather_rows(rows, sizes, group)
+            else all_gather_rows(rows, sizes, group, codec=codec)
         )
 
     put(moefold.moe.dispatch.all_gather, "all_gather_rows", gather)
 
 
 def split_experts_not_summed() -> None:
-    def reduce(partial: Tensor, sizes: tuple[int, ...], group: Group) -> Tensor:
+    def reduce(partial: Tensor, sizes: tuple[int, ...], group: Group, grad_codec: RowCodec | None = None) -> Tensor:
         return partial.split(sizes)[group.index]
 
     put(moefold.moe.dispatch.all_to_all, "reduce_scatter_rows", reduce)
