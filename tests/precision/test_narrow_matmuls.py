@@ -16,7 +16,8 @@ from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, PrecisionRecipe, RecipeName
 from moefold.model.narrow_modules import QUANTIZERS
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
-from moefold.precision.operands import NarrowOperands, NarrowWeights, pad_segments
+from moefold.precision.grouped_quantize import move_rows
+from moefold.precision.operands import NarrowOperands, NarrowWeights
 from moefold.precision.quantize import HADAMARD_SIGNS, block_noise
 
 TRAINED: tuple[RecipeName, ...] = ("bf16", "fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
@@ -193,7 +194,7 @@ def test_deferred_weight_gradients_and_native_casts_have_the_same_bits(name: Rec
 
 def test_padding_is_zeros_between_experts() -> None:
     rows = torch.arange(1.0, 6.0)[:, None]
-    assert pad_segments(rows, [2, 0, 3], [4, 0, 4])[:, 0].tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
+    assert move_rows(rows, [2, 0, 3], [4, 0, 4])[:, 0].tolist() == [1, 2, 0, 0, 3, 4, 5, 0]
 
 
 def test_weights_are_narrowed_once_and_again_when_they_change() -> None:

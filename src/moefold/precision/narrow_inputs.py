@@ -7,82 +7,73 @@ for bit, in about half of bfloat16's bytes. Rows that pad experts to the recipe'
 Matmuls of one tensor (queries, keys and values) keep one narrow copy together: it is found by the tensor, as long as
 that is alive.
 
-Shapes: R rows sorted by expert, X columns, b blocks along the rows of all experts.
+Shapes: R rows sorted by expert, X columns, b blocks of c rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.config.casts import Cast
+from moefold.precision.grouped_quantize import cut, move_rows, piece, whole_blocks
 from moefold.precision.quantize import FLOAT8, Quantized, dequantize, pack_e2m1, unpack_e2m1
-
-# A Hadamard transform mixes this many rows, those of zeros too.
-_TRANSFORMED = 16
 
 
 class NarrowRows(NamedTuple):
-    """Codes as bytes, each column's rows side by side; scales of an expert's blocks follow those of the one before."""
+    """Codes as bytes: of 8 bits per row, [R, X]; of 4 bits two in a byte, in whole blocks, [b, X, c / 2]. Scales per
+    block, [b, X]; those of whole matrices one per expert that has rows."""
 
-    codes_XR: Tensor
-    scale_Xb: Tensor
-    # two_level: of each expert.
-    tensor_scale_e: Tensor | None = None
+    codes: Tensor
+    scale: Tensor
+    tensor_scale: Tensor | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(each for each in self if each is not None)
 
 
 def narrow_rows(rows_RX: Tensor, cast: Cast, segments: Sequence[int], quantize: Callable[..., Quantized]) -> NarrowRows:
-    """Each segment's rows through the cast, along the rows."""
-    parts = []
-    for part_RX in rows_RX.detach().split(list(segments)):
-        missing = _kept_size(len(part_RX), cast) - len(part_RX)
-        parts.append(quantize(F.pad(part_RX, (0, 0, 0, missing)).t(), cast))
-    codes_XR = torch.cat([_as_bytes(part, cast) for part in parts], dim=1)
-    scale_Xb = torch.cat([_plain(part.scale_rc) for part in parts], dim=1)
-    tensor_scales = [part.tensor_scale for part in parts if part.tensor_scale is not None]
-    return NarrowRows(codes_XR, scale_Xb, torch.stack(tensor_scales) if tensor_scales else None)
+    blocks_bXc, amax_b = cut(rows_RX.detach(), cast, segments)
+    quantized = quantize(blocks_bXc, cast, amax=amax_b)
+    if cast.element == "e2m1":
+        # A transform mixes the rows of a block with its rows of zeros.
+        codes = pack_e2m1(quantized.codes_MK)
+    else:
+        codes_PX = quantized.codes_MK.view(torch.uint8).transpose(1, 2).flatten(0, 1)
+        codes = move_rows(codes_PX, whole_blocks(segments, cast), segments)
+    first = _first_blocks(cast, segments, rows_RX.device)
+    scale_bX = quantized.scale_rc.flatten(1)
+    scale = (scale_bX[first] if cast.block is None else scale_bX).contiguous()
+    tensor_scale = None if quantized.tensor_scale is None else quantized.tensor_scale[first]
+    return NarrowRows(codes.contiguous(), scale, tensor_scale)
 
 
 def wide_rows(narrow: NarrowRows, cast: Cast, segments: Sequence[int], padded: Sequence[int]) -> Tensor:
     """[P, X] in float32: what a matmul computes with, each segment with rows of zeros up to its padded size."""
-    kept = [_kept_size(size, cast) for size in segments]
-    per_byte = 2 if cast.element == "e2m1" else 1
-    # An expert without rows has no block.
-    blocks = [-(-size // cast.block_of(1, size)[1]) for size in kept]
-    ends = zip(accumulate(size // per_byte for size in kept), accumulate(blocks), strict=True)
-    parts, code, block = [], 0, 0
-    for expert, (code_end, block_end) in enumerate(ends):
-        codes = narrow.codes_XR[:, code:code_end]
-        typed = unpack_e2m1(codes) if cast.element == "e2m1" else codes.view(FLOAT8[cast.element])
-        scale = narrow.scale_Xb[:, block:block_end]
-        tensor_scale = None if narrow.tensor_scale_e is None else narrow.tensor_scale_e[expert]
-        scale = scale.view(torch.float8_e4m3fn) if cast.scale == "two_level" else scale
-        values = dequantize(Quantized(typed, scale, tensor_scale, cast))
-        parts.append(F.pad(values, (0, padded[expert] - kept[expert])).t())
-        code, block = code_end, block_end
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    whole, size = whole_blocks(segments, cast), piece(cast)
+    if cast.element == "e2m1":
+        codes_bXc = unpack_e2m1(narrow.codes)
+    else:
+        codes_PX = move_rows(narrow.codes, segments, whole)
+        codes_bXc = (
+            codes_PX.unflatten(0, (sum(whole) // size, size)).transpose(1, 2).contiguous().view(FLOAT8[cast.element])
+        )
+    blocks_e = torch.tensor([rows // size for rows in whole if rows], dtype=torch.long, device=narrow.codes.device)
+    scale_bX = narrow.scale.repeat_interleave(blocks_e, 0) if cast.block is None else narrow.scale
+    tensor_scale = None if narrow.tensor_scale is None else narrow.tensor_scale.repeat_interleave(blocks_e)
+    values = dequantize(Quantized(codes_bXc, scale_bX[..., None], tensor_scale, cast))
+    return move_rows(values.transpose(1, 2).flatten(0, 1), whole, padded)
 
 
-def _kept_size(size: int, cast: Cast) -> int:
-    return -(-size // _TRANSFORMED) * _TRANSFORMED if cast.hadamard or cast.element == "e2m1" else size
-
-
-def _as_bytes(quantized: Quantized, cast: Cast) -> Tensor:
-    codes = quantized.codes_MK
-    return pack_e2m1(codes) if cast.element == "e2m1" else codes.view(torch.uint8)
-
-
-def _plain(scale: Tensor) -> Tensor:
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e4m3fn else scale
+def _first_blocks(cast: Cast, segments: Sequence[int], device: torch.device) -> Tensor:
+    """The first block of each expert that has rows."""
+    blocks = [rows // piece(cast) for rows in whole_blocks(segments, cast) if rows]
+    blocks_e = torch.tensor(blocks, dtype=torch.long, device=device)
+    return blocks_e.cumsum(0) - blocks_e
 
 
 class NarrowInputs:

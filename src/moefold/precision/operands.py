@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PrecisionRecipe
+from moefold.precision.grouped_quantize import along_features, along_tokens, move_rows
 from moefold.precision.narrow_inputs import NarrowInputs, NarrowRows, wide_rows
 from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
 
@@ -132,9 +132,9 @@ class NarrowOperands:
         grad_TY = grad.flatten(0, -2)
         rows = [len(grad_TY)] if rows_per_expert is None else rows_per_expert
         padded = [-(-count // self.align) * self.align for count in rows]
-        grad_in = self._along_tokens(pad_segments(grad_TY, rows, padded), self.casts.dy_wgrad, padded)
+        grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded)
         if self.inputs is None or self.casts.x_wgrad is None:
-            x_in = self._along_tokens(pad_segments(kept[0].flatten(0, -2), rows, padded), self.casts.x_wgrad, padded)
+            x_in = self._along_tokens(move_rows(kept[0].flatten(0, -2), rows, padded), self.casts.x_wgrad, padded)
         else:
             x_in = wide_rows(NarrowRows(*kept), self.casts.x_wgrad, rows, padded)
         wide = _sums_in(grad)
@@ -143,34 +143,17 @@ class NarrowOperands:
     def _along_features(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int] | None) -> Tensor:
         if cast is None:
             return rows_TX
-        if segments is None or not cast.scales_whole_matrix:
-            return self._narrow(rows_TX, cast)
-        return torch.cat([self._narrow(part, cast) for part in rows_TX.split(list(segments))])
+        segments = [len(rows_TX)] if segments is None else segments
+        return along_features(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
 
     def _along_tokens(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int]) -> Tensor:
-        """No block has rows of two experts, and where a scale is that of a whole matrix, experts have their own."""
         if cast is None:
             return rows_TX
-        columns = 0 if cast.block is None else cast.block[1]
-        if columns and not cast.scales_whole_matrix and self.align % columns == 0:
-            segments = [sum(segments)]
-        parts = [self._narrow(part.t(), cast).t() for part in rows_TX.split(list(segments))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _narrow(self, matrix: Tensor, cast: Cast) -> Tensor:
-        return self.quantizers.fake_quantize(matrix, cast, seed=self.seed)
+        return along_tokens(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
 
 
 def _sums_in(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def pad_segments(rows_TX: Tensor, sizes: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """Each of the segments followed by zeros, up to its padded size."""
-    if list(sizes) == list(padded):
-        return rows_TX
-    parts = zip(rows_TX.split(list(sizes)), sizes, padded, strict=True)
-    return torch.cat([F.pad(part, (0, 0, 0, more - size)) for part, size, more in parts])
 
 
 class NarrowWeights:

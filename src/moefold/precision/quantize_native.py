@@ -72,34 +72,31 @@ def _run(
     scales: Tensor | None,
     tensor_scale: Tensor | None,
 ) -> Tensor:
-    """The values; codes and scales are written where they are given. Matrices of a stack one after another."""
+    """The values; codes and scales are written where they are given. One call for all matrices of a stack."""
     if x_MK.dtype not in (torch.float32, torch.bfloat16):
         x_MK = x_MK.float()
     stochastic = cast.rounding == "stochastic"
     if cast.hadamard and x_MK.shape[-1] % 16:
         raise ValueError(f"a Hadamard transform of groups of 16 cannot divide {x_MK.shape[-1]} columns")
-    function, values = load("quantize").quantize, torch.empty(x_MK.shape)
+    function, values, stack = load("quantize").quantize_stack, torch.empty(x_MK.shape), _stack(x_MK)
     formats = (_ELEMENTS[cast.element], _RULES[cast.scale])
     how = _Cast(*_block(x_MK, cast), *formats, cast.hadamard, stochastic, seed % 2**64)
-    given = None if amax is None else amax.float().contiguous().view(-1)
-    outputs = [None if out is None else out.view(-1, *out.shape[-2:]) for out in (codes, scales)]
-    for index, (matrix, out) in enumerate(zip(_matrices(x_MK), values.view(-1, *x_MK.shape[-2:]), strict=True)):
-        what = _Matrix(
-            matrix.data_ptr(),
-            *matrix.shape,
-            *matrix.stride(),
-            matrix.dtype == torch.bfloat16,
-            0 if given is None else given[index].data_ptr(),
-            out.data_ptr(),
-            *(0 if each is None else each[index].data_ptr() for each in outputs),
-            0 if tensor_scale is None else tensor_scale.view(-1)[index].data_ptr(),
-        )
-        function(ctypes.byref(what), ctypes.byref(how))
+    given = None if amax is None else amax.float().contiguous()
+    first = _Matrix(
+        stack.data_ptr(),
+        *stack.shape[1:],
+        *stack.stride()[1:],
+        stack.dtype == torch.bfloat16,
+        0 if given is None else given.data_ptr(),
+        values.data_ptr(),
+        *(0 if each is None else each.data_ptr() for each in (codes, scales, tensor_scale)),
+    )
+    function(ctypes.byref(first), ctypes.byref(how), ctypes.c_long(len(stack)), ctypes.c_long(stack.stride(0)))
     return values
 
 
-def _matrices(x_MK: Tensor) -> Tensor:
-    """A stack with one leading dim; views where strides allow, which a transposed stack's do."""
+def _stack(x_MK: Tensor) -> Tensor:
+    """With one leading dim; a view where strides allow, which a transposed stack's do."""
     return x_MK.reshape(-1, *x_MK.shape[-2:]) if x_MK.dim() != 3 else x_MK
 
 

@@ -171,7 +171,7 @@ static void round_row(float *restrict row, long count, float encode, int element
     else { ROUND_ROW(E2M1, 1, 0) }
 }
 
-void quantize(const struct matrix *a, const struct cast *cast) {
+static void quantize(const struct matrix *a, const struct cast *cast) {
     int element = cast->element, bits = FRACTION_BITS[element], smallest = SMALLEST_EXPONENT[element];
     long blocks_per_row = (a->k + cast->columns - 1) / cast->columns;
     load_all(a);
@@ -217,4 +217,20 @@ void quantize(const struct matrix *a, const struct cast *cast) {
                 for (long j = 0; j < right - left; j++) row[j] *= decode;
             }
         }
+}
+
+/* A stack of equal matrices, ``stride`` numbers apart; all that is written, and amax, lies one after another. */
+void quantize_stack(const struct matrix *first, const struct cast *cast, long count, long stride) {
+    long rows = (first->m + cast->rows - 1) / cast->rows, columns = (first->k + cast->columns - 1) / cast->columns;
+    long scale_bytes = cast->rule == FLOAT32 || cast->rule == POWER_OF_TWO ? 4 : 1;
+    for (long i = 0; i < count; i++) {
+        struct matrix a = *first;
+        a.x = (const char *)a.x + i * stride * (a.is_bf16 ? 2 : 4);
+        a.values += i * a.m * a.k;
+        if (a.codes) a.codes += i * a.m * a.k;
+        if (a.scales) a.scales = (char *)a.scales + i * rows * columns * scale_bytes;
+        if (a.amax) a.amax += i;
+        if (a.tensor_scale) a.tensor_scale += i;
+        quantize(&a, cast);
+    }
 }
