@@ -437,6 +437,12 @@ CASES = [
         "kernels.casts",
     ),
     (
+        narrow_recipes.down_inputs_are_of_fp8,
+        narrowed(precision=PrecisionConfig(recipe="fp8_tensor", down_input="per_token")),
+        narrowed(precision=PrecisionConfig(recipe="nvfp4", down_input="per_token")),
+        "precision.down_input",
+    ),
+    (
         narrow_recipes.wide_modules_exist,
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layers.0.*",))),
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layer.0.*",))),

@@ -162,6 +162,36 @@ def test_experts_are_linear_layers_of_their_rows(name: RecipeName, matmul: objec
         assert torch.allclose(weight.grad[expert], alone.grad, rtol=1e-5, atol=1e-4)
 
 
+def per_token(x_TX: Tensor) -> Tensor:
+    """MegaScale-MoE's 1 x h quantisation, token by token: over its own largest magnitude, as E4M3."""
+    out = torch.empty_like(x_TX)
+    for token, row in enumerate(x_TX):
+        encode = torch.tensor(448.0) / row.abs().max()
+        out[token] = (row * encode).to(torch.float8_e4m3fn).float() * (1.0 / encode)
+    return out
+
+
+@pytest.mark.parametrize("casts", ["torch", "native"])
+@pytest.mark.parametrize("mutant", ["", "the recipe's scale", "blocks of 128"])
+def test_down_projections_may_read_a_scale_per_token(mutant: str, casts: str) -> None:
+    """Of fp8_tensor: fprop alone has another operand, and experts' rows have no more to do with each other."""
+    run = moefold.load_run("debug_mla", {"precision.recipe": "fp8_tensor", "precision.down_input": "per_token"})
+    by_name = {matmul.weight.name.rpartition(".")[2]: matmul.casts for matmul in matmuls(run)}
+    down, recipe = by_name["down"], PRECISION_RECIPES["fp8_tensor"]
+    assert down is not None and by_name["gate_up"] == by_name["weight"] == recipe.casts
+    assert str(down.x_fprop) == "e4m3 1xrow float32" and replace(down, x_fprop=recipe.casts.x_fprop) == recipe.casts
+    wrong = {"the recipe's scale": recipe.casts.x_fprop, "blocks of 128": replace(down.x_fprop, block=(1, 128))}  # type: ignore[type-var]
+    down = replace(down, x_fprop=wrong.get(mutant, down.x_fprop))
+    hidden, counts = spread(70, 256, seed=3), [40, 0, 30]
+    weight = torch.stack([spread(48, 256, seed=seed) for seed in range(3)])
+    policy = policy_for(replace(recipe, casts=down), casts=casts)
+    found = policy.grouped(sequential, hidden, nn.Parameter(weight), torch.tensor(counts), counts)
+    parts = zip(per_token(hidden).split(counts), weight, strict=True)
+    wanted = torch.cat([part @ by_blocks(each, 48, 256, recipe.casts.w_fprop).t() for part, each in parts])  # type: ignore[arg-type]
+    distance = float((found - wanted).abs().max() / wanted.abs().max())
+    assert (distance < 1e-6) == (not mutant), distance
+
+
 # ---- what must not change a bit ----
 
 

@@ -6,6 +6,7 @@ head, norms and attention itself stay as `precision.compute` has them, and so do
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, parameters
 from moefold.config.casts import Cast
 from moefold.config.memory import RetainedStep
-from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
+from moefold.config.precision_recipes import DOWN_INPUTS, PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
 
 NARROWED_KINDS = ("matrix", "expert")
@@ -47,10 +48,19 @@ def matmuls(run: RunConfig) -> list[NarrowMatmul]:
     recipe = run.precision.recipe
     casts = None if recipe is None else PRECISION_RECIPES[recipe].casts
     return [
-        NarrowMatmul(spec, None if stays_wide(module_of(spec.name), run.precision.wide) else casts)
+        NarrowMatmul(
+            spec, None if stays_wide(module_of(spec.name), run.precision.wide) else _casts_of(spec, casts, run)
+        )
         for spec in parameters(run.model)
         if spec.kind in NARROWED_KINDS
     ]
+
+
+def _casts_of(spec: ParameterSpec, casts: LinearCasts | None, run: RunConfig) -> LinearCasts | None:
+    down_input = DOWN_INPUTS.get(run.precision.down_input)
+    if casts is None or down_input is None or not spec.name.endswith(".down"):
+        return casts
+    return replace(casts, x_fprop=down_input)
 
 
 def input_step(weight: str) -> RetainedStep | None:

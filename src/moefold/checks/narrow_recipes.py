@@ -34,6 +34,16 @@ def casts_are_known_on_this_device(run: RunConfig) -> Problem | None:
     return Problem("kernels.casts", "native casts run on CPUs, and kernels.backend triton on GPUs", "use torch")
 
 
+def down_inputs_are_of_fp8(run: RunConfig) -> Problem | None:
+    """A scale per token is for E4M3: bf16 has no scales, and FP4 is multiplied by FP4."""
+    recipe, chosen = run.precision.recipe, run.precision.down_input
+    if chosen == "recipe" or recipe not in (None, "bf16", "nvfp4"):
+        return None
+    said = "null" if recipe is None else recipe
+    message = f"{chosen} is a cast to FP8, but precision.recipe is {said}"
+    return Problem("precision.down_input", message, "use recipe, or a precision.recipe such as fp8_tensor")
+
+
 def wide_modules_exist(run: RunConfig) -> list[Problem]:
     """A pattern that fits no module would narrow what was meant to stay wide. The default may fit none."""
     default = PrecisionConfig().wide
@@ -119,6 +129,7 @@ def _gather_problem(casts: LinearCasts) -> str | None:
 RULES = (
     narrow_matmuls_are_torchs,
     casts_are_known_on_this_device,
+    down_inputs_are_of_fp8,
     wide_modules_exist,
     blocks_are_those_of_whole_matrices,
     narrow_gather_has_one_copy,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from moefold.config.message_casts import DispatchFormat, TpReduceFormat
-from moefold.config.precision_recipes import RecipeName
+from moefold.config.precision_recipes import DownInput, RecipeName
 from moefold.config.strict import STRICT
 
 Format = Literal["float64", "float32", "bfloat16"]
@@ -59,6 +59,8 @@ class PrecisionConfig:
     compute: ComputeFormat = "float32"
     # How the operands of matmuls are narrowed (`config/precision_recipes.py`); None: not at all, they are in `compute`.
     recipe: RecipeName | None = None
+    # The cast of what enters down projections in fprop: the recipe's, or per_token: E4M3 with a scale per token.
+    down_input: DownInput = "recipe"
     # Modules whose matmuls stay in `compute`, by shell patterns of their names, such as layers.0.* or *.attention.out.
     # Routers, the embedding, the head, norms and attention itself always do.
     wide: tuple[str, ...] = ("*.shared_gate",)

@@ -56,6 +56,11 @@ _MX = Cast("e4m3", (1, 32), "e8m0_rceil")
 _FP4, _FP4_SQUARE = Cast("e2m1", (1, 16), "two_level"), Cast("e2m1", (16, 16), "two_level")
 _FP4_STOCHASTIC = replace(_FP4, rounding="stochastic")
 
+# What enters down projections in fprop instead of the recipe's cast. per_token: the activation widens the range of
+# values, and differently per token, so each token has a scale (1 x h, as in MegaScale-MoE).
+DownInput = Literal["recipe", "per_token"]
+DOWN_INPUTS: dict[DownInput, Cast] = {"per_token": Cast("e4m3", (1, 0), "float32")}
+
 PRECISION_RECIPES: dict[RecipeName, PrecisionRecipe] = {
     # Operands rounded to bfloat16; where `precision.compute` is bfloat16, nothing changes.
     "bf16": PrecisionRecipe(_both_ways(_BF16, _BF16, _BF16), 1),

@@ -5,6 +5,8 @@ Modules are built with one policy for all; `blueprint/narrow_matmuls.py` says wh
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from moefold.blueprint.narrow_matmuls import keeps_narrow, matmuls, module_of
@@ -32,7 +34,9 @@ def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:
         if matmul.casts is None or module is None:
             continue
         kept = inputs if keeps_narrow(matmul, run) else None
-        operands = NarrowOperands(recipe, weights, QUANTIZERS[run.kernels.casts], run.seed, kept)
+        operands = NarrowOperands(
+            replace(recipe, casts=matmul.casts), weights, QUANTIZERS[run.kernels.casts], run.seed, kept
+        )
         owner = module.backend if isinstance(module, Experts) else module
         # `narrow_experts_have_a_backend` leaves those that have a policy.
         assert isinstance(owner, (GroupedExperts, Linear, FeedForward))
