@@ -443,6 +443,12 @@ CASES = [
         "precision.down_input",
     ),
     (
+        narrow_recipes.rows_can_be_padded,
+        narrowed(kernels=KernelsConfig(row_padding="routing_map")),
+        narrowed(kernels=KernelsConfig(row_padding="permute", permute="transformer_engine")),
+        "kernels.row_padding",
+    ),
+    (
         narrow_recipes.wide_modules_exist,
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layers.0.*",))),
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layer.0.*",))),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES
-from moefold.model.narrow_modules import QUANTIZERS
 from moefold.precision import grouped_quantize
 from moefold.precision.grouped_quantize import (
     along_features,
@@ -20,6 +19,7 @@ from moefold.precision.grouped_quantize import (
     along_tokens_reference,
     move_rows,
 )
+from moefold.precision.quantize_native import QUANTIZERS
 
 WAYS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "features": (along_features, along_features_reference),

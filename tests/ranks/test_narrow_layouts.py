@@ -39,6 +39,7 @@ SETTINGS = {
 }
 LAYOUTS = {
     "ep": {"parallel.ep": 2},
+    "ep, padded routing": {"parallel.ep": 2, "kernels.row_padding": "routing_map"},
     "fsdp": {},
     "flat": {"parallel.sharding": "flat"},
     "replicas": {"parallel.dp_replicate": 2, "parallel.edp_replicate": 2},
@@ -106,3 +107,11 @@ def test_narrow_dispatch_is_that_of_one_process(
     found, wanted = metrics(tmp_path, SENT_NARROW | DISPATCHED[layout], 2), one_process_sending_narrow
     for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
         assert abs(loss / wanted_loss - 1) < 1e-11 and abs(norm / wanted_norm - 1) < 1e-11, (found, wanted)
+
+
+def test_inputs_that_are_kept_narrow_change_no_bit_of_a_pipeline(tmp_path: Path) -> None:
+    """Two stages with deferred weight gradients: codes and scales wait with them."""
+    layout = LAYOUTS["deferred weight gradients"] | {"train.steps": 2}
+    narrow = {f"memory.retain.{step}": "quantize" for step in ("attention_norm", "rows", "activation")}
+    wanted = metrics(tmp_path / "wide", layout, 2)
+    assert metrics(tmp_path / "narrow", layout | narrow, 2) == wanted and len(wanted) == 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from moefold.blueprint.narrow_matmuls import matmuls, module_of, stays_wide
 from moefold.blueprint.parameters import parameters
 from moefold.blueprint.sharding import cuts
 from moefold.config.casts import ELEMENT_BITS
+from moefold.config.parallel import EngineDispatcher
 from moefold.config.precision import PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
@@ -42,6 +45,27 @@ def down_inputs_are_of_fp8(run: RunConfig) -> Problem | None:
     said = "null" if recipe is None else recipe
     message = f"{chosen} is a cast to FP8, but precision.recipe is {said}"
     return Problem("precision.down_input", message, "use recipe, or a precision.recipe such as fp8_tensor")
+
+
+def rows_can_be_padded(run: RunConfig) -> Problem | None:
+    """Rows of zeros are for a recipe that wants a multiple, and must stay zeros up to the second matmul."""
+    chosen, moe, recipe = run.kernels.row_padding, run.model.moe, run.precision.recipe
+    if chosen == "wgrad":
+        return None
+    align = 1 if recipe is None else PRECISION_RECIPES[recipe].align
+    engine = chosen == "routing_map" and run.parallel.dispatcher in get_args(EngineDispatcher)
+    refused = {
+        "there are no experts (model.moe is null)": moe is None,
+        f"precision.recipe {recipe or 'null'} needs no multiple of rows": align == 1,
+        "biases of experts would be added to rows of zeros": moe is not None and moe.expert_mlp_bias,
+        "capacities are padded already": moe is not None and moe.capacity is not None and moe.capacity.pad,
+        f"kernels.permute {run.kernels.permute} does not pad": chosen == "permute" and run.kernels.permute != "backend",
+        f"parallel.dispatcher {run.parallel.dispatcher} has buffers for this rank's own tokens": engine,
+    }
+    for why, applies in refused.items():
+        if applies:
+            return Problem("kernels.row_padding", f"{chosen}: {why}", "use wgrad")
+    return None
 
 
 def wide_modules_exist(run: RunConfig) -> list[Problem]:
@@ -130,6 +154,7 @@ RULES = (
     narrow_matmuls_are_torchs,
     casts_are_known_on_this_device,
     down_inputs_are_of_fp8,
+    rows_can_be_padded,
     wide_modules_exist,
     blocks_are_those_of_whole_matrices,
     narrow_gather_has_one_copy,

@@ -37,6 +37,7 @@ BYTES: dict[MasterFormat, int] = {
 NamedExperts = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8", "transformer_engine"]
 ExpertBackend = Literal["auto", NamedExperts]
 KernelBackend = Literal["torch", "triton", "native"]
+RowPadding = Literal["wgrad", "permute", "routing_map"]
 CastBackend = Literal["torch", "native"]
 LinearBackend = Literal["torch", "transformer_engine"]
 PermuteBackend = Literal["backend", "transformer_engine"]
@@ -137,6 +138,11 @@ class KernelsConfig:
     attention: AttentionBackend = "auto"
     # Casts of `precision.recipe`. torch: the reference, on any device. native: one pass in C, for CPUs.
     casts: CastBackend = "torch"
+    # Where rows of experts are padded with zeros to the alignment of `precision.recipe`. wgrad: in the operands of
+    # weight gradients alone. permute: the permutation makes the rows, for all matmuls. routing_map: every rank routes
+    # tokens of zeros, so that it sends each expert an aligned number of rows (Megatron's
+    # moe_router_padding_for_quantization).
+    row_padding: RowPadding = "wgrad"
     # Matmuls of linear layers: torch's, or Transformer Engine's GEMM, in bfloat16 on GPUs: docs/engines.md.
     linear: LinearBackend = "torch"
     # CUDA graphs. Planned only: partial (parts of layers are recorded), full (the whole step).

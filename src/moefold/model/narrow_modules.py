@@ -40,6 +40,8 @@ def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:
         owner = module.backend if isinstance(module, Experts) else module
         # `narrow_experts_have_a_backend` leaves those that have a policy.
         assert isinstance(owner, (GroupedExperts, Linear, FeedForward))
+        if isinstance(owner, GroupedExperts) and run.kernels.row_padding == "permute":
+            owner.multiple = recipe.align
         if name.endswith(".down"):
             assert not isinstance(owner, Linear)
             owner.down_matmul_policy = _with_operands(owner.down_matmul_policy, operands)

@@ -30,7 +30,15 @@ from moefold.moe.dispatch.base import ExpertInput
 from moefold.moe.experts import ExpertWeights
 from moefold.moe.kernels.moe_references import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
-from moefold.moe.permute import gather_probs, gather_rows, group_by_expert, group_padded, unpermute_rows
+from moefold.moe.permute import (
+    aligned,
+    gather_probs,
+    gather_rows,
+    group_aligned,
+    group_by_expert,
+    group_padded,
+    unpermute_rows,
+)
 from moefold.nn.low_rank import add_low_rank_grouped
 from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
 from moefold.nn.step_retention import KEEP_ALL, Retention
@@ -40,18 +48,27 @@ from moefold.ops.activations import weighted_activation
 class Permuted(NamedTuple):
     """Rows sorted by expert, the probs that multiply their activation, and what ``unpermute`` needs.
 
-    ``prob_P`` is None where probs multiply the output; ``unpermute`` does that then.
+    ``prob_P`` is None where probs multiply the output; ``unpermute`` does that then. ``rows_per_expert``: with padding,
+    on the host, where the permutation has padded; None: those that were received.
     """
 
     rows_PL: Tensor
     prob_P: Tensor | None
     undo: Any
+    rows_per_expert: list[int] | None = None
 
 
 class Permutation(Protocol):
     def permute(
-        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
-    ) -> Permuted: ...
+        self,
+        expert_in: ExpertInput,
+        num_experts: int,
+        prob_at_activation: bool,
+        retain: Retention = KEEP_ALL,
+        multiple: int = 1,
+    ) -> Permuted:
+        """``multiple``: each expert's rows are followed by rows of zeros up to a multiple of it."""
+        ...
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
         """[R, L]: each received row's expert outputs, summed."""
@@ -88,15 +105,20 @@ class GroupedExperts:
         # Each weight's own, which may differ in their casts.
         self.matmul_policy = self.down_matmul_policy = matmul_policy
         self.matmul = matmul
+        # Of rows per expert (``kernels.row_padding: permute``).
+        self.multiple = 1
         self.permutation, self.activation = permutation, activation
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
         permutation = NO_PERMUTATION if expert_in.by_expert else self.permutation
-        permuted = permutation.permute(expert_in, weights.gate_up.shape[0], self.prob_at_activation, self.retain)
-        rows_PL, prob_P, _ = permuted
+        num_experts = weights.gate_up.shape[0]
+        permuted = permutation.permute(expert_in, num_experts, self.prob_at_activation, self.retain, self.multiple)
+        rows_PL, prob_P = permuted.rows_PL, permuted.prob_P
         if self.prob_at_input and prob_P is not None:
             rows_PL, prob_P = times_prob(rows_PL, prob_P), None
         counts = RowCounts(expert_in.rows_per_expert_e, expert_in.rows_per_expert)
+        if (padded := permuted.rows_per_expert) is not None:
+            counts = RowCounts(torch.tensor(padded, device=rows_PL.device), padded)
         # Only the counts: what is recomputed must not hold the rows that were received.
         gate_up = partial(self._gate_up, weights, counts)
         gate_up_PG = self.retain.step("gate_up", gate_up, self.retain.received("rows", rows_PL))
@@ -151,10 +173,18 @@ class _UndoPermute(NamedTuple):
 
 class TorchPermutation:
     def permute(
-        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+        self,
+        expert_in: ExpertInput,
+        num_experts: int,
+        prob_at_activation: bool,
+        retain: Retention = KEEP_ALL,
+        multiple: int = 1,
     ) -> Permuted:
-        padded = expert_in.capacity is not None
-        if expert_in.capacity is None:
+        padded, rows = expert_in.capacity is not None or multiple > 1, None
+        if expert_in.capacity is None and multiple > 1:
+            groups = group_aligned(expert_in.assignments, expert_in.rows_per_expert, multiple)
+            rows = aligned(expert_in.rows_per_expert, multiple)
+        elif expert_in.capacity is None:
             groups = group_by_expert(expert_in.assignments, num_experts, sum(expert_in.rows_per_expert))
         else:
             groups = group_padded(expert_in.assignments, num_experts, expert_in.capacity)
@@ -162,8 +192,8 @@ class TorchPermutation:
         prob_P = gather_probs(expert_in.assignments.probs, groups.assignment_N, padded)
         num_rows = expert_in.rows_RL.shape[0]
         if prob_at_activation:
-            return Permuted(rows_PL, prob_P, _UndoPermute(groups.token_N, num_rows, padded, None))
-        return Permuted(rows_PL, None, _UndoPermute(groups.token_N, num_rows, padded, prob_P))
+            return Permuted(rows_PL, prob_P, _UndoPermute(groups.token_N, num_rows, padded, None), rows)
+        return Permuted(rows_PL, None, _UndoPermute(groups.token_N, num_rows, padded, prob_P), rows)
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
         token_P, num_rows, padded, prob_P = permuted.undo
@@ -172,15 +202,25 @@ class TorchPermutation:
 
 
 class NoPermutation:
-    """Rows have been received in the order of the experts."""
+    """Rows have been received in the order of the experts. Where they are to be padded, they are permuted all the same,
+    by the order that they have."""
 
     def permute(
-        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+        self,
+        expert_in: ExpertInput,
+        num_experts: int,
+        prob_at_activation: bool,
+        retain: Retention = KEEP_ALL,
+        multiple: int = 1,
     ) -> Permuted:
+        if multiple > 1 and expert_in.capacity is None:
+            return TorchPermutation().permute(expert_in, num_experts, prob_at_activation, retain, multiple)
         prob_P = expert_in.assignments.probs.flatten()
         return Permuted(expert_in.rows_RL, *((prob_P, None) if prob_at_activation else (None, prob_P)))
 
     def unpermute(self, out_PL: Tensor, permuted: Permuted) -> Tensor:
+        if isinstance(permuted.undo, _UndoPermute):
+            return TorchPermutation().unpermute(out_PL, permuted)
         return out_PL if permuted.undo is None else times_prob(out_PL, permuted.undo)
 
 
@@ -198,13 +238,20 @@ class KernelPermutation:
         self.kernels = kernels
 
     def permute(
-        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+        self,
+        expert_in: ExpertInput,
+        num_experts: int,
+        prob_at_activation: bool,
+        retain: Retention = KEEP_ALL,
+        multiple: int = 1,
     ) -> Permuted:
-        row_map, prob_RK = self._row_map(expert_in, num_experts), expert_in.assignments.probs
+        rows = None if multiple == 1 or expert_in.capacity is not None else aligned(expert_in.rows_per_expert, multiple)
+        row_map, prob_RK = self._row_map(expert_in, num_experts, multiple), expert_in.assignments.probs
         if prob_at_activation:
             permute = partial(self._rows_and_probs, row_map)
-            return Permuted(*retain.step("rows", permute, expert_in.rows_RL, prob_RK), (row_map, None))
-        return Permuted(retain.step("rows", partial(self._rows, row_map), expert_in.rows_RL), None, (row_map, prob_RK))
+            return Permuted(*retain.step("rows", permute, expert_in.rows_RL, prob_RK), (row_map, None), rows)
+        rows_PL = retain.step("rows", partial(self._rows, row_map), expert_in.rows_RL)
+        return Permuted(rows_PL, None, (row_map, prob_RK), rows)
 
     def _rows_and_probs(self, row_map: RowMap, rows_RL: Tensor, prob_RK: Tensor) -> tuple[Tensor, Tensor]:
         rows_PL, prob_P = self.kernels.permute(rows_RL, row_map, prob_RK)
@@ -218,10 +265,11 @@ class KernelPermutation:
         row_map, prob_RK = permuted.undo
         return self.kernels.unpermute(out_PL, row_map, prob_RK)
 
-    def _row_map(self, expert_in: ExpertInput, num_experts: int) -> RowMap:
+    def _row_map(self, expert_in: ExpertInput, num_experts: int, multiple: int) -> RowMap:
         if expert_in.capacity is not None:
             return map_padded(expert_in.assignments, num_experts, expert_in.capacity)
-        return self.kernels.map_rows(expert_in.assignments, num_experts, num_rows=sum(expert_in.rows_per_expert))
+        num_rows = sum(aligned(expert_in.rows_per_expert, multiple))
+        return self.kernels.map_rows(expert_in.assignments, num_experts, multiple, num_rows)
 
 
 def kernel_activation(kernels: MoEKernels, name: str) -> WeightedActivation:
@@ -236,8 +284,14 @@ class TransformerEnginePermutation:
         self.without_rows = TorchPermutation()
 
     def permute(
-        self, expert_in: ExpertInput, num_experts: int, prob_at_activation: bool, retain: Retention = KEEP_ALL
+        self,
+        expert_in: ExpertInput,
+        num_experts: int,
+        prob_at_activation: bool,
+        retain: Retention = KEEP_ALL,
+        multiple: int = 1,
     ) -> Permuted:
+        """``multiple`` is 1: `rows_can_be_padded` refuses others."""
         if expert_in.capacity is not None:
             raise BackendError(
                 "kernels.permute: transformer_engine does not pad capacities; use kernels.permute backend"

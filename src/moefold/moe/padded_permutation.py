@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.moe.permute import Assignments, group_by_expert
+from moefold.moe.permute import Assignments, group_by_expert, padded_places
 
 STEP = 32
 
@@ -41,7 +41,7 @@ def pad_rows(assignments: Assignments, rows_per_expert: Sequence[int]) -> Padded
     device = assignments.experts.device
     groups = group_by_expert(assignments, len(rows_per_expert), sum(rows_per_expert))
     sizes = tuple(map(rounded_up, rows_per_expert))
-    place_N = _places(rows_per_expert, sizes, device)
+    place_N = padded_places(rows_per_expert, sizes, device)
     received_P = torch.zeros(sum(sizes), dtype=torch.int64, device=device).index_copy_(0, place_N, groups.token_N)
     row_of_assignment = torch.empty(num_rows * top_k, dtype=torch.int64, device=device)
     row_of_assignment.index_copy_(0, groups.assignment_N, place_N)
@@ -74,14 +74,3 @@ def assignments_of_rows(value_P: Tensor, row_map: PaddedRowMap, shape: torch.Siz
     if row_map.assignment_N is None:
         return value_N.view(shape)
     return value_P.new_zeros(shape.numel()).index_copy_(0, row_map.assignment_N, value_N).view(shape)
-
-
-def _places(rows_per_expert: Sequence[int], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """[N]: the index of each row, sorted by expert without padding, among the rows with padding."""
-    starts = [0]
-    for size, rows in zip(sizes, rows_per_expert, strict=True):
-        starts.append(starts[-1] + size - rows)
-    shift_e = torch.tensor(starts[:-1], device=device)
-    rows_e = torch.tensor(rows_per_expert, device=device)
-    total = sum(rows_per_expert)
-    return torch.arange(total, device=device) + shift_e.repeat_interleave(rows_e, output_size=total)

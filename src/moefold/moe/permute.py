@@ -1,13 +1,15 @@
 """Permute rows by expert, and back to tokens.
 
 An assignment has the number token * K + k. The sort is stable: an expert sees its tokens in their own order, so the
-same routing gives the same bits. There are two forms. ``group_by_expert`` has one row per kept assignment.
-``group_padded`` gives every expert ``capacity`` rows, so no shape depends on the data. A padding row has assignment
-number t * K and token number t, one past the end: it reads zeros and prob 0, and is left out on the way back.
+same routing gives the same bits. There are three forms. ``group_by_expert`` has one row per kept assignment.
+``group_padded`` gives every expert ``capacity`` rows, so no shape depends on the data; ``group_aligned`` gives it a
+multiple of some number, which narrow matmuls need. A padding row has assignment number t * K and token number t, one
+past the end: it reads zeros and prob 0, and is left out on the way back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +61,33 @@ def group_padded(routing: Assignments, num_experts: int, capacity: int) -> Group
     place_P = place_EP.flatten().clamp_(max=max(num_assignments - 1, 0))
     assignment_P = order_N.index_select(0, place_P).masked_fill_(is_padding_P, num_assignments)
     return Grouped(assignment_P, token_of(assignment_P, top_k))
+
+
+def group_aligned(routing: Assignments, rows_per_expert: Sequence[int], multiple: int) -> Grouped:
+    """Each expert's kept assignments, followed by padding up to a multiple of rows; an expert without any has none."""
+    groups = group_by_expert(routing, len(rows_per_expert), sum(rows_per_expert))
+    assignment_P = align_rows(groups.assignment_N, rows_per_expert, multiple, routing.experts.numel())
+    return Grouped(assignment_P, token_of(assignment_P, routing.experts.shape[1]))
+
+
+def aligned(rows_per_expert: Sequence[int], multiple: int) -> list[int]:
+    return [-(-rows // multiple) * multiple for rows in rows_per_expert]
+
+
+def align_rows(number_N: Tensor, rows_per_expert: Sequence[int], multiple: int, padding: int) -> Tensor:
+    """Numbers of rows sorted by expert, with ``padding`` as the number of rows that fill each expert's multiple."""
+    sizes = aligned(rows_per_expert, multiple)
+    return number_N.new_full((sum(sizes),), padding).index_copy_(
+        0, padded_places(rows_per_expert, sizes, number_N.device), number_N
+    )
+
+
+def padded_places(sizes: Sequence[int], padded: Sequence[int], device: torch.device) -> Tensor:
+    """Where the rows of experts lie when each expert's are followed by padding."""
+    total, size_e = sum(sizes), torch.tensor(list(sizes), device=device)
+    padding_e = torch.tensor(list(padded), device=device) - size_e
+    shift_e = padding_e.cumsum(0) - padding_e
+    return torch.arange(total, device=device) + shift_e.repeat_interleave(size_e, output_size=total)
 
 
 def token_of(assignment_N: Tensor, top_k: int) -> Tensor:

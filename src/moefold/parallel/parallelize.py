@@ -31,6 +31,7 @@ from moefold.comm.p2p import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.config.parallel import EngineDispatcher, NamedDispatcher
+from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder
@@ -53,6 +54,7 @@ from moefold.moe.dispatch.base import (
     padded_rows,
     row_codecs,
 )
+from moefold.moe.dispatch.padded_routing import PaddedRouting
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
@@ -355,5 +357,10 @@ def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_
     assert moe is not None
     if groups["expert_block"].alone:
         capacity = padded_rows(run, groups.layout.size("dp"))
-        return LocalDispatcher(moe.num_experts, capacity, host.leaving, row_codecs(run))
-    return (DISPATCHERS | ENGINE_DISPATCHERS)[dispatcher_in_use(run)](run, groups, host)
+        dispatcher: Dispatcher = LocalDispatcher(moe.num_experts, capacity, host.leaving, row_codecs(run))
+    else:
+        dispatcher = (DISPATCHERS | ENGINE_DISPATCHERS)[dispatcher_in_use(run)](run, groups, host)
+    recipe = run.precision.recipe
+    if run.kernels.row_padding != "routing_map" or recipe is None:
+        return dispatcher
+    return PaddedRouting(dispatcher, moe.num_experts, PRECISION_RECIPES[recipe].align)

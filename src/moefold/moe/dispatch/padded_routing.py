@@ -1,0 +1,72 @@
+"""Rows of zeros through the routing map, so that every expert gets an aligned number of rows from every rank.
+
+Narrow matmuls want rows per expert in multiples of 16, 32 or 128. Padding what was received costs a copy of it; here
+each rank appends tokens of zeros to its own and assigns them to the experts that lack rows, with prob 0, before they
+are sent (Megatron's ``moe_router_padding_for_quantization``, which routes real tokens instead). Any dispatcher carries
+them like other tokens, and what comes back for them is cut off.
+
+How many tokens are appended does not depend on the routing, so nothing is read back from the device: enough for every
+expert to lack all but one row. Those that are not needed have no kept assignment and travel nowhere. A token has an
+expert once at most: the rows that an expert lacks belong to neighbouring tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing, counts_of
+
+
+class _Ticket(NamedTuple):
+    inner: Any
+    num_tokens: int
+
+
+class PaddedRouting:
+    """Around another dispatcher; experts without rows stay without."""
+
+    def __init__(self, dispatcher: Dispatcher, num_experts: int, multiple: int) -> None:
+        self.dispatcher, self.num_experts, self.multiple = dispatcher, num_experts, multiple
+
+    def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
+        padded = pad_routing(routing, self.num_experts, self.multiple)
+        num_tokens = x_tL.shape[0]
+        zeros = x_tL.new_zeros(padded.experts.shape[0] - num_tokens, x_tL.shape[1])
+        expert_in = self.dispatcher.dispatch(torch.cat([x_tL, zeros]), padded)
+        return expert_in._replace(ticket=_Ticket(expert_in.ticket, num_tokens))
+
+    def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
+        # Copied where it is cut: a module whose parameters are sharded must not return a view.
+        return self.dispatcher.combine(expert_out_RL, ticket.inner)[: ticket.num_tokens].clone()
+
+
+def pad_routing(routing: Routing, num_experts: int, multiple: int) -> Routing:
+    """The routing of this rank's tokens and of the tokens of zeros behind them."""
+    counts_E, top_k, device = counts_of(routing, num_experts), routing.experts.shape[1], routing.experts.device
+    lacking_E = -counts_E % multiple
+    num_pads = max(-(-num_experts * (multiple - 1) // top_k), multiple - 1)
+    # Place i belongs to token i % num_pads, so that the places of one expert are those of different tokens.
+    place_N = torch.arange(num_pads * top_k, device=device)
+    expert_N = torch.searchsorted(lacking_E.cumsum(0), place_N, right=True)
+    kept_N = expert_N < num_experts
+    expert_N = expert_N.where(kept_N, 0).to(routing.experts.dtype)
+    expert_pK, kept_pK = (each.view(top_k, num_pads).t() for each in (expert_N, kept_N))
+    kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+    return Routing(
+        torch.cat([routing.experts, expert_pK]),
+        torch.cat([routing.probs, routing.probs.new_zeros(num_pads, top_k)]),
+        torch.cat([kept, kept_pK]),
+        counts_E + lacking_E,
+    )
+
+
+def pad_routing_reference(routing: Routing, num_experts: int, multiple: int) -> list[int]:
+    """Rows that each expert lacks, counted one by one."""
+    counts = [0] * num_experts
+    kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+    for expert, is_kept in zip(routing.experts.flatten().tolist(), kept.flatten().tolist(), strict=True):
+        counts[expert] += is_kept
+    return [-count % multiple for count in counts]
