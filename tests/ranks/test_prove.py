@@ -19,9 +19,10 @@ from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
 from moefold.config.precision import Format
 from moefold.errors import MoefoldError
 from moefold.prove.cases import Case, KeptCase, case_line, read_cases, reduce_run
-from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, state_faults
+from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, precision_faults, state_faults
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.mutants import MUTANTS, Mutant, caught
+from moefold.prove.narrow_cases import PROVED_RECIPES
 from moefold.prove.proof_report import (
     case_report,
     coverage_report,
@@ -205,7 +206,7 @@ def test_every_fault_is_seeded() -> None:
     """A fault that is written down and never tried shows nothing."""
     written = {
         fault.__name__
-        for module in (parallel_faults, exchange_faults, exchange_faults, document_faults, state_faults, state_faults)
+        for module in (parallel_faults, exchange_faults, document_faults, state_faults, precision_faults)
         for fault in vars(module).values()
         if isinstance(fault, FunctionType)
         and fault.__module__ == module.__name__
@@ -269,6 +270,10 @@ CLAIMED = {
     "MTP modules": ("0", "1", "2"),
     "recompute": ("attention", "feed_forward", "experts", "nothing"),
     "sharding": ("fsdp", "flat"),
+    "precision recipe": (
+        *("none", *PROVED_RECIPES, "casts by torch", "casts by native"),
+        *("matrices cut over tp or etp", "modules that stay wide"),
+    ),
     "optimizer states": ("on the device", "on the host", "on the cpu"),
     "optimizer": ("adamw", "muon, fsdp", "muon, flat", "QK-clip"),
     "retained steps": tuple(f"{step}: {how}" for step in get_args(RetainedStep) for how in ("discard", "offload")),
@@ -303,7 +308,18 @@ def test_every_compared_quantity_has_a_meaning() -> None:
     for name in ("mtp.0.join.weight", "mtp.1.token_norm.weight", "mtp.0.hidden_norm.weight", "mtp_norms.1.weight"):
         assert "MTP" in meaning_of(f"gradient/{name}")
     assert meaning_of("gradient/mtp.0.block.feed_forward.router.weight").startswith("router")
-    for name in ("counts", "dropped", "loss", "grad_norm", "balance/z", "expert_bias/x", "exp_avg/x", "exp_avg_sq/x"):
+    for name in (
+        "counts",
+        "dropped",
+        "loss",
+        "grad_norm",
+        "balance/z",
+        "expert_bias/x",
+        "exp_avg/x",
+        "exp_avg_sq/x",
+        "codes/x",
+        "scales/x",
+    ):
         assert meaning_of(name)
 
 

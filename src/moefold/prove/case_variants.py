@@ -14,7 +14,13 @@ from typing import Literal
 from moefold.checks.run_all import problems
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
 from moefold.config.model import LoraConfig, ModelConfig
+from moefold.config.precision import CastBackend
+from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
+from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks
+
+# Of the cases in float64, those that are given a precision recipe; some of them cannot have it.
+_RECIPE_SHARE = 0.45
 
 
 def with_hybrids(run: RunConfig, world: int) -> RunConfig:
@@ -92,6 +98,30 @@ def with_finetuning(run: RunConfig, world: int) -> RunConfig:
     if random.random() < 0.15:
         run = unless_refused(run, replace(run, optim=replace(run.optim, frozen=frozen)), world)
     return run
+
+
+def with_recipes(run: RunConfig, world: int) -> RunConfig:
+    """A precision recipe in about a third of the cases, with sizes in which layouts cut between its blocks.
+
+    Features and tokens fill more than one block of some of them. A recipe has no fused experts and no adapters.
+    """
+    random = Random(f"recipes of {run.seed}")
+    name: RecipeName = random.choice(DRAWN_RECIPES)
+    casts: CastBackend = random.choice(("torch", "native"))
+    dim, hidden, seq_len = random.choice((None, 40)), random.choice((None, 40)), random.choice((None, None, 37))
+    wide = random.choice((("*.shared_gate",), ("*.shared_gate",), ("layers.0.*",), ("*.attention.*",), ("*.experts",)))
+    if random.random() >= _RECIPE_SHARE or name not in PROVED_RECIPES:
+        return run
+    moe, model, data = run.model.moe, run.model, run.data
+    assert moe is not None
+    # Padding would lie between rows that are narrowed together (`refuse_unproved`).
+    capacity = None if moe.capacity is None else replace(moe.capacity, pad=False)
+    moe = replace(moe, capacity=capacity, expert_hidden_dim=hidden or moe.expert_hidden_dim)
+    model = replace(model, dim=dim or model.dim, lora=None, moe=moe)
+    data = replace(data, seq_len=seq_len or data.seq_len)
+    changed = replace(run, model=model, data=data, kernels=replace(run.kernels, experts="sequential", casts=casts))
+    changed = replace(changed, precision=replace(run.precision, recipe=name, wide=wide))
+    return unless_refused(run, fit_blocks(changed), world)
 
 
 def unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:

@@ -19,6 +19,7 @@ from typing import Any
 
 from moefold.batching.document_packing import plan_for
 from moefold.batching.wave_packing import StepPlan
+from moefold.blueprint.narrow_matmuls import module_of, stays_wide
 from moefold.blueprint.parameters import parameters
 from moefold.config.attention import AttentionConfig, GatedDeltaNetConfig, MLAConfig
 from moefold.config.data import DataConfig
@@ -29,7 +30,8 @@ from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import ComputeFormat, Format, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
-from moefold.errors import ConfigError, MoefoldError, Problem
+from moefold.errors import ConfigError, MoefoldError
+from moefold.prove.narrow_cases import fit_blocks, refuse_unproved
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
@@ -83,22 +85,25 @@ PROOF_OPTIM = OptimConfig(lr=1e-2, clip_norm=0.5)
 
 def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     """The same run with smaller sizes: structure, routing and layout stay."""
-    if run.precision.recipe is not None:
-        message = f"what {run.precision.recipe} narrows along tokens depends on their order, which a layout changes"
-        raise ConfigError(Problem("precision.recipe", f"{message}; there is no proof of it yet", "use null"))
-    parallel, model = run.parallel, _reduce_model(run.model, run)
+    refuse_unproved(run, dtype)
+    run = fit_blocks(replace(run, model=_reduce_model(run.model, run)))
+    parallel, model = run.parallel, run.model
     dp = fold(parallel, world).size("dp")
     # A stage string is for the full number of layers; use as many balanced stages.
     parallel = replace(parallel, stages=None)
     min_microbatches = schedule_named(parallel.schedule).microbatches_per_stage * parallel.pp * parallel.vpp
     data = DataConfig(seq_len=11, global_batch=max(2, min_microbatches) * dp, micro_batch=1, packing=run.data.packing)
-    reduced = replace(run, model=model, parallel=parallel, data=data, precision=proof_precision(dtype))
     asked, names = run.optim, [spec.name for spec in parameters(model)]
+    modules = {module_of(name) for name in names}
+    wide = tuple(pattern for pattern in run.precision.wide if any(stays_wide(name, (pattern,)) for name in modules))
+    precision = replace(proof_precision(dtype), recipe=run.precision.recipe, wide=wide)
+    reduced = replace(run, model=model, parallel=parallel, data=data, precision=precision)
     # A pattern may name a layer that the smaller model does not have.
     frozen = tuple(pattern for pattern in asked.frozen if any(fnmatchcase(name, pattern) for name in names))
     optim = replace(PROOF_OPTIM, algorithm=asked.algorithm, muon=asked.muon, qk_clip=asked.qk_clip)
     optim = replace(optim, trained=asked.trained, frozen=frozen)
-    return Case(replace(reduced, kernels=proof_kernels(dtype), optim=optim), world)
+    kernels = replace(proof_kernels(dtype), casts=run.kernels.casts)
+    return Case(replace(reduced, kernels=kernels, optim=optim), world)
 
 
 def proof_precision(dtype: Format) -> PrecisionConfig:
@@ -113,8 +118,8 @@ def proof_kernels(dtype: ComputeFormat) -> KernelsConfig:
 
 def reference_case(case: Case) -> Case:
     """The same in float64, with the reference's kernels."""
-    run = replace(case.run, precision=proof_precision("float64"), kernels=proof_kernels("float64"))
-    return Case(run, case.world)
+    precision = replace(proof_precision("float64"), recipe=case.run.precision.recipe, wide=case.run.precision.wide)
+    return Case(replace(case.run, precision=precision, kernels=proof_kernels("float64")), case.world)
 
 
 def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:

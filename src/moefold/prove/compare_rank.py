@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm
 from moefold.blueprint.param_groups import NO_DECAY_KINDS
 from moefold.blueprint.parameters import init_std, parameters
+from moefold.blueprint.sharding import grid_of
 from moefold.config.run import RunConfig
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights, local_buffers
-from moefold.parallel.param_shards import TrainedPiece, local_part
+from moefold.parallel.param_shards import DATA_GROUPS, TrainedPiece, local_part
 from moefold.pipeline.step import StepResult, count_step_labels, make_optimizer, run_step
 from moefold.prove.cases import Case
-from moefold.prove.proof_inputs import labels_of_rank, on_device, proof_init, rank_batch, rows_in_wave
+from moefold.prove.proof_inputs import init_of, labels_of_rank, on_device, rank_batch, rows_in_wave
 from moefold.prove.reference import adamw_step
 from moefold.prove.routing_replay import replay_routing
+from moefold.prove.seen_weights import NarrowWeight, watch_weights
 
 CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=240)
@@ -117,9 +119,9 @@ def compare_rank(
 ) -> dict[str, Any]:
     """Differences from the reference's quantities, by name, as plain JSON."""
     groups = groups_of(case.run, case.world, rank, _TIMEOUT)
-    local_model = build_local_model(case.run, groups, device, proof_init, routing_policy)
+    local_model = build_local_model(case.run, groups, device, init_of(case.run), routing_policy)
     optimizer = make_optimizer(local_model)
-    init_main_weights(local_model, optimizer, proof_init)
+    init_main_weights(local_model, optimizer, init_of(case.run))
     if local_model.retention is not None:
         # Tensors of a reduced model are smaller than what is worth a copy.
         local_model.retention.offload.least = 1
@@ -129,6 +131,7 @@ def compare_rank(
         rows = [rows_in_wave(case, wave, rank) for wave in range(case.num_waves)]
         replay_routing(local_model.model, expected, rows, batches)
     seen: dict[str, Difference] = {}
+    narrow = watch_weights(local_model.model, case.run, local_model.narrow_weights)
     # The same tensors are clipped later.
     clipped: dict[str, Tensor] = {}
 
@@ -137,6 +140,7 @@ def compare_rank(
         seen.update(_shard_differences(local_model, "gradient", gradients, expected))
 
     result = run_step(local_model, optimizer, batches, on_gradients)
+    seen |= _narrow_differences(local_model, narrow, expected)
     weights = {piece.name: optimizer.main_weight(piece.parameter) for piece in local_model.pieces()}
     seen |= _shard_differences(local_model, "parameter", weights, expected, noise_of_muon(case.run, expected))
     if case.run.precision.master == "remainder":
@@ -204,6 +208,21 @@ def _piece_difference(
     )
 
 
+def _narrow_differences(
+    local_model: LocalModel, narrow: Mapping[str, NarrowWeight], expected: dict[str, Tensor]
+) -> dict[str, Difference]:
+    """Of narrowed weights, as matmuls had them: this rank's shard under tensor and expert parallelism."""
+    found = {}
+    for name, weight in narrow.items():
+        shard = local_model.param_shards[name]
+        replicas = [local_model.groups[group] for group in DATA_GROUPS[grid_of(name)]]
+        is_primary = shard.is_primary and all(group.index == 0 for group in replicas)
+        box = (slice(None), *shard.unsharded_box)
+        for quantity, values in weight.named(name).items():
+            found[quantity] = difference(values, expected[quantity][box], is_primary)
+    return found
+
+
 def _optimizer_differences(
     local_model: LocalModel, optimizer: ModelOptimizer, expected: dict[str, Tensor]
 ) -> dict[str, Difference]:
@@ -226,7 +245,7 @@ def _master_differences(
     for piece in pieces:
         values, std = torch.empty_like(weights[piece.name]), init_std(run.model, piece.name)
         for box, part in piece.by_box(values):
-            proof_init(piece.kind, run.seed, piece.name, piece.shard.shape, box, std, part)
+            init_of(run)(piece.kind, run.seed, piece.name, piece.shard.shape, box, std, part)
         mains[piece.name] = nn.Parameter(values)
         mains[piece.name].grad = local_part(clipped[piece.name]).view(values.shape).to(values.dtype)
     decayed = [mains[piece.name] for piece in pieces if piece.kind not in NO_DECAY_KINDS]

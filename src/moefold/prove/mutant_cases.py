@@ -13,6 +13,7 @@ from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterC
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
 from moefold.config.precision import Format
+from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 
@@ -47,6 +48,10 @@ def _changed(case: Case, optim: OptimConfig = PROOF_OPTIM, memory: MemoryConfig 
 
 def _with_remainder(case: Case) -> Case:
     return replace(case, run=replace(case.run, precision=replace(case.run.precision, master="remainder")))
+
+
+def _narrowed(case: Case, recipe: RecipeName) -> Case:
+    return replace(case, run=replace(case.run, precision=replace(case.run.precision, recipe=recipe)))
 
 
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
@@ -188,4 +193,26 @@ _SAVINGS = (
         optim=replace(PROOF_OPTIM, algorithm="muon", qk_clip=1.5),
     ),
 )
-CASES = {case.run.name: case for case in (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS)}
+# Several blocks of features and of tokens, the last ones partial; tensor parallelism cuts between blocks.
+_BLOCKS = DataConfig(seq_len=37, global_batch=4, micro_batch=1)
+_NARROW = (
+    _narrowed(
+        _case(
+            "narrow",
+            ParallelConfig(tp=2, ep=2),
+            _model(replace(_ATTENTION, head_dim=32), replace(_MOE, expert_hidden_dim=40), dim=40, dense_hidden_dim=128),
+            _BLOCKS,
+        ),
+        "mxfp8",
+    ),
+    _narrowed(
+        _case(
+            "narrow squares",
+            ParallelConfig(ep=4),
+            _model(moe=replace(_MOE, expert_hidden_dim=40), dim=40),
+            _BLOCKS,
+        ),
+        "fp8_blockwise",
+    ),
+)
+CASES = {case.run.name: case for case in (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS, *_NARROW)}

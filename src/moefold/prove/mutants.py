@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, state_faults
+from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, precision_faults, state_faults
 from moefold.prove.mutant_cases import CASES
 from moefold.prove.verdict import Verdict, prove
 
@@ -307,6 +307,34 @@ MUTANTS = (
         state_faults.keys_clipped_by_one_of_their_heads,
         "muon",
         "a key that several query heads share is scaled by one of them",
+    ),
+    # ---- precision recipes ----
+    Mutant(precision_faults.cast_left_out_on_one_rank, "narrow", "a rank's module falls back to wide matmuls"),
+    Mutant(
+        precision_faults.blocks_of_rows_that_start_inside_a_block,
+        "narrow",
+        "a kernel counts blocks from the first value of its tile, not of the matrix",
+    ),
+    Mutant(
+        precision_faults.weight_blocks_in_the_direction_of_fprop,
+        "narrow",
+        "one narrow copy of a weight is used in both directions",
+    ),
+    Mutant(
+        precision_faults.weight_blocks_that_start_inside_a_block,
+        "narrow",
+        "a shard is narrowed by itself, and begins between two ends of blocks",
+    ),
+    Mutant(
+        precision_faults.token_blocks_over_two_experts,
+        "narrow",
+        "rows of all experts are one matrix for the cast along tokens",
+    ),
+    Mutant(precision_faults.padding_in_the_amax, "narrow", "padding is not zero where a scale is found"),
+    Mutant(
+        precision_faults.weight_blocks_over_two_matrices,
+        "narrow squares",
+        "stacked matrices are flattened before they are narrowed",
     ),
 )
 

@@ -12,6 +12,7 @@ from moefold.blueprint.stages import stages_of
 from moefold.checks.context import modes_in_use
 from moefold.config.attention import GQAConfig, MLAConfig
 from moefold.config.moe import MoEConfig
+from moefold.config.precision import PrecisionConfig
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.prove.cases import Case, case_line
 from moefold.prove.mutants import Mutant, caught
@@ -43,6 +44,7 @@ def features_of(case: Case) -> Iterator[tuple[str, str]]:
     for phase in case.run.memory.recompute or ("nothing",):
         yield "recompute", phase
     yield from _saving_features(case)
+    yield from _precision_features(case)
 
 
 def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
@@ -66,6 +68,18 @@ def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
     for step, choice in memory.retained().items():
         if choice != "keep":
             yield "retained steps", f"{step}: {choice}"
+
+
+def _precision_features(case: Case) -> Iterator[tuple[str, str]]:
+    precision, parallel = case.run.precision, case.run.parallel
+    yield "precision recipe", precision.recipe or "none"
+    if precision.recipe is None:
+        return
+    yield "precision recipe", f"casts by {case.run.kernels.casts}"
+    if parallel.tp * parallel.etp > 1:
+        yield "precision recipe", "matrices cut over tp or etp"
+    if precision.wide != PrecisionConfig().wide:
+        yield "precision recipe", "modules that stay wide"
 
 
 def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
@@ -293,6 +307,8 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 # ---- diagnosis ----
 
 MEANINGS = (
+    ("codes/*", "narrowed weights: blocks of a shard are not those of the matrix, another cast, or stale codes"),
+    ("scales/*", "narrowed weights: blocks of a shard are not those of the matrix, or lie in the other direction"),
     ("counts", "routing differs: scores, selection, or counts not summed over all ranks of the stage"),
     (
         "plain",

@@ -30,6 +30,7 @@ from moefold.prove.case_variants import (
     with_finetuning,
     with_hybrids,
     with_interleaved_layers,
+    with_recipes,
 )
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
 from moefold.schedule.names import SCHEDULES
@@ -116,7 +117,9 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             run = with_hybrids(run, degrees.world)
             run = with_interleaved_layers(with_attention_variants(run, degrees.world), degrees.world)
             run = _with_savings(run, degrees.world, dtype)
-            return Case(with_finetuning(run, degrees.world) if dtype == "float64" else run, degrees.world)
+            if dtype == "float64":
+                run = with_recipes(with_finetuning(run, degrees.world), degrees.world)
+            return Case(run, degrees.world)
 
 
 def _with_savings(run: RunConfig, world: int, dtype: Format) -> RunConfig:

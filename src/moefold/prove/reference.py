@@ -3,7 +3,8 @@
 No process groups, no shards: one model, autograd, a norm by its definition, and updates by theirs: torch's AdamW, Muon
 and QK-clip as their equations say, on whole tensors, one matrix and one head after the other. All that a parallel run
 has in common with this file is the model code, which other tests compare with transformers, and the blueprint's word
-for what Muon calls one matrix (`blueprint/muon_matrices.py`).
+for what Muon calls one matrix (`blueprint/muon_matrices.py`). With a precision recipe, the casts in torch as well, and
+which rows one matmul sees (`call_rows.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +23,22 @@ from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm
 from moefold.blueprint.param_groups import NO_DECAY_KINDS, is_trained
 from moefold.blueprint.parameters import ParameterSpec, block_names, buffers, init_std, moe_block_names, parameters
 from moefold.config.attention import MLAConfig
+from moefold.config.memory import MemoryConfig
 from moefold.config.model import ModelConfig
 from moefold.config.optim import MuonConfig, OptimConfig
 from moefold.config.run import RunConfig
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
+from moefold.model.narrow_modules import narrow_modules
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.optim.newton_schulz import COEFFICIENTS
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
+from moefold.prove.call_rows import Wave, call_by_call
 from moefold.prove.cases import Case, proof_kernels
-from moefold.prove.proof_inputs import labels_of_batch, proof_init, wave_batch
+from moefold.prove.proof_inputs import init_of, labels_of_batch, wave_batch
 from moefold.prove.routing_replay import record_routing, replay_in_order
+from moefold.prove.seen_weights import whole_weights
 
 
 def update_reference(
@@ -150,8 +155,17 @@ def reference(case: Case, routing_policy: PolicyOrName | None = None, routing: Q
     if routing is not None:
         replay_in_order(model, routing)
     found: Quantities = {}
+    narrow_wave = None
+    if case.run.precision.recipe is not None:
+        # Casts in torch, of inputs that are kept as they are.
+        kernels = proof_kernels(case.run.precision.compute)
+        narrow_modules(model, replace(case.run, kernels=kernels, memory=MemoryConfig()))
+        narrow_wave = call_by_call(model, case.run)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        for name, narrow in whole_weights(case.run, weights).items():
+            found |= narrow.named(name)
     with record_routing(model) as routings:
-        found |= _forward_and_backward(case, model)
+        found |= _forward_and_backward(case, model, narrow_wave)
     found |= {f"routing/{name}": routing for name, routing in routings.items()}
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
@@ -179,14 +193,17 @@ def reference_model(
         for spec in (*parameters(run.model), *buffers(run.model)):
             whole = tuple(slice(0, size) for size in spec.shape)
             std = init_std(run.model, spec.name)
-            proof_init(spec.kind, run.seed, spec.name, spec.shape, whole, std, tensors[spec.name])
+            init_of(run)(spec.kind, run.seed, spec.name, spec.shape, whole, std, tensors[spec.name])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, run.optim))
     return model
 
 
-def _forward_and_backward(case: Case, model: Decoder) -> Quantities:
-    """All waves. Gradients accumulate in the model, other quantities here."""
+def _forward_and_backward(case: Case, model: Decoder, narrow_wave: Wave | None) -> Quantities:
+    """All waves. Gradients accumulate in the model, other quantities here.
+
+    ``narrow_wave``: what narrow modules are told of each wave.
+    """
     moe_blocks = len(moe_block_names(case.run.model))
     experts = case.run.model.moe.num_experts if case.run.model.moe is not None else 0
     none_ME = torch.zeros(moe_blocks, experts, dtype=torch.int64)
@@ -199,6 +216,8 @@ def _forward_and_backward(case: Case, model: Decoder) -> Quantities:
     labels_ahead = labels[1:]
     for wave in range(case.num_waves):
         batch = wave_batch(case, wave, labels)
+        if narrow_wave is not None:
+            narrow_wave.set(case.run, batch)
         output = model(batch, found["plain"] if wave else None)
         parts = {"loss": output.loss_sum / batch.step_labels}
         if output.ahead_loss_sums:

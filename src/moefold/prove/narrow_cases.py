@@ -1,0 +1,84 @@
+"""Precision recipes in proofs: which are proved, and sizes that let a small model be cut where a large one is.
+
+The reference makes the calls that ranks make (`call_rows.py`), so quantities are compared as without a recipe, and
+codes of weights bit by bit. What that takes is refused where it is missing, with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moefold.config.attention import MLAConfig
+from moefold.config.precision import Format
+from moefold.config.precision_recipes import PRECISION_RECIPES, PrecisionRecipe, RecipeName
+from moefold.config.run import RunConfig
+from moefold.errors import ConfigError, Problem
+
+
+def unproved_reason(recipe: PrecisionRecipe) -> str:
+    """Why the reference cannot narrow as ranks do; empty if it can."""
+    casts = [cast for _, cast in recipe.casts.items() if cast is not None]
+    if any(cast.delayed for cast in casts):
+        return "scales are those of earlier steps, and a proof has one"
+    if any(cast.rounding == "stochastic" for cast in casts):
+        return "noise follows from the bits of a block, and two orders of a sum differ in the last of them"
+    return ""
+
+
+# Those without a proof leave a drawn case without a recipe, so that a proof of them changes no other case.
+DRAWN_RECIPES: tuple[RecipeName, ...] = ("bf16", "fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
+PROVED_RECIPES: tuple[RecipeName, ...] = tuple(
+    name for name in DRAWN_RECIPES if not unproved_reason(PRECISION_RECIPES[name])
+)
+
+
+def refuse_unproved(run: RunConfig, dtype: Format) -> None:
+    recipe, moe = run.precision.recipe, run.model.moe
+    if recipe is None:
+        return
+    if reason := unproved_reason(PRECISION_RECIPES[recipe]):
+        proved = ", ".join(PROVED_RECIPES)
+        raise ConfigError(
+            Problem("precision.recipe", f"no proof of {recipe}: {reason}", f"use null or one of {proved}")
+        )
+    if dtype != "float64":
+        message = f"a proof in {dtype} would not tell the rounding of {recipe} from that of {dtype}"
+        raise ConfigError(Problem("precision.recipe", message, "prove it with --dtype float64, or use null"))
+    if moe is not None and moe.capacity is not None and moe.capacity.pad:
+        message = f"padding lies between rows that {recipe} narrows together, and the reference has none"
+        raise ConfigError(Problem("model.moe.capacity.pad", message, "use false, or precision.recipe null"))
+
+
+def fit_blocks(run: RunConfig) -> RunConfig:
+    """The same with dims that tensor parallelism cuts between the blocks of its recipe.
+
+    Rows of linear attention's decay are two per head, which are fewer than a block here: that matmul stays wide.
+    """
+    recipe, model = run.precision.recipe, run.model
+    if recipe is None:
+        return run
+    casts = PRECISION_RECIPES[recipe].casts
+    block = max((max(cast.block) for _, cast in casts.items() if cast is not None and cast.block), default=1)
+    tp, etp, moe, attention, linear = (
+        run.parallel.tp,
+        run.parallel.etp,
+        model.moe,
+        model.attention,
+        model.linear_attention,
+    )
+    if moe is not None and etp > 1 and moe.expert_hidden_dim % (block * etp):
+        moe = replace(moe, expert_hidden_dim=block * etp)
+    if tp == 1 or block == 1:
+        return replace(run, model=replace(model, moe=moe))
+    if moe is not None and moe.shared_hidden_dim:
+        moe = replace(moe, shared_hidden_dim=block * tp)
+    if isinstance(attention, MLAConfig):
+        attention = replace(attention, nope_dim=block, rope_dim=block, value_dim=block)
+    else:
+        attention = replace(attention, head_dim=block)
+    precision = run.precision
+    if linear is not None:
+        linear = replace(linear, key_dim=block, value_dim=block)
+        precision = replace(precision, wide=(*precision.wide, "*.attention.ba"))
+    model = replace(model, moe=moe, attention=attention, linear_attention=linear, dense_hidden_dim=block * tp)
+    return replace(run, model=model, precision=precision)
