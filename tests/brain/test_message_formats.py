@@ -102,3 +102,24 @@ def test_collectives_of_gradients_in_the_documentation(monkeypatch: pytest.Monke
     monkeypatch.setattr(collective_counts, "MEBIBYTE", 1)
     text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     assert f"sums its gradients in {bucketed} collectives instead of {sums()}." in text
+
+
+@pytest.mark.parametrize("sharding", ["flat", "fsdp"])
+def test_weights_gathered_as_codes_are_a_quarter_of_float32(sharding: str) -> None:
+    """Of those that a recipe narrows, with 4 bytes per block of 128 x 128; embedding, head and norms are as before."""
+    base = {"parallel.ep": 8, "data.global_batch": 16, "data.micro_batch": 1, "parallel.sharding": sharding}
+    base |= {"precision.compute": "float32", "precision.recipe": "fp8_blockwise"}
+
+    def sent(gather: str) -> dict[tuple[str, str], int]:
+        run = moefold.load_run("qwen3_30b_a3b", base | {"precision.gather": gather})
+        return {(each.name, each.group): each.bytes for each in messages(run, 16)}
+
+    narrow, wide = sent("narrow"), sent("float32")
+    # Experts are all narrowed.
+    experts = narrow["all_gather", "expert_shard"] / wide["all_gather", "expert_shard"]
+    assert experts == 0.25
+    magnitudes = narrow["all_reduce", "expert_shard"] - wide.get(("all_reduce", "expert_shard"), 0)
+    values = 48 * 16 * 3 * 768 * 2048
+    assert magnitudes == 4 * values / 128**2
+    dense = narrow["all_gather", "dense_shard"] / wide["all_gather", "dense_shard"]
+    assert 0.25 < dense < 0.7

@@ -6,16 +6,21 @@ head, norms and attention itself stay as `precision.compute` has them, and so do
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import NamedTuple
 
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, parameters
-from moefold.config.casts import Cast
+from moefold.blueprint.sharding import grid_of, local_shape
+from moefold.config.casts import ELEMENT_BITS, Cast
 from moefold.config.memory import RetainedStep
 from moefold.config.precision_recipes import DOWN_INPUTS, PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
+from moefold.topology.folded_layout import FoldedLayout, GridName
 
 NARROWED_KINDS = ("matrix", "expert")
 # The step of a block (`memory.retain`) whose output a weight multiplies, by the end of its name. Others multiply what
@@ -84,6 +89,20 @@ def gather_casts(run: RunConfig) -> dict[str, Cast]:
         for weight, casts in matmuls(run)
         if casts is not None and casts.w_fprop is not None and is_trained(weight.name, run.optim)
     }
+
+
+def scales_by_grid(casts: Mapping[str, Cast], held: Iterable[ParameterSpec], layout: FoldedLayout) -> Counter[GridName]:
+    """How many blocks the weights have that are gathered as codes, of what tensor and expert parallelism leave."""
+    found: Counter[GridName] = Counter()
+    for spec in held:
+        if spec.name in casts:
+            found[grid_of(spec.name)] += prod(casts[spec.name].scale_shape(local_shape(spec, layout)))
+    return found
+
+
+def code_bytes(cast: Cast | None, word: int) -> int:
+    """Of one gathered value; ``word``: of one that is not gathered as codes."""
+    return word if cast is None else ELEMENT_BITS[cast.element] // 8
 
 
 def stays_wide(module: str, patterns: tuple[str, ...]) -> bool:

@@ -131,8 +131,8 @@ def narrow_gather_has_one_copy(run: RunConfig) -> Problem | None:
             f"narrow with precision.recipe {recipe}: {problem}",
             f"use null or bfloat16, or precision.recipe {fitting}",
         )
-    if run.parallel.sharding not in ("flat",):
-        return Problem("precision.gather", f"narrow with parallel.sharding {run.parallel.sharding}", "use flat")
+    if run.parallel.sharding not in ("flat", "fsdp"):
+        return Problem("precision.gather", f"narrow with parallel.sharding {run.parallel.sharding}", "use flat or fsdp")
     return None
 
 

@@ -193,6 +193,14 @@ def refuse(run: RunConfig, world: int, rank: int, microbatches: int | None, imba
                 "use concat, which has the same shapes",
             )
         )
+    if run.precision.gather == "narrow" and parallel.sharding == "fsdp":
+        found.append(
+            Problem(
+                "precision.gather",
+                "FSDP gathers codes of tensors of a class of their own, which a dry run's tensors cannot have",
+                "use null, or parallel.sharding: flat; `moefold plan` counts the bytes of codes",
+            )
+        )
     if found:
         raise ConfigError(*found)
 

@@ -13,6 +13,8 @@ model casts every weight to its compute dtype where it is used, so a cast before
 Routers compute in float32; they are units of their own and are sent as they are. The gathered copies collect gradients
 in the parameters' dtype (``grad_dtype``), so that sums over uses and microbatches are as wide as without the cast.
 
+With ``precision.gather: narrow``, weights of narrow matmuls are sent as FP8 codes (`parallel/fsdp_codes.py`).
+
 Only torch's public interface is used: unshard, reshard, and assign the sharded parameter's gradient.
 """
 
@@ -37,6 +39,7 @@ from moefold.comm.process_groups import Groups
 from moefold.config.precision import PrecisionConfig
 from moefold.model.decoder import Decoder
 from moefold.parallel.data_sharding import Materialize
+from moefold.parallel.fsdp_codes import CodedShards
 from moefold.parallel.gradient_buckets import bucket_bytes, reduce_bucket
 from moefold.parallel.param_shards import DATA_GROUPS, ParamShard, TrainedPiece, local_gradient
 from moefold.precision.dtypes import TORCH_FORMATS
@@ -74,6 +77,8 @@ class FsdpSharding:
     once: bool
     # Bytes of a bucket of gradients.
     bucket: int
+    # Weights that are gathered as codes, if there are any.
+    coded: CodedShards | None = None
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -81,6 +86,8 @@ class FsdpSharding:
 
     def allocate(self, device: torch.device, materialize: Materialize) -> None:
         materialize(self.model, device)
+        if self.coded is not None:
+            self.coded.allocated(self.model)
 
     def pieces(self) -> tuple[TrainedPiece, ...]:
         shards = self.param_shards
@@ -90,8 +97,12 @@ class FsdpSharding:
         )
 
     def start_step(self) -> None:
+        if self.coded is not None:
+            self.coded.narrow()
         if self.once:
             unshard_for_step(self.model, self.dtypes)
+            if self.coded is not None:
+                self.coded.offer(self.coded.inside(self.model))
 
     def before_forward(self, stage: int) -> None:
         """All stages are unsharded at once."""
@@ -106,6 +117,8 @@ class FsdpSharding:
 
     def weights_changed(self, trained_only: bool = False) -> None:
         """The next unshard gathers them."""
+        if self.coded is not None:
+            self.coded.weights_changed()
 
     def start_evaluation(self) -> None:
         self.start_step()
@@ -114,7 +127,14 @@ class FsdpSharding:
         reshard_all(self.model)
 
 
-def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool, dtypes: MessageDtypes) -> None:
+def shard_over_data(
+    model: Decoder,
+    groups: Groups,
+    device_type: str,
+    once: bool,
+    dtypes: MessageDtypes,
+    coded: CodedShards | None = None,
+) -> None:
     """Wrap routers and experts, then blocks, then the rest; an outer wrap skips parameters that an inner one has.
 
     With ``once``, FSDP neither reshards nor reduces by itself: ``unshard_for_step`` and ``reduce_for_step`` do.
@@ -145,6 +165,8 @@ def shard_over_data(model: Decoder, groups: Groups, device_type: str, once: bool
             # FSDP reduces in the dtype of gradients where `reduce` is `gather`.
             widest = dtypes.reduce if dtypes.reduce == dtypes.gather and not once else dtypes.params
             module.register_forward_pre_hook(partial(_collect_gradients_in, widest))
+            if coded is not None:
+                module.register_forward_pre_hook(partial(coded.offer, coded.inside(module)))
             if once:
                 module.set_requires_gradient_sync(False, recurse=False)
                 module.set_reshard_after_backward(False, recurse=False)

@@ -22,6 +22,7 @@ from moefold.attention.max_logits import LogitMaxima
 from moefold.attention.varlen import VarlenAttention
 from moefold.attention.varlen_backends import attention_for
 from moefold.blueprint.flat_layout import MEBIBYTE, weight_format
+from moefold.blueprint.narrow_matmuls import gather_casts
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, buffers, init_std, parameters
 from moefold.blueprint.stages import StageSpec, stages_of
@@ -68,6 +69,7 @@ from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore,
 from moefold.parallel.data_sharding import DataSharding, to_empty
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
+from moefold.parallel.fsdp_codes import coded_shards
 from moefold.parallel.logit_maxima import observer
 from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_shards, local_part, resize_to_local
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
@@ -224,8 +226,9 @@ def fsdp_sharding(
     narrow_weights: NarrowWeights | None,
 ) -> DataSharding:
     once, dtypes = run_reshards_per_step(run.parallel), message_dtypes(run.precision)
-    shard_over_data(model, groups, device.type, once, dtypes)
-    return FsdpSharding(model, groups, param_shards, dtypes, once, run.parallel.bucket_mb * MEBIBYTE)
+    coded = coded_shards(model, groups, param_shards, gather_casts(run), narrow_weights)
+    shard_over_data(model, groups, device.type, once, dtypes, coded)
+    return FsdpSharding(model, groups, param_shards, dtypes, once, run.parallel.bucket_mb * MEBIBYTE, coded)
 
 
 def flat_sharding(

@@ -23,6 +23,7 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.blueprint.flat_layout import MEBIBYTE, FlatBucket, even_part, fill_buckets
+from moefold.blueprint.narrow_matmuls import code_bytes, gather_casts, scales_by_grid
 from moefold.blueprint.param_groups import is_trained
 from moefold.blueprint.parameters import ParameterSpec, is_expert, moe_block_names, parameters
 from moefold.blueprint.sharding import grid_of, local_shape, partial_axes, shard_dim
@@ -86,6 +87,10 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
     once = run_reshards_per_step(run.parallel)
     precision = run.precision
     own_routers = precision.gather_format != precision.params
+    casts = gather_casts(run)
+    for kind, scales in scales_by_grid(casts, held, layout).items():
+        # The largest magnitude of every block, from which each rank computes the scale.
+        tally.add("all_reduce", _FLAT_GROUPS[kind][0], 4 * scales)
     if once:
         _buckets(run, layout, [spec for spec in held if is_trained(spec.name, run.optim)], tally)
     for grid, specs in _modules(held, own_routers).items():
@@ -97,7 +102,10 @@ def _sharding(run: RunConfig, layout: FoldedLayout, parts: Parts, rank: int, num
         sizes = [_padded(local_shape(spec, layout), ways) for spec in specs]
         trained = [size for spec, size in zip(specs, sizes, strict=True) if is_trained(spec.name, run.optim)]
         router = grid.endswith(".router")
-        gathered = sum(size for size, _ in sizes) * BYTES[precision.params if router else precision.gather_format]
+        word = BYTES[precision.params if router else precision.gather_format]
+        gathered = sum(
+            size * code_bytes(casts.get(spec.name), word) for spec, (size, _) in zip(specs, sizes, strict=True)
+        )
         reduced = BYTES[precision.reduce_format]
         if once:
             tally.add("all_gather", shard, gathered)

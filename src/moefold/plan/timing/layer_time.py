@@ -306,8 +306,10 @@ def _with_sharding(workload: Workload, layer: Layer, passes: Passes, c: Constant
     parallel = workload.parallel
     dense, experts = held.on_rank(parallel.tp, parallel.ep, parallel.etp)
     dense_where, expert_where = data_reach(workload), expert_data_reach(workload)
-    gather = ring(2.0 * dense, dense_where, workload.cluster, c) + ring(
-        2.0 * experts, expert_where, workload.cluster, c
+    # In bfloat16, or as codes.
+    each = min(2.0, workload.gather_bytes) if workload.is_own else 2.0
+    gather = ring(each * dense, dense_where, workload.cluster, c) + ring(
+        each * experts, expert_where, workload.cluster, c
     )
     # FSDP2 and moefold add gradients up in float32, Megatron in the format in which it computed them.
     dim = 4.0 if workload.framework.name in ("fsdp2", "moefold") else 2.0
