@@ -27,6 +27,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning("gemm_bf16", 0.80, 0.12, "share of the bf16 peak in large matmuls, at H100's watts per FLOP/s"),
     Meaning("gemm_fp8", 0.82, 0.15, "the same for 8-bit matmuls and the 8-bit peak"),
     Meaning("gemm_fp4", 1.10, 0.3, "the same for 4-bit matmuls and the 4-bit peak"),
+    # Its prior comes from no microbenchmark: it was chosen on the published NVFP4 runs on GB300.
     Meaning("fp4_sm103", 0.8, 0.15, "share of the 4-bit peak of B300-class GPUs against B200-class ones"),
     Meaning("gemm_sm80", 0.8, 0.2, "sustained share of A100-class GPUs against H100-class ones"),
     Meaning("gemm_sm100", 0.9, 0.15, "the same for B200-class GPUs"),
