@@ -12,7 +12,7 @@ expert once at most: the rows that an expert lacks belong to neighbouring tokens
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing, counts_o
 
 
 class _Ticket(NamedTuple):
-    inner: Any
+    inner: object
     num_tokens: int
 
 
