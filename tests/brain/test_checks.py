@@ -34,7 +34,7 @@ from moefold.config.attention import (
     YarnConfig,
 )
 from moefold.config.data import DataConfig, SourceConfig
-from moefold.config.memory import MemoryConfig
+from moefold.config.memory import MemoryConfig, RetainConfig
 from moefold.config.model import ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import LRPhaseConfig, LRScheduleConfig, MuonConfig, OptimConfig
@@ -489,6 +489,44 @@ CASES = [
         in_formats(compute="bfloat16", reduce="bfloat16_all_to_all"),
         in_formats(compute="bfloat16", params="float64", reduce="bfloat16_all_to_all"),
         "precision.reduce",
+    ),
+    (
+        narrow_recipes.narrow_gather_has_one_copy,
+        narrowed(parallel=FLAT, precision=PrecisionConfig(recipe="fp8_tensor", gather="narrow")),
+        narrowed(parallel=replace(FLAT, tp=2), precision=PrecisionConfig(recipe="fp8_tensor", gather="narrow")),
+        "precision.gather",
+    ),
+    (
+        narrow_recipes.blocks_are_those_of_whole_matrices,
+        narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="fp8_tensor")),
+        narrowed(parallel=ParallelConfig(tp=2), precision=PrecisionConfig(recipe="fp8_blockwise")),
+        "parallel.tp",
+    ),
+    (
+        narrow_recipes.histories_have_a_step,
+        narrowed(precision=PrecisionConfig(recipe="fp8_delayed", amax_history_len=1)),
+        narrowed(precision=PrecisionConfig(recipe="fp8_delayed", amax_history_len=0)),
+        "precision.amax_history_len",
+    ),
+    (
+        narrow_recipes.kept_inputs_have_scales_of_their_own,
+        narrowed(
+            precision=PrecisionConfig(recipe="mxfp8"), memory=MemoryConfig(retain=RetainConfig(activation="quantize"))
+        ),
+        narrowed(
+            precision=PrecisionConfig(recipe="fp8_delayed"),
+            memory=MemoryConfig(retain=RetainConfig(activation="quantize")),
+        ),
+        "memory.retain",
+    ),
+    (
+        narrow_recipes.experts_agree_on_amaxes_alone,
+        narrowed(parallel=ParallelConfig(etp=2), precision=PrecisionConfig(recipe="fp8_tensor")),
+        narrowed(
+            parallel=ParallelConfig(pp=2, etp=2, schedule="1f1b_overlapped"),
+            precision=PrecisionConfig(recipe="fp8_tensor"),
+        ),
+        "parallel.etp",
     ),
     (
         kernels.kernels_are_not_float64,

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests.marks import slow_except
 
 import moefold
+from moefold.comm.process_groups import Groups
+from moefold.parallel import parallelize
+from moefold.parallel.amax_over_ranks import over_axis
+from moefold.precision.amax import ReduceAmax
 from moefold.train.callbacks.jsonl import JsonLines
 
 SETTINGS = {
@@ -64,14 +69,23 @@ DISPATCHED = {
 }
 
 
-def metrics(folder: Path, changes: dict[str, object], nproc: int) -> list[tuple[float, float]]:
-    run = moefold.load_run("debug_small", SETTINGS | {"train.directory": str(folder)} | changes)
+class OneProcess(NamedTuple):
+    name: str
+    metrics: list[tuple[float, float]]
+
+
+def metrics(
+    folder: Path, changes: dict[str, object], nproc: int, name: str = "debug_small"
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step."""
+    settings = SETTINGS if name == "debug_small" else {k: v for k, v in SETTINGS.items() if "attention" not in k}
+    run = moefold.load_run(name, settings | {"train.directory": str(folder)} | changes)
     assert moefold.Trainer(run, reporters=[JsonLines()], nproc=nproc).fit() == "finished"
     lines = map(json.loads, (folder / run.name / "metrics.jsonl").read_text().splitlines())
     return [(line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "step"]
 
 
-@pytest.mark.parametrize("layout", ["flat", "deferred weight gradients"])
+@pytest.mark.parametrize("layout", ["flat", "deferred weight gradients", "tensor"])
 def test_layouts_round_stochastically_as_one_process(layout: str, tmp_path: Path) -> None:
     recipe = {"precision.recipe": "nvfp4", "train.steps": 2}
     wanted, found = metrics(tmp_path / "one", recipe, 1), metrics(tmp_path / "two", recipe | LAYOUTS[layout], 2)
@@ -84,6 +98,12 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, f
     return metrics(tmp_path_factory.mktemp("one"), {}, 1)
 
 
+def are_close(found: list[tuple[float, float]], wanted: list[tuple[float, float]], bound: float) -> bool:
+    """Losses and gradient norms of all steps."""
+    pairs = zip(found, wanted, strict=True)
+    return all(abs(one / other - 1) < bound for each in pairs for one, other in zip(*each, strict=True))
+
+
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_layouts_narrow_as_one_process(layout: str, tmp_path: Path, one_process: list[tuple[float, float]]) -> None:
     found = metrics(tmp_path, LAYOUTS[layout], 2)
@@ -91,8 +111,7 @@ def test_layouts_narrow_as_one_process(layout: str, tmp_path: Path, one_process:
     assert abs(found[0][0] / one_process[0][0] - 1) < 1e-12
     # One process calls experts once per microbatch too, so that only ranks that gather rows of several differ.
     exact = 1e-11 if layout not in ("ep", "context") else 2e-3
-    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, one_process, strict=True):
-        assert abs(loss / wanted_loss - 1) < exact and abs(norm / wanted_norm - 1) < exact, (found, one_process)
+    assert are_close(found, one_process, exact), (found, one_process)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +124,7 @@ def test_narrow_dispatch_is_that_of_one_process(
     layout: str, tmp_path: Path, one_process_sending_narrow: list[tuple[float, float]]
 ) -> None:
     found, wanted = metrics(tmp_path, SENT_NARROW | DISPATCHED[layout], 2), one_process_sending_narrow
-    for (loss, norm), (wanted_loss, wanted_norm) in zip(found, wanted, strict=True):
-        assert abs(loss / wanted_loss - 1) < 1e-11 and abs(norm / wanted_norm - 1) < 1e-11, (found, wanted)
+    assert are_close(found, wanted, 1e-11), (found, wanted)
 
 
 def test_inputs_that_are_kept_narrow_change_no_bit_of_a_pipeline(tmp_path: Path) -> None:
@@ -115,3 +133,34 @@ def test_inputs_that_are_kept_narrow_change_no_bit_of_a_pipeline(tmp_path: Path)
     narrow = {f"memory.retain.{step}": "quantize" for step in ("attention_norm", "rows", "activation")}
     wanted = metrics(tmp_path / "wide", layout, 2)
     assert metrics(tmp_path / "narrow", layout | narrow, 2) == wanted and len(wanted) == 2
+
+
+# ---- a scale per tensor, of a tensor that tensor parallelism cuts ----
+
+# Of a model in which matrices are cut by rows, by columns and not at all, with the experts' hidden dim cut too.
+TENSOR = {"parallel.tp": 2, "parallel.etp": 2}
+PER_TENSOR = {"precision.recipe": "fp8_tensor", "train.steps": 2}
+
+
+@pytest.fixture(scope="module", params=["debug_small", "debug_mla"])
+def per_tensor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    name = request.param
+    return OneProcess(name, metrics(tmp_path_factory.mktemp(name), PER_TENSOR, 1, name))
+
+
+def test_parts_of_a_tensor_have_one_scale(per_tensor: OneProcess, tmp_path: Path) -> None:
+    found = metrics(tmp_path, PER_TENSOR | TENSOR, 2, per_tensor.name)
+    assert are_close(found, per_tensor.metrics, 1e-11), (found, per_tensor.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tp", "etp"])
+def test_an_amax_that_is_not_reduced_is_noticed(
+    axis: str, per_tensor: OneProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own(groups: Groups, name: str) -> ReduceAmax | None:
+        return None if name == axis else over_axis(groups, name)
+
+    monkeypatch.setattr(parallelize, "over_axis", own)
+    found = metrics(tmp_path, PER_TENSOR | TENSOR, 2, per_tensor.name)
+    assert not are_close(found, per_tensor.metrics, 1e-6), found

@@ -14,14 +14,16 @@ from math import prod
 from typing import NamedTuple
 
 from moefold.blueprint.param_groups import is_trained
-from moefold.blueprint.parameters import ParameterSpec, parameters
-from moefold.blueprint.sharding import grid_of, local_shape
+from moefold.blueprint.parameters import ParameterSpec, is_expert, parameters
+from moefold.blueprint.sharding import cuts, grid_of, local_shape
 from moefold.config.casts import ELEMENT_BITS, Cast
 from moefold.config.memory import RetainedStep
-from moefold.config.precision_recipes import DOWN_INPUTS, PRECISION_RECIPES, LinearCasts
+from moefold.config.precision_recipes import DOWN_INPUTS, PRECISION_RECIPES, LinearCasts, Operand
 from moefold.config.run import RunConfig
 from moefold.topology.folded_layout import FoldedLayout, GridName
 
+# What the name of a weight is followed by, in that of the module with its amaxes of earlier steps.
+AMAX_SUFFIX = "_amax"
 NARROWED_KINDS = ("matrix", "expert")
 # The step of a block (`memory.retain`) whose output a weight multiplies, by the end of its name. Others multiply what
 # is kept wide in any case: attention keeps its own output, and the router the input of an MoE layer's shared expert.
@@ -108,3 +110,35 @@ def code_bytes(cast: Cast | None, word: int) -> int:
 def stays_wide(module: str, patterns: tuple[str, ...]) -> bool:
     """``precision.wide``: shell patterns, in which * also stands for dots."""
     return any(fnmatchcase(module, pattern) for pattern in patterns)
+
+
+def sharded_operands(weight: ParameterSpec) -> tuple[str, tuple[Operand, ...]]:
+    """The axis of tensor parallelism, and the operands of which its ranks hold different parts.
+
+    A weight that is cut by rows has a gradient of its output with columns on several ranks; one that is cut by columns
+    such an input; one that is not cut sees each rank's share of the tokens.
+    """
+    axis = "etp" if is_expert(weight.name) else "tp"
+    cut = next((cut for cut in cuts(weight) if cut.axis == axis), None)
+    if cut is None:
+        return axis, ("x", "dy")
+    return axis, ("w", "x" if cut.dim == len(weight.shape) - 1 else "dy")
+
+
+def delayed_weights(run: RunConfig) -> list[ParameterSpec]:
+    """Weights whose matmuls are narrowed by amaxes of earlier steps, in the order of the forward pass."""
+    return [
+        weight
+        for weight, casts in matmuls(run)
+        if casts is not None and any(cast is not None and cast.delayed for _, cast in casts.items())
+    ]
+
+
+def amax_histories(run: RunConfig) -> tuple[ParameterSpec, ...]:
+    """Saved but not trained: of every operand of such a weight, amaxes of `precision.amax_history_len` steps."""
+    rows = run.precision.amax_history_len
+    return tuple(
+        ParameterSpec(f"{weight.name}{AMAX_SUFFIX}.{operand}", (rows, *stack), "bias")
+        for weight in delayed_weights(run)
+        for operand, stack in (("x", ()), ("w", weight.shape[:-2]), ("dy", ()))
+    )

@@ -24,7 +24,7 @@ from torch import Tensor
 from moefold.checkpoint.chunk_index import Located, open_index, read_pages
 from moefold.checkpoint.manifest import MANIFEST, Manifest, packed, read_manifest, read_table, unpacked
 from moefold.checkpoint.shard_file import ShardReader, shard_offsets
-from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, needed_tensors
+from moefold.checkpoint.state_dict import NeededTensor, copy_into_live, fresh_seed, history_notes, needed_tensors
 from moefold.checkpoint.step_dirs import (
     check_cover,
     check_files,
@@ -34,7 +34,7 @@ from moefold.checkpoint.step_dirs import (
     final_path,
     quick_check,
 )
-from moefold.checkpoint.tensor_spec import Box, ChunkSpec, inside, intersection, sizes_of, whole
+from moefold.checkpoint.tensor_spec import Box, ChunkSpec, TensorSpec, inside, intersection, sizes_of, whole
 from moefold.comm.collectives import all_gather_no_grad, all_reduce_ints, broadcast_bytes
 from moefold.comm.process_groups import Group
 from moefold.errors import CheckpointError, MismatchError
@@ -194,6 +194,9 @@ def load_into(
     needed = _on_all(path, local_model, lambda: _compared(checkpoint, local_model, optimizer))
     values = _on_all(path, local_model, lambda: _staged(checkpoint, world, needed))
     copy_into_live(local_model, optimizer, values)
+    if world.index == 0:
+        for note in history_notes(local_model.run, offered_by(checkpoint)):
+            _log_to_stderr(f"{path.name}: {note}")
     _restore_random_state(checkpoint, local_model)
     return checkpoint.manifest.state
 
@@ -222,10 +225,13 @@ def load_latest(
     return None
 
 
+def offered_by(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    return {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
+
+
 def _compared(checkpoint: Checkpoint, local_model: LocalModel, optimizer: ModelOptimizer | None) -> list[NeededTensor]:
     """What this rank needs, of a checkpoint of this model, in which its share of the files have the right sizes."""
-    offered = {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
-    needed = needed_tensors(local_model, optimizer, offered)
+    needed = needed_tensors(local_model, optimizer, offered_by(checkpoint))
     world = local_model.groups["world"]
     check_sizes(checkpoint.path, checkpoint.manifest, range(world.index, checkpoint.manifest.world, world.size))
     return needed
@@ -251,9 +257,9 @@ def _on_all(path: Path, local_model: LocalModel, work: Callable[[], Result]) -> 
 
 def files_needed(checkpoint: Checkpoint, local_model: LocalModel, optimizer: ModelOptimizer | None) -> set[int]:
     """The ranks whose files this rank opens when it loads: its share of those to check, and those that it reads."""
-    world, offered = local_model.groups["world"], {name: checkpoint.manifest.spec(name) for name in checkpoint.names()}
+    world = local_model.groups["world"]
     found = set(range(world.index, checkpoint.manifest.world, world.size))
-    for want in needed_tensors(local_model, optimizer, offered):
+    for want in needed_tensors(local_model, optimizer, offered_by(checkpoint)):
         found.update(chunk.rank for box in want.boxes for chunk in checkpoint.locate(want.name, box))
     return found
 

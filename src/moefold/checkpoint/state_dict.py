@@ -7,6 +7,9 @@ replica and read by all.
 
 A rank holds pieces of parameters (``LocalModel.pieces``): one box of the global tensor each under FSDP, several in flat
 sharding. Each box is one chunk; a rank reads the boxes of its own pieces, so any layout reads any other's.
+
+Amaxes of earlier steps ("amax_history/...") belong to a precision recipe and not to the model: a run of another recipe
+leaves them where they are, and one that finds none starts without (``history_notes`` says so).
 """
 
 from __future__ import annotations
@@ -18,18 +21,22 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from moefold.blueprint.narrow_matmuls import amax_histories
 from moefold.blueprint.parameters import buffers, parameters
 from moefold.checkpoint.tensor_spec import Box, Chunk, TensorSpec, whole
 from moefold.comm.collectives import all_reduce_ints
 from moefold.config.loading import dump_run
+from moefold.config.run import RunConfig
 from moefold.errors import MismatchError
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.optim.trained_pieces import SavingOptimizer
 from moefold.parallel.parallelize import LocalModel, frozen_dtypes, local_buffers
 from moefold.parallel.param_shards import TrainedPiece, local_part
+from moefold.precision.amax_history import OPERANDS
 from moefold.precision.dtypes import TORCH_FORMATS
 
 _WEIGHTS = ("parameter/", "buffer/")
+_HISTORY = "amax_history/"
 _MAX_LISTED = 200
 
 
@@ -65,6 +72,17 @@ def _primary_chunks(local_model: LocalModel, optimizer: SavingOptimizer | None) 
         live = dict(local_model.model.named_buffers())
         for spec in local_buffers(local_model.run, local_model.model):
             yield Chunk(f"buffer/{spec.name}", spec.shape, whole(spec.shape), live[spec.name])
+        for name, amaxes in _live_histories(local_model).items():
+            yield Chunk(name, tuple(amaxes.shape), whole(amaxes.shape), amaxes)
+
+
+def _live_histories(local_model: LocalModel) -> dict[str, Tensor]:
+    """By their names in a checkpoint."""
+    return {
+        f"{_HISTORY}{name}.{operand}": amaxes
+        for name, history in local_model.amax_histories.items()
+        for operand, amaxes in history.named_buffers()
+    }
 
 
 def _main_weight(piece: TrainedPiece, optimizer: SavingOptimizer | None) -> Tensor:
@@ -97,7 +115,9 @@ def tensors_elsewhere(local_model: LocalModel, optimizer: ModelOptimizer | None)
     here = {spec.name for spec in local_buffers(local_model.run, local_model.model)}
     wide = torch.promote_types(dtype, torch.float32)
     others = (spec for spec in buffers(local_model.run.model) if spec.name not in here)
-    return found | {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
+    found |= {f"buffer/{spec.name}": TensorSpec(wide, spec.shape) for spec in others}
+    histories = {f"{_HISTORY}{spec.name}": TensorSpec(wide, spec.shape) for spec in amax_histories(local_model.run)}
+    return found | {name: spec for name, spec in histories.items() if name not in _live_histories(local_model)}
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,7 @@ def needed_tensors(
     """The boxes that this rank needs of a checkpoint; refuses one that is of another model, naming every difference."""
     wants = {want.name: want for want in _weights_needed(local_model, optimizer)}
     kinds = dict.fromkeys(name.partition("/")[0] for name in offered)
-    states = [kind for kind in kinds if f"{kind}/" not in _WEIGHTS and kind != "rng"]
+    states = [kind for kind in kinds if f"{kind}/" not in (*_WEIGHTS, _HISTORY) and kind != "rng"]
     if optimizer is not None and states:
         wants |= {want.name: want for want in _states_needed(local_model, optimizer)}
     ignored = set() if optimizer is not None else {name for name in offered if name.partition("/")[0] in states}
@@ -126,7 +146,7 @@ def needed_tensors(
     differences |= {
         name: f"is not part of this {'model' if name.startswith(_WEIGHTS) else 'run'}{_key_for(name)}"
         for name in offered
-        if name not in elsewhere and name not in ignored
+        if name not in elsewhere and name not in ignored and not name.startswith(_HISTORY)
     }
     for name, want in wants.items():
         spec = offered.get(name, want)
@@ -140,7 +160,34 @@ def needed_tensors(
             "this checkpoint is of another model; choose another --name, or the model of the checkpoint:\n  "
             + "\n  ".join(_listed(differences))
         )
-    return list(wants.values())
+    return [*wants.values(), *_histories_needed(local_model, offered)]
+
+
+def _histories_needed(local_model: LocalModel, offered: Mapping[str, TensorSpec]) -> Iterator[NeededTensor]:
+    """Those of the live model that the checkpoint has, of as many steps."""
+    for name, amaxes in _live_histories(local_model).items():
+        spec = TensorSpec(amaxes.dtype, tuple(amaxes.shape))
+        if offered.get(name) == spec:
+            yield NeededTensor(name, spec.dtype, spec.shape, (whole(spec.shape),), spec.shape)
+
+
+def history_notes(run: RunConfig, offered: Mapping[str, TensorSpec]) -> list[str]:
+    """What a checkpoint of another recipe or `precision.amax_history_len` means for amaxes of earlier steps."""
+    wanted = {f"{_HISTORY}{spec.name}": spec.shape for spec in amax_histories(run)}
+    found = {name: spec.shape for name, spec in offered.items() if name.startswith(_HISTORY)}
+    missing = sum(found.get(name) != shape for name, shape in wanted.items())
+    unused = len(found.keys() - wanted.keys())
+    notes = []
+    if missing:
+        notes.append(
+            f"amax histories of {missing} of {len(wanted)} operands start anew: the checkpoint has none of "
+            f"{run.precision.amax_history_len} steps; scales of the next step are those of its own tensors"
+        )
+    if unused:
+        notes.append(
+            f"{unused} amax histories of the checkpoint are not used by precision.recipe {run.precision.recipe}"
+        )
+    return notes
 
 
 def _names_of_model(local_model: LocalModel, optimizer: ModelOptimizer | None) -> set[str]:
@@ -215,7 +262,10 @@ def copy_into_live(local_model: LocalModel, optimizer: SavingOptimizer | None, v
     live = dict(local_model.model.named_buffers())
     for spec in local_buffers(local_model.run, local_model.model):
         live[spec.name].copy_(values[f"buffer/{spec.name}"])
-    states = any(not name.startswith(_WEIGHTS) for name in values)
+    for name, history in local_model.amax_histories.items():
+        saved = {operand: values.get(f"{_HISTORY}{name}.{operand}") for operand in OPERANDS}
+        history.load({operand: amaxes for operand, amaxes in saved.items() if amaxes is not None})
+    states = any(not name.startswith((*_WEIGHTS, _HISTORY)) for name in values)
     for piece in local_model.pieces():
         parameter, main = piece.parameter, values[f"parameter/{piece.name}"]
         if optimizer is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from moefold.blueprint.narrow_matmuls import matmuls, module_of, stays_wide
-from moefold.blueprint.parameters import parameters
+from moefold.blueprint.narrow_matmuls import keeps_narrow, matmuls, module_of, stays_wide
+from moefold.blueprint.parameters import is_expert, parameters
 from moefold.blueprint.sharding import cuts
 from moefold.config.casts import ELEMENT_BITS
 from moefold.config.parallel import EngineDispatcher
@@ -13,6 +13,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts
 from moefold.config.run import RunConfig
 from moefold.errors import Problem
+from moefold.schedule.names import schedule_named
 
 
 def narrow_matmuls_are_torchs(run: RunConfig) -> list[Problem]:
@@ -80,8 +81,7 @@ def wide_modules_exist(run: RunConfig) -> list[Problem]:
 
 
 def blocks_are_those_of_whole_matrices(run: RunConfig) -> list[Problem]:
-    """A rank that holds a part of a matrix has other blocks, unless its part ends where a block does; and the largest
-    magnitude of a part is not that of the matrix."""
+    """A rank that holds a part of a matrix has other blocks, unless its part ends where a block does."""
     sizes = {"tp": run.parallel.tp, "etp": run.parallel.etp}
     found: dict[str, Problem] = {}
     for weight, casts in matmuls(run):
@@ -104,11 +104,11 @@ def _block_problem(casts: LinearCasts, part: int, inner: bool) -> str:
     """Of operands whose blocks lie along the sharded dim: columns are summed in fprop, rows in dgrad."""
     used = (casts.x_fprop, casts.w_fprop, casts.w_dgrad) if inner else (casts.w_fprop, casts.dy_dgrad, casts.w_dgrad)
     for cast in used:
-        if cast is None or cast.element == "bf16":
+        if cast is None:
             continue
-        if cast.scales_whole_matrix:
-            return f"a scale per tensor would be one per rank ({cast})"
-        assert cast.block is not None
+        # Of a scale per tensor, ranks agree on the amax.
+        if cast.block is None:
+            continue
         if not cast.block[1]:
             return f"a scale per row would be one per rank ({cast})"
         if part % max(cast.block):
@@ -133,6 +133,9 @@ def narrow_gather_has_one_copy(run: RunConfig) -> Problem | None:
         )
     if run.parallel.sharding not in ("flat", "fsdp"):
         return Problem("precision.gather", f"narrow with parallel.sharding {run.parallel.sharding}", "use flat or fsdp")
+    cast, ways = PRECISION_RECIPES[recipe].casts.w_fprop, max(run.parallel.tp, run.parallel.etp)
+    if cast is not None and cast.scales_whole_matrix and ways > 1:
+        return Problem("precision.gather", f"narrow, with scales of matrices over {ways} ranks ({cast})", "use null")
     return None
 
 
@@ -150,6 +153,41 @@ def _gather_problem(casts: LinearCasts) -> str | None:
     return None
 
 
+def histories_have_a_step(run: RunConfig) -> Problem | None:
+    if (length := run.precision.amax_history_len) >= 1:
+        return None
+    return Problem("precision.amax_history_len", f"{length} steps", "use 1 or more")
+
+
+def kept_inputs_have_scales_of_their_own(run: RunConfig) -> Problem | None:
+    """Inputs that are kept narrow are narrowed before it is known whose amax decides."""
+    axes = max(run.parallel.tp, run.parallel.etp)
+    for matmul in matmuls(run):
+        cast = None if matmul.casts is None else matmul.casts.x_wgrad
+        if cast is None or not cast.scales_whole_matrix or not keeps_narrow(matmul, run):
+            continue
+        if cast.delayed or axes > 1:
+            why = "scales of earlier steps" if cast.delayed else f"scales of tensors over {axes} ranks"
+            message = f"quantize keeps inputs narrow by scales of their own, and {run.precision.recipe} has {why}"
+            return Problem("memory.retain", message, "use keep, or precision.recipe mxfp8")
+    return None
+
+
+def experts_agree_on_amaxes_alone(run: RunConfig) -> Problem | None:
+    """Parts of an expert agree on an amax over etp, whose collectives belong to another thread where a schedule
+    overlaps dispatch with computing."""
+    if run.parallel.etp == 1 or not schedule_named(run.parallel.schedule).overlaps:
+        return None
+    if not any(is_expert(weight.name) and _has_scales_per_tensor(casts) for weight, casts in matmuls(run)):
+        return None
+    message = f"{run.precision.recipe} has scales per tensor, on which ranks agree inside of the experts"
+    return Problem("parallel.etp", f"{message}, while {run.parallel.schedule} dispatches beside them", "use 1")
+
+
+def _has_scales_per_tensor(casts: LinearCasts | None) -> bool:
+    return casts is not None and any(cast is not None and cast.scales_whole_matrix for _, cast in casts.items())
+
+
 RULES = (
     narrow_matmuls_are_torchs,
     casts_are_known_on_this_device,
@@ -158,4 +196,7 @@ RULES = (
     wide_modules_exist,
     blocks_are_those_of_whole_matrices,
     narrow_gather_has_one_copy,
+    histories_have_a_step,
+    kept_inputs_have_scales_of_their_own,
+    experts_agree_on_amaxes_alone,
 )

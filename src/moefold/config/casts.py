@@ -63,8 +63,8 @@ class Cast:
 
     @property
     def scales_whole_matrix(self) -> bool:
-        """The largest magnitude of the matrix is in every scale."""
-        return self.block is None or self.scale == "two_level"
+        """The largest magnitude of the matrix is in every scale: of a shard, ranks must agree on it."""
+        return self.scale != "none" and (self.block is None or self.scale == "two_level")
 
     @property
     def is_square(self) -> bool:

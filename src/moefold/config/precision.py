@@ -22,6 +22,8 @@ GatherFormat = Literal[Format, "narrow"]
 KeptFormat = Literal[Format, "float16", "float8"]
 # Of activations and matmuls; float16 is planned only. Narrower operands of matmuls are a recipe.
 ComputeFormat = Literal[Format, "float16"]
+# Of a history of amaxes: its largest one, or that of the last step.
+AmaxComputeAlgo = Literal["max", "most_recent"]
 # The format of master weights; remainder: the bfloat16 weight is their upper half, and 16 bits the lower half.
 MasterFormat = Literal[KeptFormat, "remainder"]
 BYTES: dict[MasterFormat, int] = {
@@ -65,6 +67,11 @@ class PrecisionConfig:
     # Modules whose matmuls stay in `compute`, by shell patterns of their names, such as layers.0.* or *.attention.out.
     # Routers, the embedding, the head, norms and attention itself always do.
     wide: tuple[str, ...] = ("*.shared_gate",)
+    # Of `recipe: fp8_delayed`: of how many steps amaxes are kept. This and max are Transformer Engine's defaults: a
+    # tensor that was large lately does not saturate when it is so again. Megatron's are 1 and most_recent.
+    amax_history_len: int = 1024
+    # Which of them decides a scale.
+    amax_compute_algo: AmaxComputeAlgo = "max"
     # Planned only, unless None: the format of gradients; None is the format of `params`.
     gradients: KeptFormat | None = None
     # Master weights; None is none, because `params` are their own masters.

@@ -18,6 +18,8 @@ from moefold.config.casts import Cast
 
 NarrowRecipe = Literal["fp8_tensor", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 RecipeName = Literal["bf16", NarrowRecipe]
+# Of the three matmuls: the input, the weight, the gradient of the output.
+Operand = Literal["x", "w", "dy"]
 RECIPE_NAMES: tuple[RecipeName, ...] = get_args(RecipeName)
 
 

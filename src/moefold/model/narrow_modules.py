@@ -9,24 +9,38 @@ from dataclasses import replace
 
 from torch import nn
 
-from moefold.blueprint.narrow_matmuls import keeps_narrow, matmuls, module_of
+from moefold.blueprint.narrow_matmuls import (
+    AMAX_SUFFIX,
+    delayed_weights,
+    keeps_narrow,
+    matmuls,
+    module_of,
+    sharded_operands,
+)
+from moefold.blueprint.parameters import ParameterSpec, is_expert
+from moefold.config.precision import PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.moe.experts import Experts
 from moefold.moe.grouped_experts import GroupedExperts
 from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
+from moefold.precision.amax import OWN_AMAXES, Amaxes, ReduceOver, SharedAmaxes
+from moefold.precision.amax_history import AmaxHistory, DelayedAmaxes
 from moefold.precision.narrow_inputs import NarrowInputs
 from moefold.precision.operands import NarrowOperands, NarrowWeights
 from moefold.precision.quantize_native import QUANTIZERS
 
 
-def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:
-    """Returns what is to be told when weights have changed; None where the run has no recipe."""
+def narrow_modules(
+    model: nn.Module, run: RunConfig, over: ReduceOver | None = None, experts: slice | None = None
+) -> NarrowWeights | None:
+    """Returns what is to be told when weights have changed; None where the run has no recipe. ``over``: how ranks that
+    hold parts of an operand agree on its amax; ``experts``: the numbers of those on this rank."""
     if run.precision.recipe is None:
         return None
     recipe, weights, inputs = PRECISION_RECIPES[run.precision.recipe], NarrowWeights(), NarrowInputs()
-    modules = dict(model.named_modules())
+    modules, delayed = dict(model.named_modules()), {weight.name for weight in delayed_weights(run)}
     for matmul in matmuls(run):
         name = matmul.weight.name
         module = modules.get(module_of(name))
@@ -34,8 +48,13 @@ def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:
         if matmul.casts is None or module is None:
             continue
         kept = inputs if keeps_narrow(matmul, run) else None
+        amaxes = amaxes_for(matmul.weight, over)
+        if name in delayed:
+            history = history_for(matmul.weight, run.precision, experts)
+            module.add_module(name.rpartition(".")[2] + AMAX_SUFFIX, history)
+            amaxes = DelayedAmaxes(history, amaxes)
         operands = NarrowOperands(
-            replace(recipe, casts=matmul.casts), weights, QUANTIZERS[run.kernels.casts], run.seed, kept
+            replace(recipe, casts=matmul.casts), weights, QUANTIZERS[run.kernels.casts], run.seed, kept, amaxes
         )
         owner = module.backend if isinstance(module, Experts) else module
         # `narrow_experts_have_a_backend` leaves those that have a policy.
@@ -53,3 +72,14 @@ def narrow_modules(model: nn.Module, run: RunConfig) -> NarrowWeights | None:
 def _with_operands(policy: MatmulPolicy, operands: NarrowOperands) -> MatmulPolicy:
     assert isinstance(policy, ParameterMatmul)
     return policy.with_operands(operands)
+
+
+def amaxes_for(weight: ParameterSpec, over: ReduceOver | None) -> Amaxes:
+    axis, operands = sharded_operands(weight)
+    reduce = None if over is None else over(axis)
+    return OWN_AMAXES if reduce is None else SharedAmaxes(dict.fromkeys(operands, reduce))
+
+
+def history_for(weight: ParameterSpec, precision: PrecisionConfig, experts: slice | None) -> AmaxHistory:
+    part = experts if is_expert(weight.name) else None
+    return AmaxHistory(precision.amax_history_len, weight.shape[:-2], precision.amax_compute_algo, part)

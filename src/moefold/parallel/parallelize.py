@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,6 +66,7 @@ from moefold.nn.step_retention import KEEP_ALL, Retention, StepRetention, retent
 from moefold.ops.backends import resolve
 from moefold.ops.host_probe import probe_host
 from moefold.optim.trained_pieces import SavingOptimizer
+from moefold.parallel.amax_over_ranks import over_axis, push_amaxes
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.data_sharding import DataSharding, to_empty
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
@@ -75,6 +77,7 @@ from moefold.parallel.param_shards import ParamShard, TrainedPiece, build_param_
 from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
+from moefold.precision.amax_history import AmaxHistory
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.precision.operands import NarrowWeights
 from moefold.precision.quantize_native import QUANTIZERS
@@ -113,6 +116,25 @@ class LocalModel:
         self.sharding.weights_changed(trained_only)
         if self.narrow_weights is not None:
             self.narrow_weights.forget()
+
+    @property
+    def amax_histories(self) -> dict[str, AmaxHistory]:
+        """By module name; with `precision.recipe: fp8_delayed`."""
+        return {name: module for name, module in self.model.named_modules() if isinstance(module, AmaxHistory)}
+
+    def start_amaxes(self) -> None:
+        """Before a step: what forwards outside of steps have noted is forgotten."""
+        if histories := self.amax_histories:
+            assert self.narrow_weights is not None
+            # A weight's amax is noted when it is narrowed.
+            self.narrow_weights.forget()
+            for history in histories.values():
+                history.start_step()
+
+    def push_amaxes(self) -> None:
+        """After a step that was not skipped."""
+        if histories := self.amax_histories:
+            push_amaxes(histories, self.run, self.groups, self.device)
 
     def pieces(self) -> tuple[TrainedPiece, ...]:
         """What this rank updates and saves."""
@@ -185,7 +207,7 @@ def build_on_meta(
     with torch.device("meta"):
         dtype = TORCH_FORMATS[run.precision.compute]
         model = build_decoder(run.model, dtype, interfaces, parts_of_rank[groups["pp"].index])
-    narrow_weights = narrow_modules(model, run)
+    narrow_weights = narrow_modules(model, run, partial(over_axis, groups), experts_here(run, groups))
     set_param_dtype(model, TORCH_FORMATS[run.precision.params])
     resize_to_local(model, param_shards, frozen_dtypes(run))
     sharding = SHARDINGS[run.parallel.sharding](run, groups, model, param_shards, device, weight_grads, narrow_weights)
@@ -205,6 +227,14 @@ def build_on_meta(
         retention,
         narrow_weights,
     )
+
+
+def experts_here(run: RunConfig, groups: Groups) -> slice | None:
+    """The numbers of this rank's experts."""
+    if run.model.moe is None:
+        return None
+    each, index = run.model.moe.num_experts // groups["ep"].size, groups["ep"].index
+    return slice(index * each, (index + 1) * each)
 
 
 def frozen_dtypes(run: RunConfig) -> dict[str, torch.dtype]:
@@ -298,6 +328,8 @@ def init_local_model(local_model: LocalModel, init: InitValues) -> None:
             init(piece.kind, run.seed, piece.name, piece.shard.shape, box, std, values)
             shard.copy_(values)
     local_model.weights_changed()
+    for history in local_model.amax_histories.values():
+        history.load({})
     state = dict(local_model.model.named_buffers())
     for spec in local_buffers(run, local_model.model):
         whole = tuple(slice(0, size) for size in spec.shape)

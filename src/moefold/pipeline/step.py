@@ -82,6 +82,7 @@ def compute_gradients(
     sharding = local_model.sharding
     optimizer.zero_grad()
     sharding.start_step()
+    local_model.start_amaxes()
     sums = over_ranks(run_schedule(local_model, batches, on_action, on_output), local_model.groups)
     max_logits_LH = largest_logits(local_model)
     gradients = sharding.reduce_gradients()
@@ -104,6 +105,7 @@ def update(
     optimizer.step()
     if max_logits_LH is not None:
         clip_logits(local_model, max_logits_LH)
+    local_model.push_amaxes()
     local_model.weights_changed(trained_only=True)
     move_expert_biases(local_model.model, sums.kept_ME)
     return StepResult(sums, grad_norm, None, max_logits_LH)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from moefold.config.casts import Cast
-from moefold.config.precision_recipes import PrecisionRecipe
+from moefold.config.precision_recipes import Operand, PrecisionRecipe
+from moefold.precision.amax import OWN_AMAXES, Amaxes, amax_of
 from moefold.precision.grouped_quantize import along_features, along_tokens, move_rows
 from moefold.precision.narrow_inputs import NarrowInputs, NarrowRows, wide_rows
 from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
@@ -91,7 +92,8 @@ REFERENCE = Quantizers()
 
 class NarrowOperands:
     """Of one weight. ``weights`` is shared by all modules of a model, and so is ``inputs``, which keeps them narrow
-    (None: they are kept as they are). ``seed`` is of stochastic rounding."""
+    (None: they are kept as they are). ``seed`` is of stochastic rounding; ``amaxes`` says whose amax decides the scales
+    of a whole matrix."""
 
     def __init__(
         self,
@@ -100,24 +102,26 @@ class NarrowOperands:
         quantizers: Quantizers = REFERENCE,
         seed: int = 0,
         inputs: NarrowInputs | None = None,
+        amaxes: Amaxes = OWN_AMAXES,
     ) -> None:
         self.casts, self.align = recipe.casts, recipe.align
-        self.weights, self.quantizers, self.seed = weights, quantizers, seed
+        self.weights, self.quantizers, self.seed, self.amaxes = weights, quantizers, seed, amaxes
         # What is not narrowed, or to bfloat16 without a scale, is kept as it is.
         cast = recipe.casts.x_wgrad
         self.inputs = None if cast is None or cast.element == "bf16" else inputs
 
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
-        narrow = self._along_features(x.reshape(-1, x.shape[-1]), self.casts.x_fprop, rows_per_expert).reshape(x.shape)
-        return narrow.to(wide), self.weights.narrow(weight, self.casts.w_fprop, False, self.quantizers).to(wide)
+        rows = x.reshape(-1, x.shape[-1])
+        narrow = self._along_features(rows, self.casts.x_fprop, rows_per_expert, "x").reshape(x.shape)
+        return narrow.to(wide), self._weight(weight, self.casts.w_fprop, False).to(wide)
 
     def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide, stacked = _sums_in(grad), grad.shape[-1] // weight.shape[-2]
         segments = None if rows_per_expert is None else [rows * stacked for rows in rows_per_expert]
         rows = grad.reshape(-1, weight.shape[-2])
-        narrow = self._along_features(rows, self.casts.dy_dgrad, segments).reshape(grad.shape)
-        return narrow.to(wide), self.weights.narrow(weight, self.casts.w_dgrad, True, self.quantizers).to(wide)
+        narrow = self._along_features(rows, self.casts.dy_dgrad, segments, "dy").reshape(grad.shape)
+        return narrow.to(wide), self._weight(weight, self.casts.w_dgrad, True).to(wide)
 
     def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
         cast = self.casts.x_wgrad
@@ -132,24 +136,50 @@ class NarrowOperands:
         grad_TY = grad.flatten(0, -2)
         rows = [len(grad_TY)] if rows_per_expert is None else rows_per_expert
         padded = [-(-count // self.align) * self.align for count in rows]
-        grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded)
+        grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, "dy")
         if self.inputs is None or self.casts.x_wgrad is None:
-            x_in = self._along_tokens(move_rows(kept[0].flatten(0, -2), rows, padded), self.casts.x_wgrad, padded)
+            x_TX = move_rows(kept[0].flatten(0, -2), rows, padded)
+            x_in = self._along_tokens(x_TX, self.casts.x_wgrad, padded, "x")
         else:
             x_in = wide_rows(NarrowRows(*kept), self.casts.x_wgrad, rows, padded)
         wide = _sums_in(grad)
         return GradOperands(grad_in.to(wide), x_in.to(wide), None if rows_per_expert is None else padded)
 
-    def _along_features(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int] | None) -> Tensor:
+    def _along_features(
+        self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int] | None, operand: Operand
+    ) -> Tensor:
         if cast is None:
             return rows_TX
-        segments = [len(rows_TX)] if segments is None else segments
-        return along_features(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
+        segments = [len(rows_TX)] if segments is None or cast.delayed else segments
+        parts = rows_TX.split(list(segments))
+        amaxes = self._amaxes_of(parts, cast, operand)
+        if amaxes is None:
+            return along_features(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
+        return torch.cat(self._narrow(parts, cast, amaxes))
 
-    def _along_tokens(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int]) -> Tensor:
+    def _along_tokens(self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int], operand: Operand) -> Tensor:
+        """Delayed scales are those of the rows of all experts."""
         if cast is None:
             return rows_TX
-        return along_tokens(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
+        segments = [len(rows_TX)] if cast.delayed else segments
+        parts = [part.t() for part in rows_TX.split(list(segments))]
+        amaxes = self._amaxes_of(parts, cast, operand)
+        if amaxes is None:
+            return along_tokens(rows_TX, cast, segments, self.quantizers.fake_quantize, self.seed)
+        return torch.cat([part.t() for part in self._narrow(parts, cast, amaxes)])
+
+    def _amaxes_of(self, matrices: Sequence[Tensor], cast: Cast, operand: Operand) -> Tensor | None:
+        """Where ranks hold parts of matrices, they agree on the amaxes of all in one message; None: each its own."""
+        if not cast.scales_whole_matrix:
+            return None
+        return self.amaxes.of(operand, cast, lambda: torch.stack([amax_of(matrix, cast) for matrix in matrices]))
+
+    def _narrow(self, matrices: Sequence[Tensor], cast: Cast, amaxes: Tensor) -> list[Tensor]:
+        pairs = zip(matrices, amaxes.unbind(), strict=True)
+        return [self.quantizers.fake_quantize(matrix, cast, seed=self.seed, amax=amax) for matrix, amax in pairs]
+
+    def _weight(self, weight: Tensor, cast: Cast | None, transposed: bool) -> Tensor:
+        return self.weights.narrow(weight, cast, transposed, self.quantizers, self.amaxes)
 
 
 def _sums_in(x: Tensor) -> torch.dtype:
@@ -172,7 +202,14 @@ class NarrowWeights:
         weight has changed (``precision.gather: narrow``)."""
         self._gathered[id(weight)] = (weight, quantized)
 
-    def narrow(self, weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers) -> Tensor:
+    def narrow(
+        self,
+        weight: Tensor,
+        cast: Cast | None,
+        transposed: bool,
+        quantizers: Quantizers,
+        amaxes: Amaxes = OWN_AMAXES,
+    ) -> Tensor:
         """In the shape of the weight, with blocks along its last dim, or along the one before."""
         if cast is None:
             return weight
@@ -185,8 +222,10 @@ class NarrowWeights:
         transposed = transposed and not cast.is_square
         kept = self._kept.get(key := (id(weight), cast, transposed))
         if kept is None or kept[1] != weight._version:
-            matrices = _values(weight).detach()
-            quantized = quantizers.quantize(matrices.transpose(-2, -1) if transposed else matrices, cast)
+            values = _values(weight).detach()
+            matrices = values.transpose(-2, -1) if transposed else values
+            amax = amaxes.of("w", cast, lambda: amax_of(matrices, cast)) if cast.scales_whole_matrix else None
+            quantized = quantizers.quantize(matrices, cast, amax=amax)
             # The weight is kept too, so that its id stays its own.
             kept = self._kept[key] = (weight, weight._version, quantized)
         values = dequantize(kept[2])

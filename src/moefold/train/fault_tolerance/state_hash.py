@@ -123,6 +123,9 @@ def held_state(local_model: LocalModel, optimizer: ModelOptimizer) -> Iterator[H
     live, stage = dict(local_model.model.named_buffers()), layout.ranks("stage", rank)
     for spec in local_buffers(local_model.run, local_model.model):
         yield Held(f"buffer/{spec.name}", live[spec.name], tuple(sorted(stage)))
+    for name, history in local_model.amax_histories.items():
+        for operand, amaxes in history.named_buffers():
+            yield Held(f"amax_history/{name}.{operand}", amaxes, tuple(sorted(stage)))
 
 
 def gathered_weights(local_model: LocalModel) -> Iterator[Held]:
