@@ -18,6 +18,7 @@ from moefold.blueprint.narrow_matmuls import matmuls
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import LinearCasts
 from moefold.config.run import RunConfig
+from moefold.precision.amax import OWN_AMAXES, Amaxes
 from moefold.precision.operands import NarrowWeights, Quantizers
 from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
 
@@ -57,7 +58,9 @@ def watch_weights(model: nn.Module, run: RunConfig, weights: NarrowWeights | Non
     # By weight and whether it was turned; the weight is kept, so that its id stays its own.
     scales: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
-    def noted(weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers, *rest: object) -> Tensor:
+    def noted(
+        weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers, amaxes: Amaxes = OWN_AMAXES
+    ) -> Tensor:
         def note_scales(matrices: Tensor, *of_cast: object, **more: object) -> Quantized:
             quantized = quantizers.quantize(matrices, *of_cast, **more)
             # A square block serves both directions, and is not turned.
@@ -65,18 +68,20 @@ def watch_weights(model: nn.Module, run: RunConfig, weights: NarrowWeights | Non
             scales[id(weight), transposed] = weight, _scales(quantized, turned)
             return quantized
 
-        return narrow(weight, cast, transposed, quantizers._replace(quantize=note_scales), *rest)
+        return narrow(weight, cast, transposed, quantizers._replace(quantize=note_scales), amaxes)
 
-    def note(weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers, *rest: object) -> Tensor:
+    def note(
+        weight: Tensor, cast: Cast | None, transposed: bool, quantizers: Quantizers, amaxes: Amaxes = OWN_AMAXES
+    ) -> Tensor:
         if not transposed:
             # In forward; FSDP has put the whole weight in its place.
             (name,) = (name for name, parameter in model.named_parameters() if parameter is weight)
-            both = [noted(weight, cast, turned, quantizers, *rest) for cast, turned in casts_by_name[name]]
+            both = [noted(weight, cast, turned, quantizers, amaxes) for cast, turned in casts_by_name[name]]
             # One that serves both directions was narrowed once.
             of_weight = [scales.get((id(weight), turned), scales.get((id(weight), False))) for turned in (False, True)]
             found = [item[1] for item in of_weight if item is not None]
             seen[name] = NarrowWeight(torch.stack(both).detach().clone(), torch.stack(found) if found else None)
-        return noted(weight, cast, transposed, quantizers, *rest)
+        return noted(weight, cast, transposed, quantizers, amaxes)
 
     weights.narrow = note  # type: ignore[method-assign]
     return seen
