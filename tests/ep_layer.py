@@ -41,7 +41,7 @@ from moefold.moe.topk import choose_topk_reference
 from moefold.nn.batch import Batch, whole_batch
 from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.nn.parallel_interfaces import LocalTokens
-from moefold.parallel.parallelize import dispatcher_for
+from moefold.parallel.dispatchers import dispatcher_for
 
 EP, TOKENS, DIM = 2, 64, 32
 MOE = MoEConfig(

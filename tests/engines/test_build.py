@@ -27,7 +27,8 @@ from moefold.config.run import RunConfig
 from moefold.errors import BackendError
 from moefold.moe.dispatch import deepep, deepep_elastic, symmetric_memory
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES
-from moefold.parallel.parallelize import ENGINE_DISPATCHERS, build_on_meta
+from moefold.parallel.dispatchers import ENGINE_DISPATCHERS
+from moefold.parallel.parallelize import build_on_meta
 from moefold.recipes.catalog import recipe
 
 # Packed documents: ranks differ in how many tokens they hold, up to seven.

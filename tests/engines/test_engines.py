@@ -25,7 +25,7 @@ from moefold.nn.matmul_policy import ParameterMatmul
 from moefold.ops import engines
 from moefold.ops.backends import BACKENDS
 from moefold.ops.engines import ENGINES, LIBRARIES, OPTIONAL, load_engine
-from moefold.parallel.parallelize import ENGINE_DISPATCHERS
+from moefold.parallel.dispatchers import ENGINE_DISPATCHERS
 from moefold.recipes.catalog import recipe
 from moefold.topology.folded_layout import fold
 

@@ -20,7 +20,7 @@ from moefold.moe.dispatch.all_gather import AllGatherDispatcher
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.all_to_all_aligned import AlignedAllToAllDispatcher
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, Routing
-from moefold.parallel.parallelize import DISPATCHERS
+from moefold.parallel.dispatchers import DISPATCHERS
 
 EXPERTS, CHOICES, WIDTH = 8, 2, 3
 MULTIPLE = 4  # of the aligned dispatcher

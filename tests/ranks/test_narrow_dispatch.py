@@ -25,7 +25,7 @@ from moefold.config.precision import PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, Routing, RowCodecs, row_codecs
-from moefold.parallel.parallelize import DISPATCHERS
+from moefold.parallel.dispatchers import DISPATCHERS
 from moefold.precision.quantize import Quantized, dequantize
 from moefold.precision.row_messages import NarrowRows
 

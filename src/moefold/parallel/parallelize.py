@@ -32,31 +32,11 @@ from moefold.comm.message_codecs import SumFormat
 from moefold.comm.p2p import CommStream, comm_stream
 from moefold.comm.process_groups import Groups, Ledger
 from moefold.config.message_casts import TP_REDUCE_CASTS
-from moefold.config.parallel import EngineDispatcher, NamedDispatcher
-from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.model.build import ParallelInterfaces, build_decoder
 from moefold.model.decoder import Decoder
 from moefold.model.narrow_modules import narrow_modules
-from moefold.moe.dispatch import (
-    all_gather,
-    all_to_all,
-    all_to_all_aligned,
-    deduplicated,
-    deepep,
-    deepep_elastic,
-    symmetric_memory,
-    two_level,
-)
-from moefold.moe.dispatch.base import (
-    SYNC_SPLIT_SIZES,
-    Dispatcher,
-    LocalDispatcher,
-    SplitSizeSource,
-    padded_rows,
-    row_codecs,
-)
-from moefold.moe.dispatch.padded_routing import PaddedRouting
+from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, SplitSizeSource
 from moefold.moe.expert_backends import expert_backend
 from moefold.moe.moe_kernels import MOE_IN_TORCH, MoEKernels, kernels_for
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
@@ -69,6 +49,7 @@ from moefold.optim.trained_pieces import SavingOptimizer
 from moefold.parallel.amax_over_ranks import over_axis, push_amaxes
 from moefold.parallel.context_parallel import ContextParallelCore, PerLayerCore, ring_groups, ulysses_groups
 from moefold.parallel.data_sharding import DataSharding, to_empty
+from moefold.parallel.dispatchers import ENGINE_DISPATCHERS, dispatcher_for
 from moefold.parallel.flat_sharding import FlatSharding, flat_dtypes
 from moefold.parallel.fsdp import FsdpSharding, MessageDtypes, message_dtypes, shard_over_data
 from moefold.parallel.fsdp_codes import coded_shards
@@ -367,35 +348,3 @@ def core_for(run: RunConfig, groups: Groups, attention: VarlenAttention | None =
         "hierarchical": ContextParallelCore(groups.nested_contexts, attention),
     }
     return PerLayerCore(cores[context.full], cores[context.windowed])
-
-
-BuildDispatcher = Callable[[RunConfig, Groups, SplitSizeSource], Dispatcher]
-# From the names of ``parallel.dispatcher`` (``config.parallel.NamedDispatcher``).
-DISPATCHERS: dict[NamedDispatcher, BuildDispatcher] = {
-    "all_gather": all_gather.build,
-    "all_to_all": all_to_all.build,
-    "all_to_all_aligned": all_to_all_aligned.build,
-    "deduplicated": deduplicated.build,
-    "two_level": two_level.build,
-}
-# Of other libraries, imported when they are built.
-ENGINE_DISPATCHERS: dict[EngineDispatcher, BuildDispatcher] = {
-    "deepep": deepep.build,
-    "deepep_elastic": deepep_elastic.build,
-    "symmetric_memory": symmetric_memory.build,
-}
-
-
-def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_SPLIT_SIZES) -> Dispatcher:
-    """Local where this rank has all experts, else the one the run names; ``host`` supplies the split sizes."""
-    moe = run.model.moe
-    assert moe is not None
-    if groups["expert_block"].alone:
-        capacity = padded_rows(run, groups.layout.size("dp"))
-        dispatcher: Dispatcher = LocalDispatcher(moe.num_experts, capacity, host.leaving, row_codecs(run))
-    else:
-        dispatcher = (DISPATCHERS | ENGINE_DISPATCHERS)[dispatcher_in_use(run)](run, groups, host)
-    recipe = run.precision.recipe
-    if run.kernels.row_padding != "routing_map" or recipe is None:
-        return dispatcher
-    return PaddedRouting(dispatcher, moe.num_experts, PRECISION_RECIPES[recipe].align)
