@@ -22,7 +22,7 @@ from moefold.ops.kernels import attention_triton as forward
 from moefold.ops.kernels.interpret import interpreting
 from moefold.recipes.catalog import recipe
 
-# Of the largest entry. In bfloat16 outputs, shares and dscore are rounded, and the interpreter truncates.
+# Of the largest entry. In bfloat16 outputs, shares and dscore are rounded.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 

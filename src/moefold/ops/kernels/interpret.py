@@ -6,6 +6,10 @@ function that a kernel calls; outside, nothing changes.
 
 The interpreter computes with numpy and has no bfloat16 matmul: ``tl.dot`` on bfloat16 silently gives wrong numbers, so
 a kernel must upcast its operands for the interpreter.
+
+Triton's own interpreter (3.9) narrows wrongly: to bfloat16 it cuts digits off, to float8 it rounds ties away from zero
+and loses the carry into the exponent (1.99999 becomes 1), and float8's NaN widens to a number. Here torch converts
+between these formats, which rounds to nearest even as a GPU does; float8 saturates, as ``cvt.satfinite`` does.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import torch
 import triton
 import triton.language as tl
 from triton.language import core
@@ -22,6 +28,16 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 _plain_splat = interpreter.InterpreterBuilder.create_splat
+_plain_convert = interpreter._convert_float
+# What torch converts: the type, and that of the bits which the interpreter keeps.
+_CONVERTED = {
+    tl.float32: (torch.float32, np.uint32),
+    tl.bfloat16: (torch.bfloat16, np.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+    tl.float8e5: (torch.float8_e5m2, np.uint8),
+}
+# torch's own cast overflows to infinity.
+_E5M2_TOP = 57344.0
 
 
 @contextmanager
@@ -31,6 +47,7 @@ def interpreting() -> Iterator[None]:
         patch.object(JITFunction, "run", _launch),
         patch.object(JITFunction, "__call__", _call),
         patch.object(interpreter.InterpreterBuilder, "create_splat", _splat),
+        patch.object(interpreter, "_convert_float", _convert),
         triton.knobs.runtime.scope(),
     ):
         triton.knobs.runtime.interpret = True
@@ -59,3 +76,14 @@ def _splat(builder: Any, kind: Any, value: Any) -> Any:
     """Triton's own turns booleans into integers, which masks do not accept."""
     splat = _plain_splat(builder, kind, value)
     return interpreter.TensorHandle(splat.data.astype(bool), tl.int1) if kind.scalar == tl.int1 else splat
+
+
+def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Numbers of one format as the bits of another, in the shape of ``data``."""
+    if source not in _CONVERTED or target not in _CONVERTED:
+        return _plain_convert(data, source, target, rounding)
+    (wide, _), (narrow, bits) = _CONVERTED[source], _CONVERTED[target]
+    values = torch.frombuffer(bytearray(data.tobytes()), dtype=wide) if data.size else torch.empty(0, dtype=wide)
+    if target == tl.float8e5:
+        values = values.float().clamp(-_E5M2_TOP, _E5M2_TOP)
+    return values.to(narrow).view(torch.uint8).numpy().view(bits).reshape(data.shape)
