@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="kernels are an extra")
 import triton
 
 from moefold.moe.kernels.aot_build import (
-    TARGETS,
+    PAGE_TARGETS,
     Build,
     build_all,
     compile_for,
@@ -25,8 +25,9 @@ from moefold.moe.kernels.aot_build import (
 from moefold.tables import markdown_table
 
 BUILDS = specializations()
-REFRESH = "python -m moefold.moe.kernels.aot_build --into docs/kernels.md renews its tables"
-DOC = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+REFRESH = "python -m moefold.moe.kernels.aot_build --into docs/PAGE.md renews its tables"
+PAGES = {page: (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text() for page in PAGE_TARGETS}
+DOC = PAGES["kernels"]
 # Another version of the compiler gives other figures.
 SAME_COMPILER = f"Triton {triton.__version__}," in DOC
 
@@ -38,21 +39,28 @@ def test_names_are_unique() -> None:
 @pytest.mark.parametrize("build", slow_except(BUILDS, *BUILDS[::10]), ids=lambda build: build.name)
 def test_within_budget_and_as_documented(build: Build) -> None:
     built = list(build_all([build]))
-    assert [one.target for one in built] == list(TARGETS)
+    assert [one.target for one in built] == list(PAGE_TARGETS[build.page])
     if not SAME_COMPILER:
         pytest.skip(f"it compiles; limits are those of the compiler in docs/kernels.md, not of {triton.__version__}")
     assert not any(one.over_budget for one in built), [one.over_budget for one in built]
     row = f"| {' | '.join(usage_row(built))} |"
-    assert row in DOC, f"docs/kernels.md does not say {row}: {REFRESH}"
+    assert row in PAGES[build.page], f"docs/{build.page}.md does not say {row}: {REFRESH}"
 
 
-def test_bytes_are_as_documented() -> None:
-    assert markdown_table(*traffic_table(BUILDS)) in DOC, REFRESH
+def listed(page: str) -> list[Build]:
+    return [build for build in BUILDS if build.page == page]
 
 
-def test_nothing_else_is_documented() -> None:
-    named = {line.split(" | ")[0].removeprefix("| ") for line in DOC.splitlines() if line.count(" | ") == 4}
-    assert named - {build.name for build in BUILDS} == {"kernel and layer", "---"}
+@pytest.mark.parametrize("page", PAGES)
+def test_bytes_are_as_documented(page: str) -> None:
+    assert markdown_table(*traffic_table(listed(page))) in PAGES[page], REFRESH
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_else_is_documented(page: str) -> None:
+    tables = PAGES[page].split("| kernel and layer |")[1:]
+    lines = [line for table in tables for line in table.split("\n\n")[0].splitlines()[2:]]
+    assert {line.split(" | ")[0].removeprefix("| ") for line in lines} == {build.name for build in listed(page)}
 
 
 # Other constants of the same kernels, and sizes of one, which Triton makes constants of at launch.

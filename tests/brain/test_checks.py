@@ -449,6 +449,12 @@ CASES = [
         "kernels.row_padding",
     ),
     (
+        narrow_recipes.casts_are_known_on_this_device,
+        narrowed(kernels=KernelsConfig(casts="triton", backend="triton")),
+        narrowed(kernels=KernelsConfig(casts="triton")),
+        "kernels.casts",
+    ),
+    (
         narrow_recipes.wide_modules_exist,
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layers.0.*",))),
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layer.0.*",))),

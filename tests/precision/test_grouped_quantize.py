@@ -12,6 +12,7 @@ from torch import Tensor
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.precision import grouped_quantize
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.grouped_quantize import (
     along_features,
     along_features_reference,
@@ -19,7 +20,6 @@ from moefold.precision.grouped_quantize import (
     along_tokens_reference,
     move_rows,
 )
-from moefold.precision.quantize_native import QUANTIZERS
 
 WAYS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "features": (along_features, along_features_reference),

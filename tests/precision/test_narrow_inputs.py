@@ -25,11 +25,11 @@ from moefold.nn.step_retention import KEEP_ALL, retention_for
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.workload import workload_of_run
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.grouped_quantize import move_rows
 from moefold.precision.narrow_inputs import NarrowInputs, narrow_rows, wide_rows
 from moefold.precision.operands import NarrowOperands, NarrowWeights
 from moefold.precision.quantize import fake_quantize
-from moefold.precision.quantize_native import QUANTIZERS
 
 TRAINED: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_blockwise", "mxfp8", "nvfp4")
 QUANTIZED = tuple(dict.fromkeys(INPUT_STEPS.values()))

@@ -33,9 +33,16 @@ def narrow_matmuls_are_torchs(run: RunConfig) -> list[Problem]:
 
 
 def casts_are_known_on_this_device(run: RunConfig) -> Problem | None:
-    if run.kernels.casts == "torch" or run.kernels.backend != "triton":
-        return None
-    return Problem("kernels.casts", "native casts run on CPUs, and kernels.backend triton on GPUs", "use torch")
+    """`kernels.backend: triton` is refused where there is no GPU, and so casts by Triton are too."""
+    casts, backend = run.kernels.casts, run.kernels.backend
+    if casts == "native" and backend == "triton":
+        return Problem(
+            "kernels.casts", "native casts run on CPUs, and kernels.backend triton on GPUs", "use torch or triton"
+        )
+    if casts == "triton" and backend != "triton":
+        words = f"triton casts run on GPUs with Triton's kernels, and kernels.backend is {backend}"
+        return Problem("kernels.casts", words, "use torch, or kernels.backend triton")
+    return None
 
 
 def down_inputs_are_of_fp8(run: RunConfig) -> Problem | None:

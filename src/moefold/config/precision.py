@@ -40,7 +40,7 @@ NamedExperts = Literal["sequential", "grouped", "fused", "deepgemm", "mxfp8", "t
 ExpertBackend = Literal["auto", NamedExperts]
 KernelBackend = Literal["torch", "triton", "native"]
 RowPadding = Literal["wgrad", "permute", "routing_map"]
-CastBackend = Literal["torch", "native"]
+CastBackend = Literal["torch", "native", "triton"]
 LinearBackend = Literal["torch", "transformer_engine"]
 PermuteBackend = Literal["backend", "transformer_engine"]
 AttentionBackend = Literal[
@@ -144,6 +144,7 @@ class KernelsConfig:
     # flex_attention, compiled. reference: all scores in memory. auto: triton where backend is triton, else sdpa.
     attention: AttentionBackend = "auto"
     # Casts of `precision.recipe`. torch: the reference, on any device. native: one pass in C, for CPUs.
+    # triton: one kernel per cast, on GPUs, with kernels.backend triton.
     casts: CastBackend = "torch"
     # Where rows of experts are padded with zeros to the alignment of `precision.recipe`. wgrad: in the operands of
     # weight gradients alone. permute: the permutation makes the rows, for all matmuls. routing_map: every rank routes

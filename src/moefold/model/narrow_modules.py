@@ -27,9 +27,9 @@ from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
 from moefold.precision.amax import OWN_AMAXES, Amaxes, ReduceOver, SharedAmaxes
 from moefold.precision.amax_history import AmaxHistory, DelayedAmaxes
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.narrow_inputs import NarrowInputs
 from moefold.precision.operands import NarrowOperands, NarrowWeights
-from moefold.precision.quantize_native import QUANTIZERS
 
 
 def narrow_modules(

@@ -59,9 +59,9 @@ from moefold.parallel.tensor_parallel import TokenShards, VocabShards
 from moefold.plan.dispatch_choice import dispatcher_in_use
 from moefold.plan.stage_contents import flat_layout_of, parts_by_rank
 from moefold.precision.amax_history import AmaxHistory
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.precision.operands import NarrowWeights
-from moefold.precision.quantize_native import QUANTIZERS
 from moefold.precision.row_messages import NarrowParts
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold

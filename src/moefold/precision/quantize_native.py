@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.native.compile_c import load
-from moefold.precision.operands import REFERENCE, Quantizers
 from moefold.precision.quantize import FLOAT8, Quantized, fake_quantize, quantize
 
 _ELEMENTS: Final = {name: index for index, name in enumerate(get_args(Element))}
@@ -98,7 +97,3 @@ def _run(
 def _stack(x_MK: Tensor) -> Tensor:
     """With one leading dim; a view where strides allow, which a transposed stack's do."""
     return x_MK.reshape(-1, *x_MK.shape[-2:]) if x_MK.dim() != 3 else x_MK
-
-
-# By ``kernels.casts``.
-QUANTIZERS: Final = {"torch": REFERENCE, "native": Quantizers(quantize_native, fake_quantize_native)}

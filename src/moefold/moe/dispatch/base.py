@@ -34,7 +34,7 @@ from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.config.run import RunConfig
 from moefold.moe.permute import count_assignments
 from moefold.moe.topk import capacity_of
-from moefold.precision.quantize_native import QUANTIZERS
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.row_messages import NarrowRows
 from moefold.topology.folded_layout import shard_sizes
 

@@ -1,7 +1,7 @@
 """Compile every kernel for GPUs without having one, and read the resources that each binary uses.
 
-`python -m moefold.moe.kernels.aot_build` prints the tables, `--into docs/kernels.md` brings those in the page up to
-date.
+`python -m moefold.moe.kernels.aot_build` prints the tables, `--into docs/kernels.md` or `docs/precision.md` brings
+those in the page up to date.
 
 Triton lowers a kernel to PTX and its assembler `ptxas` compiles that to a binary for one architecture. Neither needs a
 GPU. Only the assembler reports registers and spilled bytes, so it runs a second time, with `-v`. A kernel file is found
@@ -29,11 +29,15 @@ from triton.compiler import ASTSource
 from moefold.moe import kernels as moe_kernels
 from moefold.ops import kernels as op_kernels
 from moefold.ops.kernels.aot_specs import Build
+from moefold.precision import cast_kernels
 from moefold.private_files import replace_file
 from moefold.tables import markdown_table, text_table
 
 # Hopper (H100, H200, H800) and Blackwell (B200, GB200), by the name of the architecture and its compute capability.
 TARGETS = {"sm_90a": 90, "sm_100a": 100}
+# Casts are built for Blackwell's workstation cards as well (RTX PRO 6000, RTX 5090): by the page that lists a build.
+CAPABILITIES = TARGETS | {"sm_120a": 120}
+PAGE_TARGETS = {"kernels": tuple(TARGETS), "precision": tuple(CAPABILITIES)}
 THREADS_PER_WARP = 32
 
 
@@ -66,7 +70,7 @@ def specializations() -> tuple[Build, ...]:
     """The builds of every kernel file."""
     found = sorted(
         (module.name, package.__name__)
-        for package in (moe_kernels, op_kernels)
+        for package in (moe_kernels, op_kernels, cast_kernels)
         for module in pkgutil.iter_modules(package.__path__)
         if module.name.endswith("_triton")
     )
@@ -77,7 +81,7 @@ def specializations() -> tuple[Build, ...]:
 def compile_for(build: Build, target: str) -> Built:
     source = ASTSource(build.kernel, build.types(), dict(build.constexprs), build.attributes())
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True, **build.options}
-    made = triton.compile(source, target=GPUTarget("cuda", TARGETS[target], THREADS_PER_WARP), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", CAPABILITIES[target], THREADS_PER_WARP), options=options)
     words = assembler_report(made.asm["ptx"], target)
     return Built(
         build,
@@ -101,9 +105,10 @@ def assembler_report(ptx: str, target: str) -> str:
     return done.stderr
 
 
-def build_all(builds: Sequence[Build], targets: Sequence[str] = tuple(TARGETS)) -> Iterator[Built]:
+def build_all(builds: Sequence[Build], targets: Sequence[str] = ()) -> Iterator[Built]:
+    """``targets`` empty: those of the page that lists a build."""
     for build in builds:
-        for target in targets:
+        for target in targets or PAGE_TARGETS[build.page]:
             yield compile_for(build, target)
 
 
@@ -154,17 +159,18 @@ def main() -> int:
         epilog="example: python -m moefold.moe.kernels.aot_build --only permute --target sm_90a",
     )
     parser.add_argument("--only", default="", metavar="WORD", help="kernels with this word in their name")
-    parser.add_argument("--target", choices=TARGETS, action="append", help="default: all of them")
+    parser.add_argument("--target", choices=CAPABILITIES, action="append", help="default: all of them")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="replace the tables of this Markdown page")
     args = parser.parse_args()
-    builds = [build for build in specializations() if args.only in build.name]
-    targets = args.target or tuple(TARGETS)
+    pages = PAGE_TARGETS if args.into is None else (args.into.stem,)
+    builds = [build for build in specializations() if args.only in build.name and build.page in pages]
+    targets = args.target or ()
     binaries = build_all(builds, targets)
+    total = sum(len(targets or PAGE_TARGETS[build.page]) for build in builds)
     shown = Console(stderr=True)
-    built = list(
-        track(binaries, "building", total=len(builds) * len(targets), console=shown, disable=not shown.is_terminal)
-    )
-    tables = (usage_table(built), traffic_table(builds))
+    built = list(track(binaries, "building", total=total, console=shown, disable=not shown.is_terminal))
+    usage = [usage_table([one for one in built if one.build.page == page]) for page in pages]
+    tables = [table for table in (*usage, traffic_table(builds)) if table[1]]
     if args.into is None:
         print("\n\n".join(text_table(*table) for table in tables))
     else:

@@ -27,7 +27,7 @@ BLOCK_L_ROWS = 512
 
 
 @triton.jit
-def _padding_of(expert, start_E, count_E, num_experts, num_rows):
+def padding_of(expert, start_E, count_E, num_experts, num_rows):
     """An expert's padding rows, as (first, end); the last expert also has the rows that belong to no expert."""
     first = tl.load(start_E + expert) + tl.load(count_E + expert)
     end = tl.where(expert == num_experts - 1, num_rows, tl.load(start_E + expert + 1))
@@ -54,7 +54,7 @@ def _scatter(
                 prob = tl.load(prob_tK + program * K + k)
                 tl.store(prob_P + row, prob, mask=(row >= 0) & (tl.program_id(1) == 0))
     else:
-        first, end = _padding_of(program - num_tokens, start_E, count_E, num_experts, num_rows)
+        first, end = padding_of(program - num_tokens, start_E, count_E, num_experts, num_rows)
         zero_m = tl.zeros([BLOCK], rows_PL.dtype.element_ty)
         for row in range(first, end):
             tl.store(rows_PL + row * L + column_m, zero_m, mask=inside_m)
@@ -107,7 +107,7 @@ def _scatter_and_dot(
             tl.store(grad_rows_PL + place_Km, out_Km.to(grad_rows_PL.dtype.element_ty), mask=here_Km)
         tl.store(grad_prob_tK + program * K + slot_K, tl.sum(dot_Km, 1), mask=slot_K < K)
     else:
-        first, end = _padding_of(program - num_tokens, start_E, count_E, num_experts, num_rows)
+        first, end = padding_of(program - num_tokens, start_E, count_E, num_experts, num_rows)
         zero_m = tl.zeros([BLOCK], grad_rows_PL.dtype.element_ty)
         for row in range(first, end):
             for begin in range(0, L, BLOCK):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Build:
     registers: int = MAX_REGISTERS
     spill_bytes: int = 0
     spill_reason: str = ""
+    # The page of docs/ that lists it.
+    page: Literal["kernels", "precision"] = "kernels"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

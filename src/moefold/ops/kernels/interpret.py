@@ -78,7 +78,7 @@ def _splat(builder: Any, kind: Any, value: Any) -> Any:
     return interpreter.TensorHandle(splat.data.astype(bool), tl.int1) if kind.scalar == tl.int1 else splat
 
 
-def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+def _convert(data: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
     """Numbers of one format as the bits of another, in the shape of ``data``."""
     if source not in _CONVERTED or target not in _CONVERTED:
         return _plain_convert(data, source, target, rounding)

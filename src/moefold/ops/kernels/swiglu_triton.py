@@ -37,7 +37,7 @@ STEEPNESS = tl.constexpr(_STEEPNESS)
 
 
 @triton.jit
-def _activate(gate, up, CLAMPED: tl.constexpr):
+def activate(gate, up, CLAMPED: tl.constexpr):
     """The activation, and its derivatives by gate and up."""
     if CLAMPED:
         gate_moves = gate <= LIMIT
@@ -64,7 +64,7 @@ def forward_kernel(
     mask = col < F
     gate = tl.load(gate_up + row * (2 * F) + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * F) + F + col, mask=mask, other=0.0).to(tl.float32)
-    act, _, _ = _activate(gate, up, CLAMPED)
+    act, _, _ = activate(gate, up, CLAMPED)
     if WEIGHTED:
         act *= tl.load(weight + row).to(tl.float32)
     tl.store(out + row * F + col, act.to(out.dtype.element_ty), mask=mask)
@@ -96,7 +96,7 @@ def backward_kernel(
         gate = tl.load(gate_up + row * (2 * F) + col, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(gate_up + row * (2 * F) + F + col, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(dout + row * F + col, mask=mask, other=0.0).to(tl.float32)
-        act, slope_gate, slope_up = _activate(gate, up, CLAMPED)
+        act, slope_gate, slope_up = activate(gate, up, CLAMPED)
         sums += grad * act
         grad *= factor
         tl.store(dgate_up + row * (2 * F) + col, (grad * slope_gate).to(dgate_up.dtype.element_ty), mask=mask)
