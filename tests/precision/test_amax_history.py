@@ -14,8 +14,8 @@ from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, sequential
 from moefold.precision.amax import OWN_AMAXES
 from moefold.precision.amax_history import OPERANDS, AmaxHistory, DelayedAmaxes
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.operands import NarrowOperands, NarrowWeights
-from moefold.precision.quantize_native import QUANTIZERS
 
 RECIPE = PRECISION_RECIPES["fp8_delayed"]
 STEPS, LENGTH = 6, 3

@@ -17,10 +17,10 @@ from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, Pre
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
 from moefold.precision.amax import SharedAmaxes, amax_of
 from moefold.precision.amax_history import AmaxHistory
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.grouped_quantize import move_rows
 from moefold.precision.operands import NarrowOperands, NarrowWeights
 from moefold.precision.quantize import HADAMARD_SIGNS, block_noise, quantize
-from moefold.precision.quantize_native import QUANTIZERS
 
 TRAINED: tuple[RecipeName, ...] = ("bf16", "fp8_tensor", "fp8_delayed", "fp8_blockwise", "mxfp8", "nvfp4")
 

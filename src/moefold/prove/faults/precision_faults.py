@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moefold.model.narrow_modules import QUANTIZERS
+from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.grouped_quantize import move_rows
 from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights
 from moefold.prove.faults.parallel_faults import wrap
