@@ -102,7 +102,7 @@ def _floor(bits, ELEMENT: tl.constexpr, RULE: tl.constexpr):
 
 
 @triton.jit
-def _one_noise(x, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _one_noise(x, amax, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Of the place in the block alone: every block is rounded by the same numbers."""
     place = tl.arange(0, x.shape[0])[:, None] * 0 + tl.arange(0, x.shape[1])[None, :] % COLUMNS
     return (place * 37 % 16).to(tl.float32) / 16

@@ -197,13 +197,15 @@ def block_noise(blocks: Tensor, seed: int) -> Tensor:
 
     [..., r, rows, c, columns]. What an element is rounded by depends on nothing outside of its block: ranks that hold a
     shard, or rows in another order, round it alike, and so does recomputation, without numbers of rows that would have
-    to travel with them. Values count in bfloat16, so that sums in another order leave the noise as it is; zeros count
-    for nothing, so padding does not either. Two equal blocks are rounded alike.
+    to travel with them. Values count in bfloat16, so that sums in another order leave the noise as it is. Those below
+    2**-32 of the largest count for nothing: padding, and what is zero but for the rounding of a sum. Two equal blocks
+    are rounded alike.
     """
     rows, columns = blocks.shape[-3], blocks.shape[-1]
     place = torch.arange(1, rows * columns + 1, device=blocks.device).view(rows, 1, columns)
     bits = blocks.bfloat16().view(torch.int16).long() & 0xFFFF
-    counts = ((bits & 0x7FFF) > 0) & ((bits & 0x7F80) < 0x7F80)
+    amax = blocks.abs().amax((-3, -1), keepdim=True) if blocks.numel() else blocks
+    counts = (blocks != 0) & (blocks.abs() >= amax * 2.0**-32) & ((bits & 0x7F80) < 0x7F80)
     words = torch.where(counts, mix64(bits + place * wrapped(0xD1B54A32D192ED03)), 0)
     content = words.sum((-3, -1), keepdim=True) + wrapped(seed)
     return logical_shift(mix64(content + place * wrapped(0x9E3779B97F4A7C15)), 40).float() * 2.0**-24

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moefold.blueprint.narrow_matmuls import matmuls, module_of
+from moefold.blueprint.narrow_matmuls import NarrowMatmul, matmuls, module_of
 from moefold.blueprint.sharding import partial_axes
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import ExpertInput, Routing
@@ -82,7 +82,7 @@ class Wave:
 def call_by_call(model: nn.Module, run: RunConfig) -> Wave:
     """Every narrow module of a reference's model makes the calls of ranks from now on."""
     wave = Wave(CallRows((), (), ()))
-    narrow = {module_of(matmul.weight.name): matmul.weight for matmul in matmuls(run) if matmul.casts is not None}
+    narrow = {module_of(matmul.weight.name): matmul for matmul in matmuls(run) if matmul.casts is not None}
     for name, module in model.named_modules():
         if name not in narrow:
             continue
@@ -90,11 +90,17 @@ def call_by_call(model: nn.Module, run: RunConfig) -> Wave:
             module.backend = _ExpertCalls(module.backend, run.parallel.ep, wave)
         else:
             assert isinstance(module, (Linear, FeedForward))
-            own_tokens = "tp" in partial_axes(narrow[name])
+            own_tokens = "tp" in partial_axes(narrow[name].weight) and not _has_one_scale(narrow[name])
             module.matmul_policy = _LinearCalls(module.matmul_policy, own_tokens, wave)
             if isinstance(module, FeedForward):
                 module.down_matmul_policy = _LinearCalls(module.down_matmul_policy, own_tokens, wave)
     return wave
+
+
+def _has_one_scale(matmul: NarrowMatmul) -> bool:
+    """Per tensor: tp ranks compare their amaxes, so that their calls are narrowed as one."""
+    casts = [] if matmul.casts is None else [cast for _, cast in matmul.casts.items() if cast is not None]
+    return any(cast.block is None and cast.scale != "none" for cast in casts)
 
 
 class _LinearCalls:

@@ -69,10 +69,11 @@ static inline uint64_t mix64(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-/* A value's part of the hash of its block: of its bfloat16 bits; zeros and what is not finite count for nothing. */
-static inline uint64_t content(float x, uint64_t place) {
+/* A value's part of the hash of its block: of its bfloat16 bits; what is far below the largest or not finite counts
+ * for nothing. */
+static inline uint64_t content(float x, float amax, uint64_t place) {
     uint32_t bits = to_bits(to_bf16(x)) >> 16;
-    int counts = (bits & 0x7fff) != 0 && (bits & 0x7f80) != 0x7f80;
+    int counts = x != 0.0f && fabsf(x) >= amax * 0x1p-32f && (bits & 0x7f80) != 0x7f80;
     return counts ? mix64(bits + place * 0xD1B54A32D192ED03u) : 0;
 }
 
@@ -194,6 +195,7 @@ static void quantize(const struct matrix *a, const struct cast *cast) {
             float amax = 0.0f, encode, decode;
             for (long i = top; i < bottom; i++)
                 for (long j = left; j < right; j++) amax = larger(amax, a->values[i * a->k + j]);
+            float largest = amax;
             if (a->amax && cast->rule != TWO_LEVEL) amax = *a->amax;
             long at = top / cast->rows * blocks_per_row + left / cast->columns;
             scales_of(amax, cast, whole, &encode, &decode, a->scales, at);
@@ -201,7 +203,7 @@ static void quantize(const struct matrix *a, const struct cast *cast) {
             if (cast->stochastic)
                 for (long i = top; i < bottom; i++)
                     for (long j = left; j < right; j++)
-                        block += content(a->values[i * a->k + j], (uint64_t)((i - top) * cast->columns + j - left + 1));
+                        block += content(a->values[i * a->k + j], largest, (uint64_t)((i - top) * cast->columns + j - left + 1));
             for (long i = top; i < bottom; i++) {
                 float *row = a->values + i * a->k + left;
                 if (cast->stochastic)

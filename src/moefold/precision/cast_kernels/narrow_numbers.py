@@ -195,12 +195,12 @@ def round_stochastically(scaled, noise, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def block_noise(x, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def block_noise(x, amax, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """In [0, 1), of the shape of x: a hash of the seed, the block's values in bfloat16 and the element's place."""
     row, column = tl.arange(0, x.shape[0]) % ROWS, tl.arange(0, x.shape[1]) % COLUMNS
     place = (row[:, None] * COLUMNS + column[None, :] + 1).to(tl.int64)
     bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
-    counts = ((bits & 0x7FFF) > 0) & ((bits & 0x7F80) < 0x7F80)
+    counts = (x != 0) & (tl.abs(x) >= amax * 2.3283064365386963e-10) & ((bits & 0x7F80) < 0x7F80)
     words = tl.where(counts, _mix64(bits + place * _PLACE_FACTOR), 0)
     content = tl.sum(tl.reshape(words, (x.shape[0], x.shape[1] // COLUMNS, COLUMNS)), axis=2)
     if ROWS > 1:
@@ -276,6 +276,7 @@ def cast_tile(
         scaled = x * spread_over_block(encode, x, ROWS, COLUMNS)
         decode = spread_over_block(decode, x, ROWS, COLUMNS)
     if STOCHASTIC:
-        scaled = round_stochastically(scaled, block_noise(x, seed, ROWS, COLUMNS), ELEMENT)
+        amax = spread_over_block(block_bits(x, ROWS, COLUMNS).to(tl.float32, bitcast=True), x, ROWS, COLUMNS)
+        scaled = round_stochastically(scaled, block_noise(x, amax, seed, ROWS, COLUMNS), ELEMENT)
     codes = to_codes(scaled, ELEMENT)
     return codes, stored, from_codes(codes, ELEMENT) * decode
