@@ -50,7 +50,7 @@ MUST_BE_REFUSED: dict[str, object] = {
     "parallel.sharding": "zero1",
     "parallel.overlap": "ep",
     "precision.compute": "float16",
-    "precision.recipe": "fp8_delayed",
+    "precision.recipe": "fp8_rowwise",
     "precision.params": "float8",
     "precision.gradients": "bfloat16",
     "precision.master": "float32",

@@ -116,6 +116,8 @@ def _block_problem(casts: LinearCasts, part: int, inner: bool) -> str:
         # Of a scale per tensor, ranks agree on the amax.
         if cast.block is None:
             continue
+        if cast.scale == "two_level":
+            return f"with two scales, parts were not found to round as the whole does ({cast})"
         if not cast.block[1]:
             return f"a scale per row would be one per rank ({cast})"
         if part % max(cast.block):

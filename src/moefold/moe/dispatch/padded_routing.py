@@ -53,12 +53,12 @@ def pad_routing(routing: Routing, num_experts: int, multiple: int) -> Routing:
     expert_N = torch.searchsorted(lacking_E.cumsum(0), place_N, right=True)
     kept_N = expert_N < num_experts
     expert_N = expert_N.where(kept_N, 0).to(routing.experts.dtype)
-    expert_pK, kept_pK = (each.view(top_k, num_pads).t() for each in (expert_N, kept_N))
+    pad_experts, pad_kept = (each.view(top_k, num_pads).t() for each in (expert_N, kept_N))
     kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
     return Routing(
-        torch.cat([routing.experts, expert_pK]),
+        torch.cat([routing.experts, pad_experts]),
         torch.cat([routing.probs, routing.probs.new_zeros(num_pads, top_k)]),
-        torch.cat([kept, kept_pK]),
+        torch.cat([kept, pad_kept]),
         counts_E + lacking_E,
     )
 
