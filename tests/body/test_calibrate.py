@@ -32,7 +32,22 @@ def test_products_are_fitted_to_the_planners_own_counts() -> None:
     times = {}
     for number, shape in enumerate(DENSE):
         sizes = Sizes(
-            shape.dim, shape.tokens, shape.tokens, 1, 1, 1, 1.0, False, 4.0, 4.0, False, True, 20.0, 4.0, 1, 1.0
+            shape.dim,
+            shape.tokens,
+            shape.tokens,
+            1,
+            1,
+            1,
+            1.0,
+            False,
+            4.0,
+            4.0,
+            False,
+            True,
+            20.0,
+            4.0,
+            tile=1,
+            sharpness=1.0,
         )
         part = next(part for part in parts_of(Layer(None, Dense(shape.hidden)), sizes) if part.name == "feed_forward")
         times |= {
