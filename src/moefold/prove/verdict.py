@@ -212,6 +212,10 @@ def _causes_first(row: Row) -> tuple[bool, int, float]:
     return (True, 0, excess) if row.holds else (False, _ORDER.index(row.quantity.partition("/")[0]), excess)
 
 
+# A head's sink; the gate of a shared expert.
+_FROM_ONE_NUMBER = ("sinks", "shared_gate.weight")
+
+
 def rounding_tolerance(case: Case, quantity: str) -> float:
     """Largest relative norm error between two orders of the same arithmetic in float32 or bfloat16.
 
@@ -220,7 +224,8 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
     backward, so a gradient depends on r = 36 roundings per layer, whose random sum is sqrt(r) of one. A gradient then
     sums n tokens' terms; where they cancel the relative error grows, and cancellation to the square root of their
     number is allowed for by the fourth root of n. The bound is six times that. A head's sink has one number, whose
-    terms may cancel altogether with no other entry to average over: the square root of n. A squared gradient has twice
+    terms may cancel altogether with no other entry to average over: the square root of n. So may the one number per
+    token that a shared expert's gate gets, an inner product of an output and its gradient. A squared gradient has twice
     the relative error. Counts are integers and must be equal. In float32 a stored value is rounded to 24 bits, but its
     matmul has added up terms that were rounded as well: eight times that is allowed.
 
@@ -235,7 +240,7 @@ def rounding_tolerance(case: Case, quantity: str) -> float:
     tokens = case.run.data.global_batch * case.run.data.seq_len
     roundings = 36 * case.run.model.num_layers + 12
     one = ROUNDING[case.run.precision.compute] / sqrt(3)
-    cancellation = tokens ** (0.5 if quantity.endswith("sinks") else 0.25)
+    cancellation = tokens ** (0.5 if quantity.endswith(_FROM_ONE_NUMBER) else 0.25)
     bound = 6 * one * sqrt(roundings) * cancellation
     if kind == "parameter":
         return max(bound, 2 * case.run.optim.lr / case.run.model.init_std * sqrt(bound))
