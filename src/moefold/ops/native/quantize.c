@@ -130,17 +130,36 @@ static void scales_of(float amax, const struct cast *cast, float whole, float *e
     }
 }
 
-static inline float load(const struct matrix *a, long row, long column) {
-    long at = row * a->row_stride + column * a->column_stride;
-    return a->is_bf16 ? from_bits((uint32_t)((const uint16_t *)a->x)[at] << 16) : ((const float *)a->x)[at];
+static inline const float *float_at(const struct matrix *a, long row, long column) {
+    return (const float *)a->x + row * a->row_stride + column * a->column_stride;
 }
 
-/* Tiles of columns: a transposed matrix is read along its own rows. */
+static inline float bf16_at(const struct matrix *a, long row, long column) {
+    return from_bits((uint32_t)((const uint16_t *)a->x)[row * a->row_stride + column * a->column_stride] << 16);
+}
+
+/* Tiles: a transposed matrix is read along its own rows, and written in whole lines of the cache. What is not finite
+ * becomes NaN. */
 static void load_all(const struct matrix *a) {
-    for (long start = 0; start < a->k; start += 64)
-        for (long row = 0; row < a->m; row++)
-            for (long column = start; column < a->k && column < start + 64; column++)
-                a->values[row * a->k + column] = load(a, row, column);
+    float *restrict values = a->values;
+    for (long top = 0; top < a->m; top += 16)
+        for (long left = 0; left < a->k; left += 64) {
+            long rows = a->m - top < 16 ? a->m - top : 16, columns = a->k - left < 64 ? a->k - left : 64;
+            float tile[16][64];
+            if (a->is_bf16)
+                for (long i = 0; i < rows; i++)
+                    for (long j = 0; j < columns; j++) tile[i][j] = bf16_at(a, top + i, left + j);
+            else if (a->column_stride == 1)
+                for (long i = 0; i < rows; i++) memcpy(tile[i], float_at(a, top + i, left), 4 * columns);
+            else
+                for (long j = 0; j < columns; j++) {
+                    const float *x = float_at(a, top, left + j);
+                    for (long i = 0; i < rows; i++) tile[i][j] = x[i * a->row_stride];
+                }
+            for (long i = 0; i < rows; i++)
+                for (long j = 0; j < columns; j++)
+                    values[(top + i) * a->k + left + j] = is_finite(tile[i][j]) ? tile[i][j] : NAN;
+        }
 }
 
 static void transform(float *restrict x, long groups) {
@@ -155,9 +174,13 @@ static void transform(float *restrict x, long groups) {
     }
 }
 
-static inline float larger(float amax, float x) {
-    float magnitude = fabsf(x);
-    return magnitude > amax || magnitude != magnitude ? magnitude : amax;
+/* The largest magnitude so far, as bits: they are ordered as magnitudes are, with NaN above all. */
+static inline uint32_t largest_of(const float *x, long count, uint32_t amax) {
+    for (long i = 0; i < count; i++) {
+        uint32_t magnitude = to_bits(x[i]) & 0x7fffffff;
+        amax = magnitude > amax ? magnitude : amax;
+    }
+    return amax;
 }
 
 #define ROUND_ROW(ELEMENT, BITS, SMALLEST)                                                                         \
@@ -176,12 +199,13 @@ static void quantize(const struct matrix *a, const struct cast *cast) {
     int element = cast->element, bits = FRACTION_BITS[element], smallest = SMALLEST_EXPONENT[element];
     long blocks_per_row = (a->k + cast->columns - 1) / cast->columns;
     load_all(a);
-    if (cast->hadamard) transform(a->values, a->m * a->k / 16);
-    for (long i = 0; i < a->m * a->k; i++) a->values[i] = is_finite(a->values[i]) ? a->values[i] : NAN;
+    if (cast->hadamard) {
+        transform(a->values, a->m * a->k / 16);
+        for (long i = 0; i < a->m * a->k; i++) a->values[i] = is_finite(a->values[i]) ? a->values[i] : NAN;
+    }
     float whole = 1.0f;
     if (cast->rule == TWO_LEVEL) {
-        float amax = 0.0f;
-        for (long i = 0; i < a->m * a->k; i++) amax = larger(amax, a->values[i]);
+        float amax = from_bits(largest_of(a->values, a->m * a->k, 0));
         if (a->amax) amax = *a->amax;
         whole = 2688.0f / amax;
         whole = whole > LARGEST ? LARGEST : whole;
@@ -192,10 +216,10 @@ static void quantize(const struct matrix *a, const struct cast *cast) {
         for (long left = 0; left < a->k; left += cast->columns) {
             long bottom = top + cast->rows < a->m ? top + cast->rows : a->m;
             long right = left + cast->columns < a->k ? left + cast->columns : a->k;
-            float amax = 0.0f, encode, decode;
+            uint32_t bits_of_amax = 0;
             for (long i = top; i < bottom; i++)
-                for (long j = left; j < right; j++) amax = larger(amax, a->values[i * a->k + j]);
-            float largest = amax;
+                bits_of_amax = largest_of(a->values + i * a->k + left, right - left, bits_of_amax);
+            float largest = from_bits(bits_of_amax), amax = largest, encode, decode;
             if (a->amax && cast->rule != TWO_LEVEL) amax = *a->amax;
             long at = top / cast->rows * blocks_per_row + left / cast->columns;
             scales_of(amax, cast, whole, &encode, &decode, a->scales, at);
