@@ -13,6 +13,7 @@ RECOMPUTED = "memory.recompute=[attention, experts]"
 BF16 = "precision.compute=bfloat16"
 # Four stages over two ranks.
 VIRTUAL = ("model.num_layers=4", "parallel.pp=2", "parallel.vpp=2", "data.global_batch=16")
+MXFP8 = ("precision.recipe=mxfp8", "memory.retain.rows=quantize", "kernels.casts=native")
 
 CASES = {
     "one rank": (1, "debug_tiny"),
@@ -32,10 +33,15 @@ CASES = {
     "interleaved": (4, "debug_tiny", *VIRTUAL, "parallel.schedule=interleaved", "parallel.ep=2", BF16),
     "zero bubble": (2, "debug_tiny", "parallel.pp=2", "parallel.schedule=zb_h1"),
     "overlapped": (4, "debug_tiny", *VIRTUAL, "parallel.schedule=dualpipe_v", "parallel.ep=2"),
+    "narrow": (4, "debug_mla", "parallel.pp=2", "parallel.ep=2", "parallel.sharding=flat", BF16, *MXFP8),
+    "narrow, casts in torch": (2, "debug_mla", "parallel.ep=2", BF16, *MXFP8, "kernels.casts=torch"),
     "MTP module": (2, "debug_mla", "parallel.pp=2", "model.num_mtp=1", BF16),
 }
 # What `make check` tries, and what CI tries beside it; the others are for the nightly run.
-ALWAYS, IN_CI = ("sharded",), ("experts and shards", "two levels", "latent attention", "recomputed", "interleaved")
+ALWAYS, IN_CI = (
+    ("sharded",),
+    ("experts and shards", "two levels", "latent attention", "recomputed", "interleaved", "narrow"),
+)
 
 
 def marks(name: str) -> Any:

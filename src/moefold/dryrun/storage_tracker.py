@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 OnCollective = Callable[[str, tuple[Any, ...]], None]
 
 _CAST = torch.ops.aten._to_copy.default
+# `torch.tensor` of numbers: the first that a mode sees of it.
+_CONSTANT = torch.ops.aten.lift_fresh.default
 
 
 # In the order of reports.
@@ -160,9 +162,10 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _add_result(self, op: OpOverload, result: Tensor, args: tuple[Any, ...]) -> None:
-        """A result is new if no argument has its storage; an unknown storage of an argument existed before."""
+        """A result is new if no argument has its storage, or if it is a constant; an unknown storage of an argument
+        existed before."""
         storage = result.untyped_storage()
-        if storage._cdata in self._known or storage._cdata not in _addresses(args):
+        if op is _CONSTANT or storage._cdata in self._known or storage._cdata not in _addresses(args):
             number = self._add_storage(storage)
             if op is _CAST and (source := args[0].untyped_storage()._cdata) in self._known:
                 self.cast_of[number] = self._known[source][0]

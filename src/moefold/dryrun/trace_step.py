@@ -105,6 +105,7 @@ class _StepTracer:
             self._add_unsharded(self.local_model.model)
         if action.kind not in TRANSFERS:
             self._tag_host()
+            self._tag_weight_copies()
             self._tag_gradients()
             for part in action.parts:
                 if part.kind is Kind.FORWARD:
@@ -178,6 +179,12 @@ class _StepTracer:
         retention = self.local_model.retention
         for buffer in () if retention is None else retention.offload.pool.buffers():
             self.storages.add(buffer, HOST)
+
+    def _tag_weight_copies(self) -> None:
+        """Codes and scales are made by a forward or a backward, and stay until weights change."""
+        weights = self.local_model.narrow_weights
+        for copy in () if weights is None else weights.copies():
+            self.storages.add(copy, "weight copies")
 
     def _tag_batch(self, batch: Batch) -> None:
         for tensor in tensors_of_batch(batch):

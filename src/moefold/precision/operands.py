@@ -14,7 +14,7 @@ every matrix has blocks of the whole ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -230,6 +230,14 @@ class NarrowWeights:
             kept = self._kept[key] = (weight, weight._version, quantized)
         values = dequantize(kept[2])
         return values.transpose(-2, -1) if transposed else values
+
+    def copies(self) -> Iterator[Tensor]:
+        """Codes and scales that are kept beside weights."""
+        for _, _, quantized in self._kept.values():
+            yield quantized.codes_MK
+            yield quantized.scale_rc
+            if quantized.tensor_scale is not None:
+                yield quantized.tensor_scale
 
     def forget(self) -> None:
         """Weights have changed."""

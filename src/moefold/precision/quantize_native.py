@@ -11,6 +11,7 @@ from typing import Final, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.native.compile_c import load
@@ -71,13 +72,16 @@ def _run(
     scales: Tensor | None,
     tensor_scale: Tensor | None,
 ) -> Tensor:
-    """The values; codes and scales are written where they are given. One call for all matrices of a stack."""
+    """The values; codes and scales are written where they are given. One call for all matrices of a stack. Fake tensors
+    (the dry run) have the shapes of all three and nothing to compute."""
     if x_MK.dtype not in (torch.float32, torch.bfloat16):
         x_MK = x_MK.float()
     stochastic = cast.rounding == "stochastic"
     if cast.hadamard and x_MK.shape[-1] % 16:
         raise ValueError(f"a Hadamard transform of groups of 16 cannot divide {x_MK.shape[-1]} columns")
-    function, values, stack = load("quantize").quantize_stack, torch.empty(x_MK.shape), _stack(x_MK)
+    values, stack = torch.empty(x_MK.shape), _stack(x_MK)
+    if isinstance(x_MK, FakeTensor):
+        return values
     formats = (_ELEMENTS[cast.element], _RULES[cast.scale])
     how = _Cast(*_block(x_MK, cast), *formats, cast.hadamard, stochastic, seed % 2**64)
     given = None if amax is None else amax.float().contiguous()
@@ -90,7 +94,9 @@ def _run(
         values.data_ptr(),
         *(0 if each is None else each.data_ptr() for each in (codes, scales, tensor_scale)),
     )
-    function(ctypes.byref(first), ctypes.byref(how), ctypes.c_long(len(stack)), ctypes.c_long(stack.stride(0)))
+    load("quantize").quantize_stack(
+        ctypes.byref(first), ctypes.byref(how), ctypes.c_long(len(stack)), ctypes.c_long(stack.stride(0))
+    )
     return values
 
 
