@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES
+from moefold.ops.padded_runs import move_rows
 from moefold.precision import grouped_quantize
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.grouped_quantize import (
@@ -18,7 +19,6 @@ from moefold.precision.grouped_quantize import (
     along_features_reference,
     along_tokens,
     along_tokens_reference,
-    move_rows,
 )
 
 WAYS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {

@@ -22,11 +22,11 @@ from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.narrow_modules import narrow_modules
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
 from moefold.nn.step_retention import KEEP_ALL, retention_for
+from moefold.ops.padded_runs import move_rows
 from moefold.plan.memory.layer_activations import kept_by
 from moefold.plan.memory.saved_activations import setting_of
 from moefold.plan.workload import workload_of_run
 from moefold.precision.cast_backends import QUANTIZERS
-from moefold.precision.grouped_quantize import move_rows
 from moefold.precision.narrow_inputs import NarrowInputs, narrow_rows, wide_rows
 from moefold.precision.operands import NarrowOperands, NarrowWeights
 from moefold.precision.quantize import fake_quantize

@@ -15,10 +15,10 @@ from moefold.blueprint.narrow_matmuls import matmuls
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, PrecisionRecipe, RecipeName
 from moefold.nn.matmul_policy import ParameterMatmul, WeightGradQueue, grouped, sequential
+from moefold.ops.padded_runs import move_rows
 from moefold.precision.amax import SharedAmaxes, amax_of
 from moefold.precision.amax_history import AmaxHistory
 from moefold.precision.cast_backends import QUANTIZERS
-from moefold.precision.grouped_quantize import move_rows
 from moefold.precision.operands import NarrowOperands, NarrowWeights
 from moefold.precision.quantize import HADAMARD_SIGNS, block_noise, quantize
 

@@ -14,7 +14,7 @@ from moefold.config.casts import Cast
 from moefold.config.message_casts import DISPATCH_CASTS
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.quantize import quantize
-from moefold.precision.row_messages import NarrowRows
+from moefold.precision.row_messages import NarrowRowCodec
 
 DIM = 200  # 6 blocks of 32 and one of 8; 1 block of 128 and one of 72
 
@@ -58,7 +58,7 @@ def bytes_of(row: list[float], block: int, stored: str) -> bytes:
 @pytest.mark.parametrize(("name", "block", "stored"), [("mxfp8", 32, "B"), ("fp8_blockwise", 128, "<f")])
 def test_a_message_is_codes_and_scales(name: str, block: int, stored: str, casts: str) -> None:
     cast, rows = DISPATCH_CASTS[name].forward, rows_of(5)
-    packed = NarrowRows(cast, QUANTIZERS[casts]).pack(rows)
+    packed = NarrowRowCodec(cast, QUANTIZERS[casts]).pack(rows)
     assert packed.dtype == torch.uint8 and packed.shape == (5, cast_bytes(cast, 1, DIM))
     for row, message in zip(rows.tolist(), packed, strict=True):
         assert bytes(message.tolist()) == bytes_of(row, block, stored)
@@ -68,7 +68,7 @@ def test_a_message_is_codes_and_scales(name: str, block: int, stored: str, casts
 @pytest.mark.parametrize("number", [0, 1, 7])
 @pytest.mark.parametrize("name", DISPATCH_CASTS)
 def test_what_arrives_is_what_the_cast_makes(name: str, number: int, dtype: torch.dtype) -> None:
-    codec, rows = NarrowRows(DISPATCH_CASTS[name].forward), rows_of(number, dtype=dtype)
+    codec, rows = NarrowRowCodec(DISPATCH_CASTS[name].forward), rows_of(number, dtype=dtype)
     received = codec.unpack(codec.pack(rows), rows)
     assert received.dtype == dtype and torch.equal(received, codec.round(rows))
     assert number == 0 or not torch.equal(received, rows)
@@ -80,7 +80,7 @@ def test_narrowing_again_changes_no_value(name: str, dtype: torch.dtype) -> None
     """The recipe's own cast of received rows, and a second exchange, are exact. Codes are the same too, unless the
     largest value of a block was rounded down to a power of two: then all codes and the scale move by one exponent."""
     cast, rows = DISPATCH_CASTS[name].forward, rows_of(300, dtype=dtype)
-    codec = NarrowRows(cast)
+    codec = NarrowRowCodec(cast)
     received = codec.round(rows)
     assert torch.equal(codec.round(received), received)
     first, again = quantize(rows, cast), quantize(received, cast)
@@ -101,4 +101,4 @@ def test_bytes_of_rows(name: str) -> None:
 
 def test_only_casts_of_rows_are_messages() -> None:
     with pytest.raises(AssertionError, match="not a cast of rows"):
-        NarrowRows(Cast("e4m3", (128, 128), "power_of_two"))
+        NarrowRowCodec(Cast("e4m3", (128, 128), "power_of_two"))

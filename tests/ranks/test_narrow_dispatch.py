@@ -27,7 +27,7 @@ from moefold.moe.dispatch import all_to_all
 from moefold.moe.dispatch.base import SYNC_SPLIT_SIZES, Dispatcher, LocalDispatcher, Routing, RowCodecs, row_codecs
 from moefold.parallel.dispatchers import DISPATCHERS
 from moefold.precision.quantize import Quantized, dequantize
-from moefold.precision.row_messages import NarrowRows
+from moefold.precision.row_messages import NarrowRowCodec
 
 EXPERTS, TOP_K, DIM = 8, 2, 80  # two blocks of 32, and a half
 TOKENS_OF_RANK = (5, 1, 0, 7)
@@ -73,7 +73,7 @@ def are_among(rows: Tensor, known: Tensor) -> bool:
 def narrow_rows_arrive(groups: Groups, kind: NamedDispatcher, name: str) -> None:
     """Against plain arithmetic on all tokens: y = x' * (sum of prob * (e + 1)), and its gradients."""
     x, experts, probs, target = inputs()
-    codecs = [NarrowRows(cast) for cast in (DISPATCH_CASTS[name].forward, DISPATCH_CASTS[name].backward)]
+    codecs = [NarrowRowCodec(cast) for cast in (DISPATCH_CASTS[name].forward, DISPATCH_CASTS[name].backward)]
     x_rounded, target_rounded = codecs[0].round(x), codecs[1].round(target)
     factor = ((experts + 1) * probs).sum(1, keepdim=True)
     start = sum(TOKENS_OF_RANK[: groups.rank])
@@ -104,13 +104,13 @@ def test_one_process_narrows_the_same_rows(name: str) -> None:
     y, rows, grad, grad_out = step(dispatcher, x, Routing(experts, probs), target, 0, 1.0)
     casts = DISPATCH_CASTS[name]
     factor = ((experts + 1) * probs).sum(1, keepdim=True)
-    assert torch.equal(rows, NarrowRows(casts.forward).round(x)) and not torch.equal(rows, x)
-    assert torch.equal(grad_out, NarrowRows(casts.backward).round(target))
+    assert torch.equal(rows, NarrowRowCodec(casts.forward).round(x)) and not torch.equal(rows, x)
+    assert torch.equal(grad_out, NarrowRowCodec(casts.backward).round(target))
     torch.testing.assert_close(y, rows * factor, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, grad_out * factor, rtol=1e-12, atol=1e-12)
 
 
-class NoScales(NarrowRows):
+class NoScales(NarrowRowCodec):
     """The receiver takes 1 for all scales."""
 
     def unpack(self, packed_NB: Tensor, like: Tensor) -> Tensor:
@@ -119,13 +119,13 @@ class NoScales(NarrowRows):
         return dequantize(Quantized(codes, ones, None, self.cast)).to(like.dtype)
 
 
-class SwappedScales(NarrowRows):
+class SwappedScales(NarrowRowCodec):
     def unpack(self, packed_NB: Tensor, like: Tensor) -> Tensor:
         scales = packed_NB[:, like.shape[-1] :].roll(1, 1)
         return super().unpack(torch.cat([packed_NB[:, : like.shape[-1]], scales], 1), like)
 
 
-class Wide(NarrowRows):
+class Wide(NarrowRowCodec):
     """The cast is left out."""
 
     def pack(self, rows_ND: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Wide(NarrowRows):
         return packed_NB.view(like.dtype)
 
 
-def both(make: Callable[..., NarrowRows]) -> Callable[[RunConfig], RowCodecs]:
+def both(make: Callable[..., NarrowRowCodec]) -> Callable[[RunConfig], RowCodecs]:
     casts = DISPATCH_CASTS["mxfp8"]
     return lambda run: RowCodecs(make(casts.forward), make(casts.backward))
 
@@ -146,9 +146,9 @@ MUTANTS: dict[str, Callable[[RunConfig], RowCodecs]] = {
     "the cast is left out": both(Wide),
     "tokens are not narrowed": lambda run: row_codecs(run)._replace(forward=None),
     "gradients are not narrowed": lambda run: row_codecs(run)._replace(backward=None),
-    "blocks of 16": both(lambda cast: NarrowRows(replace(cast, block=(1, 16)))),
-    "scales rounded down": both(lambda cast: NarrowRows(replace(cast, scale="e8m0_floor"))),
-    "e5m2": both(lambda cast: NarrowRows(replace(cast, element="e5m2"))),
+    "blocks of 16": both(lambda cast: NarrowRowCodec(replace(cast, block=(1, 16)))),
+    "scales rounded down": both(lambda cast: NarrowRowCodec(replace(cast, scale="e8m0_floor"))),
+    "e5m2": both(lambda cast: NarrowRowCodec(replace(cast, element="e5m2"))),
 }
 
 

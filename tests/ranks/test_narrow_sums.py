@@ -18,7 +18,7 @@ from moefold.comm.message_codecs import PartCodec
 from moefold.comm.process_groups import Groups
 from moefold.config.message_casts import TP_REDUCE_CASTS
 from moefold.precision.cast_backends import QUANTIZERS
-from moefold.precision.row_messages import NarrowParts
+from moefold.precision.row_messages import NarrowPartCodec
 
 SIZES, DIM = (150, 0, 3, 130), 24  # blocks of 128 tokens, partial ones, a rank without tokens
 CASTS = TP_REDUCE_CASTS["fp8_all_to_all"]
@@ -69,7 +69,7 @@ def sums_are_exact(groups: Groups, forward: PartCodec, backward: PartCodec) -> N
 
 @pytest.mark.parametrize("casts", ["torch", "native"])
 def test_tp_sums_are_those_of_the_equations(casts: str) -> None:
-    codecs = [NarrowParts(cast, QUANTIZERS[casts]) for cast in (CASTS.forward, CASTS.backward)]
+    codecs = [NarrowPartCodec(cast, QUANTIZERS[casts]) for cast in (CASTS.forward, CASTS.backward)]
     on_ranks(lambda groups: sums_are_exact(groups, *codecs), 4, tp=4)
 
 
@@ -79,7 +79,7 @@ def test_the_ledger_has_a_quarter_of_the_bytes() -> None:
     def work(groups: Groups) -> tuple[int, int, int]:
         tp = groups["tp"]
         found = []
-        for codec in (NarrowParts(CASTS.forward), NarrowParts(CASTS.backward), None):
+        for codec in (NarrowPartCodec(CASTS.forward), NarrowPartCodec(CASTS.backward), None):
             before = [tp.ledger.of(name, "tp").bytes_sent for name in ("all_to_all", "reduce_scatter")]
             reduce_scatter_rows(torch.randn(512, 256).bfloat16(), (256, 256), tp, codec)
             after = [tp.ledger.of(name, "tp").bytes_sent for name in ("all_to_all", "reduce_scatter")]
@@ -92,7 +92,7 @@ def test_the_ledger_has_a_quarter_of_the_bytes() -> None:
         assert backward == 512 * 256 + 4 * 256 * 4 and max(forward, backward) < 0.26 * wide
 
 
-class NoScales(NarrowParts):
+class NoScales(NarrowPartCodec):
     def unpack(self, packed: Tensor, shape: torch.Size) -> Tensor:
         ones = torch.ones((len(packed) - shape.numel()) // 4).view(torch.uint8)
         return super().unpack(torch.cat([packed[: shape.numel()], ones]), shape)
@@ -110,7 +110,7 @@ class Wide:
         return packed.view(torch.bfloat16).view(shape).float()
 
 
-class BFloat16Sums(NarrowParts):
+class BFloat16Sums(NarrowPartCodec):
     """The receiver adds in bfloat16."""
 
     def unpack(self, packed: Tensor, shape: torch.Size) -> Tensor:
@@ -121,9 +121,11 @@ MUTANTS: dict[str, Callable[..., Any]] = {
     "scales are not sent": NoScales,
     "the cast is left out": Wide,
     "bfloat16 accumulation": BFloat16Sums,
-    "scales of powers of two": lambda cast: NarrowParts(replace(cast, scale="power_of_two")),
-    "blocks along the other dim": lambda cast: NarrowParts(CASTS.forward if cast is CASTS.backward else CASTS.backward),
-    "groups of 64 tokens": lambda cast: NarrowParts(replace(cast, block=(min(cast.block[0], 64), cast.block[1]))),
+    "scales of powers of two": lambda cast: NarrowPartCodec(replace(cast, scale="power_of_two")),
+    "blocks along the other dim": lambda cast: NarrowPartCodec(
+        CASTS.forward if cast is CASTS.backward else CASTS.backward
+    ),
+    "groups of 64 tokens": lambda cast: NarrowPartCodec(replace(cast, block=(min(cast.block[0], 64), cast.block[1]))),
 }
 
 
@@ -151,4 +153,4 @@ def test_another_order_of_ranks_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
         return torch.cat(received.split(recv)[::-1])
 
     monkeypatch.setattr(collectives, "_all_to_all", reversed_ranks)
-    assert is_caught(NarrowParts)
+    assert is_caught(NarrowPartCodec)

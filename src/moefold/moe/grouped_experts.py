@@ -31,7 +31,6 @@ from moefold.moe.experts import ExpertWeights
 from moefold.moe.kernels.moe_references import RowMap, map_padded
 from moefold.moe.moe_kernels import MoEKernels
 from moefold.moe.permute import (
-    aligned,
     gather_probs,
     gather_rows,
     group_aligned,
@@ -43,6 +42,7 @@ from moefold.nn.low_rank import add_low_rank_grouped
 from moefold.nn.matmul_policy import GroupedMatmul, MatmulPolicy
 from moefold.nn.step_retention import KEEP_ALL, Retention
 from moefold.ops.activations import weighted_activation
+from moefold.ops.padded_runs import aligned
 
 
 class Permuted(NamedTuple):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefold.moe.permute import Assignments, group_by_expert, padded_places
+from moefold.moe.permute import Assignments, group_by_expert
+from moefold.ops.padded_runs import aligned, padded_places
 
 STEP = 32
 
@@ -31,16 +32,12 @@ class PaddedRowMap(NamedTuple):
     assignment_N: Tensor | None
 
 
-def rounded_up(rows: int) -> int:
-    return -(-rows // STEP) * STEP
-
-
 def pad_rows(assignments: Assignments, rows_per_expert: Sequence[int]) -> PaddedRowMap:
     """``rows_per_expert``: kept assignments of each expert, on the host."""
     num_rows, top_k = assignments.experts.shape
     device = assignments.experts.device
     groups = group_by_expert(assignments, len(rows_per_expert), sum(rows_per_expert))
-    sizes = tuple(map(rounded_up, rows_per_expert))
+    sizes = tuple(aligned(rows_per_expert, STEP))
     place_N = padded_places(rows_per_expert, sizes, device)
     received_P = torch.zeros(sum(sizes), dtype=torch.int64, device=device).index_copy_(0, place_N, groups.token_N)
     row_of_assignment = torch.empty(num_rows * top_k, dtype=torch.int64, device=device)

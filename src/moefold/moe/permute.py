@@ -10,12 +10,13 @@ past the end: it reads zeros and prob 0, and is left out on the way back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from moefold.ops.padded_runs import aligned, padded_places
 from moefold.ops.segments import count_keys, stable_order, stable_sort
 
 
@@ -70,24 +71,12 @@ def group_aligned(routing: Assignments, rows_per_expert: Sequence[int], multiple
     return Grouped(assignment_P, token_of(assignment_P, routing.experts.shape[1]))
 
 
-def aligned(rows_per_expert: Sequence[int], multiple: int) -> list[int]:
-    return [-(-rows // multiple) * multiple for rows in rows_per_expert]
-
-
 def align_rows(number_N: Tensor, rows_per_expert: Sequence[int], multiple: int, padding: int) -> Tensor:
     """Numbers of rows sorted by expert, with ``padding`` as the number of rows that fill each expert's multiple."""
     sizes = aligned(rows_per_expert, multiple)
     return number_N.new_full((sum(sizes),), padding).index_copy_(
         0, padded_places(rows_per_expert, sizes, number_N.device), number_N
     )
-
-
-def padded_places(sizes: Sequence[int], padded: Sequence[int], device: torch.device) -> Tensor:
-    """Where rows lie when each expert's are followed by padding. Sums are on the host: fewer launches."""
-    total, size_e = sum(sizes), torch.tensor(list(sizes), device=device)
-    paddings = [more - size for size, more in zip(sizes, padded, strict=True)]
-    shift_e = torch.tensor([0, *accumulate(paddings)][:-1], device=device)
-    return torch.arange(total, device=device) + shift_e.repeat_interleave(size_e, output_size=total)
 
 
 def token_of(assignment_N: Tensor, top_k: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moefold.errors import BackendError
 from moefold.ops.engines import load_engine
+from moefold.ops.padded_runs import aligned
 
 _PADDING = -1
 
@@ -66,7 +67,7 @@ def _input_grad(library: ModuleType, grad_PY: Tensor, weight_eYX: Tensor, blocks
 
 def _blocks_of(rows_per_expert_e: Tensor, host: list[int] | None, block: int) -> _Blocks:
     sizes = rows_per_expert_e.tolist() if host is None else host
-    padded = [-(-size // block) * block for size in sizes]
+    padded = aligned(sizes, block)
     device, num_rows = rows_per_expert_e.device, sum(sizes)
     experts_e = torch.arange(len(sizes), dtype=torch.int32, device=device)
     expert_P = experts_e.repeat_interleave(rows_per_expert_e, output_size=num_rows)

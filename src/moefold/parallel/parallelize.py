@@ -62,7 +62,7 @@ from moefold.precision.amax_history import AmaxHistory
 from moefold.precision.cast_backends import QUANTIZERS
 from moefold.precision.dtypes import TORCH_FORMATS, set_param_dtype
 from moefold.precision.operands import NarrowWeights
-from moefold.precision.row_messages import NarrowParts
+from moefold.precision.row_messages import NarrowPartCodec
 from moefold.schedule.names import run_reshards_per_step, schedule_named
 from moefold.topology.folded_layout import fold
 
@@ -294,7 +294,7 @@ def tp_sums(run: RunConfig) -> tuple[SumFormat, SumFormat]:
     """Of activations, and of gradients."""
     if run.precision.tp_reduce == "fp8_all_to_all":
         casts, quantizers = TP_REDUCE_CASTS[run.precision.tp_reduce], QUANTIZERS[run.kernels.casts]
-        return NarrowParts(casts.forward, quantizers), NarrowParts(casts.backward, quantizers)
+        return NarrowPartCodec(casts.forward, quantizers), NarrowPartCodec(casts.backward, quantizers)
     return (TORCH_FORMATS[run.precision.tp_reduce_format],) * 2
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moefold.config.casts import Cast
+from moefold.ops.padded_runs import aligned, move_rows
 from moefold.precision.quantize import hadamard
 
 # Rows of a piece where a cast has no blocks: any number would do.
@@ -78,26 +79,7 @@ def piece(cast: Cast) -> int:
 
 def whole_blocks(segments: Sequence[int], cast: Cast) -> list[int]:
     """Rows of each expert with those that fill its last block."""
-    return [-(-rows // piece(cast)) * piece(cast) for rows in segments]
-
-
-def move_rows(rows: Tensor, sizes: Sequence[int], wanted: Sequence[int]) -> Tensor:
-    """From segments of these sizes to segments of others: cut, or followed by zeros."""
-    if list(sizes) == list(wanted):
-        return rows
-    counts = [min(pair) for pair in zip(sizes, wanted, strict=True)]
-    moved = rows.new_zeros(sum(wanted), *rows.shape[1:])
-    if sum(counts):
-        places = (_places(sizes, counts, rows.device), _places(wanted, counts, rows.device))
-        moved[places[1]] = rows[places[0]]
-    return moved
-
-
-def _places(sizes: Sequence[int], counts: Sequence[int], device: torch.device) -> Tensor:
-    """Where the first so many rows of every segment are."""
-    size_e, count_e = (torch.tensor(list(numbers), device=device) for numbers in (sizes, counts))
-    shift_e = (size_e.cumsum(0) - size_e) - (count_e.cumsum(0) - count_e)
-    return torch.arange(sum(counts), device=device) + shift_e.repeat_interleave(count_e)
+    return aligned(segments, piece(cast))
 
 
 def _amax_of_pieces(pieces: Tensor, cast: Cast, pieces_per_expert: Sequence[int]) -> Tensor | None:

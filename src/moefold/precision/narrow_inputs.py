@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.config.casts import Cast
-from moefold.precision.grouped_quantize import cut, move_rows, piece, whole_blocks
+from moefold.ops.padded_runs import move_rows
+from moefold.precision.grouped_quantize import cut, piece, whole_blocks
 from moefold.precision.quantize import FLOAT8, Quantized, dequantize, pack_e2m1, unpack_e2m1
 
 

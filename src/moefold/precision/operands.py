@@ -22,8 +22,9 @@ from torch import Tensor
 
 from moefold.config.casts import Cast
 from moefold.config.precision_recipes import Operand, PrecisionRecipe
+from moefold.ops.padded_runs import aligned, move_rows
 from moefold.precision.amax import OWN_AMAXES, Amaxes, amax_of
-from moefold.precision.grouped_quantize import along_features, along_tokens, move_rows
+from moefold.precision.grouped_quantize import along_features, along_tokens
 from moefold.precision.narrow_inputs import NarrowInputs, NarrowRows, wide_rows
 from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
 
@@ -135,7 +136,7 @@ class NarrowOperands:
         of its other values."""
         grad_TY = grad.flatten(0, -2)
         rows = [len(grad_TY)] if rows_per_expert is None else rows_per_expert
-        padded = [-(-count // self.align) * self.align for count in rows]
+        padded = aligned(rows, self.align)
         grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, "dy")
         if self.inputs is None or self.casts.x_wgrad is None:
             x_TX = move_rows(kept[0].flatten(0, -2), rows, padded)

@@ -23,13 +23,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefold.config.casts import Cast, Element
+from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.splitmix64 import logical_shift, mix64, wrapped
 
 TOP: Final[dict[Element, float]] = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 _TOP_EXPONENT: Final[dict[Element, int]] = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 _FRACTION_BITS: Final[dict[Element, int]] = {"e4m3": 3, "e5m2": 2, "e2m1": 1}
 _SMALLEST_EXPONENT: Final[dict[Element, int]] = {"e4m3": -6, "e5m2": -14, "e2m1": 0}
+# Of stored scales; E8M0 exponents are bytes.
+SCALE_DTYPES: Final[dict[ScaleRule, torch.dtype]] = {
+    "float32": torch.float32,
+    "power_of_two": torch.float32,
+    "e8m0_rceil": torch.uint8,
+    "e8m0_floor": torch.uint8,
+    "two_level": torch.float8_e4m3fn,
+}
 FLOAT8: Final = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Positive E2M1 numbers by code; bit 3 is the sign.

@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moefold.config.casts import Cast, Element, ScaleRule
 from moefold.ops.native.compile_c import load
-from moefold.precision.quantize import FLOAT8, Quantized, fake_quantize, quantize
+from moefold.precision.quantize import FLOAT8, SCALE_DTYPES, Quantized, fake_quantize, quantize
 
 _ELEMENTS: Final = {name: index for index, name in enumerate(get_args(Element))}
 _RULES: Final = {name: index for index, name in enumerate(get_args(ScaleRule))}
-_STORED: Final = {"float32": torch.float32, "power_of_two": torch.float32, "two_level": torch.float8_e4m3fn}
 
 
 class _Cast(ctypes.Structure):
@@ -44,9 +43,7 @@ def quantize_native(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | N
     if not x_MK.numel():
         return quantize(x_MK, cast, seed=seed, amax=amax)
     codes = torch.empty(x_MK.shape, dtype=torch.uint8)
-    rows, columns = _block(x_MK, cast)
-    blocks = (-(-x_MK.shape[-2] // rows), -(-x_MK.shape[-1] // columns))
-    scales = torch.empty(*x_MK.shape[:-2], *blocks, dtype=_STORED.get(cast.scale, torch.uint8))
+    scales = torch.empty(cast.scale_shape(x_MK.shape), dtype=SCALE_DTYPES[cast.scale])
     tensor_scale = torch.empty(x_MK.shape[:-2]) if cast.scale == "two_level" else None
     _run(x_MK, cast, seed, amax, codes, scales, tensor_scale)
     typed = codes if cast.element == "e2m1" else codes.view(FLOAT8[cast.element])

@@ -1,8 +1,8 @@
 """Messages of narrow numbers: codes, and behind them the scales of their blocks, as bytes.
 
 One message has both, so that nothing is sent twice, and bytes are what every backend sends (gloo refuses float8). A
-row's bytes depend on that row alone (``NarrowRows``), so rows may be narrowed before or after they are permuted; a
-part of a sum is narrowed as a whole, because its blocks may have several rows (``NarrowParts``).
+row's bytes depend on that row alone (``NarrowRowCodec``), so rows may be narrowed before or after they are permuted; a
+part of a sum is narrowed as a whole, because its blocks may have several rows (``NarrowPartCodec``).
 
 Shapes: N rows, D columns, c their blocks, B bytes of a row.
 """
@@ -12,18 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moefold.config.casts import SCALE_BYTES, Cast
+from moefold.config.casts import Cast
 from moefold.precision.operands import REFERENCE, Quantizers
-from moefold.precision.quantize import FLOAT8, Quantized, dequantize
+from moefold.precision.quantize import FLOAT8, SCALE_DTYPES, Quantized, dequantize
 
 
-class NarrowRows:
+class NarrowRowCodec:
     """A ``RowCodec`` of ``comm/message_codecs.py``, by a cast with blocks along rows."""
 
     def __init__(self, cast: Cast, quantizers: Quantizers = REFERENCE) -> None:
         assert cast.block is not None and cast.block[0] == 1 and cast.element in FLOAT8, f"not a cast of rows: {cast}"
         self.cast, self.quantizers = cast, quantizers
-        self.scale_dtype = torch.float32 if SCALE_BYTES[cast.scale] == 4 else torch.uint8
+        self.scale_dtype = SCALE_DTYPES[cast.scale]
 
     def pack(self, rows_ND: Tensor) -> Tensor:
         quantized = self.quantizers.quantize(rows_ND, self.cast)
@@ -42,13 +42,13 @@ class NarrowRows:
         return rounded
 
 
-class NarrowParts:
+class NarrowPartCodec:
     """A ``PartCodec`` of ``comm/message_codecs.py``."""
 
     def __init__(self, cast: Cast, quantizers: Quantizers = REFERENCE) -> None:
         assert cast.element in FLOAT8 and not cast.scales_whole_matrix, f"not a cast of blocks: {cast}"
         self.cast, self.quantizers = cast, quantizers
-        self.scale_dtype = torch.float32 if SCALE_BYTES[cast.scale] == 4 else torch.uint8
+        self.scale_dtype = SCALE_DTYPES[cast.scale]
 
     def pack(self, part_ND: Tensor) -> Tensor:
         quantized = self.quantizers.quantize(part_ND, self.cast)
@@ -56,9 +56,7 @@ class NarrowParts:
 
     def unpack(self, packed: Tensor, shape: torch.Size) -> Tensor:
         codes, scales = packed[: shape.numel()], packed[shape.numel() :]
-        high, wide = self.cast.block_of(*shape)
-        blocks = (-(-shape[0] // high), -(-shape[1] // wide))
-        scale_rc = _packed_copy(scales).view(self.scale_dtype).view(blocks)
+        scale_rc = _packed_copy(scales).view(self.scale_dtype).view(self.cast.scale_shape(shape))
         return dequantize(Quantized(codes.view(FLOAT8[self.cast.element]).view(shape), scale_rc, None, self.cast))
 
 

@@ -17,14 +17,15 @@ from moefold.config.run import RunConfig
 from moefold.moe.dispatch import all_to_all
 from moefold.moe.dispatch.all_to_all import AllToAllDispatcher
 from moefold.moe.dispatch.base import ExpertInput, Routing, SplitSizeSource
+from moefold.ops.padded_runs import aligned
 
 
 class _Ticket(NamedTuple):
-    """``rows`` and ``aligned``: of each expert, as received and with padding."""
+    """``rows`` and ``padded``: of each expert, as received and with padding."""
 
     inner: Any
     rows: list[int]
-    aligned: list[int]
+    padded: list[int]
 
 
 class AlignedAllToAllDispatcher:
@@ -34,38 +35,38 @@ class AlignedAllToAllDispatcher:
     def dispatch(self, x_tL: Tensor, routing: Routing) -> ExpertInput:
         expert_in = self.inner.dispatch(x_tL, routing)
         rows = expert_in.rows_per_expert
-        aligned = [-(-count // self.multiple) * self.multiple for count in rows]
+        padded = aligned(rows, self.multiple)
         missing_e = -expert_in.rows_per_expert_e % self.multiple
         aligned_e = expert_in.rows_per_expert_e + missing_e
-        expert_R = torch.repeat_interleave(aligned_e, output_size=sum(aligned))
-        prob_R = _pad_runs(expert_in.assignments.probs, rows, aligned)
+        expert_R = torch.repeat_interleave(aligned_e, output_size=sum(padded))
+        prob_R = _pad_runs(expert_in.assignments.probs, rows, padded)
         return expert_in._replace(
-            rows_RL=_pad_runs(expert_in.rows_RL, rows, aligned),
+            rows_RL=_pad_runs(expert_in.rows_RL, rows, padded),
             assignments=Routing(expert_R[:, None], prob_R),
             rows_per_expert_e=aligned_e,
-            rows_per_expert=aligned,
-            capacity=None if expert_in.capacity is None else aligned[0],
-            ticket=_Ticket(expert_in.ticket, rows, aligned),
+            rows_per_expert=padded,
+            capacity=None if expert_in.capacity is None else padded[0],
+            ticket=_Ticket(expert_in.ticket, rows, padded),
         )
 
     def combine(self, expert_out_RL: Tensor, ticket: _Ticket) -> Tensor:
-        return self.inner.combine(_cut_runs(expert_out_RL, ticket.rows, ticket.aligned), ticket.inner)
+        return self.inner.combine(_cut_runs(expert_out_RL, ticket.rows, ticket.padded), ticket.inner)
 
 
-def _pad_runs(rows: Tensor, sizes: list[int], aligned: list[int]) -> Tensor:
-    """Zero rows behind the run of each expert, up to its aligned size."""
-    if sizes == aligned:
+def _pad_runs(rows: Tensor, sizes: list[int], padded: list[int]) -> Tensor:
+    """Zero rows behind the run of each expert, up to its padded size."""
+    if sizes == padded:
         return rows
-    zeros = rows.new_zeros(max(padded - size for size, padded in zip(sizes, aligned, strict=True)), *rows.shape[1:])
-    runs = zip(rows.split(sizes), sizes, aligned, strict=True)
-    return torch.cat([part for run, size, padded in runs for part in (run, zeros[: padded - size])])
+    zeros = rows.new_zeros(max(more - size for size, more in zip(sizes, padded, strict=True)), *rows.shape[1:])
+    runs = zip(rows.split(sizes), sizes, padded, strict=True)
+    return torch.cat([part for run, size, more in runs for part in (run, zeros[: more - size])])
 
 
-def _cut_runs(rows: Tensor, sizes: list[int], aligned: list[int]) -> Tensor:
+def _cut_runs(rows: Tensor, sizes: list[int], padded: list[int]) -> Tensor:
     """The way back of ``_pad_runs``."""
-    if sizes == aligned:
+    if sizes == padded:
         return rows
-    return torch.cat([run[:size] for run, size in zip(rows.split(aligned), sizes, strict=True)])
+    return torch.cat([run[:size] for run, size in zip(rows.split(padded), sizes, strict=True)])
 
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AlignedAllToAllDispatcher:

@@ -35,7 +35,7 @@ from moefold.config.run import RunConfig
 from moefold.moe.permute import count_assignments
 from moefold.moe.topk import capacity_of
 from moefold.precision.cast_backends import QUANTIZERS
-from moefold.precision.row_messages import NarrowRows
+from moefold.precision.row_messages import NarrowRowCodec
 from moefold.topology.folded_layout import shard_sizes
 
 
@@ -83,8 +83,8 @@ class Dispatcher(Protocol):
 class RowCodecs(NamedTuple):
     """Of rows that go to experts: tokens, and gradients of expert outputs; None: as they are."""
 
-    forward: NarrowRows | None = None
-    backward: NarrowRows | None = None
+    forward: NarrowRowCodec | None = None
+    backward: NarrowRowCodec | None = None
 
 
 AS_THEY_ARE = RowCodecs()
@@ -94,7 +94,7 @@ def row_codecs(run: RunConfig) -> RowCodecs:
     if run.precision.dispatch is None:
         return AS_THEY_ARE
     casts, quantizers = DISPATCH_CASTS[run.precision.dispatch], QUANTIZERS[run.kernels.casts]
-    return RowCodecs(NarrowRows(casts.forward, quantizers), NarrowRows(casts.backward, quantizers))
+    return RowCodecs(NarrowRowCodec(casts.forward, quantizers), NarrowRowCodec(casts.backward, quantizers))
 
 
 # One deduplicated exchange: straight to the ranks, or across hosts first and then to the ranks inside a host.
@@ -258,7 +258,7 @@ class LocalDispatcher:
         return round_rows(expert_out_tL, None, self.codecs.backward)
 
 
-def round_rows(rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | None) -> Tensor:
+def round_rows(rows: Tensor, forward: NarrowRowCodec | None, backward: NarrowRowCodec | None) -> Tensor:
     """As if rows, and their gradients, had been sent by these codecs."""
     if forward is None and backward is None:
         return rows
@@ -269,12 +269,12 @@ def round_rows(rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | 
 class _Kept(Protocol):
     """What the backward pass needs."""
 
-    grad_codec: NarrowRows | None
+    grad_codec: NarrowRowCodec | None
 
 
 class _RoundRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Kept, rows: Tensor, forward: NarrowRows | None, backward: NarrowRows | None) -> Tensor:
+    def forward(ctx: _Kept, rows: Tensor, forward: NarrowRowCodec | None, backward: NarrowRowCodec | None) -> Tensor:
         ctx.grad_codec = backward
         return rows.view_as(rows) if forward is None else forward.round(rows)
 

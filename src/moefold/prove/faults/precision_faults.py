@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.ops.padded_runs import aligned, move_rows
 from moefold.precision.cast_backends import QUANTIZERS
-from moefold.precision.grouped_quantize import move_rows
 from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights
 from moefold.prove.faults.parallel_faults import wrap
 
@@ -93,7 +93,7 @@ def padding_in_the_amax() -> None:
         def with_remains(self: NarrowOperands, grad: Tensor, kept: Kept, rows: list[int] | None = None) -> GradOperands:
             grad_TY, x_TX = grad.flatten(0, -2), kept[0].flatten(0, -2)
             sizes = [len(grad_TY)] if rows is None else rows
-            padded = [-(-size // self.align) * self.align for size in sizes]
+            padded = aligned(sizes, self.align)
             is_real = move_rows(torch.ones_like(x_TX), sizes, padded) > 0
             x_TX = torch.where(is_real, move_rows(x_TX, sizes, padded), 1e4)
             return wgrad(self, move_rows(grad_TY, sizes, padded), (x_TX,), None if rows is None else padded)
