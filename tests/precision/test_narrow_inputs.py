@@ -249,6 +249,18 @@ def test_bytes_of_a_layer_are_the_planners(name: str) -> None:
         assert kept_bytes(run, layer, 4) / (4 * LENGTH) == pytest.approx(planned_bytes(run, layer), rel=0.01)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_bytes_of_padded_rows_are_the_planners(recipe: RecipeName) -> None:
+    """Rows of zeros that the permutation makes, in what experts keep: 16 experts with 512 rows on average,
+    each padded by a random part of a multiple."""
+    run = changed("debug_small", recipe, {}, "bfloat16")
+    run = replace(run, data=replace(run.data, seq_len=LENGTH, micro_batch=4))
+    padded = replace(run, kernels=replace(run.kernels, row_padding="permute"))
+    seen = (kept_bytes(padded, 0, 4) - kept_bytes(run, 0, 4)) / (4 * LENGTH)
+    assert seen == pytest.approx(planned_bytes(padded, 0) - planned_bytes(run, 0), rel=0.35)
+    assert kept_bytes(padded, 0, 4) / (4 * LENGTH) == pytest.approx(planned_bytes(padded, 0), rel=0.01)
+
+
 def test_which_inputs_are_kept_narrow() -> None:
     run = changed("debug_mla", "mxfp8", {"rows": "quantize", "feed_norm": "quantize", "latent_norm": "quantize"})
     found = {matmul.weight.name for matmul in matmuls(run) if keeps_narrow(matmul, run)}

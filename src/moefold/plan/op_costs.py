@@ -102,7 +102,7 @@ def sizes_of(workload: Workload) -> Sizes:
         tp=workload.parallel.tp,
         ep=workload.parallel.ep,
         etp=workload.parallel.etp,
-        imbalance=_imbalance(workload),
+        imbalance=_imbalance(workload) * workload.row_padding,
         narrow=bits < 16,
         operand_bytes=sent_bytes(workload.casts, workload.word),
         gradient_bytes=workload.gradient_bytes,

@@ -68,7 +68,9 @@ def dispatch_bytes(workload: Workload, moe: MoE) -> DispatchBytes:
     """Rows to experts on other ranks, by dispatcher, and back: the mean of both ways, which differ where
     `precision.dispatch` narrows rows on their way there."""
     parallel, where = workload.parallel, expert_reach(workload)
-    tokens = workload.context_tokens / parallel.tp * workload.imbalance
+    # Of rows of zeros, those that travel.
+    padding = workload.row_padding if workload.run.kernels.row_padding == "routing_map" else 1.0
+    tokens = workload.context_tokens / parallel.tp * workload.imbalance * padding
     dim = moe.latent or workload.model.dim
     row = (sent_row_bytes(workload.run, dim, int(workload.word)) + dim * workload.word) / 2
     kind, ep = workload.dispatcher, parallel.ep

@@ -24,7 +24,7 @@ from moefold.blueprint.parameters import parameters
 from moefold.config.memory import Recomputed, RetainConfig, RetainedStep, Retention
 from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import BYTES, PrecisionConfig
-from moefold.config.precision_recipes import LinearCasts, NarrowRecipe
+from moefold.config.precision_recipes import PRECISION_RECIPES, LinearCasts, NarrowRecipe
 from moefold.config.run import RunConfig
 from moefold.errors import LayoutError, Problem
 from moefold.hardware.cluster import Cluster
@@ -128,6 +128,20 @@ class Workload:
     @cached_property
     def global_tokens(self) -> float:
         return float(self.tokens * self.microbatches * self.dp)
+
+    @cached_property
+    def row_padding(self) -> float:
+        """Rows of experts with their rows of zeros (`kernels.row_padding`), over those that were routed.
+
+        A run of rows is padded to a multiple, by (multiple - 1) / 2 on average: a run of each expert, or with
+        routing_map one of each expert on every rank that sends to it. Padding in weight gradients alone is not kept.
+        """
+        recipe, moe, kind = self.run.precision.recipe, self.run.model.moe, self.run.kernels.row_padding
+        if recipe is None or moe is None or kind == "wgrad" or not self.is_own:
+            return 1.0
+        sources = self.parallel.ep * self.parallel.etp if kind == "permute" else 1
+        run = self.local_tokens * moe.top_k * sources / moe.num_experts
+        return 1 + (PRECISION_RECIPES[recipe].align - 1) / 2 / max(run, 1.0)
 
     # ---- formats, and bytes of what is kept ----
 

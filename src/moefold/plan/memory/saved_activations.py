@@ -205,7 +205,7 @@ def setting_of(workload: Workload) -> Setting:
             offloaded=frozenset(workload.run.memory.offload) | workload.retained("offload"),
             length=workload.run.data.seq_len,
             sequences=workload.run.data.micro_batch if workload.is_own else 1,
-            imbalance=workload.imbalance,
+            imbalance=workload.imbalance * workload.row_padding,
             offloaded_share=min(1.0, away),
             on=frozenset(on),
             discarded=workload.retained("discard"),

@@ -318,7 +318,7 @@ def _inside_feed(
     parallel, feed, tokens = workload.parallel, layer.feed, workload.context_tokens
     word, wide = workload.word, workload.gradient_bytes * by_layer
     if isinstance(feed, MoE):
-        rows = tokens / parallel.tp * feed.top_k * workload.imbalance
+        rows = tokens / parallel.tp * feed.top_k * workload.imbalance * workload.row_padding
         dim = feed.latent or workload.model.dim
         inner, passed = rows * feed.dim, rows * dim * parallel.etp * word
         first = feed.experts / parallel.ep * 2 * feed.dim * dim / parallel.etp
