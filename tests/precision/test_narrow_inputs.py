@@ -198,7 +198,7 @@ def test_a_discarded_step_is_recomputed_wide_and_narrowed_again(name: str) -> No
 LENGTH = 512
 
 
-def kept_bytes(run: RunConfig, layer: int, sequences: int) -> int:
+def kept_bytes(run: RunConfig, layer: int, sequences: int, seed: int = 0) -> int:
     """Of every storage that autograd keeps through one layer, each once; parameters left out."""
     retention = retention_for(run.memory, torch.device("cpu")) or KEEP_ALL
     decoder = build_decoder(run.model, torch.bfloat16, local_interfaces("grouped", retain=retention))
@@ -214,7 +214,8 @@ def kept_bytes(run: RunConfig, layer: int, sequences: int) -> int:
             alive.append(storage)
         return tensor
 
-    x = torch.randn(sequences * LENGTH, run.model.dim, dtype=torch.bfloat16).requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sequences * LENGTH, run.model.dim, generator=generator).bfloat16().requires_grad_()
     block = list(decoder.layers.values())[layer]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, batch_of(sequences, LENGTH, run.model.vocab_size))
@@ -256,9 +257,10 @@ def test_bytes_of_padded_rows_are_the_planners(recipe: RecipeName) -> None:
     run = changed("debug_small", recipe, {}, "bfloat16")
     run = replace(run, data=replace(run.data, seq_len=LENGTH, micro_batch=4))
     padded = replace(run, kernels=replace(run.kernels, row_padding="permute"))
-    seen = (kept_bytes(padded, 0, 4) - kept_bytes(run, 0, 4)) / (4 * LENGTH)
-    assert seen == pytest.approx(planned_bytes(padded, 0) - planned_bytes(run, 0), rel=0.35)
-    assert kept_bytes(padded, 0, 4) / (4 * LENGTH) == pytest.approx(planned_bytes(padded, 0), rel=0.01)
+    draws = [kept_bytes(padded, 0, 4, seed) for seed in range(8)]
+    seen = (sum(draws) / len(draws) - kept_bytes(run, 0, 4)) / (4 * LENGTH)
+    assert seen == pytest.approx(planned_bytes(padded, 0) - planned_bytes(run, 0), rel=0.2)
+    assert sum(draws) / len(draws) / (4 * LENGTH) == pytest.approx(planned_bytes(padded, 0), rel=0.01)
 
 
 def test_which_inputs_are_kept_narrow() -> None:
