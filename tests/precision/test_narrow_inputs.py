@@ -109,7 +109,7 @@ def test_narrow_kept_is_wide_kept_to_the_bit(recipe: RecipeName, casts: str) -> 
 def test_mutants_change_bits(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, torchs = gradients_of("mxfp8", narrow=False), QUANTIZERS["torch"]
 
-    def wrong(self: NarrowInputs, x: Tensor, cast: Cast, segments: list[int], quantize: object) -> tuple[Tensor, ...]:
+    def wrong(self: NarrowInputs, x: Tensor, cast: Cast, segments: list[int], *_: object) -> tuple[Tensor, ...]:
         rows = x.detach().flatten(0, -2)
         if mutant == "narrowed along columns first":
             rows = torchs.fake_quantize(rows, cast)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -235,7 +236,9 @@ class ParameterMatmul:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         kept: Tensor = _Keep.apply(x, weight, *self._saved(x, weight, None))
-        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self)
+        # Of x itself and not of its view: narrow copies are found by the tensor.
+        fprop = partial(self.operands.fprop, x, weight)
+        return _Linear.apply(kept, weight, kept.grad_fn, x.requires_grad, self, fprop)
 
     def grouped(
         self, matmul: GroupedMatmul, rows: Tensor, weight: Tensor, rows_per_expert_e: Tensor, host: list[int] | None
@@ -243,7 +246,8 @@ class ParameterMatmul:
         # Where blocks, scales and padding follow the rows of an expert, the host must know them.
         host = rows_per_expert_e.tolist() if host is None and self.operands is not WIDE else host
         kept: Tensor = _Keep.apply(rows, weight, rows_per_expert_e, *self._saved(rows, weight, host))
-        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self)
+        fprop = partial(self.operands.fprop, rows, weight, host)
+        more = (kept.grad_fn, rows.requires_grad, rows_per_expert_e, host, matmul, self, fprop)
         return _Grouped.apply(kept, weight, *more)
 
     def _saved(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None) -> tuple[Tensor, ...]:
@@ -289,18 +293,20 @@ class _Linear(torch.autograd.Function):
         keeper: Any,
         passes_on: bool,
         policy: ParameterMatmul,
+        fprop: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """``keeper`` saved the input for the backward; ``passes_on`` says whether the input needs a gradient.
+        """``keeper`` saved the input for the backward; ``passes_on`` says whether the input needs a gradient; ``fprop``
+        gives the operands.
 
         The weight is kept as an attribute and not as a saved tensor: FSDP frees and gathers it again between forward
         and backward, and gradients accumulate on this object.
         """
         ctx.weight, ctx.keeper, ctx.passes_on, ctx.policy = weight, keeper, passes_on, policy
-        x_in, weight_in = policy.operands.fprop(x, weight)
+        x_in, weight_in = fprop()
         return policy.kernels.forward(x_in, weight_in.flatten(0, -2)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight, policy = ctx.keeper.saved_tensors, ctx.weight, ctx.policy
         kernels: LinearKernels = policy.kernels
 
@@ -315,7 +321,7 @@ class _Linear(torch.autograd.Function):
         if ctx.passes_on:
             grad_in, weight_in = policy.operands.dgrad(grad, weight)
             dx = kernels.input_grad(grad_in, weight_in.flatten(0, -2)).to(grad.dtype)
-        return dx, _now_or_later(ctx, weight, weight_gradient), None, None, None
+        return dx, _now_or_later(ctx, weight, weight_gradient), *[None] * 4
 
 
 class _Grouped(torch.autograd.Function):
@@ -330,12 +336,13 @@ class _Grouped(torch.autograd.Function):
         host: list[int] | None,
         matmul: GroupedMatmul,
         policy: ParameterMatmul,
+        fprop: Callable[[], tuple[Tensor, Tensor]],
     ) -> Tensor:
         ctx.weight, ctx.keeper, ctx.passes_on = weight, keeper, passes_on
         ctx.host, ctx.matmul, ctx.policy = host, matmul, policy
         # torch's grouped GEMM takes ends of groups: computed once for its three matmuls.
         ctx.ends_e = ends_e = rows_per_expert_e.cumsum(0, dtype=torch.int32) if matmul is grouped else None
-        rows_in, weight_in = policy.operands.fprop(rows, weight, host)
+        rows_in, weight_in = fprop()
         weight_eYX = weight_in.flatten(1, -2)
         if ends_e is not None:
             return F.grouped_mm(rows_in, weight_eYX.transpose(1, 2), offs=ends_e).to(rows.dtype)
@@ -371,7 +378,7 @@ class _Grouped(torch.autograd.Function):
                 drows = F.grouped_mm(grad_in, weight_eYX, offs=ends_e).to(grad.dtype)
             else:
                 drows = matmul(grad_in, weight_eYX.transpose(1, 2), rows_per_expert_e, host).to(grad.dtype)
-        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 6
+        return drows, _now_or_later(ctx, weight, weight_gradient), *[None] * 7
 
 
 def _now_or_later(ctx: Any, weight: nn.Parameter, gradient: Gradient) -> Tensor | None:

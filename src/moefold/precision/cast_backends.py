@@ -11,6 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from moefold.config.casts import Cast
+from moefold.precision.both_directions import BothWays
 from moefold.precision.operands import REFERENCE, Quantizers
 from moefold.precision.quantize import Quantized
 from moefold.precision.quantize_native import fake_quantize_native, quantize_native
@@ -28,8 +29,14 @@ def _fake_quantize_triton(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tens
     return fake_quantize_triton(x_MK, cast, seed=seed, amax=amax)
 
 
+def _quantize_both_triton(x_MK: Tensor, row: Cast, column: Cast, *, seed: int = 0) -> BothWays:
+    from moefold.precision.cast_kernels.cast_both_triton import quantize_both_triton
+
+    return quantize_both_triton(x_MK, row, column, seed=seed)
+
+
 QUANTIZERS: Final = {
     "torch": REFERENCE,
     "native": Quantizers(quantize_native, fake_quantize_native),
-    "triton": Quantizers(_quantize_triton, _fake_quantize_triton),
+    "triton": Quantizers(_quantize_triton, _fake_quantize_triton, _quantize_both_triton),
 }

@@ -5,7 +5,8 @@ pass and keeping codes and scales gives the same operand as keeping it wide and 
 for bit, in about half of bfloat16's bytes. Rows that pad experts to the recipe's alignment are zeros and are not kept.
 
 Matmuls of one tensor (queries, keys and values) keep one narrow copy together: it is found by the tensor, as long as
-that is alive.
+that is alive. Where one read makes fprop's copy as well (`both_directions.py`), that is there for the matmuls of the
+last tensor, and no longer.
 
 Shapes: R rows sorted by expert, X columns, b blocks of c rows.
 """
@@ -21,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moefold.config.casts import Cast
 from moefold.ops.padded_runs import move_rows
+from moefold.precision.both_directions import BothWays, WaitingCopies
 from moefold.precision.grouped_quantize import cut, piece, whole_blocks
 from moefold.precision.quantize import FLOAT8, Quantized, dequantize, pack_e2m1, unpack_e2m1
 
@@ -53,6 +55,16 @@ def narrow_rows(rows_RX: Tensor, cast: Cast, segments: Sequence[int], quantize: 
     return NarrowRows(codes.contiguous(), scale, tensor_scale)
 
 
+def narrow_rows_of(column: Quantized) -> NarrowRows:
+    """From the columnwise copy of rows that are one segment, or of whole blocks."""
+    scale_bX = column.scale_rc.mT.contiguous()
+    if column.cast.element != "e2m1":
+        return NarrowRows(column.codes_MK.view(torch.uint8).mT.contiguous(), scale_bX)
+    assert column.tensor_scale is not None
+    codes_bXc = column.codes_MK.unflatten(1, (-1, piece(column.cast))).transpose(0, 1)
+    return NarrowRows(pack_e2m1(codes_bXc).contiguous(), scale_bX, column.tensor_scale.reshape(1))
+
+
 def wide_rows(narrow: NarrowRows, cast: Cast, segments: Sequence[int], padded: Sequence[int]) -> Tensor:
     """[P, X] in float32: what a matmul computes with, each segment with rows of zeros up to its padded size."""
     whole, size = whole_blocks(segments, cast), piece(cast)
@@ -82,12 +94,28 @@ class NarrowInputs:
 
     def __init__(self) -> None:
         self._copies = WeakTensorKeyDictionary()
+        self._rowwise = WaitingCopies()
 
     def keep(
-        self, x: Tensor, cast: Cast, segments: Sequence[int], quantize: Callable[..., Quantized]
+        self,
+        x: Tensor,
+        cast: Cast,
+        segments: Sequence[int],
+        quantize: Callable[..., Quantized],
+        both: Callable[[], BothWays] | None = None,
     ) -> tuple[Tensor, ...]:
+        """``both`` makes the copy of fprop with it; None: that is made alone."""
         key = (cast, tuple(segments), x._version)
         copies: dict[object, tuple[Tensor, ...]] = self._copies.setdefault(x, {})
-        if key not in copies:
+        if key not in copies and both is not None:
+            row, column = both()
+            self._rowwise.clear()
+            self._rowwise.put(x, row)
+            copies[key] = narrow_rows_of(column).tensors()
+        elif key not in copies:
             copies[key] = narrow_rows(x.flatten(0, -2), cast, segments, quantize).tensors()
         return copies[key]
+
+    def rowwise(self, x: Tensor, cast: Cast | None) -> Quantized | None:
+        """What fprop reads of the last tensor that was kept; None: of another one, or it was not made."""
+        return self._rowwise.get(x, cast)

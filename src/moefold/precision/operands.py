@@ -6,6 +6,7 @@ with sums in float32 (in float64 where the run computes in it). Products of two 
 float32, so this differs from a narrow GEMM by the order of its sums alone.
 
 A weight is narrowed once per step and kept (codes and scales), until ``NarrowWeights.forget`` says that it has changed.
+Where quantizers have it, an operand's two copies are made from one read (`both_directions.py`).
 
 Shapes: x is [..., X], a gradient [..., Y], a weight [..., F, X] with Y = ... * F: matrices that are stacked (gate and
 up, experts) are narrowed one by one, and blocks of a gradient's columns end where these matrices end. So a shard of
@@ -24,6 +25,7 @@ from moefold.config.casts import Cast
 from moefold.config.precision_recipes import Operand, PrecisionRecipe
 from moefold.ops.padded_runs import aligned, move_rows
 from moefold.precision.amax import OWN_AMAXES, Amaxes, amax_of
+from moefold.precision.both_directions import BothWays, WaitingCopies, rows_are_whole, share_a_read
 from moefold.precision.grouped_quantize import along_features, along_tokens
 from moefold.precision.narrow_inputs import NarrowInputs, NarrowRows, wide_rows
 from moefold.precision.quantize import Quantized, dequantize, fake_quantize, quantize
@@ -82,10 +84,12 @@ def _values(weight: Tensor) -> Tensor:
 
 
 class Quantizers(NamedTuple):
-    """Of the reference, or of another backend."""
+    """Of the reference, or of another backend. ``quantize_both``: the casts of a matrix and of its transpose in one
+    read; None: in two."""
 
     quantize: Callable[..., Quantized] = quantize
     fake_quantize: Callable[..., Tensor] = fake_quantize
+    quantize_both: Callable[..., BothWays] | None = None
 
 
 REFERENCE = Quantizers()
@@ -110,26 +114,39 @@ class NarrowOperands:
         # What is not narrowed, or to bfloat16 without a scale, is kept as it is.
         cast = recipe.casts.x_wgrad
         self.inputs = None if cast is None or cast.element == "bf16" else inputs
+        # Of gradients along tokens, made with those along features.
+        self._grad_copies = WaitingCopies()
 
     def fprop(self, x: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide = _sums_in(x)
-        rows = x.reshape(-1, x.shape[-1])
-        narrow = self._along_features(rows, self.casts.x_fprop, rows_per_expert, "x").reshape(x.shape)
-        return narrow.to(wide), self._weight(weight, self.casts.w_fprop, False).to(wide)
+        made = None if self.inputs is None else self.inputs.rowwise(x, self.casts.x_fprop)
+        if made is None:
+            rows = x.reshape(-1, x.shape[-1])
+            narrow = self._along_features(rows, self.casts.x_fprop, rows_per_expert, "x")
+        else:
+            narrow = dequantize(made)
+        return narrow.reshape(x.shape).to(wide), self._weight(weight, self.casts.w_fprop, False).to(wide)
 
     def dgrad(self, grad: Tensor, weight: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, Tensor]:
         wide, stacked = _sums_in(grad), grad.shape[-1] // weight.shape[-2]
-        segments = None if rows_per_expert is None else [rows * stacked for rows in rows_per_expert]
-        rows = grad.reshape(-1, weight.shape[-2])
-        narrow = self._along_features(rows, self.casts.dy_dgrad, segments, "dy").reshape(grad.shape)
-        return narrow.to(wide), self._weight(weight, self.casts.w_dgrad, True).to(wide)
+        both = self._both_ways(grad, self.casts.dy_dgrad, self.casts.dy_wgrad, rows_per_expert, weight.shape[-2])
+        if both is None or not weight.requires_grad:
+            segments = None if rows_per_expert is None else [rows * stacked for rows in rows_per_expert]
+            rows = grad.reshape(-1, weight.shape[-2])
+            narrow = self._along_features(rows, self.casts.dy_dgrad, segments, "dy")
+        else:
+            row, column = both()
+            self._grad_copies.put(grad, column)
+            narrow = dequantize(row)
+        return narrow.reshape(grad.shape).to(wide), self._weight(weight, self.casts.w_dgrad, True).to(wide)
 
     def keep(self, x: Tensor, rows_per_expert: list[int] | None = None) -> tuple[Tensor, ...]:
         cast = self.casts.x_wgrad
         if self.inputs is None or cast is None:
             return (x,)
         rows = [x[..., 0].numel()] if rows_per_expert is None else rows_per_expert
-        return self.inputs.keep(x, cast, rows, self.quantizers.quantize)
+        both = self._both_ways(x, self.casts.x_fprop, cast, rows_per_expert, x.shape[-1])
+        return self.inputs.keep(x, cast, rows, self.quantizers.quantize, both)
 
     def wgrad(self, grad: Tensor, kept: tuple[Tensor, ...], rows_per_expert: list[int] | None = None) -> GradOperands:
         """Padded with rows of zeros to the recipe's alignment, per expert: a block that is partly zeros has the scale
@@ -137,7 +154,11 @@ class NarrowOperands:
         grad_TY = grad.flatten(0, -2)
         rows = [len(grad_TY)] if rows_per_expert is None else rows_per_expert
         padded = aligned(rows, self.align)
-        grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, "dy")
+        made = self._grad_copies.take(grad, self.casts.dy_wgrad)
+        if made is None:
+            grad_in = self._along_tokens(move_rows(grad_TY, rows, padded), self.casts.dy_wgrad, padded, "dy")
+        else:
+            grad_in = dequantize(made).t()
         if self.inputs is None or self.casts.x_wgrad is None:
             x_TX = move_rows(kept[0].flatten(0, -2), rows, padded)
             x_in = self._along_tokens(x_TX, self.casts.x_wgrad, padded, "x")
@@ -145,6 +166,22 @@ class NarrowOperands:
             x_in = wide_rows(NarrowRows(*kept), self.casts.x_wgrad, rows, padded)
         wide = _sums_in(grad)
         return GradOperands(grad_in.to(wide), x_in.to(wide), None if rows_per_expert is None else padded)
+
+    def _both_ways(
+        self, x: Tensor, row: Cast | None, column: Cast | None, rows_per_expert: list[int] | None, columns: int
+    ) -> Callable[[], BothWays] | None:
+        """Makes both copies of x from one read; None: one by one. ``columns`` is where matrices end that are stacked
+        along the columns of x."""
+        quantize_both = self.quantizers.quantize_both
+        if quantize_both is None or not x.numel() or not share_a_read(row, column):
+            return None
+        assert row is not None and column is not None and row.block is not None
+        rows = [x[..., 0].numel()] if rows_per_expert is None else rows_per_expert
+        ends_in_a_block = columns != x.shape[-1] and columns % row.block[1]
+        is_reduced = row.scales_whole_matrix and self.amaxes is not OWN_AMAXES
+        if ends_in_a_block or is_reduced or not rows_are_whole(row, rows, self.align):
+            return None
+        return lambda: quantize_both(x.detach().flatten(0, -2), row, column, seed=self.seed)
 
     def _along_features(
         self, rows_TX: Tensor, cast: Cast | None, segments: Sequence[int] | None, operand: Operand
@@ -225,10 +262,15 @@ class NarrowWeights:
         if kept is None or kept[1] != weight._version:
             values = _values(weight).detach()
             matrices = values.transpose(-2, -1) if transposed else values
-            amax = amaxes.of("w", cast, lambda: amax_of(matrices, cast)) if cast.scales_whole_matrix else None
-            quantized = quantizers.quantize(matrices, cast, amax=amax)
             # The weight is kept too, so that its id stays its own.
-            kept = self._kept[key] = (weight, weight._version, quantized)
+            if quantizers.quantize_both is not None and share_a_read(cast, cast) and not cast.scales_whole_matrix:
+                for way, copy in zip((False, True), quantizers.quantize_both(values, cast, cast), strict=True):
+                    self._kept[id(weight), cast, way] = (weight, weight._version, copy)
+                kept = self._kept[key]
+            else:
+                amax = amaxes.of("w", cast, lambda: amax_of(matrices, cast)) if cast.scales_whole_matrix else None
+                quantized = quantizers.quantize(matrices, cast, amax=amax)
+                kept = self._kept[key] = (weight, weight._version, quantized)
         values = dequantize(kept[2])
         return values.transpose(-2, -1) if transposed else values
 

@@ -173,13 +173,6 @@ def from_codes(codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def packed(codes):
-    """Two E2M1 codes a byte, the even column in the low half."""
-    low, high = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-    return low | (high << 4)
-
-
-@triton.jit
 def round_stochastically(scaled, noise, ELEMENT: tl.constexpr):
     """Up with the probability of the distance from below, to a number of the format."""
     fraction_bits: tl.constexpr = 3 if ELEMENT == "e4m3" else (2 if ELEMENT == "e5m2" else 1)
