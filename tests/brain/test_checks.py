@@ -455,6 +455,14 @@ CASES = [
         "kernels.casts",
     ),
     (
+        narrow_recipes.casts_are_known_on_this_device,
+        narrowed(kernels=KernelsConfig(casts="triton", backend="triton")),
+        narrowed(
+            kernels=KernelsConfig(casts="triton", backend="triton"), precision=PrecisionConfig(recipe="fp8_rowwise")
+        ),
+        "kernels.casts",
+    ),
+    (
         narrow_recipes.wide_modules_exist,
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layers.0.*",))),
         narrowed(precision=PrecisionConfig(recipe="mxfp8", wide=("layer.0.*",))),

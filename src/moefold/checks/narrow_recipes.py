@@ -42,6 +42,12 @@ def casts_are_known_on_this_device(run: RunConfig) -> Problem | None:
     if casts == "triton" and backend != "triton":
         words = f"triton casts run on GPUs with Triton's kernels, and kernels.backend is {backend}"
         return Problem("kernels.casts", words, "use torch, or kernels.backend triton")
+    if casts == "triton":
+        used = {cast for matmul in matmuls(run) if matmul.casts is not None for _, cast in matmul.casts.items()}
+        rows = sorted(str(cast) for cast in used if cast is not None and cast.block is not None and not cast.block[1])
+        if rows:
+            words = f"{rows[0]} has a scale per row, and no tile of a triton kernel holds a whole row"
+            return Problem("kernels.casts", words, "use torch")
     return None
 
 
