@@ -18,6 +18,7 @@ from moefold.blueprint.narrow_matmuls import (
     sharded_operands,
 )
 from moefold.blueprint.parameters import ParameterSpec, is_expert
+from moefold.config.moe import MoEConfig
 from moefold.config.precision import PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
@@ -27,8 +28,9 @@ from moefold.nn.layers import FeedForward, Linear
 from moefold.nn.matmul_policy import MatmulPolicy, ParameterMatmul
 from moefold.precision.amax import OWN_AMAXES, Amaxes, ReduceOver, SharedAmaxes
 from moefold.precision.amax_history import AmaxHistory, DelayedAmaxes
+from moefold.precision.both_directions import share_a_read
 from moefold.precision.cast_backends import QUANTIZERS
-from moefold.precision.narrow_inputs import NarrowInputs
+from moefold.precision.narrow_inputs import NarrowingActivation, NarrowInputs
 from moefold.precision.operands import NarrowOperands, NarrowWeights
 
 
@@ -64,6 +66,8 @@ def narrow_modules(
         if name.endswith(".down"):
             assert not isinstance(owner, Linear)
             owner.down_matmul_policy = _with_operands(owner.down_matmul_policy, operands)
+            if isinstance(owner, GroupedExperts) and run.kernels.row_padding != "wgrad":
+                narrow_activation(owner, operands, run.model.moe)
         else:
             owner.matmul_policy = _with_operands(owner.matmul_policy, operands)
     return weights
@@ -72,6 +76,18 @@ def narrow_modules(
 def _with_operands(policy: MatmulPolicy, operands: NarrowOperands) -> MatmulPolicy:
     assert isinstance(policy, ParameterMatmul)
     return policy.with_operands(operands)
+
+
+def narrow_activation(owner: GroupedExperts, operands: NarrowOperands, moe: MoEConfig | None) -> None:
+    """The experts' activation makes the copies of its output, where both have scales of blocks that rows of an expert
+    fill when they are padded."""
+    row, column, fused = operands.casts.x_fprop, operands.casts.x_wgrad, operands.quantizers.activate_both
+    if fused is None or operands.inputs is None or not share_a_read(row, column):
+        return
+    assert moe is not None and row is not None and column is not None and row.block is not None
+    if not row.scales_whole_matrix and operands.align % row.block[1] == 0:
+        casts = (row, column)
+        owner.activation = NarrowingActivation(owner.activation, fused, moe.activation, operands.inputs, casts)
 
 
 def amaxes_for(weight: ParameterSpec, over: ReduceOver | None) -> Amaxes:

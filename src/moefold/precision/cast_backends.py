@@ -35,8 +35,16 @@ def _quantize_both_triton(x_MK: Tensor, row: Cast, column: Cast, *, seed: int = 
     return quantize_both_triton(x_MK, row, column, seed=seed)
 
 
+def _swiglu_both_triton(
+    gate_up_XG: Tensor, weight_X: Tensor | None, activation: str, row: Cast, column: Cast
+) -> tuple[Tensor, BothWays]:
+    from moefold.precision.cast_kernels.swiglu_cast_triton import swiglu_both_triton
+
+    return swiglu_both_triton(gate_up_XG, weight_X, activation, row, column)
+
+
 QUANTIZERS: Final = {
     "torch": REFERENCE,
     "native": Quantizers(quantize_native, fake_quantize_native),
-    "triton": Quantizers(_quantize_triton, _fake_quantize_triton, _quantize_both_triton),
+    "triton": Quantizers(_quantize_triton, _fake_quantize_triton, _quantize_both_triton, _swiglu_both_triton),
 }

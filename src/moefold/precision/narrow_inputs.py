@@ -6,7 +6,7 @@ for bit, in about half of bfloat16's bytes. Rows that pad experts to the recipe'
 
 Matmuls of one tensor (queries, keys and values) keep one narrow copy together: it is found by the tensor, as long as
 that is alive. Where one read makes fprop's copy as well (`both_directions.py`), that is there for the matmuls of the
-last tensor, and no longer.
+last tensor, and no longer. An activation may make both copies while it is computed (``NarrowingActivation``).
 
 Shapes: R rows sorted by expert, X columns, b blocks of c rows.
 """
@@ -94,7 +94,7 @@ class NarrowInputs:
 
     def __init__(self) -> None:
         self._copies = WeakTensorKeyDictionary()
-        self._rowwise = WaitingCopies()
+        self._rowwise, self._columnwise = WaitingCopies(), WaitingCopies()
 
     def keep(
         self,
@@ -108,14 +108,46 @@ class NarrowInputs:
         key = (cast, tuple(segments), x._version)
         copies: dict[object, tuple[Tensor, ...]] = self._copies.setdefault(x, {})
         if key not in copies and both is not None:
-            row, column = both()
-            self._rowwise.clear()
-            self._rowwise.put(x, row)
+            if (column := self._columnwise.take(x, cast)) is None:
+                self.offer(x, both())
+                column = self._columnwise.take(x, cast)
+            assert column is not None
             copies[key] = narrow_rows_of(column).tensors()
         elif key not in copies:
             copies[key] = narrow_rows(x.flatten(0, -2), cast, segments, quantize).tensors()
         return copies[key]
 
+    def offer(self, x: Tensor, both: BothWays) -> None:
+        """Copies that are there already; those of the tensor before are dropped."""
+        for copies, copy in zip((self._rowwise, self._columnwise), both, strict=True):
+            copies.clear()
+            copies.put(x, copy)
+
     def rowwise(self, x: Tensor, cast: Cast | None) -> Quantized | None:
         """What fprop reads of the last tensor that was kept; None: of another one, or it was not made."""
         return self._rowwise.get(x, cast)
+
+
+class NarrowingActivation:
+    """An activation whose output enters a matmul that keeps it narrow: both copies are made in the same pass.
+
+    ``plain`` is the activation alone, the reference; ``activate_both`` takes its arguments, its name and the two casts.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[[Tensor, Tensor | None], Tensor],
+        activate_both: Callable[..., tuple[Tensor, BothWays]],
+        name: str,
+        inputs: NarrowInputs,
+        casts: tuple[Cast, Cast],
+    ) -> None:
+        self.plain, self.activate_both, self.name, self.inputs, self.casts = plain, activate_both, name, inputs, casts
+
+    def __call__(self, gate_up_PG: Tensor, prob_P: Tensor | None) -> Tensor:
+        if not torch.is_grad_enabled():
+            # Nothing is kept.
+            return self.plain(gate_up_PG, prob_P)
+        out_PF, both = self.activate_both(gate_up_PG, prob_P, self.name, *self.casts)
+        self.inputs.offer(out_PF, both)
+        return out_PF

@@ -84,12 +84,13 @@ def _values(weight: Tensor) -> Tensor:
 
 
 class Quantizers(NamedTuple):
-    """Of the reference, or of another backend. ``quantize_both``: the casts of a matrix and of its transpose in one
-    read; None: in two."""
+    """Of the reference, or of another backend. In one pass where that is there: ``quantize_both``, the casts of a
+    matrix and of its transpose; ``activate_both``, a gated activation and both casts of its output."""
 
     quantize: Callable[..., Quantized] = quantize
     fake_quantize: Callable[..., Tensor] = fake_quantize
     quantize_both: Callable[..., BothWays] | None = None
+    activate_both: Callable[..., tuple[Tensor, BothWays]] | None = None
 
 
 REFERENCE = Quantizers()

@@ -17,6 +17,7 @@ All arithmetic is float32; each result is rounded once, when it is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def launch_forward(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str)
         out_XF,
         F=dim,
         WEIGHTED=weight_X is not None,
-        CLAMPED=_is_clamped(activation),
+        CLAMPED=is_clamped(activation),
         BLOCK=block,
         num_warps=warps_of(block),
     )
@@ -158,7 +159,7 @@ def launch_backward(
         out_XF,
         F=dim,
         WEIGHTED=weight_X is not None,
-        CLAMPED=_is_clamped(activation),
+        CLAMPED=is_clamped(activation),
         RECOMPUTE=recompute,
         BLOCK=block,
         num_warps=warps_of(block),
@@ -166,29 +167,35 @@ def launch_backward(
     return dgate_up_XG, dweight_X, out_XF
 
 
-def _is_clamped(activation: str) -> bool:
+def is_clamped(activation: str) -> bool:
     if activation not in ACTIVATIONS:
         raise ValueError(f"no kernel for the activation {activation!r}; there is {', '.join(ACTIVATIONS)}")
     return activation == "clamped_swiglu"
 
 
+Launch = Callable[[Tensor, Tensor | None, str], Tensor]
+
+
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_XG: Tensor, weight_X: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, gate_up_XG: Tensor, weight_X: Tensor | None, activation: str, launch: Launch) -> Tensor:
         ctx.save_for_backward(gate_up_XG, weight_X)
         ctx.activation = activation
-        return launch_forward(gate_up_XG, weight_X, activation)
+        return launch(gate_up_XG, weight_X, activation)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         gate_up_XG, weight_X = ctx.saved_tensors
         dgate_up_XG, dweight_X, _ = launch_backward(grads[0], gate_up_XG, weight_X, ctx.activation, recompute=False)
-        return dgate_up_XG, None if dweight_X is None else dweight_X.to(weight_X.dtype), None
+        return dgate_up_XG, None if dweight_X is None else dweight_X.to(weight_X.dtype), None, None
 
 
-def weighted_activation(gate_up_XG: Tensor, weight_X: Tensor | None, activation: str = "swiglu") -> Tensor:
-    """act(gate, up) of every row, times its weight if there is one. The reference is in ``ops/activations.py``."""
-    return _WeightedActivation.apply(gate_up_XG, weight_X, activation)
+def weighted_activation(
+    gate_up_XG: Tensor, weight_X: Tensor | None, activation: str = "swiglu", launch: Launch = launch_forward
+) -> Tensor:
+    """act(gate, up) of every row, times its weight if there is one. The reference is in ``ops/activations.py``.
+    ``launch``: of a kernel that writes more than that."""
+    return _WeightedActivation.apply(gate_up_XG, weight_X, activation, launch)
 
 
 # ---- builds and traffic ----

@@ -25,7 +25,6 @@ from moefold.ops.splitmix64 import wrapped
 from moefold.precision.both_directions import BothWays, quantize_both_reference, share_a_read
 from moefold.precision.cast_kernels.cast_triton import (
     CODE_TYPE,
-    SCALE_DTYPE,
     SCALE_TYPE,
     as_matrices,
     check_cast,
@@ -39,7 +38,7 @@ from moefold.precision.cast_kernels.narrow_numbers import (
     hadamard,
     tensor_scales,
 )
-from moefold.precision.quantize import FLOAT8, Quantized
+from moefold.precision.quantize import FLOAT8, SCALE_DTYPES, Quantized
 
 # A tile is square: blocks of both directions fit in. For blocks of up to 64 values, and for longer ones.
 SIDE, LONG_SIDE = 64, 128
@@ -153,7 +152,7 @@ def empty_copies(
     *stack, rows, columns = x_MK.shape
     blocks, scale_type = (
         (-(-rows // row.block[1]), -(-columns // row.block[1])),
-        SCALE_DTYPE.get(row.scale, torch.uint8),
+        SCALE_DTYPES[row.scale],
     )
     codes_2MK = x_MK.new_empty(2, *x_MK.shape, dtype=FLOAT8.get(row.element, torch.uint8))
     row_scales = x_MK.new_empty(*stack, rows, blocks[1], dtype=scale_type)

@@ -27,13 +27,12 @@ from moefold.precision.cast_kernels.narrow_numbers import (
     hadamard,
     tensor_scales,
 )
-from moefold.precision.quantize import FLOAT8, Quantized, fake_quantize, quantize
+from moefold.precision.quantize import FLOAT8, SCALE_DTYPES, Quantized, fake_quantize, quantize
 
 # Rows and columns of a tile, for blocks of one row; 4 warps have 32 values per thread.
 TILE = (32, 128)
 # Largest block that fits a tile, by rows: of square blocks a tile has one of 128 x 128, or several small ones.
 SQUARE_TILE = (128, 128)
-SCALE_DTYPE = {"float32": torch.float32, "power_of_two": torch.float32, "two_level": torch.float8_e4m3fn}
 # Names of Triton's types, for builds.
 CODE_TYPE = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5", "e2m1": "*u8"}
 SCALE_TYPE = {"float32": "*fp32", "power_of_two": "*fp32", "two_level": "*fp8e4nv"}
@@ -113,7 +112,7 @@ def quantize_triton(x_MK: Tensor, cast: Cast, *, seed: int = 0, amax: Tensor | N
     rows, columns = cast.block or x_MK.shape[-2:]
     blocks = (-(-x_MK.shape[-2] // rows), -(-x_MK.shape[-1] // columns))
     codes = x_SMK.new_empty(x_MK.shape, dtype=FLOAT8.get(cast.element, torch.uint8))
-    scales = x_SMK.new_empty(*stack, *blocks, dtype=SCALE_DTYPE.get(cast.scale, torch.uint8))
+    scales = x_SMK.new_empty(*stack, *blocks, dtype=SCALE_DTYPES[cast.scale])
     tensor_scale = x_SMK.new_empty(stack, dtype=torch.float32) if cast.scale == "two_level" else None
     _launch(x_SMK, cast, seed, amax, codes, scales, tensor_scale, None)
     return Quantized(codes, scales, tensor_scale, cast)
