@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from moefold.comm.process_groups import Groups
 from moefold.config.parallel import EngineDispatcher, NamedDispatcher
-from moefold.config.precision_recipes import PRECISION_RECIPES
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch import (
     all_gather,
@@ -26,7 +25,7 @@ from moefold.moe.dispatch.base import (
     padded_rows,
     row_codecs,
 )
-from moefold.moe.dispatch.padded_routing import PaddedRouting
+from moefold.moe.dispatch.padded_routing import PaddedRouting, routed_multiple
 from moefold.plan.dispatch_choice import dispatcher_in_use
 
 BuildDispatcher = Callable[[RunConfig, Groups, SplitSizeSource], Dispatcher]
@@ -55,7 +54,5 @@ def dispatcher_for(run: RunConfig, groups: Groups, host: SplitSizeSource = SYNC_
         dispatcher: Dispatcher = LocalDispatcher(moe.num_experts, capacity, host.leaving, row_codecs(run))
     else:
         dispatcher = (DISPATCHERS | ENGINE_DISPATCHERS)[dispatcher_in_use(run)](run, groups, host)
-    recipe = run.precision.recipe
-    if run.kernels.row_padding != "routing_map" or recipe is None:
-        return dispatcher
-    return PaddedRouting(dispatcher, moe.num_experts, PRECISION_RECIPES[recipe].align)
+    multiple = routed_multiple(run)
+    return dispatcher if multiple == 1 else PaddedRouting(dispatcher, moe.num_experts, multiple)

@@ -27,6 +27,7 @@ from moefold.moe.dispatch.base import (
     shapes_are_fixed,
     tokens_by_shard,
 )
+from moefold.moe.dispatch.padded_routing import num_pad_tokens, routed_multiple
 
 
 class AllGatherDispatcher:
@@ -87,13 +88,15 @@ class AllGatherDispatcher:
 
 
 def build(run: RunConfig, groups: Groups, host: SplitSizeSource) -> AllGatherDispatcher:
-    assert run.model.moe is not None
+    moe = run.model.moe
+    assert moe is not None
     block, layout = groups["expert_block"], groups.layout
     tokens_of_rank = None
     if shapes_are_fixed(run):
+        pads = num_pad_tokens(moe.num_experts, moe.top_k, routed_multiple(run))
         tokens_of_rank = tuple(
-            tokens_by_shard(run)[layout.index("cp", rank)][layout.index("tp", rank)] for rank in block.ranks
+            tokens_by_shard(run)[layout.index("cp", rank)][layout.index("tp", rank)] + pads for rank in block.ranks
         )
     capacity = padded_rows(run, groups.layout.size("dp"))
-    experts, codecs = run.model.moe.num_experts, row_codecs(run)
-    return AllGatherDispatcher(experts, block, groups["etp"].size, tokens_of_rank, capacity, host, codecs)
+    etp, codecs = groups["etp"].size, row_codecs(run)
+    return AllGatherDispatcher(moe.num_experts, block, etp, tokens_of_rank, capacity, host, codecs)

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moefold.config.precision_recipes import PRECISION_RECIPES
+from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import Dispatcher, ExpertInput, Routing, counts_of
 
 
@@ -43,11 +45,22 @@ class PaddedRouting:
         return self.dispatcher.combine(expert_out_RL, ticket.inner)[: ticket.num_tokens].clone()
 
 
+def routed_multiple(run: RunConfig) -> int:
+    """Of rows that a rank sends to an expert; 1 where no tokens of zeros are routed."""
+    recipe = run.precision.recipe
+    return PRECISION_RECIPES[recipe].align if recipe is not None and run.kernels.row_padding == "routing_map" else 1
+
+
+def num_pad_tokens(num_experts: int, top_k: int, multiple: int) -> int:
+    """Enough for every expert to lack all but one row, and for one to have as many tokens."""
+    return max(-(-num_experts * (multiple - 1) // top_k), multiple - 1)
+
+
 def pad_routing(routing: Routing, num_experts: int, multiple: int) -> Routing:
     """The routing of this rank's tokens and of the tokens of zeros behind them."""
     counts_E, top_k, device = counts_of(routing, num_experts), routing.experts.shape[1], routing.experts.device
     lacking_E = -counts_E % multiple
-    num_pads = max(-(-num_experts * (multiple - 1) // top_k), multiple - 1)
+    num_pads = num_pad_tokens(num_experts, top_k, multiple)
     # Place i belongs to token i % num_pads, so that the places of one expert are those of different tokens.
     place_N = torch.arange(num_pads * top_k, device=device)
     expert_N = torch.searchsorted(lacking_E.cumsum(0), place_N, right=True)
