@@ -9,18 +9,22 @@ import torch
 
 import moefold
 from moefold.checks.run_all import problems
+from moefold.cli.main import main
 from moefold.config.data import DataConfig, PackingMode
-from moefold.config.parallel import ParallelConfig
+from moefold.config.parallel import DispatcherName, ParallelConfig
 from moefold.config.precision import Format
 from moefold.config.precision_recipes import RecipeName
 from moefold.errors import ConfigError
 from moefold.prove.call_rows import call_rows
-from moefold.prove.cases import Case, reduce_run
+from moefold.prove.cases import Case, reduce_run, reference_case
 from moefold.prove.mutant_cases import CASES
+from moefold.prove.narrow_cases import left_out
 from moefold.prove.proof_inputs import labels_of_batch, rank_batch, wave_batch
 from moefold.prove.proof_report import case_report
-from moefold.prove.random_cases import draw_cases
+from moefold.prove.random_cases import draw_case, draw_cases, draw_narrow_cases
 from moefold.prove.reference import reference
+from moefold.prove.unchanged_bits import is_repeated
+from moefold.prove.verdict import prove
 
 NARROW = CASES["narrow"]
 
@@ -68,7 +72,7 @@ def test_experts_have_rows_in_the_order_of_their_dispatcher(changes: dict[str, o
     case = replace(case, run=replace(case.run, data=replace(case.run.data, global_batch=8)))
     whole = wave_batch(case, 0, labels_of_batch(case))
     (block,) = call_rows(case.run, whole).expert_blocks
-    assert block.tolist() == [7 * rank + token for rank in order for token in range(7)]
+    assert torch.cat(block).tolist() == [7 * rank + token for rank in order for token in range(7)]
 
 
 def test_calls_decide_what_is_narrowed_over_several_rows_and_nothing_else() -> None:
@@ -97,6 +101,7 @@ def test_a_run_with_a_recipe_is_proved() -> None:
     ("changes", "dtype", "said"),
     [
         ({"precision.recipe": "mxfp8"}, "bfloat16", "prove it with --dtype float64"),
+        ({"precision.dispatch": "mxfp8"}, "bfloat16", "prove it with --dtype float64"),
         ({"precision.recipe": "nvfp4"}, "float64", "noise follows from the bits of a block"),
         ({"precision.recipe": "fp8_delayed"}, "float64", "scales are those of earlier steps"),
     ],
@@ -113,6 +118,64 @@ def test_padded_capacities_with_a_recipe_are_refused() -> None:
     run = replace(NARROW.run, model=replace(NARROW.run.model, moe=replace(moe, capacity=capacity)))
     with pytest.raises(ConfigError, match="padding lies between rows"):
         reduce_run(run, 4)
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "deduplicated"])
+def test_rows_of_zeros_lie_between_the_rows_of_two_ranks(dispatcher: DispatcherName) -> None:
+    """Blocks along tokens are then those of one rank. `all_gather` counts tokens by the configuration where shapes are
+    fixed, as here."""
+    parallel = ParallelConfig(ep=2, dispatcher=dispatcher)
+    kernels = replace(NARROW.run.kernels, row_padding="routing_map")
+    case = in_layout(parallel, 2)
+    padded = replace(case, run=replace(case.run, kernels=kernels))
+    verdict = prove(padded)
+    assert verdict.holds, case_report(verdict)
+    gradients = [reference(each)["gradient/layers.1.feed_forward.experts.gate_up"] for each in (case, padded)]
+    # Scales are powers of two: other blocks round the smallest values alone.
+    assert float((gradients[0] - gradients[1]).norm()) > 1e-9 * float(gradients[0].norm())
+
+
+def test_what_is_kept_and_deferred_is_compared_bit_for_bit() -> None:
+    verdict = prove(CASES["narrow codes"])
+    unchanged = [row for row in verdict.rows if row.quantity.startswith("unchanged/")]
+    gradients = [row for row in verdict.rows if row.quantity.startswith("gradient/")]
+    assert verdict.holds and len(unchanged) == len(gradients) > 10
+    assert all(row.tolerance == row.error == 0.0 for row in unchanged)
+    assert not is_repeated(replace(CASES["deferred"].run)) and not is_repeated(CASES["narrow rows"].run)
+
+
+def test_what_a_recipe_adds_is_proved_and_the_rest_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {
+        "precision.recipe": "fp8_blockwise",
+        "precision.gather": "narrow",
+        "precision.dispatch": "mxfp8",
+        "precision.down_input": "per_token",
+        "precision.reduce": "bfloat16_all_to_all",
+        "kernels.row_padding": "permute",
+        "memory.retain.rows": "quantize",
+    }
+    run = moefold.load_run("debug_tiny", changes)
+    case = reduce_run(run, 2)
+    for proved in (case.run, reference_case(case).run):
+        assert proved.precision.gather == "narrow" and proved.precision.dispatch == "mxfp8"
+        assert proved.precision.down_input == "per_token" and proved.kernels.row_padding == "permute"
+        assert proved.memory.retain.rows == "quantize" and proved.precision.reduce is None
+    assert left_out(run, case.run.precision) == ("precision.reduce bfloat16_all_to_all",)
+    assert left_out(moefold.load_run("debug_tiny"), case.run.precision) == ()
+    given = [word for key, value in changes.items() for word in (f"--{key}", value)]
+    assert main(["prove", "debug_tiny", "--world", "2", *given]) == 0
+    assert "Not proved: precision.reduce bfloat16_all_to_all: numbers are kept" in capsys.readouterr().out
+
+
+def test_cases_with_a_recipe_alone_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = list(draw_narrow_cases(5, 2, seed=3))
+    assert len(cases) == 5 and all(case.run.precision.recipe for case in cases)
+    assert [draw_case(case.run.seed, 2) for case in cases] == cases
+    assert main(["prove", "--cases", "1", "--recipes", "--max-world", "1", "--seed", "3"]) == 0
+    assert "1 of 1 cases hold" in capsys.readouterr().out
+    for wrong in (["debug_tiny", "--recipes"], ["--cases", "1", "--recipes", "--dtype", "bfloat16"]):
+        assert main(["prove", *wrong]) == 2
+        assert "--recipes is for --cases N in float64" in capsys.readouterr().err
 
 
 def test_a_third_of_the_draws_have_a_recipe_and_are_legal() -> None:

@@ -12,11 +12,13 @@ from typing import Any, get_args
 import pytest
 from tests.commit_seed import commit_seed, seed_of
 
+from moefold.blueprint.narrow_matmuls import INPUT_STEPS
 from moefold.checks.run_all import problems
 from moefold.comm.spawn import spawn_ranks
 from moefold.config.memory import RetainedStep
+from moefold.config.message_casts import DispatchFormat
 from moefold.config.parallel import ContextMode, DispatcherName, ParallelConfig
-from moefold.config.precision import Format
+from moefold.config.precision import Format, RowPadding
 from moefold.errors import MoefoldError
 from moefold.prove.cases import Case, KeptCase, case_line, read_cases, reduce_run
 from moefold.prove.faults import document_faults, exchange_faults, parallel_faults, precision_faults, state_faults
@@ -272,11 +274,18 @@ CLAIMED = {
     "sharding": ("fsdp", "flat"),
     "precision recipe": (
         *("none", *PROVED_RECIPES, "casts by torch", "casts by native"),
-        *("matrices cut over tp or etp", "modules that stay wide"),
+        *("matrices cut over tp or etp", "modules that stay wide", "deferred weight gradients"),
+        *(f"rows sent as {name}" for name in get_args(DispatchFormat)),
+        *("weights gathered as codes, fsdp", "weights gathered as codes, flat"),
+        *(f"rows padded by {name}" for name in get_args(RowPadding)),
+        "down projections' inputs: per_token",
     ),
     "optimizer states": ("on the device", "on the host", "on the cpu"),
     "optimizer": ("adamw", "muon, fsdp", "muon, flat", "QK-clip"),
-    "retained steps": tuple(f"{step}: {how}" for step in get_args(RetainedStep) for how in ("discard", "offload")),
+    "retained steps": (
+        *(f"{step}: {how}" for step in get_args(RetainedStep) for how in ("discard", "offload")),
+        *(f"{step}: quantize" for step in sorted(set(INPUT_STEPS.values()))),
+    ),
     "model": ("tied embeddings", "tied embeddings over stages", "dense layers first"),
 }
 
@@ -319,6 +328,7 @@ def test_every_compared_quantity_has_a_meaning() -> None:
         "exp_avg_sq/x",
         "codes/x",
         "scales/x",
+        "unchanged/x",
     ):
         assert meaning_of(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   moefold prove deepseek_v3_proxy --world 8 --parallel.tp 2 --parallel.ep 8
   moefold prove --cases 200 --max-world 8 --seed 1
+  moefold prove --cases 200 --recipes --max-world 4 --seed 1
   moefold prove --cases 40 --seed 1 --dtype bfloat16
   moefold prove --case 77702387 --max-world 8
   moefold prove --kept tests/ranks/failed_cases.jsonl
@@ -53,6 +54,9 @@ def add_to(commands: Subparsers) -> None:
         "--device", choices=("cpu", "cuda"), help="prove on the launched ranks (default: on CPU processes started here)"
     )
     parser.add_argument("--cases", type=int, metavar="N", help="N random valid cases instead of a run")
+    parser.add_argument(
+        "--recipes", action="store_true", help="with --cases: only cases with a precision recipe (docs/precision.md)"
+    )
     parser.add_argument("--case", type=int, metavar="NUMBER", help="one random case again, by its number")
     parser.add_argument("--kept", type=Path, metavar="FILE", help="the cases of a file, one line of JSON each")
     parser.add_argument(
@@ -71,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     asked = [given is not None for given in (args.name, args.cases, args.case, args.kept)] + [args.mutants]
     if sum(asked) != 1:
         raise MoefoldError("give one of RUN, --cases N, --case NUMBER, --kept FILE and --mutants; see `prove --help`")
+    if args.recipes and (args.cases is None or args.dtype != "float64"):
+        raise MoefoldError("--recipes is for --cases N in float64, in which recipes are proved; see `prove --help`")
     if args.device is not None or launched_ranks() > 1:
         if args.name is None:
             raise MoefoldError(
@@ -80,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.mutants:
         return prove_mutants(args.json)
     if args.cases is not None:
-        return prove_cases(args.cases, args.max_world, args.seed, args.dtype, args.json)
+        return prove_cases(args.cases, args.max_world, args.seed, args.dtype, args.json, args.recipes)
     if args.case is not None:
         return prove_case(args.case, args.max_world, args.dtype, args.json)
     if args.kept is not None:
@@ -91,11 +97,23 @@ def run(args: argparse.Namespace) -> int:
 def prove_run(name: str, changes: list[str], world: int, dtype: Format, as_json: bool) -> int:
     from moefold.api.proofs import prove
     from moefold.api.runs import load_run
+    from moefold.prove.narrow_cases import left_out
     from moefold.prove.proof_report import case_report, verdict_json
 
-    verdict = prove(load_run(name, changes), world, dtype=dtype)
-    print(json.dumps(verdict_json(verdict)) if as_json else case_report(verdict))
+    asked = load_run(name, changes)
+    verdict = prove(asked, world, dtype=dtype)
+    others = left_out(asked, verdict.case.run.precision)
+    if as_json:
+        print(json.dumps(verdict_json(verdict) | {"left_out": others}))
+    else:
+        print(case_report(verdict) + _said_left_out(others, dtype))
     return 0 if verdict.holds else 1
+
+
+def _said_left_out(others: Sequence[str], dtype: Format) -> str:
+    if not others:
+        return ""
+    return f"\nNot proved: {', '.join(others)}: numbers are kept, summed and sent in the formats of --dtype {dtype}"
 
 
 def prove_launched(
@@ -104,6 +122,7 @@ def prove_launched(
     """On the ranks of torchrun or srun, or on this process alone."""
     from moefold.api.proofs import prove_on_launched_ranks
     from moefold.api.runs import load_run
+    from moefold.prove.narrow_cases import left_out
     from moefold.prove.proof_report import case_report, verdict_json
 
     started = launched_ranks()
@@ -112,16 +131,18 @@ def prove_launched(
             f"start {world} ranks: torchrun --master-port 29500 --nproc-per-node {world} -m moefold.cli.main prove ..."
         )
         raise MoefoldError(f"--world {world}, but {started} rank{'s' * (started > 1)} was started; {start}")
-    verdict, rank, on = prove_on_launched_ranks(load_run(name, changes), dtype=dtype, device=device)
+    asked = load_run(name, changes)
+    verdict, rank, on = prove_on_launched_ranks(asked, dtype=dtype, device=device)
     if rank == 0:
+        others = left_out(asked, verdict.case.run.precision)
         used = kernels_in_use(verdict.case.run, on)
         if as_json:
-            about = {"device": on, "dtype": dtype, **used}
+            about = {"device": on, "dtype": dtype, "left_out": others, **used}
             print(json.dumps(verdict_json(verdict) | about))
         else:
             words = ", ".join(f"{key} {name}" for key, name in used.items())
             print(f"on {on}, {dtype}; kernels: {words}; reference: CPU, float64")
-            print(case_report(verdict))
+            print(case_report(verdict) + _said_left_out(others, dtype))
     # A launcher ends all ranks when one fails, also rank 0 while it prints.
     return 0 if verdict.holds or rank > 0 else 1
 
@@ -137,12 +158,13 @@ def prove_case(number: int, max_world: int, dtype: Format, as_json: bool) -> int
     return 0 if verdict.holds else 1
 
 
-def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: bool) -> int:
+def prove_cases(count: int, max_world: int, seed: int, dtype: Format, as_json: bool, narrow: bool = False) -> int:
+    """``narrow``: only those with a precision recipe."""
     from moefold.prove.proof_report import coverage_report, drawn_case_report
-    from moefold.prove.random_cases import draw_cases
+    from moefold.prove.random_cases import draw_cases, draw_narrow_cases
 
     began = time.monotonic()
-    cases = draw_cases(count, max_world, seed, dtype)
+    cases = draw_narrow_cases(count, max_world, seed) if narrow else draw_cases(count, max_world, seed, dtype)
     verdicts = _prove_each(cases, count, as_json, lambda verdict: drawn_case_report(verdict, max_world))
     if not as_json:
         print(coverage_report(verdicts) + "\n\n" + _tolerance_note(dtype))

@@ -241,6 +241,11 @@ class NarrowWeights:
         weight has changed (``precision.gather: narrow``)."""
         self._gathered[id(weight)] = (weight, quantized)
 
+    def codes_of(self, weight: Tensor) -> Quantized | None:
+        """What was gathered of this weight; None where it is narrowed here."""
+        found = self._gathered.get(id(weight))
+        return None if found is None else found[1]
+
     def narrow(
         self,
         weight: Tensor,
@@ -254,9 +259,9 @@ class NarrowWeights:
             return weight
         if cast.element == "bf16":
             return weight.bfloat16().float()
-        if (gathered := self._gathered.get(id(weight))) is not None:
-            assert gathered[1].cast == cast
-            return dequantize(gathered[1])
+        if (gathered := self.codes_of(weight)) is not None:
+            assert gathered.cast == cast
+            return dequantize(gathered)
         # One copy serves both directions where it can.
         transposed = transposed and not cast.is_square
         kept = self._kept.get(key := (id(weight), cast, transposed))

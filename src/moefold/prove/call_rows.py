@@ -5,7 +5,8 @@ reference has all microbatches of a wave side by side; ranks have one microbatch
 the rows of the ranks that share them. So with a recipe the reference makes the calls that ranks make, one after the
 other, each on the rows of its rank in the order in which the rank has them; and its experts are called once for each
 rank that holds some of them, because one scale is for the rows of all of a rank's experts. Everything that belongs to
-a single row is the same with and without this.
+a single row is the same with and without this. Where ranks route tokens of zeros (``kernels.row_padding:
+routing_map``), these lie between the rows of two ranks, and so they do here.
 
 Ranks are counted inside of a stage. R rows of a call, N tokens of a wave.
 """
@@ -22,6 +23,7 @@ from moefold.blueprint.narrow_matmuls import NarrowMatmul, matmuls, module_of
 from moefold.blueprint.sharding import partial_axes
 from moefold.config.run import RunConfig
 from moefold.moe.dispatch.base import ExpertInput, Routing
+from moefold.moe.dispatch.padded_routing import routed_multiple
 from moefold.moe.experts import ExpertBackend, Experts, ExpertWeights
 from moefold.moe.permute import count_assignments
 from moefold.nn.batch import Batch
@@ -37,8 +39,8 @@ class CallRows(NamedTuple):
     gathered: tuple[Tensor, ...]
     # Of modules that are whole on every tp rank and see that rank's tokens.
     own: tuple[Tensor, ...]
-    # Of experts: a set of ranks that hold each expert once has the tokens of all of them.
-    expert_blocks: tuple[Tensor, ...]
+    # Of experts: a set of ranks that hold each expert once has the tokens of all of them, those of one rank together.
+    expert_blocks: tuple[tuple[Tensor, ...], ...]
 
 
 def call_rows(run: RunConfig, batch: Batch) -> CallRows:
@@ -50,7 +52,7 @@ def call_rows(run: RunConfig, batch: Batch) -> CallRows:
     return CallRows(
         gathered=tuple(torch.cat(own[first : first + tp]) for first in ranks[::tp]),
         own=own,
-        expert_blocks=tuple(torch.cat([own[first + source] for source in order]) for first in ranks[::block]),
+        expert_blocks=tuple(tuple(own[first + source] for source in order) for first in ranks[::block]),
     )
 
 
@@ -87,7 +89,7 @@ def call_by_call(model: nn.Module, run: RunConfig) -> Wave:
         if name not in narrow:
             continue
         if isinstance(module, Experts):
-            module.backend = _ExpertCalls(module.backend, run.parallel.ep, wave)
+            module.backend = _ExpertCalls(module.backend, run.parallel.ep, wave, routed_multiple(run))
         else:
             assert isinstance(module, (Linear, FeedForward))
             own_tokens = "tp" in partial_axes(narrow[name].weight) and not _has_one_scale(narrow[name])
@@ -123,17 +125,32 @@ def _in_order(parts: list[Tensor], calls: tuple[Tensor, ...]) -> Tensor:
 
 
 class _ExpertCalls:
-    def __init__(self, inner: ExpertBackend, ep: int, wave: Wave) -> None:
-        self.inner, self.ep, self.wave = inner, ep, wave
+    """``multiple``: of the rows that one rank sends to one expert."""
+
+    def __init__(self, inner: ExpertBackend, ep: int, wave: Wave, multiple: int) -> None:
+        self.inner, self.ep, self.wave, self.multiple = inner, ep, wave, multiple
 
     def __call__(self, expert_in: ExpertInput, weights: ExpertWeights) -> Tensor:
         calls, size = self.wave.rows.expert_blocks, weights.gate_up.shape[0] // self.ep
         held = [(first, _experts(weights, slice(first, first + size))) for first in range(0, size * self.ep, size)]
         parts = [
-            torch.stack([self.inner(_rows_for(expert_in, rows_R, first, size), some) for first, some in held]).sum(0)
-            for rows_R in calls
+            torch.stack([self._call(expert_in, sources, first, size, some) for first, some in held]).sum(0)
+            for sources in calls
         ]
-        return _in_order(parts, calls)
+        return _in_order(parts, tuple(torch.cat(sources) for sources in calls))
+
+    def _call(
+        self, expert_in: ExpertInput, sources: tuple[Tensor, ...], first: int, size: int, weights: ExpertWeights
+    ) -> Tensor:
+        """The rows of all ``sources``, one rank after the other."""
+        padded = [_pad(*_rows_for(expert_in, rows_R, first, size), size, self.multiple) for rows_R in sources]
+        rows = torch.cat([rows for rows, _ in padded])
+        fields = zip(*(routing[:3] for _, routing in padded), strict=True)
+        routing = Routing(*(torch.cat(field) for field in fields))
+        counts_e = count_assignments(routing, size)
+        out = self.inner(ExpertInput(rows, routing, counts_e, counts_e.tolist(), None, None), weights)
+        of_ranks = out.split([len(rows) for rows, _ in padded])
+        return torch.cat([part[: len(rows_R)] for part, rows_R in zip(of_ranks, sources, strict=True)])
 
 
 def _experts(weights: ExpertWeights, some: slice) -> ExpertWeights:
@@ -146,13 +163,25 @@ def _experts(weights: ExpertWeights, some: slice) -> ExpertWeights:
     )
 
 
-def _rows_for(expert_in: ExpertInput, rows_R: Tensor, first: int, size: int) -> ExpertInput:
+def _rows_for(expert_in: ExpertInput, rows_R: Tensor, first: int, size: int) -> tuple[Tensor, Routing]:
     """These rows, with their assignments to ``size`` experts from ``first`` on."""
     experts, probs, kept, _ = expert_in.assignments
     expert_RK = experts[rows_R] - first
     kept_RK = (expert_RK >= 0) & (expert_RK < size)
     if kept is not None:
         kept_RK &= kept[rows_R]
-    routing = Routing(expert_RK, probs[rows_R], kept_RK)
-    counts_e = count_assignments(routing, size)
-    return ExpertInput(expert_in.rows_RL[rows_R], routing, counts_e, counts_e.tolist(), None, None)
+    return expert_in.rows_RL[rows_R], Routing(expert_RK, probs[rows_R], kept_RK)
+
+
+def _pad(rows_RL: Tensor, routing: Routing, size: int, multiple: int) -> tuple[Tensor, Routing]:
+    """Behind the rows of a rank, a row of zeros for every one that an expert lacks to a multiple."""
+    experts, probs, kept, _ = routing
+    assert kept is not None
+    counts = count_assignments(routing, size).tolist()
+    lacking = [expert for expert, count in enumerate(counts) for _ in range(-count % multiple)]
+    pad_experts = torch.tensor(lacking, dtype=experts.dtype)[:, None].expand(-1, experts.shape[1])
+    # Of the K assignments of a row, the first one counts.
+    pad_kept = torch.arange(experts.shape[1]).expand(len(lacking), -1) == 0
+    pad_probs = probs.new_zeros(pad_experts.shape)
+    padded = Routing(torch.cat([experts, pad_experts]), torch.cat([probs, pad_probs]), torch.cat([kept, pad_kept]))
+    return torch.cat([rows_RL, rows_RL.new_zeros(len(lacking), rows_RL.shape[1])]), padded

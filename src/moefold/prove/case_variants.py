@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 from moefold.checks.run_all import problems
 from moefold.config.attention import GatedDeltaNetConfig, GQAConfig, Llama3RopeConfig
+from moefold.config.memory import RetainedStep, Retention
+from moefold.config.message_casts import DispatchFormat
 from moefold.config.model import LoraConfig, ModelConfig
-from moefold.config.precision import CastBackend
+from moefold.config.precision import CastBackend, PrecisionConfig, RowPadding
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.prove.narrow_cases import DRAWN_RECIPES, PROVED_RECIPES, fit_blocks
@@ -122,6 +124,30 @@ def with_recipes(run: RunConfig, world: int) -> RunConfig:
     changed = replace(run, model=model, data=data, kernels=replace(run.kernels, experts="sequential", casts=casts))
     changed = replace(changed, precision=replace(run.precision, recipe=name, wide=wide))
     return unless_refused(run, fit_blocks(changed), world)
+
+
+def with_narrow_savings(run: RunConfig, world: int) -> RunConfig:
+    """What goes with a recipe: rows sent as codes (without one too), weights gathered as codes, inputs kept as codes,
+    where rows are padded, a scale per token."""
+    random = Random(f"narrow savings of {run.seed}")
+    dispatch: DispatchFormat = random.choice(get_args(DispatchFormat))
+    padding: RowPadding = random.choice(get_args(RowPadding))
+    quantized = [step for step in get_args(RetainedStep) if random.random() < 0.6]
+    share = 0.15 if run.precision.recipe is None else 0.4
+    choices: list[tuple[float, Callable[[PrecisionConfig], PrecisionConfig]]] = [
+        (share, lambda precision: replace(precision, dispatch=dispatch)),
+        (0.8, lambda precision: replace(precision, gather="narrow")),
+        (0.25, lambda precision: replace(precision, down_input="per_token")),
+    ]
+    for part, change in choices:
+        if random.random() < part:
+            run = unless_refused(run, replace(run, precision=change(run.precision)), world)
+    run = unless_refused(run, replace(run, kernels=replace(run.kernels, row_padding=padding)), world)
+    for step in quantized if run.precision.recipe is not None and random.random() < 0.6 else ():
+        narrow: dict[str, Retention] = {step: "quantize"}
+        retain = replace(run.memory.retain, **narrow)
+        run = unless_refused(run, replace(run, memory=replace(run.memory, retain=retain)), world)
+    return run
 
 
 def unless_refused(run: RunConfig, changed: RunConfig, world: int) -> RunConfig:

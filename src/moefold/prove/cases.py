@@ -31,7 +31,7 @@ from moefold.config.parallel import ParallelConfig
 from moefold.config.precision import ComputeFormat, Format, KernelsConfig, PrecisionConfig
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, MoefoldError
-from moefold.prove.narrow_cases import fit_blocks, refuse_unproved
+from moefold.prove.narrow_cases import carry_recipe, fit_blocks, refuse_unproved
 from moefold.schedule.names import schedule_named
 from moefold.topology.folded_layout import FoldedLayout, fold
 
@@ -96,13 +96,13 @@ def reduce_run(run: RunConfig, world: int, dtype: Format = "float64") -> Case:
     asked, names = run.optim, [spec.name for spec in parameters(model)]
     modules = {module_of(name) for name in names}
     wide = tuple(pattern for pattern in run.precision.wide if any(stays_wide(name, (pattern,)) for name in modules))
-    precision = replace(proof_precision(dtype), recipe=run.precision.recipe, wide=wide)
+    precision = replace(carry_recipe(proof_precision(dtype), run.precision), wide=wide)
     reduced = replace(run, model=model, parallel=parallel, data=data, precision=precision)
     # A pattern may name a layer that the smaller model does not have.
     frozen = tuple(pattern for pattern in asked.frozen if any(fnmatchcase(name, pattern) for name in names))
     optim = replace(PROOF_OPTIM, algorithm=asked.algorithm, muon=asked.muon, qk_clip=asked.qk_clip)
     optim = replace(optim, trained=asked.trained, frozen=frozen)
-    kernels = replace(proof_kernels(dtype), casts=run.kernels.casts)
+    kernels = replace(proof_kernels(dtype), casts=run.kernels.casts, row_padding=run.kernels.row_padding)
     return Case(replace(reduced, kernels=kernels, optim=optim), world)
 
 
@@ -118,8 +118,9 @@ def proof_kernels(dtype: ComputeFormat) -> KernelsConfig:
 
 def reference_case(case: Case) -> Case:
     """The same in float64, with the reference's kernels."""
-    precision = replace(proof_precision("float64"), recipe=case.run.precision.recipe, wide=case.run.precision.wide)
-    return Case(replace(case.run, precision=precision, kernels=proof_kernels("float64")), case.world)
+    precision = carry_recipe(proof_precision("float64"), case.run.precision)
+    kernels = replace(proof_kernels("float64"), row_padding=case.run.kernels.row_padding)
+    return Case(replace(case.run, precision=precision, kernels=kernels), case.world)
 
 
 def _reduce_model(model: ModelConfig, run: RunConfig) -> ModelConfig:

@@ -21,17 +21,19 @@ from moefold.blueprint.muon_matrices import matrices_of, muon_algorithm
 from moefold.blueprint.param_groups import NO_DECAY_KINDS
 from moefold.blueprint.parameters import init_std, parameters
 from moefold.blueprint.sharding import grid_of
+from moefold.comm.process_groups import Groups
 from moefold.config.run import RunConfig
 from moefold.moe.routing_policies import PolicyOrName
 from moefold.optim.optimizer import ModelOptimizer
 from moefold.parallel.parallelize import LocalModel, build_local_model, groups_of, init_main_weights, local_buffers
 from moefold.parallel.param_shards import DATA_GROUPS, TrainedPiece, local_part
-from moefold.pipeline.step import StepResult, count_step_labels, make_optimizer, run_step
+from moefold.pipeline.step import StepResult, compute_gradients, count_step_labels, make_optimizer, run_step
 from moefold.prove.cases import Case
 from moefold.prove.proof_inputs import init_of, labels_of_rank, on_device, rank_batch, rows_in_wave
 from moefold.prove.reference import adamw_step
 from moefold.prove.routing_replay import replay_routing
 from moefold.prove.seen_weights import NarrowWeight, watch_weights
+from moefold.prove.unchanged_bits import UNCHANGED, changes, compute_at_once, plain_run
 
 CPU = torch.device("cpu")
 _TIMEOUT = timedelta(seconds=240)
@@ -119,12 +121,7 @@ def compare_rank(
 ) -> dict[str, Any]:
     """Differences from the reference's quantities, by name, as plain JSON."""
     groups = groups_of(case.run, case.world, rank, _TIMEOUT)
-    local_model = build_local_model(case.run, groups, device, init_of(case.run), routing_policy)
-    optimizer = make_optimizer(local_model)
-    init_main_weights(local_model, optimizer, init_of(case.run))
-    if local_model.retention is not None:
-        # Tensors of a reduced model are smaller than what is worth a copy.
-        local_model.retention.offload.least = 1
+    local_model, optimizer = _start(case.run, groups, device, routing_policy)
     labels = tuple(count_step_labels(count, groups) for count in labels_of_rank(case, rank))
     batches = [on_device(rank_batch(case, wave, rank, labels), device) for wave in range(case.num_waves)]
     if case.run.precision.compute != "float64":
@@ -134,9 +131,11 @@ def compare_rank(
     narrow = watch_weights(local_model.model, case.run, local_model.narrow_weights)
     # The same tensors are clipped later.
     clipped: dict[str, Tensor] = {}
+    before_clipping: dict[str, Tensor] = {}
 
     def on_gradients(gradients: dict[str, Tensor]) -> None:
         clipped.update(gradients)
+        before_clipping.update({name: gradient.detach().clone() for name, gradient in gradients.items()})
         seen.update(_shard_differences(local_model, "gradient", gradients, expected))
 
     result = run_step(local_model, optimizer, batches, on_gradients)
@@ -147,7 +146,24 @@ def compare_rank(
         seen |= _master_differences(local_model, weights, clipped)
     seen |= _optimizer_differences(local_model, optimizer, expected)
     seen |= _replicated_differences(local_model, result, expected, is_primary=rank == 0)
+    if any(name.startswith(f"{UNCHANGED}/") for name in expected):
+        plain, optimizer = _start(plain_run(case.run), groups, device, routing_policy)
+        compute_at_once(plain.weight_grads)
+        changed = changes(before_clipping, compute_gradients(plain, optimizer, batches).gradients)
+        seen |= _shard_differences(local_model, UNCHANGED, changed, expected)
     return {name: [item.largest, item.squares, item.elements, item.is_primary] for name, item in seen.items()}
+
+
+def _start(
+    run: RunConfig, groups: Groups, device: torch.device, routing_policy: PolicyOrName | None
+) -> tuple[LocalModel, ModelOptimizer]:
+    local_model = build_local_model(run, groups, device, init_of(run), routing_policy)
+    optimizer = make_optimizer(local_model)
+    init_main_weights(local_model, optimizer, init_of(run))
+    if local_model.retention is not None:
+        # Tensors of a reduced model are smaller than what is worth a copy.
+        local_model.retention.offload.least = 1
+    return local_model, optimizer
 
 
 def noise_of_muon(run: RunConfig, expected: dict[str, Tensor]) -> dict[str, Tensor]:

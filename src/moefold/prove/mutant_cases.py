@@ -12,7 +12,7 @@ from moefold.config.model import LoraConfig, ModelConfig
 from moefold.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from moefold.config.optim import OptimConfig
 from moefold.config.parallel import ContextConfig, ParallelConfig
-from moefold.config.precision import Format
+from moefold.config.precision import Format, KernelsConfig, PrecisionConfig
 from moefold.config.precision_recipes import RecipeName
 from moefold.config.run import RunConfig
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
@@ -52,6 +52,15 @@ def _with_remainder(case: Case) -> Case:
 
 def _narrowed(case: Case, recipe: RecipeName) -> Case:
     return replace(case, run=replace(case.run, precision=replace(case.run.precision, recipe=recipe)))
+
+
+def _saved(case: Case, messages: PrecisionConfig, padding: KernelsConfig, retain: RetainConfig | None = None) -> Case:
+    """What ranks gather and send as codes, where rows are padded, and which inputs are kept as codes."""
+    run = case.run
+    precision = replace(run.precision, gather=messages.gather, dispatch=messages.dispatch)
+    kernels = replace(run.kernels, row_padding=padding.row_padding)
+    memory = replace(run.memory, retain=retain or run.memory.retain)
+    return replace(case, run=replace(run, precision=precision, kernels=kernels, memory=memory))
 
 
 def _model(attention: GQAConfig = _ATTENTION, moe: MoEConfig = _MOE, **others: Any) -> ModelConfig:
@@ -213,6 +222,37 @@ _NARROW = (
             _BLOCKS,
         ),
         "fp8_blockwise",
+    ),
+    # Inputs are kept as codes, weights are gathered as codes in ranges that end inside of matrices. Scales are float32,
+    # so that no two are alike.
+    _saved(
+        _narrowed(
+            _case(
+                "narrow codes",
+                ParallelConfig(sharding="flat", pp=2, schedule="zb_h1", ep=2),
+                _model(moe=replace(_MOE, expert_hidden_dim=40), dim=40),
+                replace(_BLOCKS, global_batch=8),
+            ),
+            "fp8_tensor",
+        ),
+        PrecisionConfig(gather="narrow"),
+        KernelsConfig(row_padding="permute"),
+        RetainConfig(attention_norm="quantize", rows="quantize", activation="quantize", dense="quantize"),
+    ),
+    # Rows are sent as codes, with rows of zeros between those of two ranks. Probs multiply outputs: a gradient that is
+    # not narrowed on its way is then another one where it is narrowed again.
+    _saved(
+        _narrowed(
+            _case(
+                "narrow rows",
+                ParallelConfig(ep=4, dispatcher="all_to_all"),
+                _model(moe=replace(_MOE, expert_hidden_dim=40, weight_at="output"), dim=40),
+                _BLOCKS,
+            ),
+            "mxfp8",
+        ),
+        PrecisionConfig(dispatch="mxfp8"),
+        KernelsConfig(row_padding="routing_map"),
     ),
 )
 CASES = {case.run.name: case for case in (*_ONE_STAGE, *_LATER, *_STAGES, *_CONTEXT, *_FLAT, *_SAVINGS, *_NARROW)}

@@ -336,6 +336,51 @@ MUTANTS = (
         "narrow squares",
         "stacked matrices are flattened before they are narrowed",
     ),
+    Mutant(
+        precision_faults.kept_codes_with_a_stale_scale,
+        "narrow codes",
+        "a buffer of scales is used again before its codes were read",
+    ),
+    Mutant(
+        precision_faults.kept_inputs_scaled_in_another_precision,
+        "narrow codes",
+        "codes that were kept are not multiplied by their scales as others are",
+    ),
+    Mutant(
+        precision_faults.deferred_gradients_newest_first,
+        "narrow codes",
+        "the order of a sum depends on when a schedule has a gap",
+    ),
+    Mutant(
+        precision_faults.gathered_codes_with_the_scale_of_another_block,
+        "narrow codes",
+        "scales of a bucket are counted from another parameter",
+    ),
+    Mutant(
+        precision_faults.amaxes_of_shards_not_maximised,
+        "narrow codes",
+        "each rank finds the scales of its own range",
+    ),
+    Mutant(
+        precision_faults.padding_of_the_permutation_in_the_amax,
+        "narrow codes",
+        "the permutation leaves what was in memory in rows of padding",
+    ),
+    Mutant(
+        precision_faults.rows_of_zeros_for_half_of_the_multiple,
+        "narrow rows",
+        "tokens of zeros are counted for another format",
+    ),
+    Mutant(
+        precision_faults.sent_codes_with_the_scales_of_the_next_row,
+        "narrow rows",
+        "rows and scales are sent in two orders",
+    ),
+    Mutant(
+        precision_faults.gradients_sent_to_experts_as_they_are,
+        "narrow rows",
+        "combine's backward is not narrowed as the local dispatcher's is",
+    ),
 )
 
 

@@ -2,14 +2,17 @@
 
 The reference makes the calls that ranks make (`call_rows.py`), so quantities are compared as without a recipe, and
 codes of weights bit by bit. What that takes is refused where it is missing, with the reason.
+
+Of `precision`, a proof has its own formats (``--dtype``). What a recipe adds to them is that of the run; the rest of
+what the run asks for is named (``left_out``).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from moefold.config.attention import MLAConfig
-from moefold.config.precision import Format
+from moefold.config.precision import Format, PrecisionConfig
 from moefold.config.precision_recipes import PRECISION_RECIPES, PrecisionRecipe, RecipeName
 from moefold.config.run import RunConfig
 from moefold.errors import ConfigError, Problem
@@ -32,8 +35,32 @@ PROVED_RECIPES: tuple[RecipeName, ...] = tuple(
 )
 
 
+# Of `precision`, what a proof has as the run asks for it. Of `gather`, narrow alone: formats are the proof's.
+CARRIED = ("recipe", "down_input", "wide", "dispatch")
+
+
+def carry_recipe(formats: PrecisionConfig, asked: PrecisionConfig) -> PrecisionConfig:
+    """The formats of a proof with the recipe of a run."""
+    carried = {name: getattr(asked, name) for name in CARRIED}
+    return replace(formats, **carried, gather="narrow" if asked.gather == "narrow" else formats.gather)
+
+
+def left_out(run: RunConfig, proved: PrecisionConfig) -> tuple[str, ...]:
+    """Keys of `precision` that the run sets and its proof has otherwise, such as formats of sums between ranks."""
+    asked, default = run.precision, PrecisionConfig()
+    names = [field.name for field in fields(PrecisionConfig) if field.name not in ("params", "compute")]
+    return tuple(
+        f"precision.{name} {getattr(asked, name)}"
+        for name in names
+        if getattr(asked, name) not in (getattr(proved, name), getattr(default, name))
+    )
+
+
 def refuse_unproved(run: RunConfig, dtype: Format) -> None:
     recipe, moe = run.precision.recipe, run.model.moe
+    if run.precision.dispatch is not None and dtype != "float64":
+        message = f"a proof in {dtype} would not tell the rounding of {run.precision.dispatch} from that of {dtype}"
+        raise ConfigError(Problem("precision.dispatch", message, "prove it with --dtype float64, or use null"))
     if recipe is None:
         return
     if reason := unproved_reason(PRECISION_RECIPES[recipe]):

@@ -73,6 +73,8 @@ def _saving_features(case: Case) -> Iterator[tuple[str, str]]:
 def _precision_features(case: Case) -> Iterator[tuple[str, str]]:
     precision, parallel = case.run.precision, case.run.parallel
     yield "precision recipe", precision.recipe or "none"
+    if precision.dispatch is not None:
+        yield "precision recipe", f"rows sent as {precision.dispatch}"
     if precision.recipe is None:
         return
     yield "precision recipe", f"casts by {case.run.kernels.casts}"
@@ -80,6 +82,13 @@ def _precision_features(case: Case) -> Iterator[tuple[str, str]]:
         yield "precision recipe", "matrices cut over tp or etp"
     if precision.wide != PrecisionConfig().wide:
         yield "precision recipe", "modules that stay wide"
+    if precision.gather == "narrow":
+        yield "precision recipe", f"weights gathered as codes, {parallel.sharding}"
+    if precision.down_input != PrecisionConfig().down_input:
+        yield "precision recipe", f"down projections' inputs: {precision.down_input}"
+    yield "precision recipe", f"rows padded by {case.run.kernels.row_padding}"
+    if schedule_named(parallel.schedule).splits_backward:
+        yield "precision recipe", "deferred weight gradients"
 
 
 def _layout_features(case: Case) -> Iterator[tuple[str, str]]:
@@ -367,6 +376,7 @@ MEANINGS = (
         "gradient/*",
         "dense parameter: reduction over dp and cp missing, averaged or doubled, or a microbatch's gradient lost",
     ),
+    ("unchanged/*", "inputs kept as codes are not the operands that wide ones narrow to, or deferring changes a sum"),
     ("exp_avg*", "gradients agree, the clipped ones do not: norm or clipping"),
     ("momentum/*", "gradients agree, Muon's momentum does not: clipping, or momentum of another parameter"),
     ("master/*", "main weights lost digits: the remainder beside bfloat16 weights was dropped, or is another weight's"),

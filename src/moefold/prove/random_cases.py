@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from random import Random
 from typing import Literal, get_args
 
@@ -30,6 +30,7 @@ from moefold.prove.case_variants import (
     with_finetuning,
     with_hybrids,
     with_interleaved_layers,
+    with_narrow_savings,
     with_recipes,
 )
 from moefold.prove.cases import PROOF_OPTIM, Case, proof_kernels, proof_precision
@@ -56,6 +57,12 @@ class _Degrees:
     @property
     def dp(self) -> int:
         return self.stage // (self.cp * self.tp)
+
+
+def draw_narrow_cases(count: int, max_world: int, seed: int) -> Iterator[Case]:
+    """Of the cases of a seed, the first ``count`` with a precision recipe; they keep their numbers."""
+    drawn = draw_cases(_CASES_PER_SEED, max_world, seed)
+    return islice((case for case in drawn if case.run.precision.recipe is not None), count)
 
 
 def draw_cases(count: int, max_world: int, seed: int, dtype: Format = "float64") -> Iterator[Case]:
@@ -119,6 +126,7 @@ def _draw(random: Random, degrees: _Degrees, seed: int, dtype: Format) -> Case:
             run = _with_savings(run, degrees.world, dtype)
             if dtype == "float64":
                 run = with_recipes(with_finetuning(run, degrees.world), degrees.world)
+                run = with_narrow_savings(run, degrees.world)
             return Case(run, degrees.world)
 
 

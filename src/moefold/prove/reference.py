@@ -30,6 +30,7 @@ from moefold.config.run import RunConfig
 from moefold.model.build import build_decoder, local_interfaces
 from moefold.model.decoder import Decoder
 from moefold.model.narrow_modules import narrow_modules
+from moefold.moe.dispatch.base import LocalDispatcher, row_codecs
 from moefold.moe.load_balancing import BalanceLosses, update_expert_bias
 from moefold.moe.routing_policies import PolicyOrName, policy_maker
 from moefold.optim.newton_schulz import COEFFICIENTS
@@ -39,6 +40,7 @@ from moefold.prove.cases import Case, proof_kernels
 from moefold.prove.proof_inputs import init_of, labels_of_batch, wave_batch
 from moefold.prove.routing_replay import record_routing, replay_in_order
 from moefold.prove.seen_weights import whole_weights
+from moefold.prove.unchanged_bits import UNCHANGED, is_repeated
 
 
 def update_reference(
@@ -170,6 +172,8 @@ def reference(case: Case, routing_policy: PolicyOrName | None = None, routing: Q
     named = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
     found |= {f"gradient/{name}": gradient.clone() for name, gradient in gradients.items()}
+    if is_repeated(case.run):
+        found |= {f"{UNCHANGED}/{name}": torch.zeros_like(gradient) for name, gradient in gradients.items()}
     found["grad_norm"] = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
     factor = min(1.0, case.run.optim.clip_norm / found["grad_norm"].item())
     for gradient in gradients.values():
@@ -184,6 +188,9 @@ def reference_model(
     run = case.run
     backend = proof_kernels(run.precision.compute).experts
     interfaces = replace(local_interfaces(backend), routing_policy=policy_maker(routing_policy))
+    # Rows that are sent as codes are rounded one by one, wherever their experts are.
+    codecs = row_codecs(replace(run, kernels=proof_kernels(run.precision.compute)))
+    interfaces = replace(interfaces, dispatcher=lambda moe: LocalDispatcher(moe.num_experts, codecs=codecs))
     if run.optim.qk_clip is not None and maxima is not None:
         interfaces = replace(interfaces, observe=lambda core, block: ObservedCore(core, block, maxima))
     model = build_decoder(run.model, TORCH_FORMATS[run.precision.compute], interfaces)

@@ -68,6 +68,9 @@ def watch_weights(model: nn.Module, run: RunConfig, weights: NarrowWeights | Non
             scales[id(weight), transposed] = weight, _scales(quantized, turned)
             return quantized
 
+        if (gathered := weights.codes_of(weight)) is not None:
+            # Ranks have narrowed it in shards; one copy serves both directions.
+            scales[id(weight), False] = weight, _scales(gathered, False)
         return narrow(weight, cast, transposed, quantizers._replace(quantize=note_scales), amaxes)
 
     def note(

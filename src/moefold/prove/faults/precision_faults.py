@@ -1,4 +1,5 @@
-"""Faults of precision recipes: casts left out, in the wrong direction, or over values that do not belong together.
+"""Faults of precision recipes: casts left out, in the wrong direction, or over values that do not belong together;
+codes that are kept, gathered or sent beside scales of others; bits that keeping and deferring must not change.
 
 As in `parallel_faults.py`, a fault replaces a name where it is used, on the ranks only, and the ranks finish the step.
 """
@@ -11,10 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefold.config.casts import Cast
+from moefold.moe import grouped_experts
+from moefold.moe.dispatch import all_to_all, padded_routing
+from moefold.moe.dispatch.base import RowCodecs
+from moefold.nn.matmul_policy import WeightGradQueue
 from moefold.ops.padded_runs import aligned, move_rows
+from moefold.parallel import flat_codes
+from moefold.parallel.flat_codes import FlatCodes
+from moefold.precision import operands
 from moefold.precision.cast_backends import QUANTIZERS
+from moefold.precision.narrow_inputs import NarrowInputs
 from moefold.precision.operands import GradOperands, NarrowOperands, NarrowWeights
-from moefold.prove.faults.parallel_faults import wrap
+from moefold.precision.row_messages import NarrowRowCodec
+from moefold.prove.faults.parallel_faults import put, wrap
 
 # What is kept of an input: here, the input itself.
 Kept = tuple[Tensor, ...]
@@ -101,3 +112,100 @@ def padding_in_the_amax() -> None:
         return with_remains
 
     wrap(NarrowOperands, "wgrad", make)
+
+
+# ---- kept, gathered and sent as codes ----
+
+
+def kept_codes_with_a_stale_scale() -> None:
+    """Scales of the input before, of the same shape, are beside the codes of this one."""
+
+    def make(keep: Callable[..., Kept]) -> Callable[..., Kept]:
+        before: dict[object, Tensor] = {}
+
+        def stale(self: NarrowInputs, x: Tensor, cast: Cast, segments: list[int], *rest: object) -> Kept:
+            codes, scale, *others = keep(self, x, cast, segments, *rest)
+            key = (cast, tuple(segments), codes.shape)
+            earlier, before[key] = before.get(key, scale), scale
+            return (codes, earlier, *others)
+
+        return stale
+
+    wrap(NarrowInputs, "keep", make)
+
+
+def kept_inputs_scaled_in_another_precision() -> None:
+    """Far below the tolerance of gradients."""
+
+    def make(wide_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *of_rows: wide_rows(*of_rows).double() * (1 + 2.0**-48)
+
+    wrap(operands, "wide_rows", make)
+
+
+def deferred_gradients_newest_first() -> None:
+    """Sums over microbatches have another order."""
+
+    def make(run_one: Callable[..., bool]) -> Callable[..., bool]:
+        def newest(self: WeightGradQueue) -> bool:
+            self._waiting.rotate(1)
+            return run_one(self)
+
+        return newest
+
+    wrap(WeightGradQueue, "run_one", make)
+
+
+def gathered_codes_with_the_scale_of_another_block() -> None:
+    def make(finish: Callable[..., None]) -> Callable[..., None]:
+        def shifted(self: FlatCodes, main: Tensor) -> None:
+            finish(self, main)
+            self.scale.copy_(self.scale.roll(1))
+
+        return shifted
+
+    wrap(FlatCodes, "finish", make)
+
+
+def amaxes_of_shards_not_maximised() -> None:
+    """A block that two ranks share has the scale of either part."""
+    put(flat_codes, "start_all_reduce_max", lambda *_: [])
+
+
+def padding_of_the_permutation_in_the_amax() -> None:
+    """The row that padding reads is not zero; nobody reads what is computed for it."""
+
+    def make(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def with_remains(x: Tensor, token_N: Tensor, padded: bool = True) -> Tensor:
+            return gather(torch.cat([x, x.new_full((1, *x.shape[1:]), 1e4)]), token_N, padded)
+
+        return with_remains
+
+    wrap(grouped_experts, "gather_rows", make)
+
+
+def rows_of_zeros_for_half_of_the_multiple() -> None:
+    """Blocks along tokens then hold rows of two ranks."""
+
+    def make(pad: Callable[..., object]) -> Callable[..., object]:
+        return lambda routing, num_experts, multiple: pad(routing, num_experts, multiple // 2)
+
+    wrap(padded_routing, "pad_routing", make)
+
+
+def sent_codes_with_the_scales_of_the_next_row() -> None:
+    def make(unpack: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def shifted(self: NarrowRowCodec, packed_NB: Tensor, like: Tensor) -> Tensor:
+            codes, scales = packed_NB[:, : like.shape[-1]], packed_NB[:, like.shape[-1] :]
+            return unpack(self, torch.cat([codes, scales.roll(1, 0)], 1), like)
+
+        return shifted
+
+    wrap(NarrowRowCodec, "unpack", make)
+
+
+def gradients_sent_to_experts_as_they_are() -> None:
+    def make(codecs: Callable[..., RowCodecs]) -> Callable[..., RowCodecs]:
+        return lambda run: codecs(run)._replace(backward=None)
+
+    wrap(all_to_all, "row_codecs", make)
