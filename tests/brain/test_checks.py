@@ -56,6 +56,9 @@ def with_moe(**fields: Any) -> RunConfig:
 FLAT = ParallelConfig(sharding="flat")
 
 
+ALIGNED = ParallelConfig(ep=2, dispatcher="all_to_all_aligned")
+
+
 def narrowed(**fields: Any) -> RunConfig:
     return RunConfig(**({"precision": PrecisionConfig(recipe="mxfp8")} | fields))
 
@@ -447,6 +450,20 @@ CASES = [
         narrowed(kernels=KernelsConfig(row_padding="routing_map")),
         narrowed(kernels=KernelsConfig(row_padding="permute", permute="transformer_engine")),
         "kernels.row_padding",
+    ),
+    (
+        narrow_recipes.rows_of_zeros_stay_zeros,
+        narrowed(model=ModelConfig(moe=MoEConfig(expert_mlp_bias=True)), parallel=ALIGNED),
+        narrowed(model=ModelConfig(moe=MoEConfig(expert_mlp_bias=True, weight_at="output")), parallel=ALIGNED),
+        "parallel.dispatcher",
+    ),
+    (
+        narrow_recipes.rows_of_zeros_stay_zeros,
+        narrowed(model=ModelConfig(moe=MoEConfig(weight_at="input", capacity=CapacityConfig(pad=True)))),
+        narrowed(
+            model=ModelConfig(moe=MoEConfig(expert_mlp_bias=True, weight_at="input", capacity=CapacityConfig(pad=True)))
+        ),
+        "model.moe.capacity.pad",
     ),
     (
         narrow_recipes.casts_are_known_on_this_device,

@@ -82,6 +82,24 @@ def rows_can_be_padded(run: RunConfig) -> Problem | None:
     return None
 
 
+def rows_of_zeros_stay_zeros(run: RunConfig) -> Problem | None:
+    """A bias of the first matmul makes a row of zeros another one, which would decide scales of the second one's input;
+    a prob of zero at the activation makes it zeros again."""
+    moe, recipe, parallel = run.model.moe, run.precision.recipe, run.parallel
+    if moe is None or recipe is None or not moe.expert_mlp_bias or moe.weight_at == "activation":
+        return None
+    received = parallel.dispatcher == "all_to_all_aligned" and parallel.ep * parallel.etp > 1
+    refused = {
+        "model.moe.capacity.pad": (moe.capacity is not None and moe.capacity.pad, "use false"),
+        "parallel.dispatcher": (received and parallel.row_multiple > 1, "use all_to_all"),
+    }
+    for path, (applies, fix) in refused.items():
+        if applies and PRECISION_RECIPES[recipe].align > 1:
+            message = f"rows of zeros get biases of experts, and would decide scales of precision.recipe {recipe}"
+            return Problem(path, message, f"{fix}, or model.moe.weight_at activation")
+    return None
+
+
 def wide_modules_exist(run: RunConfig) -> list[Problem]:
     """A pattern that fits no module would narrow what was meant to stay wide. The default may fit none."""
     default = PrecisionConfig().wide
@@ -208,6 +226,7 @@ RULES = (
     casts_are_known_on_this_device,
     down_inputs_are_of_fp8,
     rows_can_be_padded,
+    rows_of_zeros_stay_zeros,
     wide_modules_exist,
     blocks_are_those_of_whole_matrices,
     narrow_gather_has_one_copy,
