@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -48,6 +49,8 @@ for _name in TRAINED:
         if share_a_read(_row, _column):
             assert _row is not None and _column is not None
             PAIRS[f"{_name} {_operand}"] = (_row, _column)
+# Operands of a recipe may have the same casts: each pair once.
+DISTINCT = [name for name in PAIRS if name == next(first for first in PAIRS if PAIRS[first] == PAIRS[name])]
 
 
 # ---- the kernel ----
@@ -81,18 +84,19 @@ def test_pairs_are_those_of_rows() -> None:
         "nvfp4 x",
         "nvfp4 dy",
     }
+    assert DISTINCT == ["fp8_blockwise x", "mxfp8 x", "nvfp4 x", "nvfp4 dy"]
     row, column = PAIRS["nvfp4 x"]
     assert not share_a_read(column, column) and not share_a_read(row, PAIRS["mxfp8 x"][1])
     assert not share_a_read(replace(row, block=(1, 0)), replace(row, block=(1, 0)))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_both_ways(name: str) -> None:
     both_ways(name, 2)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_both_ways_on_fifty_shapes(name: str) -> None:
     for seed in range(50):
         both_ways(name, seed)
@@ -239,6 +243,32 @@ def test_rows_that_fill_no_block_are_cast_one_by_one(recipe: RecipeName) -> None
     found = layer(recipe, quantizers, unaligned, 70, inputs=NarrowInputs())
     assert same(found, layer(recipe, operands.REFERENCE, unaligned, 70))
     assert counted.calls == (6 if recipe == "mxfp8" else 0)
+
+
+# Interpreted noise takes long.
+WITHOUT_NOISE: tuple[RecipeName, ...] = ("mxfp8", "fp8_blockwise")
+
+
+def drawn_layer(seed: int) -> None:
+    """Experts without rows and with one, rows that fill blocks and that do not: interpreted kernels, all casts."""
+    dice = random.Random(seed)
+    rows = [dice.choice((0, 1, 20, 32, 64)) for _ in range(3)]
+    tokens, recipe = dice.choice((1, 32, 40, 64)), dice.choice(WITHOUT_NOISE)
+    wanted = layer(recipe, operands.REFERENCE, rows, tokens, steps=1)
+    with interpreting():
+        found = layer(recipe, QUANTIZERS["triton"], rows, tokens, inputs=NarrowInputs(), steps=1)
+    assert same(found, wanted), (recipe, rows, tokens)
+
+
+def test_a_drawn_layer() -> None:
+    drawn_layer(1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_fifty_drawn_layers(first: int) -> None:
+    for seed in range(first, first + 10):
+        drawn_layer(seed)
 
 
 def test_amaxes_of_other_ranks_are_not_passed_over() -> None:
