@@ -102,7 +102,6 @@ def test_a_run_with_a_recipe_is_proved() -> None:
     [
         ({"precision.recipe": "mxfp8"}, "bfloat16", "prove it with --dtype float64"),
         ({"precision.dispatch": "mxfp8"}, "bfloat16", "prove it with --dtype float64"),
-        ({"precision.recipe": "nvfp4"}, "float64", "noise follows from the bits of a block"),
         ({"precision.recipe": "fp8_delayed"}, "float64", "scales are those of earlier steps"),
     ],
 )

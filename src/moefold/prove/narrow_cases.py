@@ -23,8 +23,6 @@ def unproved_reason(recipe: PrecisionRecipe) -> str:
     casts = [cast for _, cast in recipe.casts.items() if cast is not None]
     if any(cast.delayed for cast in casts):
         return "scales are those of earlier steps, and a proof has one"
-    if any(cast.rounding == "stochastic" for cast in casts):
-        return "noise follows from the bits of a block, and two orders of a sum differ in the last of them"
     return ""
 
 
